@@ -1,0 +1,34 @@
+"""tokentrue: every token that the model sampled reaches the trainer bit for bit, exactly once.
+
+Importing this package imports neither torch nor the network; names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from tokentrue.types import Completion, Extension, Refusal, Sample, Sampling
+
+_LAZY = {
+    "Mismatch": "tokentrue.compare",
+    "Session": "tokentrue.turn",
+    "Verification": "tokentrue.renderers",
+    "check_logprobs_close": "tokentrue.providers",
+    "compare": "tokentrue.compare",
+    "load_renderer": "tokentrue.renderers",
+    "rollout": "tokentrue.turn",
+    "verify": "tokentrue.renderers",
+}
+_ROOMS = {"compare", "engine", "mismatch", "numerics", "providers", "renderers", "samples", "sessions", "train"}
+
+__version__ = "0.1.0"
+__all__ = ["Completion", "Extension", "Refusal", "Sample", "Sampling", "__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    if name in _ROOMS:
+        return import_module(f"tokentrue.{name}")
+    raise AttributeError(f"module 'tokentrue' has no attribute {name!r}")

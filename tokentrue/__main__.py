@@ -1,0 +1,3 @@
+from tokentrue.cli.main import main
+
+main()

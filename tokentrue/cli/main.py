@@ -1,0 +1,58 @@
+"""The command line: one module per command, imported when it is called; exit 0 fine, 1 found something wrong, 2 called wrong."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from tokentrue.errors import TokenTrueError
+
+COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`; the module is tokentrue.cli.NAME, its function `command`
+    "bench": "measure ratios in one run on this machine: render, samples, gateway, engine, mismatch",
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS), default=0)
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(["usage: tokentrue COMMAND [options]   (tokentrue COMMAND --help tells more)", "", *lines])
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in {"-h", "--help"}:
+        print(usage())
+        raise SystemExit(0 if arguments else 2)
+    if arguments[0] in {"-V", "--version"}:
+        from tokentrue import __version__
+
+        print(f"tokentrue {__version__}")
+        raise SystemExit(0)
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"tokentrue: no command {name!r}; `tokentrue --help` lists them", file=sys.stderr)
+        raise SystemExit(2)
+    raise SystemExit(run(name, rest))
+
+
+def run(name: str, rest: list[str]) -> int:
+    """One-line errors, no stack trace: a TokenTrueError is the user's to mend."""
+    import typer
+
+    module = import_module(f"tokentrue.cli.{name}")
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name)(module.command)
+    try:
+        result = app(rest, prog_name=f"tokentrue {name}", standalone_mode=False)
+    except TokenTrueError as error:
+        print(f"tokentrue {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # click's usage errors carry their own text and exit code
+        show = getattr(error, "show", None)
+        if show is None:
+            raise
+        show()
+        return int(getattr(error, "exit_code", 2))
+    return int(result or 0)

@@ -1,0 +1,123 @@
+"""One exception tree, grouped by the boundary that was crossed. Every message names what is wrong and what to do.
+
+    TokenTrueError
+    ├── InputError              the caller's input; HTTP 400
+    │   ├── MessageError        a message or tool is malformed (field named)
+    │   ├── SamplingError       a sampling value is out of range or cannot be honoured
+    │   ├── ConfigError         a configuration key or value
+    │   └── FileFormatError     a samples file, a script, a checkpoint
+    ├── RenderError             messages -> tokens; HTTP 422
+    │   ├── TemplateError       no template, or it raises
+    │   └── TokenizerError      no tokenizer, no stop token
+    ├── SessionError            the record
+    │   ├── SessionNotFound     HTTP 404
+    │   ├── SessionConflict     compare-and-swap lost, id taken, session ended; HTTP 409
+    │   ├── LimitExceeded       size, age or concurrency; HTTP 413/429
+    │   └── JournalError        the durable store
+    ├── EngineError             provider -> engine; HTTP 502
+    │   ├── EngineUnreachable
+    │   ├── EngineTimeout       HTTP 504
+    │   ├── EngineRejected      the engine refused the request
+    │   └── EngineContractError its answer lacks or contradicts what we need
+    ├── TokenContractError      recorded ids, log-probabilities or spans do not fit together: always a bug, never repaired
+    ├── AuditError              a certificate, mask or log-probability of an exported sample does not hold
+    └── ExactnessError          two numbers that must be equal in bits are not, or an operator has no exact form
+"""
+
+from __future__ import annotations
+
+
+class TokenTrueError(Exception):
+    """Root of everything that tokentrue raises on purpose. `code` is stable and machine-readable."""
+
+    code = "error"
+
+
+class InputError(TokenTrueError):
+    code = "invalid_input"
+
+
+class MessageError(InputError):
+    """`field` is a path such as `messages[3].tool_calls[0].function.arguments`."""
+
+    code = "invalid_message"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+
+
+class SamplingError(InputError):
+    code = "invalid_sampling"
+
+
+class ConfigError(InputError):
+    code = "invalid_config"
+
+
+class FileFormatError(InputError):
+    code = "invalid_file"
+
+
+class RenderError(TokenTrueError):
+    code = "cannot_render"
+
+
+class TemplateError(RenderError):
+    code = "template"
+
+
+class TokenizerError(RenderError):
+    code = "tokenizer"
+
+
+class SessionError(TokenTrueError):
+    code = "session"
+
+
+class SessionNotFound(SessionError):
+    code = "session_not_found"
+
+
+class SessionConflict(SessionError):
+    code = "session_conflict"
+
+
+class LimitExceeded(SessionError):
+    code = "limit_exceeded"
+
+
+class JournalError(SessionError):
+    code = "journal"
+
+
+class EngineError(TokenTrueError):
+    code = "engine"
+
+
+class EngineUnreachable(EngineError):
+    code = "engine_unreachable"
+
+
+class EngineTimeout(EngineError):
+    code = "engine_timeout"
+
+
+class EngineRejected(EngineError):
+    code = "engine_rejected"
+
+
+class EngineContractError(EngineError):
+    code = "engine_contract"
+
+
+class TokenContractError(TokenTrueError):
+    code = "token_contract"
+
+
+class AuditError(TokenTrueError):
+    code = "audit"
+
+
+class ExactnessError(TokenTrueError):
+    code = "exactness"

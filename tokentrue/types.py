@@ -1,0 +1,365 @@
+"""The nouns of the house: frozen records, standard library only, importable by every room.
+
+Glossary: `token_ids` any ids; `prompt_ids` what the engine was given; `sampled_ids` what the model chose (its stop token included);
+`rollout_logprobs` what the sampler reported; `trainer_logprobs` what the trainer recomputed; `session > branch > turn > node`.
+Messages and tools are plain mappings in the OpenAI Chat Completions shape: `role`, `content` (string, parts or None),
+`reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool_call_id`, `name`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, TypeAlias
+
+from tokentrue.errors import SamplingError, TokenContractError
+
+Ids: TypeAlias = Sequence[int]
+Message: TypeAlias = Mapping[str, Any]
+Messages: TypeAlias = Sequence[Message]
+Tool: TypeAlias = Mapping[str, Any]
+Tools: TypeAlias = Sequence[Tool]
+TemplateKwargs: TypeAlias = Mapping[str, Any]
+
+UNVERSIONED = 0
+"""Policy version of an engine that has not been told one."""
+
+
+class Finish(StrEnum):
+    """Why an engine stopped sampling."""
+
+    STOP = "stop"  # a stop token (kept in the sampled ids) or a stop string
+    LENGTH = "length"  # the token limit: the turn is left open
+    ABORT = "abort"  # cancelled by the caller or the engine: what was sampled is kept, labelled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What the sampler was asked to do. `top_k=0`, `top_p=1`, `min_p=0` and penalties at rest mean "off".
+
+    `stop_token_ids` are added to the renderer's own. `extra` holds engine-specific settings (structured output, say) that a
+    provider either understands by name or refuses.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    top_logprobs: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        checks: tuple[tuple[bool, str, object], ...] = (
+            (math.isfinite(self.temperature) and self.temperature >= 0, "temperature must be finite and >= 0", self.temperature),
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
+            (self.top_k >= 0, "top_k must be >= 0 (0 is off)", self.top_k),
+            (0 <= self.min_p < 1, "min_p must be in [0, 1)", self.min_p),
+            (self.max_tokens is None or self.max_tokens > 0, "max_tokens must be positive", self.max_tokens),
+            (self.repetition_penalty > 0, "repetition_penalty must be > 0", self.repetition_penalty),
+            (self.top_logprobs >= 0, "top_logprobs must be >= 0", self.top_logprobs),
+        )
+        for holds, rule, value in checks:
+            if not holds:
+                raise SamplingError(f"{rule}, got {value!r}")
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """The settings that make the sampled distribution differ from softmax(logits / temperature)."""
+        at_rest = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+        return tuple(name for name, rest in at_rest.items() if getattr(self, name) != rest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Sampled tokens `[start, end)` of one completion came from policy `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """MoE routing of each sampled token, for replay: `data` is little-endian int16 of shape `[tokens, layers, top_k]`."""
+
+    shape: tuple[int, int, int]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One generation, as the engine reported it; nothing in it is invented, padded or trimmed.
+
+    `logprobs` are those of the distribution sampled from. `stopped_by` is the id or the string that ended it, where the engine says.
+    `prompt_tokens` is the engine's own count. `versions` covers the tokens without gap or overlap.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+    versions: tuple[VersionSpan, ...] = ()
+    prompt_tokens: int | None = None
+    stopped_by: int | str | None = None
+    top_logprobs: tuple[Mapping[int, float], ...] | None = None
+    raw_logprobs: tuple[float, ...] | None = None  # of softmax(logits / temperature) before filters, where the engine has them
+    routed_experts: RoutedExperts | None = None
+    fingerprint: str | None = None  # of the exact engine's numerics
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise TokenContractError(f"{len(self.token_ids)} ids, {len(self.logprobs)} logprobs")
+        for index, value in enumerate(self.logprobs):
+            if not (math.isfinite(value) and -9000.0 < value <= 0.0):
+                raise TokenContractError(f"logprob {value!r} at sampled token {index} is not a log-probability")
+        end = 0
+        for span in self.versions:
+            if span.start != end or span.end < span.start:
+                raise TokenContractError(f"version spans leave a gap or overlap at sampled token {end}")
+            end = span.end
+        if self.versions and end != len(self.token_ids):
+            raise TokenContractError(f"version spans end at {end} of {len(self.token_ids)} sampled tokens")
+
+    @property
+    def finish_reason(self) -> str:
+        return self.finish.value
+
+    @property
+    def policy_version(self) -> int:
+        return self.versions[-1].version if self.versions else UNVERSIONED
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """One version per sampled token."""
+        return tuple(span.version for span in self.versions for _ in range(span.start, span.end))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A piece of a streamed generation. The last one carries `final`, the whole completion."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    final: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSpan:
+    """Prompt tokens `[start, end)` come from message `message` (an index) of role `role`; structure has `message=None`."""
+
+    start: int
+    end: int
+    role: str
+    message: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A whole prompt, its generation prompt included."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[PromptSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """The recorded prefix, untouched, plus `added_ids`: all of them given, none sampled.
+
+    `spans` count from the start of `added_ids`. `context` says what the cut was proven on: "dummy" or "history".
+    """
+
+    prefix_ids: Ids
+    added_ids: tuple[int, ...]
+    spans: tuple[PromptSpan, ...] = ()
+    context: Literal["dummy", "history"] = "dummy"
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (*self.prefix_ids, *self.added_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An extension that cannot be proven. `why` is a stable code, `detail` a sentence that names the place and the cure."""
+
+    why: str
+    detail: str = ""
+
+
+class Status(StrEnum):
+    """What became of a tool call that the model tried to write."""
+
+    OK = "ok"
+    INVALID_JSON = "invalid_json"
+    UNCLOSED = "unclosed"
+    MISSING_NAME = "missing_name"
+    MALFORMED = "malformed"
+    UNKNOWN_TOOL = "unknown_tool"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One tool call that the model tried to write: its exact text and its place `[start, end)` among the sampled tokens."""
+
+    status: Status
+    raw: str
+    start: int
+    end: int
+    name: str | None = None
+    arguments: Any = None
+    detail: str = ""
+
+
+class Ended(StrEnum):
+    """How a sampled turn ended, as its own ids show."""
+
+    STOP = "stop"  # at a stop token
+    OPEN = "open"  # no stop token: a length cut-off, a stop string or an abort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A sampled turn as an OpenAI message. `raw` is its whole text, byte for byte (`errors="surrogateescape"` where UTF-8 is cut)."""
+
+    message: Message
+    attempts: tuple[Attempt, ...] = ()
+    ended: Ended = Ended.STOP
+    stop_id: int | None = None
+    raw: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one streamed piece adds to the message that the client sees; empty fields add nothing.
+
+    `call` is the index of the tool call that `call_id`/`name` open or that `arguments` (JSON text) continue.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    call: int | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """What the corridor is asked for: an agent's next model call, in any dialect, already in the OpenAI shape.
+
+    `after` is a promise of the caller: everything before `messages` is byte for byte what led to node `after`, and `messages`
+    begins with the replay of that node's assistant turn. Without it `messages` is the whole conversation.
+    `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the same turn.
+    """
+
+    messages: Messages
+    tools: Tools | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    template_kwargs: TemplateKwargs = field(default_factory=dict[str, Any])
+    n: int = 1
+    dialect: str = "openai_chat"
+    after: str | None = None
+    request_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A committed turn, as the client will hear of it. `message` is what was served (call ids included)."""
+
+    node: str
+    message: Message
+    parsed: Parsed
+    completion: Completion
+    prompt_tokens: int
+    given_tokens: int  # of the prompt, how many this turn added
+    projection: str  # how the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" where nothing was continued
+    root: str | None = None  # why a new root or fork was begun; None where the newest leaf was continued
+    replayed: bool = False  # a retry: this is the recorded answer, nothing was added
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEvent:
+    """One event of a streamed turn. The first of each choice names its node, the last carries the committed reply."""
+
+    index: int = 0  # which of n choices
+    node: str = ""
+    delta: Delta | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    reply: Reply | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens `[start, end)` of a sample."""
+
+    start: int
+    end: int
+    kind: Literal["given", "sampled"]
+    role: str
+    turn: int
+    policy_version: int | None
+    trainable: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """`chain` hashes every node on the sample's path in order; the other two name what rendered it."""
+
+    chain: str
+    template: str
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One contiguous training sequence. `rollout_logprobs[i]` is None exactly where token i was not sampled."""
+
+    sample_id: str
+    session_id: str
+    group: str | None
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    rollout_logprobs: Sequence[float | None]
+    spans: tuple[Span, ...]
+    reward: float | None
+    finish_reason: str
+    metadata: Mapping[str, Any]
+    certificate: Certificate
+    routed_experts: RoutedExperts | None = None
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs))
+        if len(set(lengths)) != 1:
+            raise TokenContractError(f"sample {self.sample_id}: ids, mask and logprobs differ in length: {lengths}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untrained:
+    """Sampled tokens of `node` that no sample trains, and why."""
+
+    node: str
+    tokens: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Trained sampled tokens over sampled tokens."""
+
+    sampled: int
+    trained: int
+    untrained: tuple[Untrained, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        return self.trained / self.sampled if self.sampled else 1.0
