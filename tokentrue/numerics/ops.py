@@ -1,0 +1,191 @@
+"""The operators whose bits must not depend on the batch: one interface, one implementation per device.
+
+Invariant of every method: the result of a row (a token, a query) depends on that row's own inputs alone; never on how many other rows
+share the call, on its place among them, on the chunking of its prefill, on the page its keys lie in, or on prefill versus decode.
+Engine and trainer call the same methods of the same object, so equal inputs give equal bits on both sides.
+
+Shapes: T tokens (all sequences of a step back to back), S sequences, H query heads, J key/value heads (H % J == 0), D head size,
+K/N in/out features, V vocabulary, E experts, I expert width, B block (page) size.
+Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype; block 0 is the null block: never handed out,
+always zero, padding of the block tables. Cache entries are always finite. Token at position p of a sequence lies in block `table[p // B]`,
+row `p % B`; its slot is `block * B + p % B`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokentrue.errors import ExactnessError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Causal attention of one layer. `window=w`: a query at position p sees keys p-w+1 .. p. `softcap=c`: scores become c*tanh(s/c)."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Whole sequences back to back (training): sequence i owns rows `cu_seqlens[i] .. cu_seqlens[i+1]`, and starts at position 0."""
+
+    cu_seqlens: Tensor  # int32 [S+1], on the device
+    lengths: tuple[int, ...]  # the same on the host
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Packed:
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(cu_seqlens=ends.to(device), lengths=lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBatch:
+    """One engine step: for each sequence its newest `q_lens[i]` tokens, back to back; the first `num_decodes` sequences have one each.
+
+    Keys of the new tokens are stored before attention reads, so a query at position p sees cache positions 0 .. p.
+    Host tuples are for planning; a captured graph reads only the device tensors (whose padding rows have slot 0 and context length 0 or 1).
+    """
+
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T], where each new token's key and value go
+    cu_q: Tensor  # int32 [S+1]
+    context_lens: Tensor  # int32 [S], keys that the sequence's last new token sees, itself included
+    block_tables: Tensor  # int32 [S, W], padded with 0
+    q_lens: tuple[int, ...]
+    contexts: tuple[int, ...]  # context_lens on the host
+    num_decodes: int
+
+    @property
+    def max_context(self) -> int:
+        return max(self.contexts, default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorm:
+    """RMS norm over the head size of queries and keys (Qwen3, Gemma 3), before the rotary embedding."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    unit_offset: bool = False
+
+
+class Ops(ABC):
+    """All exact operators of one device. Methods marked (grad) work under autograd; the others are for inference alone.
+
+    Rounding is part of the contract: intermediate results are rounded to the tensor's dtype exactly where the docstring says so.
+    """
+
+    name: str
+    block_size: int
+
+    # ---- rows x features ----------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(grad) x [..., K] @ weight [N, K]^T + bias; float32 accumulation, one rounding at the end. Column n does not depend on N."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
+        """(grad) x / sqrt(mean(x²) + eps) over the last dimension in float32.
+
+        Plain: rounded to x's dtype, then times `weight` (rounded again). `unit_offset` (Gemma): times (1 + weight) in float32, one rounding.
+        """
+
+    @abstractmethod
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        """(grad) `silu` as x/(1+exp(-x)), `gelu_pytorch_tanh`, `gelu`, `relu` …, computed in float32, rounded to x's dtype."""
+
+    @abstractmethod
+    def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        """(grad) activation(gate) * up, rounded after each; both may be views of one `[..., 2*I]` tensor."""
+
+    @abstractmethod
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T,H,D], k [T,J,D], cos/sin [T,D] (model dtype): q*cos + rotate_half(q)*sin, rounded after each product and after the sum.
+
+        The bits of Hugging Face's `apply_rotary_pos_emb` in plain torch (so: no fused multiply-add).
+        """
+
+    @abstractmethod
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """(grad) over the last dimension, in and out float32."""
+
+    @abstractmethod
+    def experts(self, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
+        """(grad) x [T,K], index/weight [T,k], gate_up [E,2I,K], down [E,K,I] -> [T,K].
+
+        Per slot: linear, act_mul, linear, times weight, each rounded to x's dtype; slots are added in their order 0, 1, …, in x's dtype.
+        """
+
+    # ---- attention ----------------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
+        """(grad) q [T,H,D], k/v [T,J,D] -> [T,H,D]; causal inside each packed sequence. Same bits as `paged_attention` on the same rows."""
+
+    @abstractmethod
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """k, v [T,J,D] into the pages."""
+
+    @abstractmethod
+    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+        """q [T,H,D] -> [T,H,D], keys and values from the pages; prefill chunks and decodes mixed."""
+
+    # ---- self-knowledge -----------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def contract(self) -> Mapping[str, str]:
+        """Operator -> implementation, tile and accumulation dtype, as text: goes into the fingerprint."""
+
+    @abstractmethod
+    def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+        """Check the invariant on this machine for these (K, N, bias) and (H, J, D); fall back where it does not hold, and say so.
+
+        Returns one sentence per fall-back; raises ExactnessError where there is none.
+        """
+
+    # ---- compositions: override to fuse, never to change a bit ------------------------------------------------------------------------
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> tuple[Tensor, Tensor]:
+        """residual' = residual + x (rounded); returns (rms_norm(residual'), residual')."""
+        total = residual + x
+        return self.rms_norm(total, weight, eps, unit_offset=unit_offset), total
+
+    def prepare_qkv(
+        self,
+        qkv: Tensor,
+        heads: tuple[int, int, int],
+        norm: HeadNorm | None,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+    ) -> Tensor:
+        """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,D]), keys and values into the pages; returns q [T,H,D]."""
+        h, j, d = heads
+        q, k, v = qkv.view(-1, h + 2 * j, d).split((h, j, j), dim=1)
+        if norm is not None:
+            q = self.rms_norm(q, norm.q_weight, norm.eps, unit_offset=norm.unit_offset)
+            k = self.rms_norm(k, norm.k_weight, norm.eps, unit_offset=norm.unit_offset)
+        q, k = self.rotary(q, k, cos, sin)
+        self.store_kv(k, v, k_cache, v_cache, batch.slots)
+        return q
+
+
+def ops_for(device: torch.device | str) -> Ops:
+    """The operators of a device; a fresh object, because fall-backs belong to one model on one machine."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        from tokentrue.numerics.cpu import CpuOps
+
+        return CpuOps()
+    if kind == "cuda":
+        from tokentrue.numerics.triton import TritonOps
+
+        return TritonOps()
+    raise ExactnessError(f"no exact operators for device {kind!r}; use cpu or cuda")
