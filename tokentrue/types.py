@@ -89,7 +89,10 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """MoE routing of each sampled token, for replay: `data` is little-endian int16 of shape `[tokens, layers, top_k]`."""
+    """MoE routing for replay: `data` is little-endian int16 of shape `[tokens, layers, top_k]`.
+
+    Row i is the routing at the position that predicted sampled token i.
+    """
 
     shape: tuple[int, int, int]
     data: bytes
@@ -148,6 +151,7 @@ class Chunk:
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    policy_version: int = UNVERSIONED
     final: Completion | None = None
 
 

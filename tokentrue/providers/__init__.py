@@ -1,1 +1,6 @@
+"""Adapters from the engines people run to the one seam `Provider`; each is imported only when it is named."""
 
+from tokentrue.providers.closeness import Closeness, check_logprobs_close
+from tokentrue.providers.registry import PROVIDERS, load
+
+__all__ = ["PROVIDERS", "Closeness", "check_logprobs_close", "load"]

@@ -1,0 +1,61 @@
+"""Do two providers agree on one prompt? A verdict to read, not a tolerance to trust."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokentrue.errors import InputError
+from tokentrue.protocols import Provider
+from tokentrue.types import Completion, Ids, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closeness:
+    """`compared` tokens of the common prefix; `first_difference` is the first token where the two went apart, or None."""
+
+    close: bool
+    exact: bool
+    compared: int
+    max_difference: float
+    mean_difference: float
+    first_difference: int | None
+    verdict: str
+
+
+async def check_logprobs_close(
+    first: Provider | Completion,
+    second: Provider | Completion,
+    prompt_ids: Ids = (),
+    *,
+    sampling: Sampling | None = None,
+    tolerance: float = 1e-3,
+) -> Closeness:
+    """Greedy on both (unless `sampling` says otherwise); log-probabilities are compared up to the first token that differs."""
+    asked = sampling if sampling is not None else Sampling(temperature=0.0, max_tokens=32)
+    a = first if isinstance(first, Completion) else await first.generate(prompt_ids, asked)
+    b = second if isinstance(second, Completion) else await second.generate(prompt_ids, asked)
+    return compare_completions(a.token_ids, a.logprobs, b.token_ids, b.logprobs, tolerance=tolerance)
+
+
+def compare_completions(
+    ids: Sequence[int], logprobs: Sequence[float], other_ids: Sequence[int], other_logprobs: Sequence[float], *, tolerance: float
+) -> Closeness:
+    if not ids or not other_ids:
+        raise InputError("nothing to compare: one of the completions is empty")
+    common = next((i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b), min(len(ids), len(other_ids)))
+    apart = None if common == len(ids) == len(other_ids) else common
+    differences = [abs(a - b) for a, b in zip(logprobs[:common], other_logprobs[:common], strict=True)]
+    worst = max(differences, default=0.0)
+    mean = sum(differences) / len(differences) if differences else 0.0
+    close = common > 0 and worst <= tolerance
+    exact = apart is None and worst == 0.0
+    if common == 0:
+        verdict = f"different from the first token on: {ids[0]} and {other_ids[0]}"
+    else:
+        where = f" up to token {apart}, where the tokens differ" if apart is not None else ""
+        grade = "bit-identical" if worst == 0.0 else f"max |δ| {worst:.3g}, mean {mean:.3g} (tolerance {tolerance:g})"
+        verdict = f"{common} tokens compared{where}: {grade}"
+    return Closeness(
+        close=close, exact=exact, compared=common, max_difference=worst, mean_difference=mean, first_difference=apart, verdict=verdict
+    )

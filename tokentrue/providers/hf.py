@@ -1,0 +1,145 @@
+"""Hugging Face transformers, one forward pass per token with a KV cache: slow, plain, the ground truth for tests.
+
+Log-probabilities are those of the distribution sampled from: after temperature, top-k, top-p and min-p; greedy reports temperature 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tokentrue.errors import ConfigError, SamplingError
+from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
+from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
+
+FILTERS = frozenset({"top_k", "top_p", "min_p"})
+
+
+class HFProvider:
+    """`decode` (a renderer's) is needed for stop strings only."""
+
+    name = "hf"
+    truthful_filters = FILTERS
+
+    def __init__(
+        self,
+        model: str | torch.nn.Module,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        version: int = UNVERSIONED,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self._model: Any = model if isinstance(model, torch.nn.Module) else _load(model, dtype, device)
+        self._model.eval()
+        self._decode = decode
+        self._lock = asyncio.Lock()
+        self.version = version
+
+    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        completion = None
+        async for chunk in self.stream(prompt_ids, sampling):
+            completion = chunk.final
+        assert completion is not None
+        return completion
+
+    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+        self._refuse(prompt_ids, sampling)
+        eos = self._model.generation_config.eos_token_id
+        stops = {*sampling.stop_token_ids, *([eos] if isinstance(eos, int) else eos or [])}
+        generator = torch.Generator().manual_seed(sampling.seed if sampling.seed is not None else torch.seed())
+        room = self._model.config.max_position_embeddings - len(prompt_ids)
+        limit = min(room, sampling.max_tokens) if sampling.max_tokens is not None else room
+        gathering = Gathering(self.name, len(prompt_ids))
+        ids, cache = list(prompt_ids), None
+        finish, stopped_by = Finish.LENGTH, None
+        for _ in range(limit):
+            async with self._lock:  # one forward at a time; between tokens others, and new weights, get their turn
+                logits, cache = await asyncio.to_thread(self._forward, ids, cache)
+                version = self.version
+            token, logprob, top = pick(logits, sampling, generator)
+            gathering.top += [top] if sampling.top_logprobs else []
+            yield gathering.add([token], [logprob], version=version)
+            ids = [token]
+            stopped_by = token if token in stops else self._stop_string(gathering.token_ids, sampling.stop)
+            if stopped_by is not None:
+                finish = Finish.STOP
+                break
+        yield Chunk(final=gathering.completion(finish, prompt_tokens=len(prompt_ids), stopped_by=stopped_by))
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        async with self._lock:
+            self._model.load_state_dict(dict(weights), strict=False)
+            self.version = version
+
+    async def health(self) -> Mapping[str, Any]:
+        return {"engine": self.name, "model": self._model.config.name_or_path, "version": self.version}
+
+    async def close(self) -> None:
+        pass
+
+    def _refuse(self, prompt_ids: Ids, sampling: Sampling) -> None:
+        refuse_unknown_extra(self.name, sampling, frozenset())
+        if odd := sorted(set(sampling.filters) - FILTERS):
+            raise SamplingError(f"engine 'hf' has no {odd[0]}")
+        if sampling.stop and self._decode is None:
+            raise SamplingError("engine 'hf' needs decode= (a renderer's) for stop strings")
+        if not prompt_ids:
+            raise SamplingError("the prompt is empty")
+        if len(prompt_ids) >= self._model.config.max_position_embeddings:
+            raise SamplingError(f"{len(prompt_ids)} prompt tokens do not fit {self._model.config.max_position_embeddings} positions")
+
+    @torch.no_grad()
+    def _forward(self, ids: list[int], cache: Any) -> tuple[torch.Tensor, Any]:
+        device = next(self._model.parameters()).device
+        out = self._model(torch.tensor([ids], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[0, -1].float().cpu(), out.past_key_values
+
+    def _stop_string(self, sampled: Sequence[int], stops: Sequence[str]) -> str | None:
+        if not stops or self._decode is None:
+            return None
+        tail = self._decode(sampled[-max(map(len, stops)) - 8 :])
+        return next((stop for stop in stops if stop in tail), None)
+
+
+def _load(model: str, dtype: str, device: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        return loaded.to(device)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load model {model!r}: {str(error).splitlines()[0]}") from error
+
+
+def pick(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float, Mapping[int, float]]:
+    """One token, its log-probability under the distribution it was drawn from, and the top few."""
+    if sampling.temperature == 0:
+        logprobs_V = torch.log_softmax(logits_V, dim=-1)
+        token = int(logprobs_V.argmax())
+    else:
+        logprobs_V = filtered(torch.log_softmax(logits_V / sampling.temperature, dim=-1), sampling)
+        token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
+    top = torch.topk(logprobs_V, min(sampling.top_logprobs, logprobs_V.numel())) if sampling.top_logprobs else None
+    chosen = {} if top is None else dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    return token, float(logprobs_V[token]), chosen
+
+
+def filtered(logprobs_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Top-k, then top-p, then min-p, renormalised; what is filtered out has log-probability -inf."""
+    keep = torch.ones_like(logprobs_V, dtype=torch.bool)
+    ordered, order = torch.sort(logprobs_V, descending=True, stable=True)
+    if sampling.top_k:
+        keep[order[sampling.top_k :]] = False
+    if sampling.top_p < 1:
+        probs = ordered.exp() * keep[order]
+        before = probs.cumsum(0) - probs
+        keep[order[before >= sampling.top_p * probs.sum()]] = False
+    if sampling.min_p:
+        keep &= logprobs_V >= ordered[0] + torch.log(torch.tensor(sampling.min_p))
+    if bool(keep.all()):
+        return logprobs_V
+    return torch.log_softmax(logprobs_V.masked_fill(~keep, float("-inf")), dim=-1)
