@@ -1,0 +1,39 @@
+"""What a family entry may say: only what a chat template cannot tell. Boundaries and stop tokens are never in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+PLAIN: Mapping[str, Any] = {"start_anchor_pattern": r"\A", "fields": {"content": {}}}
+"""The response template of a model about which nothing is known: all text is content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`response_template` is a schema of `transformers.utils.chat_parsing`; `template_kwargs` are pinned where the caller gives none.
+
+    `call_ids`: "openai" (`call_` and hex), or "short" where the template insists on nine letters and digits (Mistral).
+    """
+
+    name: str
+    response_template: Mapping[str, Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    chat_template: str | None = None
+    call_ids: Literal["openai", "short"] = "openai"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clues:
+    """What a family is recognised by: its template's text and its tokenizer's added tokens. Never the model's name."""
+
+    template: str
+    tokens: frozenset[str]
+
+    def has(self, *markers: str) -> bool:
+        """Every marker is written in the template."""
+        return all(marker in self.template for marker in markers)
+
+
+Recognise: TypeAlias = Callable[[Clues], Family | None]

@@ -1,0 +1,22 @@
+"""Which family a template belongs to. A new family is one file and one line here; the first that recognises the template wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokentrue.renderers.families import qwen3
+from tokentrue.renderers.families.base import Clues, Family, Recognise
+
+FAMILIES: tuple[Recognise, ...] = (
+    qwen3.recognise,
+)  # fmt: skip
+
+
+def family_for(template_text: str, tokenizer: Any) -> Family:
+    """The family of a template, or "plain": all text is content, no calls."""
+    clues = Clues(template=template_text, tokens=frozenset(str(token.content) for token in tokenizer.added_tokens_decoder.values()))
+    for recognise in FAMILIES:
+        family = recognise(clues)
+        if family is not None:
+            return family
+    return Family(name="plain")

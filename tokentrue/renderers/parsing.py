@@ -1,0 +1,333 @@
+"""Sampled ids to an OpenAI message, while they are being sampled.
+
+ids → bytes → text (never half a character) → regions (never half a marker) → reasoning, content and tool calls.
+
+Invariants, each with its test: feeding in any chunks gives what parsing the whole gives; the deltas add up to the message; `raw` is every
+byte the model wrote; a call that cannot be read reaches the client as the text it is, and is recorded as an attempt with its reason.
+Bytes that are not UTF-8 are lone surrogates in `raw` and `Attempt.raw` (`errors="surrogateescape"` gives them back), `�` in the message.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import regex
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from tokentrue.errors import TemplateError
+from tokentrue.renderers.families import PLAIN, Family
+from tokentrue.renderers.parsing_bytes import TokenBytes
+from tokentrue.renderers.parsing_calls import Call, NoCall, parameter_schemas, read_calls
+from tokentrue.renderers.parsing_regions import Closed, Places, Regions, Shield, Text, unshield
+from tokentrue.types import Attempt, Delta, Ended, Ids, Parsed, Status, Tools
+
+CALLS, BROKEN = "tool_calls", "broken_calls"
+_FIELDS = {"content": "content", "final": "content", "preamble": "content"} | dict.fromkeys(
+    ("reasoning_content", "reasoning", "thinking"), "reasoning_content"
+)
+_SPACE = " \t\r\n"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ANCHOR_WINDOW = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What parsing needs to know about one renderer, compiled once."""
+
+    template: ResponseTemplate
+    pieces: TokenBytes
+    stop_ids: frozenset[int]
+    stops_that_close: frozenset[int]  # stop tokens that the response template itself names
+    markers: tuple[str, ...]  # added tokens that the response template names: ids decide about these
+    marker_ids: frozenset[int]
+    generation_ids: tuple[int, ...]  # what the template writes to open an assistant turn, for callers that give no prompt
+    call_ids: str
+
+
+def grammar_for(tokenizer: Any, family: Family, *, stop_token_ids: Ids, generation_ids: Ids = ()) -> Grammar:
+    """The tokenizer's own `response_template` where it ships one, else the family's, else plain text."""
+    own = getattr(tokenizer, "response_template", None)
+    declared = own or family.response_template or PLAIN
+    try:
+        template = load_response_template(_jsonlike(declared))
+    except (ValueError, TypeError, KeyError) as error:
+        whose = "the tokenizer's response_template" if own else f"family {family.name}"
+        raise TemplateError(f"{whose} is not a valid response template: {error}") from error
+    pieces = TokenBytes(tokenizer)
+    named = str(declared)
+    found = {id_: text for id_, text in pieces.added.items() if text.strip() and (text in named or repr(regex.escape(text))[1:-1] in named)}
+    return Grammar(
+        template=template,
+        pieces=pieces,
+        stop_ids=frozenset(stop_token_ids),
+        stops_that_close=frozenset(stop_token_ids) & frozenset(found),
+        markers=tuple(found.values()),
+        marker_ids=frozenset(found),
+        generation_ids=tuple(generation_ids),
+        call_ids=family.call_ids,
+    )
+
+
+def parse(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
+    parser = Parser(grammar, prompt_ids=prompt_ids, tools=tools)
+    parser.feed(sampled_ids)
+    return parser.finish()[1]
+
+
+class Parser:
+    """`protocols.TurnParser` for one sampled turn."""
+
+    def __init__(self, grammar: Grammar, *, prompt_ids: Ids = (), tools: Tools | None = None) -> None:
+        self._grammar = grammar
+        self._source = _Source(grammar)
+        prompt_ids = prompt_ids or grammar.generation_ids
+        self._message = _Message(grammar, tools, seed=_seed(prompt_ids))
+        texts = frozenset(name for name in grammar.template.fields if name in _FIELDS)
+        self._regions = Regions(grammar.template, prefix=opened_by(grammar, prompt_ids), texts=texts)
+        self._places = Places()
+        self._length = 0
+        self._held_stop: int | None = None
+
+    def feed(self, token_ids: Ids) -> list[Delta]:
+        text: list[str] = []
+        for token_id in token_ids:
+            if self._held_stop is not None:
+                text.append(self._source.take(self._held_stop))
+                self._held_stop = None
+            if token_id in self._grammar.stop_ids:
+                self._held_stop = token_id
+            else:
+                text.append(self._source.take(token_id))
+        return self._shown(self._regions.more(self._placed("".join(text))))
+
+    def finish(self) -> tuple[list[Delta], Parsed]:
+        stop, text = self._held_stop, ""
+        if stop is not None and stop in self._grammar.stops_that_close:
+            text = self._source.take(stop)
+        text += self._source.rest()
+        deltas = self._shown(self._regions.more(self._placed(text))) + self._shown(self._regions.end())
+        raw = self._source.raw
+        if stop is not None and stop not in self._grammar.stops_that_close:
+            raw += self._grammar.pieces.piece(stop)
+        return deltas, Parsed(
+            message=self._message.whole(),
+            attempts=tuple(self._message.attempts),
+            ended=Ended.OPEN if stop is None else Ended.STOP,
+            stop_id=stop,
+            raw=bytes(raw).decode("utf-8", "surrogateescape"),
+        )
+
+    def _placed(self, text: str) -> str:
+        self._places.note(text, self._length)
+        self._length += len(text)
+        return text
+
+    def _shown(self, found: list[Text | Closed]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for part in found:
+            if isinstance(part, Text):
+                deltas += self._message.add_text(_FIELDS[part.field], unshield(part.text))
+            elif part.field in _FIELDS:
+                self._message.end_segment(_FIELDS[part.field])
+            else:
+                start, end = self._places.true(part.start), self._places.true(part.end)
+                deltas += self._message.add_region(part, raw=self._source.slice(start, end), span=self._source.tokens(start, end))
+        return deltas
+
+
+class _Source:
+    """Ids in, shielded text out; remembers the true text and where each token ends in it."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._shield = Shield(grammar.markers)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._text: list[str] = []
+        self._starts: list[int] = []  # of each piece of text
+        self._ends: list[int] = []  # of each token, in characters
+        self._length = 0
+        self.raw = bytearray()
+
+    def take(self, token_id: int) -> str:
+        piece = self._grammar.pieces.piece(token_id)
+        self.raw += piece
+        if token_id not in self._grammar.marker_ids:
+            shown = self._shield.ordinary(self._keep(self._decoder.decode(piece)))
+        else:
+            cut_off = self._keep(self._decoder.decode(b"", final=True))
+            self._decoder.reset()
+            shown = self._shield.ordinary(cut_off) + self._shield.flush() + self._keep(piece.decode("utf-8"))
+        self._ends.append(self._length)
+        return shown
+
+    def rest(self) -> str:
+        cut_off = self._keep(self._decoder.decode(b"", final=True))
+        if cut_off and self._ends:
+            self._ends[-1] = self._length
+        return self._shield.ordinary(cut_off) + self._shield.flush()
+
+    def slice(self, start: int, end: int) -> str:
+        """Characters `[start, end)` of the true text."""
+        if end <= start:
+            return ""
+        first = bisect_right(self._starts, start) - 1
+        last = bisect_left(self._starts, end)
+        return "".join(self._text[first:last])[start - self._starts[first] : end - self._starts[first]]
+
+    def tokens(self, start: int, end: int) -> tuple[int, int]:
+        """The tokens `[first, last)` that spell characters `[start, end)`."""
+        return bisect_right(self._ends, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
+
+    def _keep(self, text: str) -> str:
+        if text:
+            self._text.append(text)
+            self._starts.append(self._length)
+            self._length += len(text)
+        return text
+
+
+@dataclass(slots=True)
+class _TextOut:
+    """One text field of the message. Whitespace at its ends is structure and dropped; inside it is kept, and held until more text follows.
+
+    With `join`, each segment is trimmed by itself and the segments are joined by that string.
+    """
+
+    strip: bool
+    join: str | None
+    parts: list[str] = field(default_factory=list[str])
+    held: str = ""
+    begun: bool = False  # this segment has text
+
+    def add(self, text: str) -> str:
+        if not self.strip:
+            shown = text
+        else:
+            text = self.held + text
+            if not self.begun and (self.join is not None or not self.parts):
+                text = text.lstrip(_SPACE)
+            shown = text.rstrip(_SPACE)
+            self.held = text[len(shown) :]
+        if shown and not self.begun and self.parts and self.join is not None:
+            shown = self.join + shown
+        self.begun = self.begun or bool(shown)
+        if shown:
+            self.parts.append(shown)
+        return shown
+
+    def end(self) -> None:
+        self.begun = False
+        if self.join is not None:
+            self.held = ""
+
+
+class _Message:
+    """The message that the client sees, and every call that the model tried to write."""
+
+    def __init__(self, grammar: Grammar, tools: Tools | None, *, seed: bytes) -> None:
+        self._grammar = grammar
+        self._schemas = parameter_schemas(tools)
+        self._known = set(self._schemas) if tools is not None else None
+        self._seed = seed
+        self._texts: dict[str, _TextOut] = {}
+        self._calls: list[dict[str, Any]] = []
+        self._extra: dict[str, Any] = {}
+        self.attempts: list[Attempt] = []
+        for name in reversed(grammar.template.fields):
+            declared = grammar.template.fields[name]
+            if name in _FIELDS:
+                self._texts[_FIELDS[name]] = _TextOut(strip=declared.content_args.get("strip", True), join=declared.join)
+
+    def add_text(self, name: str, text: str) -> list[Delta]:
+        shown = self._texts.setdefault(name, _TextOut(strip=True, join=None)).add(_SURROGATE.sub("\ufffd", text))
+        if not shown:
+            return []
+        return [Delta(content=shown) if name == "content" else Delta(reasoning=shown)]
+
+    def end_segment(self, name: str) -> None:
+        self._texts[name].end()
+
+    def add_region(self, region: Closed, *, raw: str, span: tuple[int, int]) -> list[Delta]:
+        if region.field not in {CALLS, BROKEN}:
+            self._extra[region.field] = _SURROGATE.sub("\ufffd", unshield(region.body))
+            return []
+        calls = self._read(region)
+        start, end = span
+        if isinstance(calls, NoCall):
+            self.attempts.append(Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail))
+            return self.add_text("content", raw)
+        deltas: list[Delta] = []
+        for call in calls:
+            unknown = self._known is not None and call.name not in self._known
+            status, detail = (Status.UNKNOWN_TOOL, f"no tool is named {call.name!r}") if unknown else (Status.OK, "")
+            self.attempts.append(
+                Attempt(status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail)
+            )
+            deltas += self._add_call(call)
+        return deltas
+
+    def whole(self) -> dict[str, Any]:
+        text = {name: "".join(out.parts) for name, out in self._texts.items()}
+        message: dict[str, Any] = {"role": "assistant", "content": text.pop("content", "") or (None if self._calls else "")}
+        message |= {name: value for name, value in text.items() if value} | self._extra
+        return message | ({"tool_calls": self._calls} if self._calls else {})
+
+    def _read(self, region: Closed) -> list[Call] | NoCall:
+        body = unshield(region.body)
+        if not region.closed:
+            name = region.captures.get("name")
+            return NoCall(status=Status.UNCLOSED, detail="the turn ended inside the call", name=unshield(name) if name else None)
+        if region.field == BROKEN:
+            status = Status.MALFORMED if body.strip() else Status.MISSING_NAME
+            return NoCall(status=status, detail="not written as this model writes a call")
+        captures = {name: unshield(value) for name, value in region.captures.items()}
+        return read_calls(self._grammar.template.fields[region.field], _SURROGATE.sub("\ufffd", body), captures, self._schemas)
+
+    def _add_call(self, call: Call) -> list[Delta]:
+        index = len(self._calls)
+        call_id = call.call_id or self._new_id(index)
+        function = {"name": call.name, "arguments": call.arguments}
+        self._calls.append({"id": call_id, "type": "function", "function": function})
+        return [Delta(call=index, call_id=call_id, name=call.name), Delta(call=index, arguments=call.arguments)]
+
+    def _new_id(self, index: int) -> str:
+        """The same turn gives the same id, another turn of the conversation another one."""
+        digest = hashlib.blake2b(self._seed + index.to_bytes(4, "big"), digest_size=12).hexdigest()
+        return digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
+
+
+def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
+    """What the prompt has already written of the assistant's turn: the (shielded) text after its last opener.
+
+    Only the end of the prompt is read. A prompt whose opener is not found there has opened nothing.
+    """
+    window = 64
+    while True:
+        source = _Source(grammar)
+        text = "".join(map(source.take, prompt_ids[max(len(prompt_ids) - window, 0) :])) + source.rest()
+        place = None
+        for match in grammar.template.start_anchor_re.finditer(text):
+            place = match.end()
+        if place is not None:
+            return text[place:]
+        if window >= min(len(prompt_ids), _ANCHOR_WINDOW):
+            return ""
+        window *= 8
+
+
+def _seed(prompt_ids: Ids) -> bytes:
+    tail = ",".join(map(str, prompt_ids[max(len(prompt_ids) - 512, 0) :]))
+    return f"{len(prompt_ids)}:{tail}".encode()
+
+
+def _jsonlike(declared: Any) -> Any:
+    """Plain dicts and lists, as the loader wants them."""
+    if isinstance(declared, Mapping):
+        return {key: _jsonlike(value) for key, value in declared.items()}
+    return [_jsonlike(item) for item in declared] if isinstance(declared, list | tuple) else declared

@@ -1,0 +1,197 @@
+"""Reads the body of a tool-call region: a list of calls, or the reason why it is none.
+
+A call keeps the model's own spelling of its arguments where the format is JSON (spacing, key order, escapes), so that nothing is
+re-serialised. Where the format is untyped (XML-like), each value is typed by the tool's own JSON schema and stays a string otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import regex
+from transformers.utils.chat_parsing.content_parsers import process_field
+from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
+
+from tokentrue.types import Status, Tools
+
+_NAMES, _ARGUMENTS = ("name", "function_name", "tool_name"), ("arguments", "parameters", "args", "input")
+_TRAILERS = regex.compile(r"\s*(?:</function>|</invoke>|</tool>)?\s*")
+_TRUE, _FALSE = {"true", "1"}, {"false", "0"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """`arguments` is JSON text, `values` what it says; `call_id` is empty unless the model wrote one."""
+
+    name: str
+    arguments: str
+    values: Mapping[str, Any]
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoCall:
+    status: Status
+    detail: str
+    name: str | None = None
+
+
+def read_calls(field: ResponseTemplateField, body: str, captures: Mapping[str, str], schemas: Mapping[str, Any]) -> list[Call] | NoCall:
+    """`schemas`: tool name to its parameter schemas, as `parameter_schemas` gives them."""
+    try:
+        value = process_field(body, field, dict(captures))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _diagnose(field, body, captures, error)
+    items = cast(list[Any], value) if isinstance(value, list) else [value]
+    if not items:
+        return NoCall(status=Status.MALFORMED, detail="an empty list of calls")
+    calls: list[Call] = []
+    for place, item in enumerate(items):
+        call = _call(field, item, body if len(items) == 1 else "", schemas, place)
+        if isinstance(call, NoCall):
+            return call
+        calls.append(call)
+    if field.content == "xml-inline" and (rest := _left_over(field, body)):
+        return NoCall(status=Status.MALFORMED, detail=f"text outside the parameters: {rest[:60]!r}", name=calls[0].name)
+    return calls
+
+
+def parameter_schemas(tools: Tools | None) -> dict[str, Mapping[str, Any]]:
+    """Tool name to its parameters' schemas. Tools may be wrapped (`{"type": "function", "function": …}`) or bare."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str):
+            parameters = function.get("parameters") or function.get("input_schema") or {}
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            found[name] = properties if isinstance(properties, Mapping) else {}
+    return found
+
+
+def _call(field: ResponseTemplateField, item: Any, body: str, schemas: Mapping[str, Any], place: int) -> Call | NoCall:
+    function = item.get("function", item) if isinstance(item, Mapping) else None
+    if not isinstance(function, Mapping):
+        return NoCall(status=Status.MALFORMED, detail=f"call {place} is not an object")
+    name = _first(function, _NAMES)
+    if not isinstance(name, str) or not name.strip():
+        return NoCall(status=Status.MISSING_NAME, detail=f"call {place} has no name")
+    name, values, spelled = name.strip(), _first(function, _ARGUMENTS), ""
+    if isinstance(values, str):  # arguments encoded twice
+        spelled = values or "{}"
+        try:
+            values = json.loads(spelled)
+        except ValueError as error:
+            return NoCall(status=Status.INVALID_JSON, detail=f"arguments: {error}", name=name)
+    if values is None:
+        values = {}
+    if not isinstance(values, Mapping):
+        return NoCall(status=Status.MALFORMED, detail=f"arguments are {type(values).__name__}, not an object", name=name)
+    if field.content == "json":
+        spelled = spelled or _spelling(body, values)
+    else:
+        values = {key: typed(value, schemas.get(name, {}).get(key)) for key, value in values.items()}
+    written = item.get("id") if isinstance(item, Mapping) else None
+    text = spelled or json.dumps(values, ensure_ascii=False)
+    return Call(name=name, arguments=text, values=dict(values), call_id=str(written) if written else "")
+
+
+def _first(mapping: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    return next((mapping[key] for key in keys if key in mapping), None)
+
+
+def _spelling(body: str, values: Mapping[str, Any]) -> str:
+    """The model's own text of the arguments inside `body`, or "" where they cannot be told apart."""
+    start = body.find("{")
+    if start < 0:
+        return ""
+    for begin in (start, *(match.end() for match in regex.finditer(r'"(?:arguments|parameters|args|input)"\s*:\s*', body))):
+        try:
+            found, end = json.JSONDecoder(strict=False).raw_decode(body, begin)
+        except (ValueError, RecursionError):
+            continue
+        if found == values and isinstance(found, dict) and _valid(body[begin:end]):
+            return body[begin:end]
+    return ""
+
+
+def _valid(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _left_over(field: ResponseTemplateField, body: str) -> str:
+    rest = regex.sub(field.content_args["tag_pattern"], "", body, flags=regex.DOTALL)
+    return "" if _TRAILERS.fullmatch(rest) else rest.strip()
+
+
+def _diagnose(field: ResponseTemplateField, body: str, captures: Mapping[str, str], error: Exception) -> list[Call] | NoCall:
+    """Why `process_field` refused; a JSON call that only lacks its arguments is a call without any."""
+    if field.content != "json":
+        return NoCall(status=Status.MALFORMED, detail=str(error).splitlines()[0], name=captures.get("name"))
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as reason:
+        return NoCall(status=Status.INVALID_JSON, detail=str(reason), name=captures.get("name"))
+    items = cast(list[Any], value) if isinstance(value, list) else [value]
+    calls: list[Call] = []
+    for place, item in enumerate(items):
+        call = _call(field, item, body if len(items) == 1 else "", {}, place)
+        if isinstance(call, NoCall):
+            return call
+        calls.append(call)
+    return calls or NoCall(status=Status.MALFORMED, detail="an empty list of calls")
+
+
+def typed(value: Any, schema: Any) -> Any:
+    """`value` as the schema types it; what does not fit stays the model's own string."""
+    if not isinstance(value, str):
+        return value
+    types = _types(schema)
+    text = value.strip()
+    if "null" in types and text in {"null", "None"}:
+        return None
+    if not types or "string" in types:
+        return value
+    for name in types:
+        fits, result = _as(name, text)
+        if fits:
+            return result
+    return value
+
+
+def _as(name: str, text: str) -> tuple[bool, Any]:
+    if name == "boolean":
+        return text.lower() in _TRUE | _FALSE, text.lower() in _TRUE
+    try:
+        decoded = json.loads(text)
+    except (ValueError, RecursionError):
+        return False, None
+    is_number = isinstance(decoded, int | float) and not isinstance(decoded, bool) and decoded == decoded and abs(decoded) != float("inf")
+    if name == "integer" and is_number and decoded == int(decoded):
+        return True, int(decoded)
+    if name == "number" and is_number:
+        return True, decoded
+    return (name == "object" and isinstance(decoded, dict)) or (name == "array" and isinstance(decoded, list)), decoded
+
+
+def _types(schema: Any) -> tuple[str, ...]:
+    if not isinstance(schema, Mapping):
+        return ()
+    declared = schema.get("type")
+    found = [declared] if isinstance(declared, str) else [name for name in declared or () if isinstance(name, str)]
+    for union in ("anyOf", "oneOf", "allOf"):
+        for choice in schema.get(union) or ():
+            found.extend(_types(choice))
+    if not found and "enum" in schema:
+        names = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "NoneType": "null"}
+        found = [names.get(type(choice).__name__, "string") for choice in schema["enum"]]
+    if not found and "properties" in schema:
+        found = ["object"]
+    return tuple(found + (["null"] if schema.get("nullable") else []))

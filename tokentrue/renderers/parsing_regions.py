@@ -1,0 +1,167 @@
+"""Splits a sampled text into the regions of a response template, while it is being sampled.
+
+The grammar and the scanner are transformers' (`transformers.utils.chat_parsing`: declarative fields with open and close markers, partial
+matches held back). Added here: where each region lies, its captures, whether it was closed, memory that does not grow with the text, and
+no interpretation: a body that cannot be read as a call must reach the client as text instead of raising in the middle of a stream.
+
+Also here is the rule that ids decide what is a marker. A marker that is an added token counts only as that token; the same
+characters spelled by ordinary tokens are text. The scanner sees text, so such look-alikes are broken by `MARK`, which is taken out again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+from transformers.utils.chat_parsing.response_parser import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, ResponseTemplateField
+
+ESC = "\ufdd0"  # a Unicode noncharacter: legal in UTF-8, never assigned
+MARK = ESC + "\ufdd2"  # breaks a look-alike
+LITERAL = ESC + "\ufdd1"  # the model wrote ESC itself
+_LOOKBACK = 128
+_TRIM_AT = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """More text of a field that is shown as it comes."""
+
+    field: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """A region has ended. `start` and `end` count characters of the sampled text, markers included; `closed` is False at a cut-off."""
+
+    field: str
+    body: str
+    captures: Mapping[str, str]
+    start: int
+    end: int
+    closed: bool
+
+
+def unshield(text: str) -> str:
+    return text.replace(MARK, "").replace(LITERAL, ESC) if ESC in text else text
+
+
+class Shield:
+    """Text of ordinary tokens, with look-alikes of added-token markers broken. Holds back what may still become one."""
+
+    def __init__(self, markers: Iterable[str]) -> None:
+        self._markers = tuple(sorted(set(markers), key=len, reverse=True))
+        self._pattern = regex.compile("|".join(map(regex.escape, self._markers))) if self._markers else None
+        self._heads = {marker[:size] for marker in self._markers for size in range(1, len(marker))}
+        self._longest = max(map(len, self._markers), default=1) - 1
+        self._held = ""
+
+    def ordinary(self, text: str) -> str:
+        if ESC in text:
+            text = text.replace(ESC, LITERAL)
+        if self._pattern is None:
+            return text
+        text = self._pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], self._held + text)
+        keep = next((size for size in range(min(self._longest, len(text)), 0, -1) if text[-size:] in self._heads), 0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class Places:
+    """Character offsets of the shielded stream to offsets of the true text."""
+
+    def __init__(self) -> None:
+        self._offsets: list[int] = []
+        self._extra: list[int] = [0]
+
+    def note(self, text: str, at: int) -> None:
+        """`text` begins at shielded offset `at`."""
+        place = text.find(ESC)
+        while place >= 0:
+            self._offsets.append(at + place)
+            self._extra.append(self._extra[-1] + (2 if text[place : place + 2] == MARK else 1))
+            place = text.find(ESC, place + 2)
+
+    def true(self, offset: int) -> int:
+        return offset - self._extra[bisect_right(self._offsets, offset - 1)]
+
+
+class Regions(ResponseParser):
+    """The scanner. `prefix` is what the prompt already wrote of this turn (an opened `<think>`); it sets the state, and adds no text."""
+
+    def __init__(self, template: ResponseTemplate, *, prefix: str, texts: frozenset[str]) -> None:
+        self._texts = texts
+        self._found: list[Text | Closed] = []
+        self._parts: list[str] = []
+        self._base = 0
+        self._opened_at = 0
+        self._matched = False
+        super().__init__(template, prefix="")
+        if prefix:
+            self._buffer = prefix
+            self._process([], eos=False)
+        self._origin = len(prefix)
+        self._found.clear()
+
+    def more(self, text: str) -> list[Text | Closed]:
+        if self._pos > _TRIM_AT:
+            cut = self._pos - _LOOKBACK
+            self._buffer, self._base, self._pos = self._buffer[cut:], self._base + cut, self._pos - cut
+        self._buffer += text
+        self._process([], eos=False)
+        return self._taken()
+
+    def end(self) -> list[Text | Closed]:
+        self._process([], eos=True)
+        return self._taken()
+
+    def _taken(self) -> list[Text | Closed]:
+        found, self._found = self._found, []
+        return found
+
+    # What follows replaces the parent's hooks; `tests/renderers/parsing` holds them to the parent's own results.
+
+    def _scan(self, watch: list[tuple[str, ResponseTemplateField]], eos: bool) -> tuple[tuple[str, ResponseTemplateField, Any] | None, int]:
+        best, hold = super()._scan(watch, eos)
+        self._matched = best is not None
+        return best, hold
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        if not text or self._current is None:
+            return
+        self._opened = True
+        if self._current in self._texts:
+            self._found.append(Text(field=self._current, text=text))
+        else:
+            self._parts.append(text)
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: ResponseTemplateField, m: Any) -> None:
+        self._current = field.name
+        self._captures = {name: value for name, value in m.groupdict().items() if value is not None}
+        self._parts = []
+        self._opened = True
+        self._opened_at = self._base + m.start()
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        if self._current is not None and self._opened:
+            never_closes = self._spec.fields[self._current].close_re is None
+            self._found.append(
+                Closed(
+                    field=self._current,
+                    body="".join(self._parts),
+                    captures=dict(self._captures),
+                    start=max(self._opened_at - self._origin, 0),
+                    end=max(self._base + self._pos - self._origin, 0),
+                    closed=self._matched or never_closes,
+                )
+            )
+        self._parts = []
+        self._reset_to_implicit()
