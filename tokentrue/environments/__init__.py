@@ -1,1 +1,26 @@
+"""Environments: tasks, and agents that do them with an OpenAI client in hand."""
 
+from tokentrue.environments.base import SMALL_MODEL, Environment, Split, Task
+from tokentrue.environments.client import ask, work
+from tokentrue.environments.registry import ENVIRONMENTS, load_environment
+from tokentrue.environments.runner import OpenSession, Plan, Rollout, Sessions, plan_groups, run_groups, run_one, run_plans, seed_of
+
+__all__ = [
+    "ENVIRONMENTS",
+    "SMALL_MODEL",
+    "Environment",
+    "OpenSession",
+    "Plan",
+    "Rollout",
+    "Sessions",
+    "Split",
+    "Task",
+    "ask",
+    "load_environment",
+    "plan_groups",
+    "run_groups",
+    "run_one",
+    "run_plans",
+    "seed_of",
+    "work",
+]

@@ -1,0 +1,33 @@
+"""Word problems with a calculator: several turns, tool calls, one right number at the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from tokentrue.environments.base import Split, Task, digest
+from tokentrue.environments.client import work
+from tokentrue.environments.problems import problems
+from tokentrue.environments.tools import CALCULATOR, calculate, last_number
+
+
+class Calculator:
+    """Reward 1 when the last number of the answer is right, else 0."""
+
+    name = "calculator"
+
+    def __init__(self, *, max_turns: int = 5, stream: bool = True) -> None:
+        self.max_turns = max_turns
+        self.stream = stream
+
+    def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
+        drawn = islice(problems(random.Random(f"{self.name}/{split}/{seed}"), split=split), count)
+        return [Task(task_id=f"{self.name}/{digest(p.text)[:12]}", prompt=p.text, answer=p.answer) for p in drawn]
+
+    async def run(self, client: Any, task: Task) -> float:
+        chat: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        tools = {"calculator": (CALCULATOR, calculate)}
+        answer = await work(client, chat, tools=tools, max_turns=self.max_turns, stream=self.stream)
+        return float(answer is not None and last_number(answer) == task.answer)

@@ -1,0 +1,78 @@
+"""One model call through an OpenAI client, streamed or not, folded into one assistant message.
+
+The message is what an ordinary harness keeps: content and tool calls. Reasoning is shown by the model and dropped here, as most
+harnesses do; the gateway's record does not depend on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Chat = list[dict[str, Any]]
+
+
+async def ask(
+    client: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), stream: bool = True
+) -> dict[str, Any]:
+    """The assistant's next message, in the shape in which it goes back into `messages`."""
+    request: dict[str, Any] = {"model": "tokentrue", "messages": list(messages)}
+    if tools:
+        request["tools"] = list(tools)
+    if not stream:
+        answer = await client.chat.completions.create(**request)
+        return message_of(answer.choices[0].message)
+    return await folded(await client.chat.completions.create(**request, stream=True))
+
+
+def message_of(message: Any) -> dict[str, Any]:
+    calls = message.tool_calls or ()
+    plain = [{"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}} for c in calls]
+    return shaped(message.content or "", plain)
+
+
+def shaped(content: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+async def folded(stream: Any) -> dict[str, Any]:
+    content: list[str] = []
+    calls: dict[int, dict[str, Any]] = {}
+    async for chunk in stream:
+        if not chunk.choices:
+            continue
+        delta = chunk.choices[0].delta
+        if delta.content:
+            content.append(delta.content)
+        for piece in delta.tool_calls or ():
+            call = calls.setdefault(piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+            call["id"] = piece.id or call["id"]
+            if piece.function is not None:
+                call["function"]["name"] += piece.function.name or ""
+                call["function"]["arguments"] += piece.function.arguments or ""
+    return shaped("".join(content), [calls[index] for index in sorted(calls)])
+
+
+async def work(
+    client: Any, chat: Chat, *, tools: Mapping[str, tuple[Mapping[str, Any], Any]], max_turns: int, stream: bool = True
+) -> str | None:
+    """Lets the model call tools until it answers; returns the answer's text, or None when the turns ran out.
+
+    `tools` maps a name to its definition and to a function from the argument text to the result. `chat` grows in place.
+    """
+    definitions = [definition for definition, _ in tools.values()]
+    for _ in range(max_turns):
+        message = await ask(client, chat, tools=definitions, stream=stream)
+        chat.append(message)
+        if "tool_calls" not in message:
+            return message["content"]
+        for call in message["tool_calls"]:
+            name = call["function"]["name"]
+            result = tools[name][1](call["function"]["arguments"]) if name in tools else f"error: no tool {name}"
+            chat.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        await asyncio.sleep(0)
+    return None

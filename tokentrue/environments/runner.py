@@ -1,0 +1,143 @@
+"""Runs groups of rollouts: n per task, a bounded number at once, each with its own time limit and its own failure.
+
+Invariants: every planned rollout ends in exactly one `Rollout`; an exception or a time-out costs that rollout alone; what a rollout
+samples depends on its seed and not on what runs beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tokentrue.environments.base import Environment, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One rollout to be run. `key` is unique in a run and names its session, so that a resumed run knows what is done."""
+
+    key: str
+    group: str
+    index: int
+    task: Task
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One rollout that ran. `reward` is None where it failed, and then `error` says how."""
+
+    plan: Plan
+    session_id: str
+    reward: float | None
+    error: str | None
+    seconds: float
+    samples: Sequence[Any] = ()
+    coverage: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class OpenSession(Protocol):
+    """A session that an agent may talk in."""
+
+    session_id: str
+    client: Any
+
+    async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Notes the reward; returns the samples and the coverage."""
+        ...
+
+
+class Sessions(Protocol):
+    """Where sessions come from: a gateway over HTTP, or one in this process."""
+
+    def open(self, plan: Plan) -> AbstractAsyncContextManager[OpenSession]: ...
+
+
+def seed_of(*parts: object) -> int:
+    """A 31-bit seed that depends on nothing but its parts: rollouts repeat whatever else runs beside them."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4]) >> 1
+
+
+def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> list[Plan]:
+    """`tag` tells rounds apart: the same task in another round has another group and other seeds."""
+    plans: list[Plan] = []
+    for task in tasks:
+        group = f"{tag}/{task.task_id}" if tag else task.task_id
+        plans += [Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=seed_of(seed, group, i)) for i in range(n)]
+    return plans
+
+
+async def run_one(environment: Environment, plan: Plan, sessions: Sessions, *, timeout_s: float) -> Rollout:
+    began = time.perf_counter()
+    session_id = ""
+    try:
+        async with asyncio.timeout(timeout_s), sessions.open(plan) as session:
+            session_id = session.session_id
+            reward = float(await environment.run(session.client, plan.task))
+            samples, coverage = await session.finish(reward)
+    except TimeoutError:
+        return failed(plan, session_id, f"timed out after {timeout_s:g} s", began)
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # an agent may raise anything; it costs this rollout alone
+        return failed(plan, session_id, f"{type(error).__name__}: {error}", began)
+    return Rollout(
+        plan=plan, session_id=session_id, reward=reward, error=None, seconds=time.perf_counter() - began, samples=samples, coverage=coverage
+    )
+
+
+def failed(plan: Plan, session_id: str, error: str, began: float) -> Rollout:
+    return Rollout(plan=plan, session_id=session_id, reward=None, error=error, seconds=time.perf_counter() - began)
+
+
+async def run_plans(
+    environment: Environment,
+    plans: Sequence[Plan],
+    sessions: Sessions,
+    *,
+    concurrency: int = 64,
+    timeout_s: float = 300.0,
+) -> AsyncIterator[Rollout]:
+    """Yields rollouts as they end. Closing the iterator cancels what still runs."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def guarded(plan: Plan) -> Rollout:
+        async with gate:
+            return await run_one(environment, plan, sessions, timeout_s=timeout_s)
+
+    pending = {asyncio.create_task(guarded(plan)) for plan in plans}
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                yield task.result()
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def run_groups(
+    environment: Environment,
+    plans: Sequence[Plan],
+    sessions: Sessions,
+    *,
+    concurrency: int = 64,
+    timeout_s: float = 300.0,
+    on_rollout: Callable[[Rollout], None] | None = None,
+) -> list[list[Rollout]]:
+    """All rollouts, by group in the order of `plans` and by index within a group, whatever order they ended in."""
+    ended: dict[str, Rollout] = {}
+    async for rollout in run_plans(environment, plans, sessions, concurrency=concurrency, timeout_s=timeout_s):
+        ended[rollout.plan.key] = rollout
+        if on_rollout is not None:
+            on_rollout(rollout)
+    groups: dict[str, list[Rollout]] = {}
+    for plan in plans:
+        groups.setdefault(plan.group, []).append(ended[plan.key])
+    return list(groups.values())
