@@ -177,13 +177,16 @@ class Rendered:
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all of them given, none sampled.
 
-    `spans` count from the start of `added_ids`. `context` says what the cut was proven on: "dummy" or "history".
+    `spans` count from the start of `added_ids`. `context` says what the cut was proven on: "dummy" or "history". `join` says how the
+    recorded turn had ended: at the template's own stop; at an alias of it that only ends a conversation (harmony's <|return|>); at a
+    foreign stop token or at none (open), where `added_ids` begins with the template's own closing of the turn.
     """
 
     prefix_ids: Ids
     added_ids: tuple[int, ...]
     spans: tuple[PromptSpan, ...] = ()
     context: Literal["dummy", "history"] = "dummy"
+    join: Literal["stop", "alias", "foreign", "open"] = "stop"
 
     @property
     def token_ids(self) -> tuple[int, ...]:

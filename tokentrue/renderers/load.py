@@ -1,0 +1,114 @@
+"""`load_renderer`: a model's directory or hub id -> Renderer. The only place of this room that reads files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from tokentrue.errors import ConfigError, TemplateError, TokenizerError
+from tokentrue.renderers.encoding import Codec
+from tokentrue.renderers.renderer import History, Injection, Renderer
+from tokentrue.renderers.stops import declared_stops, derived_stops
+from tokentrue.renderers.template import Template, habits_of
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "added_tokens.json")
+
+
+def load_renderer(
+    model: str | Path,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    history: History = "keep",
+    injection: Injection = "safe",
+) -> Renderer:
+    """`model` is a local directory or a hub id; `chat_template` the text of a template, or the path of a file that holds it."""
+    for name, value, choices in (("history", history, ("keep", "template")), ("injection", injection, ("safe", "engine"))):
+        if value not in choices:
+            raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
+    tokenizer = _tokenizer(model)
+    return renderer_of(
+        tokenizer,
+        tokenizer_hash=_tokenizer_hash(model, tokenizer),
+        directory=Path(model) if Path(model).is_dir() else None,
+        chat_template=chat_template,
+        template_kwargs=template_kwargs,
+        history=history,
+        injection=injection,
+    )
+
+
+def renderer_of(
+    tokenizer: Any,
+    *,
+    tokenizer_hash: str,
+    directory: Path | None = None,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    history: History = "keep",
+    injection: Injection = "safe",
+) -> Renderer:
+    """A renderer for a transformers tokenizer that is already there."""
+    from tokentrue.renderers.families import family_for
+
+    source = _source(tokenizer, chat_template)
+    family = family_for(source, tokenizer)
+    if chat_template is None and family.chat_template is not None and history == "keep":
+        source = family.chat_template
+    pinned = family.template_kwargs if history == "keep" else {}
+    kwargs = {**pinned, **(template_kwargs or {})}
+    template = Template(source, variables=tokenizer.special_tokens_map)
+    codec = Codec(tokenizer.backend_tokenizer)
+    habits = habits_of(template, kwargs)
+    declared = declared_stops(directory, codec, tokenizer.eos_token)
+    stops = derived_stops(template, codec, habits, kwargs, declared)
+    if not stops.all:
+        raise TokenizerError("eos_token: neither the tokenizer nor the template has a token that ends a turn; set eos_token in tokenizer_config.json")
+    return Renderer(
+        template=template,
+        codec=codec,
+        habits=habits,
+        stops=stops,
+        tokenizer_hash=tokenizer_hash,
+        template_kwargs=kwargs,
+        history=history,
+        injection=injection,
+        family=family,
+    )
+
+
+def _source(tokenizer: Any, chat_template: str | None) -> str:
+    if chat_template is not None:
+        if "{" not in chat_template and len(chat_template) < 4096 and Path(chat_template).is_file():
+            return Path(chat_template).read_text()
+        return chat_template
+    own = tokenizer.chat_template
+    if isinstance(own, dict):
+        own = own.get("tool_use") or own.get("default")
+    if not own:
+        raise TemplateError("chat_template: the tokenizer has none; pass one as chat_template=… (or --template F.jinja)")
+    return own
+
+
+def _tokenizer(model: str | Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model))
+    except Exception as error:
+        raise TokenizerError(f"model: no tokenizer could be loaded from {str(model)!r}: {str(error).splitlines()[0][:200]}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise TokenizerError(f"model: {str(model)!r} has no fast tokenizer; convert it to a tokenizer.json first")
+    return tokenizer
+
+
+def _tokenizer_hash(model: str | Path, tokenizer: Any) -> str:
+    digest = sha256()
+    directory = Path(model)
+    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    if not files:
+        digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    return "sha256:" + digest.hexdigest()

@@ -1,0 +1,169 @@
+"""Messages and tools as callers send them -> the plain shape that one template takes. Bad input becomes one MessageError naming the field.
+
+Changes made: arguments parsed from JSON text, null content to empty, parts joined where the template takes strings, the tool's name and id
+filled in from the call it answers, `developer` to `system` where the template does not know it. Nothing of the text itself is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from tokentrue.errors import MessageError
+from tokentrue.renderers.template import Habits, Plain
+from tokentrue.types import Messages, Tools
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+REASONING = ("reasoning_content", "thinking", "reasoning")
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+def plain_tools(tools: Tools | None, habits: Habits) -> list[Plain] | None:
+    if tools is None:
+        return None
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise MessageError(f"must be a list of tool objects, got {type(tools).__name__}", field="tools")
+    return [_plain_tool(tool, f"tools[{index}]", habits) for index, tool in enumerate(tools)] or None
+
+
+def _plain_tool(tool: Any, field: str, habits: Habits) -> Plain:
+    if not isinstance(tool, Mapping):
+        raise MessageError(f"must be an object, got {type(tool).__name__}", field=field)
+    wrapped = dict(cast("Mapping[str, Any]", tool)) if "function" in tool else {"type": "function", "function": tool}
+    function = wrapped["function"]
+    if not isinstance(function, Mapping):
+        raise MessageError(f"must be an object, got {type(function).__name__}", field=f"{field}.function")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise MessageError("must be a non-empty string", field=f"{field}.function.name")
+    return _copied(function if habits.bare_tools else wrapped)
+
+
+def plain_messages(messages: Messages, habits: Habits, *, first: int = 0, field: str = "messages") -> list[Plain]:
+    """`first` is the index of `messages[0]` in the caller's own list, for the field in errors."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise MessageError(f"must be a list of message objects, got {type(messages).__name__}", field=field)
+    return [_plain_message(message, f"{field}[{first + index}]", habits) for index, message in enumerate(messages)]
+
+
+def _plain_message(message: Any, field: str, habits: Habits) -> Plain:
+    if not isinstance(message, Mapping):
+        raise MessageError(f"must be an object, got {type(message).__name__}", field=field)
+    out: Plain = {key: _copied(value) for key, value in message.items() if key != "tool_calls"}
+    role = out.get("role")
+    if role not in ROLES:
+        raise MessageError(f"unknown role {role!r}; use one of {', '.join(sorted(ROLES))}", field=f"{field}.role")
+    if role == "developer" and not habits.developer:
+        out["role"] = "system"
+    out["content"] = _plain_content(out.get("content"), f"{field}.content", habits)
+    reasoning = next((out[key] for key in REASONING if out.get(key) is not None), None)
+    for key in REASONING:
+        if key in out and out[key] is None:
+            del out[key]
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise MessageError(f"must be a string, got {type(reasoning).__name__}", field=f"{field}.reasoning_content")
+        out["reasoning_content"] = reasoning
+        out.setdefault("thinking", reasoning)
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = _plain_calls(calls, f"{field}.tool_calls", habits)
+    if habits.short_ids and isinstance(out.get("tool_call_id"), str):
+        out["tool_call_id"] = short_id(out["tool_call_id"])
+    return out
+
+
+def _plain_content(content: Any, field: str, habits: Habits) -> Any:
+    if content is None:
+        content = ""
+    if isinstance(content, str):
+        return content if habits.text or not habits.parts else ([{"type": "text", "text": content}] if content else [])
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise MessageError(f"must be a string, a list of parts or null, got {type(content).__name__}", field=field)
+    texts = [_part_text(part, f"{field}[{index}]") for index, part in enumerate(content)]
+    if habits.parts:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
+
+
+def _part_text(part: Any, field: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise MessageError(f"must be an object, got {type(part).__name__}", field=field)
+    text = part.get("text")
+    if part.get("type") not in {"text", "input_text", "output_text", None} or not isinstance(text, str):
+        raise MessageError(f"only text parts can be rendered, got type {part.get('type')!r}", field=field)
+    return text
+
+
+def _plain_calls(calls: Any, field: str, habits: Habits) -> list[Plain]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise MessageError(f"must be a list, got {type(calls).__name__}", field=field)
+    out: list[Plain] = []
+    for index, call in enumerate(calls):
+        where = f"{field}[{index}]"
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise MessageError("must be an object with a function object", field=where)
+        if not isinstance(function.get("name"), str):
+            raise MessageError("must be a string", field=f"{where}.function.name")
+        body = {**_copied(function), "arguments": _plain_arguments(function.get("arguments"), habits)}
+        call_id = call.get("id") if isinstance(call.get("id"), str) else ""
+        out.append({"type": "function", "id": short_id(call_id) if habits.short_ids else call_id, "function": body})
+    return out
+
+
+def _plain_arguments(arguments: Any, habits: Habits) -> Any:
+    """A JSON object where it is one; text that is not JSON stays text, and the template decides what becomes of it."""
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            return arguments
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    if arguments is None or arguments == "":
+        arguments = {}
+    if habits.arguments == "string" and not isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False)
+    return _copied(arguments)
+
+
+def filled_in(messages: list[Plain], calls: Sequence[Plain] = ()) -> list[Plain]:
+    """Tool messages get the name (and, where there is none, the id) of the call they answer. `calls` are those of the turn before."""
+    names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
+    waiting = list(calls)
+    for message in messages:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            waiting = list(message["tool_calls"])
+            names |= {call["id"]: call["function"]["name"] for call in waiting if call["id"]}
+        elif message["role"] == "tool":
+            call_id = message.get("tool_call_id")
+            answered = next((call for call in waiting if not call_id or call["id"] == call_id), None)
+            if answered is not None:
+                waiting.remove(answered)
+                if not call_id and answered["id"]:
+                    message["tool_call_id"] = call_id = answered["id"]
+                message.setdefault("name", answered["function"]["name"])
+            elif call_id in names:
+                message.setdefault("name", names[call_id])
+    return messages
+
+
+def short_id(call_id: str) -> str:
+    """Nine letters or digits, the same for the same id; one that already fits is kept."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8], "big")
+    return "".join(_ALPHABET[number // 62**place % 62] for place in range(9))
+
+
+def _copied(value: Any) -> Any:
+    """Plain JSON types only: what a sandboxed template sees has no methods of ours."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _copied(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_copied(item) for item in value]
+    raise MessageError(f"cannot be rendered: {type(value).__name__} is not a JSON type")

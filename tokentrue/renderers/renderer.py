@@ -1,0 +1,231 @@
+"""The renderer: messages to tokens and back for one tokenizer and one template. See protocols.Renderer for the contract.
+
+Invariants: recorded ids are never encoded, copied or changed; `extend` returns what the template puts after them, or a Refusal;
+its cost depends on what is new, not on the history, except where only the real history gives the right answer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal
+
+from tokentrue.errors import MessageError, TemplateError
+from tokentrue.renderers.encoding import Codec, Shield
+from tokentrue.renderers.messages import filled_in, plain_messages, plain_tools
+from tokentrue.renderers.splice import Call, Plan, Refused, Splicer
+from tokentrue.renderers.stops import Stops
+from tokentrue.renderers.template import Habits, Plain, Template
+from tokentrue.types import Extension, Ids, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
+
+if TYPE_CHECKING:
+    from tokentrue.protocols import TurnParser
+    from tokentrue.renderers.families import Family
+
+History = Literal["keep", "template"]
+Injection = Literal["safe", "engine"]
+_PLANS = 4096
+
+
+class Renderer:
+    """Built by `load_renderer`. `family` adds what a template cannot tell (how to parse, pinned kwargs)."""
+
+    def __init__(
+        self,
+        *,
+        template: Template,
+        codec: Codec,
+        habits: Habits,
+        stops: Stops,
+        tokenizer_hash: str,
+        template_kwargs: Mapping[str, Any],
+        history: History,
+        injection: Injection,
+        family: Family | None = None,
+    ) -> None:
+        self.template, self.codec, self.habits, self.stops = template, codec, habits, stops
+        self.template_kwargs, self.history, self.injection, self.family = dict(template_kwargs), history, injection, family
+        self._tokenizer_hash = tokenizer_hash
+        self._splicer = Splicer(template, codec, habits, stops)
+        self._stop_ids = tuple(dict.fromkeys(codec.literals[text] for text in stops.all))
+        self._plans: OrderedDict[tuple[Any, ...], Plan | Refusal] = OrderedDict()
+        self._seen_tools, self._seen_systems = _Seen(), _Seen()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self._stop_ids
+
+    @property
+    def template_hash(self) -> str:
+        return self.template.hash
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self._tokenizer_hash
+
+    # messages -> ids
+
+    def render(self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None) -> Rendered:
+        if not messages:
+            raise MessageError("is empty; give at least one message", field="messages")
+        plain = filled_in(plain_messages(messages, self.habits))
+        given = plain_tools(tools, self.habits)
+        kwargs = {**self.template_kwargs, **(template_kwargs or {})}
+        if self.injection == "engine":
+            return Rendered(token_ids=tuple(self.codec.encode(self.template.text(plain, given, kwargs, habits=self.habits))))
+        shield = Shield(self.codec, [plain, given])
+        text = self.template.text([shield.shielded(message) for message in plain], shield.shielded(given), kwargs, habits=self.habits)
+        ids = self.codec.encode_shielded(text, shield.mark) if shield.used else self.codec.encode(text)
+        return Rendered(token_ids=tuple(ids))
+
+    def extend(
+        self,
+        prefix_ids: Ids,
+        messages: Messages,
+        new: Messages,
+        tools: Tools | None = None,
+        *,
+        template_kwargs: TemplateKwargs | None = None,
+    ) -> Extension | Refusal:
+        if refusal := _misplaced(prefix_ids, messages, new):
+            return refusal
+        call, key = self._call(prefix_ids, messages, new, tools, template_kwargs)
+        if self.history == "template" and self._rewrites(call, messages):
+            return Refusal(why="history_rewritten", detail="the template rewrites earlier turns when these messages follow; begin a new root")
+        plan = self._plan(call, key, messages)
+        if isinstance(plan, Refusal):
+            return plan
+        try:
+            past = self._past(messages) if plan.context == "history" else ()
+            tail, mark = self._splicer.tail(plan, call, past)
+        except Refused as refused:
+            return Refusal(why=refused.why, detail=refused.detail)
+        except TemplateError as error:
+            return Refusal(why="template_raises", detail=str(error))
+        added = self._encode_tail(tail, mark, plan)
+        return Extension(
+            prefix_ids=prefix_ids, added_ids=tuple(added), context="history" if plan.context == "history" else "dummy", join=plan.join
+        )
+
+    def _call(
+        self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, template_kwargs: TemplateKwargs | None
+    ) -> tuple[Call, tuple[Any, ...]]:
+        count = len(messages)
+        last = plain_messages(messages[count - 1 :], self.habits, first=count - 1)[0]
+        calls = last.get("tool_calls") or []
+        fresh = filled_in(plain_messages(new, self.habits, field="new"), calls)
+        given, tools_version = self._seen_tools.number(tools, lambda: plain_tools(tools, self.habits))
+        system = messages[0] if count > 1 and messages[0].get("role") in {"system", "developer"} else None
+        lead, system_version = self._seen_systems.number(system, lambda: system and plain_messages([system], self.habits)[0])
+        kwargs = {**self.template_kwargs, **(template_kwargs or {})}
+        last_id = int(prefix_ids[-1])
+        stop = self.codec.texts.get(last_id)
+        is_stop = last_id in self._stop_ids
+        thinking = not is_stop and self._in_reasoning(prefix_ids, last, kwargs)
+        call = Call(
+            last=last, fresh=fresh, tools=given, kwargs=kwargs, system=lead, stop=stop, is_stop=is_stop, in_reasoning=thinking
+        )  # fmt: skip
+        ids = {item["id"] for item in calls}
+        late = any(message["role"] == "tool" and message.get("tool_call_id") not in ids for message in fresh)
+        key = (
+            tuple(_shape(message) for message in (last, *fresh)), late, _recent(messages), tools_version, system_version,
+            repr(sorted(kwargs.items())) if template_kwargs else "", stop, thinking,
+        )  # fmt: skip
+        return call, key
+
+    def _plan(self, call: Call, key: tuple[Any, ...], messages: Messages) -> Plan | Refusal:
+        plan = self._plans.get(key)
+        if plan is None:
+            late = bool(key[1])
+            try:
+                plan = self._splicer.plan(call, self._past(messages), only_history=late)
+            except Refused as refused:
+                plan = Refusal(why=refused.why, detail=refused.detail)
+            self._plans[key] = plan
+            if len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        elif isinstance(plan, Plan) and plan.context == "history":  # its gap belongs to the history it was found on
+            try:
+                plan = self._splicer.plan(call, self._past(messages), only_history=True)
+            except Refused as refused:
+                return Refusal(why=refused.why, detail=refused.detail)
+        return plan
+
+    def _past(self, messages: Messages) -> list[Plain]:
+        return filled_in(plain_messages(messages[:-1], self.habits))
+
+    def _encode_tail(self, tail: str, mark: str, plan: Plan) -> list[int]:
+        if self.injection == "engine":
+            return self.codec.encode_after(tail.replace(mark, "") if mark else tail, literal=plan.literal)
+        if mark:
+            return self.codec.encode_shielded_after(tail, mark, literal=plan.literal)
+        return self.codec.encode_after(tail, literal=plan.literal)
+
+    def _in_reasoning(self, prefix_ids: Ids, last: Plain, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an open turn was cut off while reasoning: it has reasoning and nothing else, and its end of reasoning is not there."""
+        return bool(last.get("reasoning_content")) and not last["content"] and not last.get("tool_calls")
+
+    def _rewrites(self, call: Call, messages: Messages) -> bool:
+        return self._splicer.rewrites(call, self._past(messages))
+
+    # ids -> messages
+
+    def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
+        parser = self.parser(prompt_ids=prompt_ids, tools=tools)
+        parser.feed(sampled_ids)
+        return parser.finish()[1]
+
+    def parser(self, *, prompt_ids: Ids = (), tools: Tools | None = None) -> TurnParser:
+        from tokentrue.renderers.parsing import turn_parser
+
+        return turn_parser(self, prompt_ids=prompt_ids, tools=tools)
+
+    def decode(self, token_ids: Ids) -> str:
+        return self.codec.decode(token_ids)
+
+
+class _Seen:
+    """Small numbers for large values, by equality with a copy: what the caller changes in place afterwards is a new value."""
+
+    def __init__(self) -> None:
+        self._values: list[tuple[Any, Any, int]] = []
+        self._next = 1
+
+    def number(self, value: Any, made: Any) -> tuple[Any, int]:
+        if not value:
+            return made() if value is not None else None, 0
+        for index, (seen, result, number) in enumerate(self._values):
+            if seen == value:
+                if index:
+                    self._values.insert(0, self._values.pop(index))
+                return result, number
+        result, number = made(), self._next
+        self._next += 1
+        self._values.insert(0, (deepcopy(value), result, number))
+        del self._values[64:]
+        return result, number
+
+
+def _misplaced(prefix_ids: Ids, messages: Messages, new: Messages) -> Refusal | None:
+    if not len(prefix_ids):
+        return Refusal(why="empty_prefix", detail="prefix_ids is empty: render the conversation instead")
+    if not len(messages) or messages[-1].get("role") != "assistant":
+        return Refusal(why="not_after_assistant", detail="messages must end with the assistant's turn that prefix_ids ends with")
+    if not len(new):
+        return Refusal(why="nothing_new", detail="new is empty: there is nothing to extend by")
+    return None
+
+
+def _shape(message: Plain) -> tuple[Any, ...]:
+    """What of a message can decide about structure: its role, whether it has text, its calls' names; never its text."""
+    names = tuple(call["function"]["name"] for call in message.get("tool_calls") or ())
+    return message["role"], bool(message["content"]), names, message.get("name", ""), "reasoning_content" in message
+
+
+def _recent(messages: Messages) -> tuple[Any, ...]:
+    """The kinds of the messages shortly before the last turn: a template that carries state over turns shows it after these."""
+    start = max(0, len(messages) - 9)
+    return tuple({(message.get("role"), bool(message.get("tool_calls"))) for message in messages[start:-1]}) and tuple(
+        sorted({(str(message.get("role")), bool(message.get("tool_calls"))) for message in messages[start:-1]})
+    )

@@ -1,0 +1,109 @@
+"""Which tokens end an assistant's turn: those the model's files declare and those its template closes such a turn with.
+
+The derived ones tell the engine when to stop and say where a turn that was left open must be closed. They do not decide where a recorded
+turn is cut: that is the recorded stop id itself (see splice.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokentrue.errors import TemplateError
+from tokentrue.renderers.encoding import Codec
+from tokentrue.renderers.template import Habits, Plain, Template
+
+SENTINEL = "qzSampledqz"
+FOLLOWER = "qzFollowerqz"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stops:
+    """Literals per kind of turn; `declared` come from generation_config.json and the tokenizer's own eos."""
+
+    text: tuple[str, ...] = ()
+    call: tuple[str, ...] = ()
+    declared: tuple[str, ...] = ()
+    opener: bool = False  # the stop is the next turn's opener (GLM): the template itself closes nothing
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": list(self.text), "call": list(self.call), "declared": list(self.declared), "opener": self.opener}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Stops:
+        return cls(text=tuple(data["text"]), call=tuple(data["call"]), declared=tuple(data["declared"]), opener=data["opener"])
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.text, *self.call, *self.declared)))
+
+
+def declared_stops(directory: Path | None, codec: Codec, eos_token: str | None) -> tuple[str, ...]:
+    """eos ids of generation_config.json (one or a list), then the tokenizer's eos."""
+    ids: list[int] = []
+    path = directory / "generation_config.json" if directory is not None else None
+    if path is not None and path.is_file():
+        value = json.loads(path.read_text()).get("eos_token_id")
+        ids = [value] if isinstance(value, int) else list(value or [])
+    texts = [codec.texts[index] for index in ids if index in codec.texts]
+    if eos_token and eos_token in codec.literals:
+        texts.append(eos_token)
+    return tuple(dict.fromkeys(texts))
+
+
+def derived_stops(template: Template, codec: Codec, habits: Habits, kwargs: Mapping[str, Any], declared: tuple[str, ...]) -> Stops:
+    turn = {"role": "assistant", "content": content_of(SENTINEL, habits)}
+    call = call_turn(habits)
+    text, text_opens = _kind(template, codec, habits, kwargs, declared, turn, {"role": "user", "content": content_of(FOLLOWER, habits)})
+    result = {"role": "tool", "content": content_of(FOLLOWER, habits), "tool_call_id": "abcdefghi", "name": "qzlook"}
+    called, _ = _kind(template, codec, habits, kwargs, declared, call, result)
+    return Stops(text=text, call=called, declared=declared, opener=text_opens)
+
+
+def _kind(
+    template: Template, codec: Codec, habits: Habits, kwargs: Mapping[str, Any], declared: Sequence[str], turn: Plain, follower: Plain
+) -> tuple[tuple[str, ...], bool]:
+    context = [{"role": "user", "content": content_of("Hello.", habits)}, turn]
+    tools = [tool_of(habits)] if turn.get("tool_calls") else None
+
+    def after(messages: list[Plain], *, generate: bool) -> str:
+        try:
+            text = template.text(messages, tools, kwargs, generate=generate, habits=habits)
+        except TemplateError:
+            return ""
+        return text.rpartition(SENTINEL)[2] if SENTINEL in text else ""
+
+    alone, followed = after(context, generate=False), after([*context, follower], generate=True).partition(FOLLOWER)[0]
+    if alone and alone == after(context, generate=True):  # the flag is ignored: what both renders share belongs to the turn
+        alone = _shared(alone, followed) or alone
+    closing = [literal for _, literal in codec.pieces(alone) if literal]
+    if closing:
+        return (next((literal for literal in reversed(closing) if literal in declared), closing[-1]),), False
+    opening = [literal for _, literal in codec.pieces(followed) if literal]
+    return tuple(opening[:1]), bool(opening)
+
+
+def _shared(left: str, right: str) -> str:
+    size = next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return left[:size]
+
+
+def content_of(text: str, habits: Habits) -> Any:
+    if habits.text or not habits.parts:
+        return text
+    return [{"type": "text", "text": text}] if text else []
+
+
+def tool_of(habits: Habits, name: str = "qzlook") -> Plain:
+    parameters = {"type": "object", "properties": {"q": {"type": "string", "description": "what"}}, "required": ["q"]}
+    function = {"name": name, "description": "Looks.", "parameters": parameters}
+    return function if habits.bare_tools else {"type": "function", "function": function}
+
+
+def call_turn(habits: Habits, word: str = SENTINEL) -> Plain:
+    arguments: Any = {"q": word} if habits.arguments == "object" else json.dumps({"q": word})
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "qzlook", "arguments": arguments}}
+    return {"role": "assistant", "content": content_of("", habits), "tool_calls": [call]}

@@ -1,0 +1,120 @@
+"""A chat template, compiled once in transformers' own sandbox, and what this particular template wants of its inputs.
+
+Invariant: for inputs already in the shape the template wants, `Template.text` is the string `apply_chat_template(tokenize=False)` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from typing import Any, Literal
+
+from tokentrue.errors import TemplateError
+
+Plain = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """What a template can take, found by rendering small conversations; the defaults are what most templates want."""
+
+    parts: bool = False  # content parts are understood
+    text: bool = True  # plain strings are understood
+    no_tools: Literal["none", "empty"] = "none"  # what stands for "no tools"
+    bare_tools: bool = False  # wants the function objects themselves, not {"type": "function", "function": …}
+    arguments: Literal["object", "string"] = "object"
+    short_ids: bool = False  # call ids must be nine letters or digits
+    developer: bool = False  # knows the developer role
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Template:
+    """`text` renders; failures of the template, whatever their kind, become one TemplateError."""
+
+    def __init__(self, source: str, *, variables: Mapping[str, Any]) -> None:
+        from jinja2.exceptions import TemplateError as JinjaError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        self.source = source
+        self.hash = "sha256:" + sha256(source.encode()).hexdigest()
+        self._variables = dict(variables)
+        try:
+            self._compiled = _compile_jinja_template(source)
+        except JinjaError as error:
+            raise TemplateError(f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…") from error
+
+    def text(
+        self,
+        messages: Sequence[Plain],
+        tools: Sequence[Plain] | None,
+        kwargs: Mapping[str, Any],
+        *,
+        generate: bool = True,
+        habits: Habits | None = None,
+    ) -> str:
+        if not tools:
+            tools = [] if habits is not None and habits.no_tools == "empty" else None
+        try:
+            return self._compiled.render(
+                **{**self._variables, "documents": None, **kwargs}, messages=messages, tools=tools, add_generation_prompt=generate
+            )
+        except RecursionError as error:
+            raise TemplateError("chat_template: recursion without end while rendering") from error
+        except Exception as error:  # jinja's own errors, raise_exception, and Python errors out of filters and methods
+            raise TemplateError(f"chat_template: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def habits_of(template: Template, kwargs: Mapping[str, Any]) -> Habits:
+    """Each habit is decided by whether marked words survive a render, never by the template's name."""
+    habits = Habits(developer="developer" in template.source)
+    habits = _content_habits(template, kwargs, habits)
+    return _call_habits(template, kwargs, habits)
+
+
+def _content_habits(template: Template, kwargs: Mapping[str, Any], habits: Habits) -> Habits:
+    def shows(content: Any, *words: str, tools: list[Plain] | None = None) -> bool:
+        try:
+            text = template._compiled.render(
+                **{**template._variables, "documents": None, **kwargs},
+                messages=[{"role": "user", "content": content}],
+                tools=tools,
+                add_generation_prompt=True,
+            )
+        except Exception:
+            return False
+        return all(text.count(word) == 1 for word in words) and "'type'" not in text and '"type"' not in text
+
+    if not shows("qzwordqz", "qzwordqz") and shows("qzwordqz", "qzwordqz", tools=[]):
+        habits = replace(habits, no_tools="empty")
+    tools: list[Plain] | None = [] if habits.no_tools == "empty" else None
+    text = shows("qzwordqz", "qzwordqz", tools=tools)
+    parts = [{"type": "text", "text": "qzfirstqz"}, {"type": "text", "text": "qzsecondqz"}]
+    return replace(habits, text=text, parts=shows(parts, "qzfirstqz", "qzsecondqz", tools=tools))
+
+
+def _call_habits(template: Template, kwargs: Mapping[str, Any], habits: Habits) -> Habits:
+    tool = {"type": "function", "function": {"name": "qzlook", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+
+    def shows(trial: Habits, call_id: str) -> bool:
+        arguments: Any = {"q": "qzwordqz"} if trial.arguments == "object" else '{"q": "qzwordqz"}'
+        content = (lambda word: word) if trial.text else (lambda word: [{"type": "text", "text": word}] if word else [])
+        call = {"id": call_id, "type": "function", "function": {"name": "qzlook", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": content("hello")},
+            {"role": "assistant", "content": content(""), "tool_calls": [call]},
+            {"role": "tool", "content": content("qzresultqz"), "tool_call_id": call_id, "name": "qzlook"},
+        ]
+        tools = [tool["function"] if trial.bare_tools else tool]
+        try:
+            return "qzresultqz" in template.text(messages, tools, kwargs, habits=trial)
+        except TemplateError:
+            return False
+
+    if shows(habits, "call_0123456789"):
+        return habits
+    trials = [(replace(habits, short_ids=True), "abcdefghi"), (replace(habits, bare_tools=True), "call_0123456789")]
+    trials += [(replace(habits, arguments="string"), "call_0123456789")]
+    return next((trial for trial, call_id in trials if shows(trial, call_id)), habits)
