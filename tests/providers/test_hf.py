@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.providers.conformance import Conformance
+from tokentrue.errors import ConfigError, SamplingError
+from tokentrue.providers.hf import HFProvider
+from tokentrue.types import Finish, Sampling
+
+
+class TestHF(Conformance):
+    @pytest.fixture
+    def provider(self, tiny_model: Any) -> HFProvider:
+        return HFProvider(tiny_model, decode=lambda ids: " ".join(map(str, ids)))
+
+    async def test_stop_string(self, provider: HFProvider, prompt: list[int]) -> None:
+        free = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=6))
+        stop = f"{free.token_ids[1]} {free.token_ids[2]}"
+        stopped = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=6, stop=(stop,)))
+        assert stopped.token_ids == free.token_ids[:3]
+        assert (stopped.finish, stopped.stopped_by) == (Finish.STOP, stop)
+
+    async def test_context_limit_is_named(self, provider: HFProvider) -> None:
+        with pytest.raises(SamplingError, match="512 positions"):
+            await provider.generate([1] * 512, Sampling(max_tokens=1))
+
+    async def test_published_weights_carry_their_version(self, tiny_model: Any, prompt: list[int]) -> None:
+        import copy
+
+        provider = HFProvider(copy.deepcopy(tiny_model))
+        before = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=5))
+        weights = {name: -tensor for name, tensor in tiny_model.state_dict().items() if "lm_head" in name or "mlp" in name}
+        await provider.publish(weights.items(), version=4)
+        after = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=5))
+        assert (before.policy_version, after.policy_version) == (0, 4)
+        assert after.logprobs != before.logprobs
+
+
+def test_missing_model_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="no/such/model"):
+        HFProvider("no/such/model")
