@@ -1,1 +1,41 @@
+"""Diagnostics, corrections and policy losses for training-inference mismatch: pure functions over tensors."""
 
+from tokentrue.mismatch.advantages import gae_advantages, grpo_advantages, rloo_advantages, whitened_advantages
+from tokentrue.mismatch.bag import Metrics
+from tokentrue.mismatch.config import (
+    Correction,
+    Normalise,
+    OffPolicyMask,
+    Outlier,
+    Reject,
+    Staleness,
+    Veto,
+    Weights,
+)
+from tokentrue.mismatch.correct import Corrected, correct
+from tokentrue.mismatch.loss import LOSSES, LossConfig, Penalty, loss_named, policy_loss
+from tokentrue.mismatch.presets import PRESETS
+
+__all__ = [
+    "LOSSES",
+    "PRESETS",
+    "Corrected",
+    "Correction",
+    "LossConfig",
+    "Metrics",
+    "Normalise",
+    "OffPolicyMask",
+    "Outlier",
+    "Penalty",
+    "Reject",
+    "Staleness",
+    "Veto",
+    "Weights",
+    "correct",
+    "gae_advantages",
+    "grpo_advantages",
+    "loss_named",
+    "policy_loss",
+    "rloo_advantages",
+    "whitened_advantages",
+]

@@ -1,0 +1,266 @@
+"""Mergeable metrics: what data-parallel ranks and micro-batches combine exactly. Nothing here calls a collective.
+
+A `Metrics` is a read-only mapping of finished numbers over a set of statistics that keep what merging needs: sums (exact, as integers),
+counts, extremes and histograms. `a.merge(b)` equals the metrics of the whole batch, bit for bit, in any order. Every key is present on
+every rank, also where nothing was counted: then means and extremes read 0 and the counts say so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_POINT = 1074  # 2**-1074 is the smallest double: every finite double is a whole number of these
+_SHIFT = 17  # a histogram bin is a float32 without its low 17 bits: 64 bins an octave
+QUANTILES = (0.01, 0.5, 0.9, 0.99, 0.999)
+
+
+def exact_total(values: Iterable[float]) -> int:
+    """The sum of finite doubles, exactly, in units of 2**-1074."""
+    total = 0
+    for value in values:
+        if value:
+            top, bottom = value.as_integer_ratio()
+            total += top << (_POINT - bottom.bit_length() + 1)
+    return total
+
+
+def as_float(total: int) -> float:
+    """The double nearest to an exact total."""
+    try:
+        return total / (1 << _POINT)
+    except OverflowError:
+        return math.copysign(math.inf, total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    count: int = 0
+
+    def merge(self, other: Count) -> Count:
+        return Count(count=self.count + other.count)
+
+    def entries(self, name: str) -> Iterator[tuple[str, float]]:
+        yield name, float(self.count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """A sum over a count; also a fraction, when the sum counts too."""
+
+    total: int = 0
+    count: int = 0
+
+    @staticmethod
+    def of(row_sums: Tensor, count: int) -> Mean:
+        return Mean(total=exact_total(row_sums.tolist()), count=count)
+
+    @staticmethod
+    def fraction(hits: int, count: int) -> Mean:
+        return Mean(total=hits << _POINT, count=count)
+
+    @property
+    def value(self) -> float:
+        return as_float(self.total) / self.count if self.count else 0.0
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(total=self.total + other.total, count=self.count + other.count)
+
+    def entries(self, name: str) -> Iterator[tuple[str, float]]:
+        yield name, self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extremes:
+    low: float = math.inf
+    high: float = -math.inf
+
+    @staticmethod
+    def of(low: Tensor, high: Tensor) -> Extremes:
+        """From the minima and maxima of rows; infinities mark empty rows."""
+        return Extremes(low=float(low.min()), high=float(high.max())) if low.numel() else Extremes()
+
+    def merge(self, other: Extremes) -> Extremes:
+        return Extremes(low=min(self.low, other.low), high=max(self.high, other.high))
+
+    def entries(self, name: str) -> Iterator[tuple[str, float]]:
+        empty = self.low > self.high
+        yield f"{name}/min", 0.0 if empty else self.low
+        yield f"{name}/max", 0.0 if empty else self.high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Count and exact sums of x, x², x³: mean, standard deviation, skew, and the effective sample share (Σx)²/(nΣx²)."""
+
+    count: int = 0
+    first: int = 0
+    second: int = 0
+    third: int = 0
+
+    @staticmethod
+    def of(first: Tensor, second: Tensor, third: Tensor, count: int) -> Moments:
+        sums = (exact_total(rows.tolist()) for rows in (first, second, third))
+        return Moments(count=count, **dict(zip(("first", "second", "third"), sums, strict=True)))
+
+    def merge(self, other: Moments) -> Moments:
+        return Moments(
+            count=self.count + other.count,
+            first=self.first + other.first,
+            second=self.second + other.second,
+            third=self.third + other.third,
+        )
+
+    @property
+    def mean(self) -> float:
+        return as_float(self.first) / self.count if self.count else 0.0
+
+    @property
+    def effective(self) -> float:
+        first, second = as_float(self.first), as_float(self.second)
+        return first * first / (self.count * second) if second else 0.0
+
+    def entries(self, name: str) -> Iterator[tuple[str, float]]:
+        if not self.count:
+            yield from ((f"{name}/{key}", 0.0) for key in ("count", "mean", "std", "skew", "ess"))
+            return
+        mean = self.mean
+        # Central sums from exact raw sums: the differences are taken between exact integers, so that they do not cancel in floats.
+        square = as_float(self.second * self.count - (self.first * self.first >> _POINT)) / self.count / self.count
+        std = math.sqrt(max(square, 0.0))
+        third = as_float(self.third) / self.count - 3 * mean * as_float(self.second) / self.count + 2 * mean**3
+        yield f"{name}/count", float(self.count)
+        yield f"{name}/mean", mean
+        yield f"{name}/std", std
+        yield f"{name}/skew", third / std**3 if std > 1e-12 * (abs(mean) + 1e-300) and std**3 > 0 else 0.0
+        yield f"{name}/ess", self.effective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Counts by float32 bit pattern: exact to merge, quantiles within 0.8% of the value; zero has a bin of its own."""
+
+    counts: Mapping[int, int]
+    quantiles: tuple[float, ...] = QUANTILES
+
+    @staticmethod
+    def of(values: Tensor) -> Histogram:
+        bins = values.to(torch.float32).view(torch.int32) >> _SHIFT
+        found, counts = np.unique(bins.cpu().numpy(), return_counts=True)
+        return Histogram(counts=dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+    def merge(self, other: Histogram) -> Histogram:
+        counts = dict(self.counts)
+        for key, count in other.counts.items():
+            counts[key] = counts.get(key, 0) + count
+        return Histogram(counts=counts, quantiles=self.quantiles)
+
+    def bins(self) -> list[tuple[float, float, int]]:
+        """(low, high, count) in rising order of value; low is inside the bin, high is not, and they may be equal for zero."""
+        rows: list[tuple[float, float, int]] = []
+        for key, count in self.counts.items():
+            near, far = _edge(key), _edge(key + 1)
+            rows.append((near, far, count) if near >= 0 and key >= 0 else (far, near, count))
+        return sorted(rows)
+
+    def quantile(self, share: float) -> float:
+        total = sum(self.counts.values())
+        if not total:
+            return 0.0
+        seen, wanted = 0, share * (total - 1)
+        for low, high, count in self.bins():
+            seen += count
+            if seen > wanted:
+                return 0.0 if low == 0.0 or high == 0.0 else (low + high) / 2
+        raise AssertionError("unreachable: the counts sum to their total")
+
+    def entries(self, name: str) -> Iterator[tuple[str, float]]:
+        for share in self.quantiles:
+            yield f"{name}/p{share * 100:g}", self.quantile(share)
+
+
+def _edge(key: int) -> float:
+    """The smallest magnitude of a bin: its bit pattern with the low bits at zero."""
+    return float(np.array(key << _SHIFT, dtype=np.int64).astype(np.int32).view(np.float32))
+
+
+Statistic: TypeAlias = Count | Mean | Extremes | Moments | Histogram
+_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Count, Mean, Extremes, Moments, Histogram)}
+
+
+class Metrics(Mapping[str, float]):
+    """Finished numbers by name, over statistics that merge. `metrics["corr/k3"]`, `dict(metrics)`, `a.merge(b)`."""
+
+    DERIVED: ClassVar[tuple[tuple[str, str, str, float], ...]] = ()
+
+    def __init__(self, statistics: Mapping[str, Statistic]) -> None:
+        self.statistics = dict(statistics)
+        self._values: dict[str, float] | None = None
+
+    def _finished(self) -> dict[str, float]:
+        if self._values is None:
+            self._values = {key: value for name, stat in self.statistics.items() for key, value in stat.entries(name)}
+        return self._values
+
+    def __getitem__(self, key: str) -> float:
+        return self._finished()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._finished())
+
+    def __len__(self) -> int:
+        return len(self._finished())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Metrics) and self.statistics == other.statistics
+
+    __hash__ = None  # type: ignore[assignment]  # holds dictionaries
+
+    def __repr__(self) -> str:
+        return "Metrics(" + ", ".join(f"{key}={value:.6g}" for key, value in self.items()) + ")"
+
+    def merge(self, *others: Metrics) -> Metrics:
+        """The metrics of all batches together. Statistics that only some have are kept as they are."""
+        merged = dict(self.statistics)
+        for other in others:
+            for name, stat in other.statistics.items():
+                mine = merged.get(name)
+                merged[name] = stat if mine is None else mine.merge(stat)  # type: ignore[arg-type]
+        return Metrics(merged)
+
+    def to_json(self) -> str:
+        """Everything that merging needs, as text: for a file or a gather of objects between ranks."""
+        shaped: dict[str, dict[str, Any]] = {}
+        for name, stat in self.statistics.items():
+            fields = {field: _plain(getattr(stat, field)) for field in stat.__slots__}
+            shaped[name] = {"kind": type(stat).__name__.lower(), **fields}
+        return json.dumps(shaped)
+
+    @staticmethod
+    def from_json(text: str) -> Metrics:
+        statistics: dict[str, Statistic] = {}
+        for name, fields in json.loads(text).items():
+            kind = fields.pop("kind")
+            statistics[name] = _KINDS[kind](**{field: _restored(field, value) for field, value in fields.items()})
+        return Metrics(statistics)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return [[key, count] for key, count in sorted(value.items())]
+    return value if not isinstance(value, int) or abs(value) < 1 << 53 else hex(value)
+
+
+def _restored(field: str, value: Any) -> Any:
+    if field == "counts":
+        return {int(key): int(count) for key, count in value}
+    if field == "quantiles":
+        return tuple(value)
+    return int(value, 16) if isinstance(value, str) else value

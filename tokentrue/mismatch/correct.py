@@ -1,0 +1,337 @@
+"""`correct`: importance weights and rejection for a batch, from the log-probabilities alone. Nothing here is differentiated through.
+
+`weights` never encode rejection, and `mask` carries it, except where a mode says otherwise (IcePop's "mask", a rule's action "mask").
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tokentrue.errors import InputError
+from tokentrue.mismatch.bag import Count, Mean, Metrics, Statistic, as_float, exact_total
+from tokentrue.mismatch.config import Correction, Reject, Weights
+from tokentrue.mismatch.layout import Layout, Rows, Values
+from tokentrue.mismatch.metrics import ESTIMATORS
+from tokentrue.mismatch.signals import Policies, Signals, read_per_token, read_signals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corrected:
+    """`weights` (0 at masked positions) and `mask` lie as the inputs did. `metrics` merge over micro-batches and ranks.
+
+    `totals` is the sum of weights and their count when the correction normalises over a step: add them up over micro-batches and
+    ranks, then call `normalised`.
+    """
+
+    weights: Values
+    mask: Values
+    metrics: Metrics
+    correction: Correction
+    totals: tuple[float, int] | None = None
+    pending: bool = False
+
+    def normalised(self, total: float, count: int) -> Corrected:
+        """These weights over the step's mean."""
+        mean = total / count if count else 0.0
+        return replace(self, weights=_scaled(self.weights, mean), pending=False)
+
+
+def correct(
+    trainer_logprobs: Values,
+    rollout_logprobs: Values,
+    mask: Values | None = None,
+    correction: Correction | None = None,
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    logprobs: Values | None = None,
+    advantages: Values | None = None,
+    versions: Values | None = None,
+    version: int | None = None,
+    support_log_mass: Values | None = None,
+) -> Corrected:
+    """Weights and mask of `correction` for this batch; see `Correction` for what each part needs."""
+    config = Correction() if correction is None else correction
+    layout = Layout.of(trainer_logprobs, mask, cu_seqlens)
+    policies = Policies(layout=layout, trainer=trainer_logprobs, rollout=rollout_logprobs, current=logprobs, support=support_log_mass)
+    extras = Extras(advantages=advantages, versions=versions, version=version)
+    first = trainer_logprobs if isinstance(trainer_logprobs, Tensor) else next(iter(trainer_logprobs), torch.zeros(0))
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    weights = torch.zeros(layout.offsets[-1], dtype=dtype, device=first.device)
+    keep = torch.zeros(layout.offsets[-1], dtype=torch.bool, device=first.device)
+    tally = Tally()
+    with torch.no_grad():
+        for rows in layout.blocks():
+            block = correct_rows(policies, rows, config, extras)
+            rows.write(block.weights, weights)
+            rows.write(block.keep, keep)
+            tally.add(block, config)
+    weights, totals, pending = _normalise(weights, config.weights, tally)
+    return Corrected(
+        weights=layout.shaped(weights),
+        mask=layout.shaped(keep),
+        metrics=tally.metrics(),
+        correction=config,
+        totals=totals,
+        pending=pending,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extras:
+    """What only some rules need."""
+
+    advantages: Values | None = None
+    versions: Values | None = None
+    version: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """The correction of some rows, in slots, with the counts that become metrics."""
+
+    rows: Rows
+    weights: Tensor
+    unmasked: Tensor  # weights before mode "mask" zeroed any
+    keep: Tensor
+    hits: dict[str, int]
+
+
+def correct_rows(policies: Policies, rows: Rows, config: Correction, extras: Extras) -> Block:
+    signals = read_signals(policies, rows, config)
+    rows = signals.rows
+    judge = Judge(signals=signals, config=config, keep=rows.valid)
+    judge.count("bad", signals.bad)
+    if signals.bad is not None and config.non_finite == "sequence":
+        judge.drop_rows("bad", signals.bad)
+    _whole_row_rules(judge, policies, extras)
+    for rule in config.reject:
+        if rule.aggregate == "token":
+            judge.apply(rule)
+    active = judge.keep if config.staged else rows.valid
+    weights, unmasked = judge.weigh(active)
+    for rule in config.reject:
+        if rule.aggregate != "token":
+            judge.apply(rule, active)
+    judge.hits["rejected"] = rows.tokens - int(judge.keep.sum())
+    rows_kept = rows.max(judge.keep.double(), empty=0.0)
+    judge.hits["rows_rejected"] = int(((rows_kept == 0) & (rows.lengths > 0)).sum())
+    if judge.zeroed is not None:
+        weights = weights.masked_fill(judge.zeroed, 0)
+    return Block(rows=rows, weights=weights, unmasked=unmasked, keep=judge.keep, hits=judge.hits)
+
+
+def _whole_row_rules(judge: Judge, policies: Policies, extras: Extras) -> None:
+    """Veto, outlier, staleness and the off-policy mask, each on the valid tokens."""
+    signals, config, rows = judge.signals, judge.config, judge.signals.rows
+    if config.veto is not None:
+        chosen = {"trainer": signals.trainer, "rollout": signals.rollout, "current": signals.current}[config.veto.of]
+        if chosen is None:
+            raise InputError("logprobs: Veto(of='current') needs the current policy's log-probabilities")
+        judge.drop_rows("vetoed", rows.valid & (chosen < math.log(config.veto.below)))
+    if config.outlier is not None:
+        log_ratio = signals.log_ratio(config.outlier.signal)
+        judge.drop_rows("outlier", rows.valid & ~inside(log_ratio, _log(config.outlier.lower), _log(config.outlier.upper)))
+    if config.staleness is not None:
+        judge.drop_stale(policies.layout, extras)
+    if config.off_policy_mask is not None:
+        if extras.advantages is None:
+            raise InputError("advantages: the off-policy mask drops negative advantages and needs them")
+        judge.drop_off_policy(read_per_token(policies.layout, rows, "advantages", extras.advantages))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Judge:
+    """Collects what is kept. Mutable, and lives for one block only."""
+
+    signals: Signals
+    config: Correction
+    keep: Tensor
+    zeroed: Tensor | None = None
+    hits: dict[str, int] = field(default_factory=dict[str, int])
+
+    def count(self, name: str, hit: Tensor | None) -> None:
+        self.hits[name] = 0 if hit is None else int(hit.sum())
+
+    def drop_rows(self, name: str, tokens: Tensor) -> None:
+        """Drops every row that holds one of `tokens`; counts the rows."""
+        rows = self.signals.rows
+        hit = rows.max(tokens.double(), empty=0.0) > 0
+        self.hits[f"{name}_tokens"] = int(tokens.sum())
+        self.hits[f"{name}_rows"] = int(hit.sum())
+        self.keep = self.keep & ~(rows.spread(hit.double()) > 0)
+
+    def drop_stale(self, layout: Layout, extras: Extras) -> None:
+        limit = self.config.staleness
+        if limit is None or extras.versions is None or extras.version is None:
+            raise InputError("versions, version: a staleness limit needs the policy version of each token (or row) and the current one")
+        rows = self.signals.rows
+        age = extras.version - read_per_token(layout, rows, "versions", extras.versions)
+        stale = rows.valid & (age > limit.limit)
+        if limit.level == "sequence":
+            self.drop_rows("stale", stale)
+            return
+        self.count("stale_tokens", stale)
+        self.hits["stale_rows"] = int((rows.max(stale.double(), empty=0.0) > 0).sum())
+        self.keep = self.keep & ~stale
+
+    def drop_off_policy(self, advantages: Tensor) -> None:
+        rule = self.config.off_policy_mask
+        assert rule is not None
+        rows = self.signals.rows
+        drift = rows.mean(-self.signals.log_ratio(rule.signal))
+        dropped = rows.valid & (advantages < 0) & (rows.spread((drift > rule.threshold).double()) > 0)
+        if rule.whole_row:
+            self.drop_rows("off_policy", dropped)
+            return
+        self.count("off_policy_tokens", dropped)
+        self.hits["off_policy_rows"] = int((rows.max(dropped.double(), empty=0.0) > 0).sum())
+        self.keep = self.keep & ~dropped
+
+    def weigh(self, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Applied weights and weights before masking, 0 outside valid tokens."""
+        rows, how = self.signals.rows, self.config.weights
+        if how is None:
+            ones = rows.valid.double()
+            return ones, ones
+        log_weight, clamped = self.aggregate_log(self.signals.log_ratio(how.signal), how.level, active)
+        self.hits["clamped"] = int((clamped & rows.valid).sum())
+        low, high = _log(how.lower), _log(how.upper)
+        below = rows.valid & (log_weight < low) if low is not None else None
+        above = rows.valid & (log_weight > high) if high is not None else None
+        self.count("weights_below", below)
+        self.count("weights_above", above)
+        raw = log_weight.exp().masked_fill(~rows.valid, 0)
+        if how.mode == "mask":
+            outside = ~inside(log_weight, low, high)
+            return raw.masked_fill(outside, 0), raw
+        if how.mode == "raw":
+            return raw, raw
+        bounded = raw.clamp(min=how.lower, max=how.upper).masked_fill(~rows.valid, 0)
+        return bounded, bounded
+
+    def aggregate_log(self, log_ratio: Tensor, level: str, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The clamped log-weight at each valid slot, and where the clamp bit."""
+        rows, limit = self.signals.rows, self.config.log_clamp
+        if level != "token":
+            total, count = self.row_totals(log_ratio, active)
+            log_ratio = rows.spread(total / count if level == "geometric" else total)
+        return log_ratio.clamp(-limit, limit), log_ratio.abs() > limit
+
+    def row_totals(self, values: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Row sums over the active tokens, and their number (at least 1)."""
+        rows = self.signals.rows
+        if active is rows.valid:
+            return rows.sum(values), rows.lengths.clamp(min=1)
+        return rows.sum(values.masked_fill(~active, 0)), rows.sum(active.double()).clamp(min=1)
+
+    def apply(self, rule: Reject, active: Tensor | None = None) -> None:
+        rows = self.signals.rows
+        statistic = self.statistic(rule, rows.valid if active is None else active)
+        good = inside(statistic, *_bounds(rule))
+        bad = rows.valid & ~(good if rule.aggregate == "token" else rows.spread(good.double()) > 0)
+        name = rule_name(rule)
+        self.count(f"{name}_tokens", bad)
+        self.hits[f"{name}_rows"] = int((rows.max(bad.double(), empty=0.0) > 0).sum())
+        if rule.action == "drop":
+            self.keep = self.keep & ~bad
+        else:
+            self.zeroed = bad if self.zeroed is None else self.zeroed | bad
+
+    def statistic(self, rule: Reject, active: Tensor) -> Tensor:
+        """Per slot for a token rule, per row otherwise; log-ratios stand in for ratios."""
+        rows, limit = self.signals.rows, self.config.log_clamp
+        log_ratio = self.signals.log_ratio(rule.signal)
+        if rule.inverse:
+            log_ratio = -log_ratio
+        if rule.estimator in ("k2", "k3") or self.config.clamp_tokens:
+            log_ratio = log_ratio.clamp(-limit, limit)
+        values = log_ratio if rule.estimator == "ratio" else ESTIMATORS[rule.estimator](log_ratio)
+        if rule.aggregate == "token":
+            return values
+        if rule.aggregate == "seq_max":
+            return rows.max(values.masked_fill(~active, -torch.inf), empty=0.0)
+        total, count = self.row_totals(values, active)
+        return total if rule.aggregate == "seq_sum" else total / count
+
+
+def inside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
+    """Within bounds, the bounds included."""
+    good = torch.ones_like(values, dtype=torch.bool) if lower is None else values >= lower
+    return good if upper is None else good & (values <= upper)
+
+
+def rule_name(rule: Reject) -> str:
+    return f"{rule.signal}_{rule.aggregate}_{rule.estimator}" + ("_inverse" if rule.inverse else "")
+
+
+def _bounds(rule: Reject) -> tuple[float | None, float | None]:
+    return (_log(rule.lower), _log(rule.upper)) if rule.estimator == "ratio" else (rule.lower, rule.upper)
+
+
+def _log(bound: float | None) -> float | None:
+    return None if bound is None else math.log(bound)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Tally:
+    """Adds up blocks into metrics and into the totals that normalisation needs."""
+
+    hits: dict[str, int] = field(default_factory=dict[str, int])
+    tokens: int = 0
+    rows: int = 0
+    weight_total: int = 0  # exact
+    weight_count: int = 0
+    applied: int = 0  # exact
+
+    def add(self, block: Block, config: Correction) -> None:
+        rows = block.rows
+        for name, hit in block.hits.items():
+            self.hits[name] = self.hits.get(name, 0) + hit
+        self.tokens += rows.tokens
+        self.rows += int((rows.lengths > 0).sum())
+        effective = rows.sum(block.weights.masked_fill(~block.keep, 0))
+        self.applied += exact_total(effective.tolist())
+        how = config.weights.normalise if config.weights is not None else None
+        if how is None:
+            return
+        counted = rows.valid if how.over != "kept" else block.keep & (block.weights > 0)
+        source = block.unmasked if how.over == "raw" else block.weights
+        sums, counts = rows.sum(source.masked_fill(~counted, 0)), rows.sum(counted.double())
+        if how.level == "token":
+            self.weight_total += exact_total(sums.tolist())
+            self.weight_count += int(counts.sum())
+            return
+        self.weight_total += exact_total((sums / counts.clamp(min=1)).tolist())
+        self.weight_count += rows.num_rows if how.empty_rows else int((counts > 0).sum())
+
+    def metrics(self) -> Metrics:
+        statistics: dict[str, Statistic] = {"tokens": Count(count=self.tokens), "rows": Count(count=self.rows)}
+        for name, hit in sorted(self.hits.items()):
+            of = self.rows if name.endswith("_rows") or name == "rows_rejected" else self.tokens
+            statistics[f"fraction/{name}"] = Mean.fraction(hit, of)
+        statistics["weight/applied_mean"] = Mean(total=self.applied, count=self.tokens)
+        return Metrics(statistics)
+
+
+def _normalise(weights: Tensor, how: Weights | None, tally: Tally) -> tuple[Tensor, tuple[float, int] | None, bool]:
+    if how is None or how.normalise is None:
+        return weights, None, False
+    totals = (as_float(tally.weight_total), tally.weight_count)
+    if how.normalise.scope == "step":
+        return weights, totals, True
+    if tally.rows == 1 and how.level != "token":
+        warnings.warn("weights normalised over a single row become 1: the correction is cancelled; use scope='step'", stacklevel=3)
+    mean = totals[0] / totals[1] if totals[1] else 0.0
+    return (weights / mean if mean > 1e-8 else weights), totals, False
+
+
+def _scaled(weights: Values, mean: float) -> Values:
+    if mean <= 1e-8:
+        return weights
+    return weights / mean if isinstance(weights, Tensor) else [row / mean for row in weights]

@@ -1,0 +1,281 @@
+"""Other frameworks' own configuration dictionaries as a `Correction`.
+
+By default a key means what its framework's documentation says. Where the code behaves differently, `faithful=True` reproduces the code;
+each such place is marked "faithful:" and said in the correction's `notes`. Unknown keys are refused: a silent typo is a silent run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokentrue.errors import ConfigError
+from tokentrue.mismatch.config import (
+    Aggregate,
+    Correction,
+    Estimator,
+    Level,
+    Normalise,
+    OffPolicyMask,
+    Outlier,
+    Reject,
+    Signal,
+    Veto,
+    Weights,
+)
+
+LEVEL_AGGREGATE: Mapping[Level, Aggregate] = {"token": "token", "sequence": "seq_sum", "geometric": "geometric"}
+
+
+def from_verl(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+    """verl's `algorithm.rollout_correction`. Its ranges in strings ("0.5_5.0") are read here and nowhere else."""
+    keys = {
+        "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
+        "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip",
+    }  # fmt: skip
+    given = _known("verl", config, keys)
+    notes: list[str] = []
+    bypass, reinforce = bool(given["bypass_mode"]), given["loss_type"] == "reinforce"
+    if given["loss_type"] not in ("ppo_clip", "reinforce"):
+        raise ConfigError(f"verl.loss_type: {given['loss_type']!r} is not one of 'ppo_clip', 'reinforce'")
+    reinforce = reinforce and bypass  # verl reads loss_type in bypass mode only
+    signal: Signal = "ppo_rollout" if bypass else "corr"
+    weights = _verl_weights(given, signal)
+    if weights is not None and bypass and not reinforce:
+        notes.append("bypass PPO-clip applies no importance weights: its ratio holds them already; rollout_is is only measured")
+        weights = None
+    rules = _verl_rules(given, signal, faithful, notes)
+    return Correction(
+        denominator="rollout" if bypass else "trainer",
+        weights=weights,
+        reject=rules,
+        surrogate="reinforce" if reinforce else "ppo",
+        loss_counts="kept" if faithful and not bypass else "original",
+        clamp_tokens=faithful,
+        notes=tuple(notes),
+    )
+
+
+def _verl_weights(given: Mapping[str, Any], signal: Signal) -> Weights | None:
+    level, threshold = given["rollout_is"], given["rollout_is_threshold"]
+    if level is None or threshold is None:
+        return None
+    if level not in ("token", "sequence"):
+        raise ConfigError(f"verl.rollout_is: {level!r} is not one of 'token', 'sequence'")
+    lower, upper = _range("verl.rollout_is_threshold", threshold)
+    normalise = Normalise(scope="call", level=level, over="valid") if given["rollout_is_batch_normalize"] else None
+    mode = "truncate" if lower is None else "mask"
+    return Weights(level=level, mode=mode, lower=lower, upper=upper, signal=signal, normalise=normalise)
+
+
+def _verl_rules(given: Mapping[str, Any], signal: Signal, faithful: bool, notes: list[str]) -> tuple[Reject, ...]:
+    if given["rollout_rs"] is None:
+        return ()
+    options = list(dict.fromkeys(part.strip() for part in str(given["rollout_rs"]).split(",") if part.strip()))
+    threshold = given["rollout_rs_threshold"]
+    if threshold is None:
+        raise ConfigError("verl.rollout_rs_threshold: missing; rollout_rs needs one")
+    parts = [part.strip() for part in threshold.split(",") if part.strip()] if isinstance(threshold, str) else [threshold]
+    if len(parts) not in (1, len(options)):
+        raise ConfigError(f"verl.rollout_rs_threshold: {len(parts)} thresholds for {len(options)} options")
+    parts = parts * len(options) if len(parts) == 1 else parts
+    return tuple(_verl_rule(option, part, signal, faithful, notes) for option, part in zip(options, parts, strict=True))
+
+
+def _verl_rule(option: str, threshold: str | float, signal: Signal, faithful: bool, notes: list[str]) -> Reject:
+    aggregate, _, estimator = option.rpartition("_")
+    if aggregate not in ("token", "seq_sum", "seq_mean", "seq_max") or estimator not in ("k1", "k2", "k3") or option == "seq_max_k1":
+        raise ConfigError(f"verl.rollout_rs: no option {option!r}")
+    lower, upper = _range(f"verl.rollout_rs_threshold of {option}", threshold)
+    if estimator != "k1":
+        if lower is not None:
+            raise ConfigError(f"verl.rollout_rs_threshold: {option} takes one upper bound, got {threshold!r}")
+        return Reject(estimator=estimator, aggregate=aggregate, upper=upper, signal=signal)  # type: ignore[arg-type]
+    lower = 1.0 / upper if lower is None else lower
+    if faithful:  # faithful: verl compares -log r with log lo and log hi, which bounds 1/r
+        notes.append(f"{option}: bounds [{lower}, {upper}] hold for rollout ÷ trainer, as verl's code does")
+        lower, upper = 1.0 / upper, 1.0 / lower
+    kind: Aggregate = {"token": "token", "seq_sum": "seq_sum", "seq_mean": "geometric"}[aggregate]  # type: ignore[assignment]
+    return Reject(estimator="ratio", aggregate=kind, lower=lower, upper=upper, signal=signal)
+
+
+def from_miles(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+    """Miles' (and slime's) mismatch helper: the keys of `mis.yaml`, with the built-in `tis_clip`, `tis_clip_low`, OPSM and bypass flags."""
+    keys = {
+        "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate",
+        "tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None,
+        "rs_veto_threshold": 1e-4, "tis_batch_normalize": True, "use_rollout_logprobs": False, "use_opsm": False, "opsm_delta": 1e-4,
+        "tis_clip": None, "tis_clip_low": None, "icepop": False,
+    }  # fmt: skip
+    given = _known("miles", config, keys)
+    if given["use_rollout_logprobs"] and given["use_tis"] and "use_tis" in config:
+        raise ConfigError("miles: use_rollout_logprobs and use_tis exclude each other")
+    opsm = None
+    if given["use_opsm"]:
+        opsm = OffPolicyMask(threshold=given["opsm_delta"], signal="ppo_rollout" if given["use_rollout_logprobs"] else "ppo_train")
+    if given["use_rollout_logprobs"]:
+        return Correction(denominator="rollout", off_policy_mask=opsm)
+    if given["tis_clip"] is not None:
+        return Correction(weights=_miles_builtin(given), off_policy_mask=opsm)
+    if not given["use_tis"] and (faithful or not given["use_rs"]):
+        note = ("use_tis is off, so Miles rejects nothing: use_rs works only inside it",) if given["use_rs"] else ()
+        return Correction(off_policy_mask=opsm, notes=note)
+    return _miles_helper(given, faithful, opsm)
+
+
+def _miles_builtin(given: Mapping[str, Any]) -> Weights:
+    low = given["tis_clip_low"] or None
+    if given["icepop"]:
+        return Weights(level="token", mode="mask", lower=low, upper=given["tis_clip"])
+    return Weights(level="token", mode="clip" if low else "truncate", lower=low, upper=given["tis_clip"])
+
+
+def _miles_helper(given: Mapping[str, Any], faithful: bool, opsm: OffPolicyMask | None) -> Correction:
+    upper = given["tis_upper_bound"]
+    lower = 1.0 / upper if given["tis_lower_bound"] is None else given["tis_lower_bound"]
+    level, mode, notes = given["tis_level"], given["tis_mode"], []
+    rules: list[Reject] = []
+    weights = None
+    if given["use_tis"]:
+        weights = _miles_weights(given, lower, upper, faithful, notes)
+        if mode == "mask":
+            rules.append(Reject(estimator="ratio", aggregate=LEVEL_AGGREGATE[level], lower=lower, upper=upper))
+    veto, outlier = None, None
+    threshold = given["rs_veto_threshold"]
+    if given["use_rs"]:
+        low = lower if given["rs_lower_bound"] is None else given["rs_lower_bound"]
+        high = upper if given["rs_upper_bound"] is None else given["rs_upper_bound"]
+        rules.append(Reject(estimator="ratio", aggregate=LEVEL_AGGREGATE[given["rs_level"]], lower=low, upper=high))
+    if threshold is not None and faithful and given["use_rs"]:
+        notes.append("faithful: the veto bounds the ratio trainer ÷ rollout and works only with use_rs, as Miles' code does")
+        outlier = Outlier(lower=threshold, upper=None)
+    elif threshold is not None and not faithful:
+        veto = Veto(below=threshold)
+    return Correction(weights=weights, reject=tuple(rules), veto=veto, outlier=outlier, off_policy_mask=opsm, notes=tuple(notes))
+
+
+def _miles_weights(given: Mapping[str, Any], lower: float, upper: float, faithful: bool, notes: list[str]) -> Weights:
+    level, mode = given["tis_level"], given["tis_mode"]
+    normalise = None
+    if given["tis_batch_normalize"]:
+        if faithful and level == "geometric":
+            raise ConfigError("miles: tis_batch_normalize with tis_level 'geometric' raises in Miles; leave faithful off to have it")
+        over = "valid"
+        if mode == "mask":
+            over = "raw" if faithful else "kept"
+            if faithful:
+                notes.append("faithful: the mean for normalisation includes the weights of masked tokens, as Miles' code does")
+        rows = level != "token"
+        normalise = Normalise(scope="call", level="sequence" if rows else "token", over=over, empty_rows=faithful and rows)
+    return Weights(level=level, mode=mode, lower=None if mode == "truncate" else lower, upper=upper, normalise=normalise)
+
+
+def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+    """TRL's GRPOConfig: the `vllm_importance_sampling_*` keys and `off_policy_mask_threshold`; other GRPOConfig keys may be present."""
+    keys = {
+        "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None, "off_policy_mask_threshold": None,
+    }  # fmt: skip
+    mine = {key: value for key, value in config.items() if key in keys or key.startswith("vllm_importance_sampling")}
+    given = _known("trl", mine, keys)
+    threshold = given["off_policy_mask_threshold"]
+    opsm = None if threshold is None else OffPolicyMask(threshold=threshold, signal="ppo_rollout")
+    if not given["vllm_importance_sampling_correction"]:
+        return Correction(off_policy_mask=opsm, non_finite="unit")
+    level, _, mode = str(given["vllm_importance_sampling_mode"]).rpartition("_")
+    if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
+        raise ConfigError(f"trl.vllm_importance_sampling_mode: no mode {given['vllm_importance_sampling_mode']!r}")
+    low, high = given["vllm_importance_sampling_clip_min"], given["vllm_importance_sampling_clip_max"]
+    kind = "mask" if mode == "mask" else "truncate" if low is None else "clip"
+    if low is None and high is None:
+        kind = "raw"
+    weights = Weights(level=level, mode=kind, lower=low, upper=high)  # type: ignore[arg-type]
+    return Correction(weights=weights, off_policy_mask=opsm, non_finite="unit", log_clamp=80.0)
+
+
+def from_areal(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+    """AReaL's PPO actor: `use_decoupled_loss`, `recompute_logprob` and `rejection_sampling` (a dictionary or None)."""
+    given = _known("areal", config, {"use_decoupled_loss": False, "recompute_logprob": False, "rejection_sampling": None})
+    if not given["use_decoupled_loss"]:
+        return Correction(denominator="trainer" if given["recompute_logprob"] else "rollout", non_finite="unit", log_clamp=80.0)
+    if given["rejection_sampling"] is None:
+        note = "decoupled without rejection_sampling applies no behaviour weight in AReaL: plain PPO on the recomputed policy"
+        return Correction(non_finite="unit", log_clamp=80.0, notes=(note,))
+    keys = {"level": "token", "action": "mask", "metric": "ratio", "agg": "sum", "upper": 5.0, "lower": None}
+    rule = _known("areal.rejection_sampling", given["rejection_sampling"], keys)
+    if rule["action"] == "clamp":
+        if rule["metric"] != "ratio":
+            raise ConfigError("areal.rejection_sampling: action 'clamp' works with metric 'ratio' only")
+        level = "token" if rule["level"] == "token" else "geometric"
+        low = rule["lower"] or None
+        weights = Weights(level=level, mode="clip" if low else "truncate", lower=low, upper=rule["upper"])
+        return Correction(weights=weights, non_finite="unit", log_clamp=80.0)
+    reject, notes = _areal_rule(rule, faithful)
+    geometric = rule["metric"] == "ratio" and rule["level"] == "sequence"  # AReaL then weighs by the geometric mean, for any agg
+    weights = Weights(level="geometric" if geometric else "token", mode="raw")
+    return Correction(weights=weights, reject=(reject,), non_finite="unit", log_clamp=80.0, notes=notes)
+
+
+def _areal_rule(rule: Mapping[str, Any], faithful: bool) -> tuple[Reject, tuple[str, ...]]:
+    names: Mapping[str, Estimator] = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3"}
+    if rule["metric"] not in names or rule["agg"] not in ("sum", "mean", "max") or rule["level"] not in ("token", "sequence"):
+        raise ConfigError(f"areal.rejection_sampling: unknown metric, agg or level in {dict(rule)!r}")
+    estimator = names[rule["metric"]]
+    aggregate: Aggregate = "token"
+    if rule["level"] == "sequence":
+        mean: Aggregate = "geometric" if estimator == "ratio" else "seq_mean"
+        aggregate = {"sum": "seq_sum", "mean": mean, "max": "seq_max"}[rule["agg"]]  # type: ignore[assignment]
+    inverse = faithful and estimator in ("k1", "k3")
+    notes = (f"faithful: {estimator} is of rollout ÷ trainer, as AReaL's code does",) if inverse else ()
+    return Reject(estimator=estimator, aggregate=aggregate, lower=rule["lower"], upper=rule["upper"], inverse=inverse), notes
+
+
+def from_skyrl(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+    """SkyRL's `off_policy_correction`. Its stages run in order (outlier, token mask, weights, sequence mask), each on what is left."""
+    keys = {
+        "tis_ratio_type": None, "token_tis_ratio_clip_high": 2.0, "sequence_tis_ratio_clip_high": 5.0,
+        "sequence_mask_metric": None, "geo_mask_high": 1.01, "geo_mask_low": 0.99, "product_mask_high": 2.0, "product_mask_low": 0.5,
+        "outlier_token_is_threshold_low": None, "outlier_token_is_threshold_high": None,
+        "token_mask_is_threshold_low": None, "token_mask_is_threshold_high": None,
+    }  # fmt: skip
+    given = _known("skyrl", config, keys)
+    rules: list[Reject] = []
+    low, high = given["token_mask_is_threshold_low"], given["token_mask_is_threshold_high"]
+    if (low is None) != (high is None):
+        raise ConfigError("skyrl: token_mask_is_threshold_low and _high go together")
+    if low is not None:
+        rules.append(Reject(estimator="ratio", aggregate="token", lower=low, upper=high))
+    metric = given["sequence_mask_metric"]
+    if metric not in (None, "geometric", "product"):
+        raise ConfigError(f"skyrl.sequence_mask_metric: {metric!r} is not one of 'geometric', 'product'")
+    if metric is not None:
+        short, aggregate = ("geo", "geometric") if metric == "geometric" else ("product", "seq_sum")
+        bounds = {"lower": given[f"{short}_mask_low"], "upper": given[f"{short}_mask_high"]}
+        rules.append(Reject(estimator="ratio", aggregate=aggregate, **bounds))  # type: ignore[arg-type]
+    kind = given["tis_ratio_type"]
+    if kind not in (None, "token", "sequence"):
+        raise ConfigError(f"skyrl.tis_ratio_type: {kind!r} is not one of 'token', 'sequence'")
+    weights = None if kind is None else Weights(level=kind, mode="truncate", upper=given[f"{kind}_tis_ratio_clip_high"])
+    low, high = given["outlier_token_is_threshold_low"], given["outlier_token_is_threshold_high"]
+    outlier = None if low is None and high is None else Outlier(lower=low, upper=high)
+    return Correction(weights=weights, reject=tuple(rules), outlier=outlier, staged=True)
+
+
+def _known(owner: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(config) - set(keys))
+    if unknown:
+        raise ConfigError(f"{owner}: unknown keys {', '.join(unknown)}; known are {', '.join(keys)}")
+    return {**keys, **config}
+
+
+def _range(owner: str, value: Any) -> tuple[float | None, float]:
+    """verl's threshold: a number, or "lower_upper" in a string."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"{owner}: {value!r} is not a number or 'lower_upper'")
+    try:
+        parts = [float(part) for part in str(value).split("_", 1)] if isinstance(value, str) else [float(value)]
+    except ValueError as error:
+        raise ConfigError(f"{owner}: {value!r} is not a number or 'lower_upper'") from error
+    if any(part <= 0 for part in parts):
+        raise ConfigError(f"{owner}: {value!r} must be positive")
+    return (parts[0], parts[1]) if len(parts) == 2 else (None, parts[0])
