@@ -111,7 +111,7 @@ class Parser:
         if stop is not None and stop in self._grammar.stops_that_close:
             text = self._source.take(stop)
         text += self._source.rest()
-        deltas = self._shown(self._regions.more(self._placed(text))) + self._shown(self._regions.end())
+        deltas = self._shown(self._regions.more(self._placed(text))) + self._shown(self._regions.end(stopped=stop is not None))
         raw = self._source.raw
         if stop is not None and stop not in self._grammar.stops_that_close:
             raw += self._grammar.pieces.piece(stop)
@@ -239,10 +239,10 @@ class _Message:
         self._calls: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}
         self.attempts: list[Attempt] = []
-        for name in reversed(grammar.template.fields):
-            declared = grammar.template.fields[name]
+        for name, declared in grammar.template.fields.items():
             if name in _FIELDS:
-                self._texts[_FIELDS[name]] = _TextOut(strip=declared.content_args.get("strip", True), join=declared.join)
+                out = self._texts.setdefault(_FIELDS[name], _TextOut(strip=declared.content_args.get("strip", True), join=None))
+                out.join = out.join or declared.join
 
     def add_text(self, name: str, text: str) -> list[Delta]:
         shown = self._texts.setdefault(name, _TextOut(strip=True, join=None)).add(_SURROGATE.sub("\ufffd", text))
@@ -279,15 +279,17 @@ class _Message:
         return message | ({"tool_calls": self._calls} if self._calls else {})
 
     def _read(self, region: Closed) -> list[Call] | NoCall:
-        body = unshield(region.body)
-        if not region.closed:
-            name = region.captures.get("name")
-            return NoCall(status=Status.UNCLOSED, detail="the turn ended inside the call", name=unshield(name) if name else None)
+        body = _SURROGATE.sub("\ufffd", unshield(region.body))
+        captures = {name: unshield(value) for name, value in region.captures.items()}
+        declared = self._grammar.template.fields[region.field]
+        unclosed = NoCall(status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name"))
         if region.field == BROKEN:
             status = Status.MALFORMED if body.strip() else Status.MISSING_NAME
-            return NoCall(status=status, detail="not written as this model writes a call")
-        captures = {name: unshield(value) for name, value in region.captures.items()}
-        return read_calls(self._grammar.template.fields[region.field], _SURROGATE.sub("\ufffd", body), captures, self._schemas)
+            return NoCall(status=status, detail="not written as this model writes a call") if region.closed else unclosed
+        if not region.closed and declared.close_re is not None:
+            return unclosed
+        calls = read_calls(declared, body, captures, self._schemas)
+        return unclosed if isinstance(calls, NoCall) and not region.closed else calls
 
     def _add_call(self, call: Call) -> list[Delta]:
         index = len(self._calls)

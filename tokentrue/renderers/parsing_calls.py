@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import regex
@@ -44,16 +44,10 @@ def read_calls(field: ResponseTemplateField, body: str, captures: Mapping[str, s
     try:
         value = process_field(body, field, dict(captures))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return _diagnose(field, body, captures, error)
-    items = cast(list[Any], value) if isinstance(value, list) else [value]
-    if not items:
-        return NoCall(status=Status.MALFORMED, detail="an empty list of calls")
-    calls: list[Call] = []
-    for place, item in enumerate(items):
-        call = _call(field, item, body if len(items) == 1 else "", schemas, place)
-        if isinstance(call, NoCall):
-            return call
-        calls.append(call)
+        return _diagnose(field, body, captures, schemas, error)
+    calls = _calls(field, value, body, captures, schemas)
+    if isinstance(calls, NoCall):
+        return calls
     if field.content == "xml-inline" and (rest := _left_over(field, body)):
         return NoCall(status=Status.MALFORMED, detail=f"text outside the parameters: {rest[:60]!r}", name=calls[0].name)
     return calls
@@ -70,6 +64,31 @@ def parameter_schemas(tools: Tools | None) -> dict[str, Mapping[str, Any]]:
             properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
             found[name] = properties if isinstance(properties, Mapping) else {}
     return found
+
+
+def _calls(
+    field: ResponseTemplateField, value: Any, body: str, captures: Mapping[str, str], schemas: Mapping[str, Any]
+) -> list[Call] | NoCall:
+    items = cast(list[Any], value) if isinstance(value, list) else [value]
+    written = _written_ids(field, body, captures, len(items))
+    calls: list[Call] = []
+    for place, item in enumerate(items):
+        call = _call(field, item, body if len(items) == 1 else "", schemas, place)
+        if isinstance(call, NoCall):
+            return call
+        calls.append(call if call.call_id else replace(call, call_id=written[place]))
+    return calls or NoCall(status=Status.MALFORMED, detail="an empty list of calls")
+
+
+def _written_ids(field: ResponseTemplateField, body: str, captures: Mapping[str, str], count: int) -> list[str]:
+    """Ids that the model wrote itself: captured by the opening pattern, or an `id` in the JSON."""
+    captured = captures.get("id") or captures.get("call_id") or ""
+    if captured or field.content != "json" or not _valid(body):
+        return [captured] * count
+    value = json.loads(body)
+    items = cast(list[Any], value) if isinstance(value, list) else [value]
+    found = [item.get("id") if isinstance(item, Mapping) else None for item in items]
+    return [id_ if isinstance(id_, str) else "" for id_ in found] if len(found) == count else [""] * count
 
 
 def _call(field: ResponseTemplateField, item: Any, body: str, schemas: Mapping[str, Any], place: int) -> Call | NoCall:
@@ -93,7 +112,11 @@ def _call(field: ResponseTemplateField, item: Any, body: str, schemas: Mapping[s
     if field.content == "json":
         spelled = spelled or _spelling(body, values)
     else:
-        values = {key: typed(value, schemas.get(name, {}).get(key)) for key, value in values.items()}
+        said = _said_types(field, body)
+        values = {
+            key: _as_said(value, said[key]) if key in said else typed(value, schemas.get(name, {}).get(key))
+            for key, value in values.items()
+        }
     written = item.get("id") if isinstance(item, Mapping) else None
     text = spelled or json.dumps(values, ensure_ascii=False)
     return Call(name=name, arguments=text, values=dict(values), call_id=str(written) if written else "")
@@ -131,22 +154,43 @@ def _left_over(field: ResponseTemplateField, body: str) -> str:
     return "" if _TRAILERS.fullmatch(rest) else rest.strip()
 
 
-def _diagnose(field: ResponseTemplateField, body: str, captures: Mapping[str, str], error: Exception) -> list[Call] | NoCall:
-    """Why `process_field` refused; a JSON call that only lacks its arguments is a call without any."""
+def _said_types(field: ResponseTemplateField, body: str) -> dict[str, bool]:
+    """Where each parameter says for itself whether it is a string (DeepSeek's `string="true"`)."""
+    pattern = field.content_args.get("tag_pattern", "")
+    if "(?P<string>" not in pattern:
+        return {}
+    found = regex.finditer(pattern, body, flags=regex.DOTALL)
+    return {match["key"]: match["string"] == "true" for match in found if match["string"] is not None}
+
+
+def _as_said(value: Any, is_string: bool) -> Any:
+    if is_string:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _diagnose(
+    field: ResponseTemplateField, body: str, captures: Mapping[str, str], schemas: Mapping[str, Any], error: Exception
+) -> list[Call] | NoCall:
+    """Why `process_field` refused. A JSON call of a known tool that only lacks its arguments is a call without any."""
     if field.content != "json":
         return NoCall(status=Status.MALFORMED, detail=str(error).splitlines()[0], name=captures.get("name"))
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as reason:
         return NoCall(status=Status.INVALID_JSON, detail=str(reason), name=captures.get("name"))
+    calls = _calls(field, value, body, captures, schemas)
+    if isinstance(calls, NoCall):
+        return calls
     items = cast(list[Any], value) if isinstance(value, list) else [value]
-    calls: list[Call] = []
-    for place, item in enumerate(items):
-        call = _call(field, item, body if len(items) == 1 else "", {}, place)
-        if isinstance(call, NoCall):
-            return call
-        calls.append(call)
-    return calls or NoCall(status=Status.MALFORMED, detail="an empty list of calls")
+    for call, item in zip(calls, items, strict=True):
+        function = item.get("function", item)
+        if call.name not in schemas and _first(function, _ARGUMENTS) is None:
+            return NoCall(status=Status.MALFORMED, detail=f"{call.name!r} has no arguments and is no known tool", name=call.name)
+    return calls
 
 
 def typed(value: Any, schema: Any) -> Any:

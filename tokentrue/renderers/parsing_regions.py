@@ -36,7 +36,10 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """A region has ended. `start` and `end` count characters of the sampled text, markers included; `closed` is False at a cut-off."""
+    """A region has ended. `start` and `end` count characters of the sampled text, markers included.
+
+    `closed`: by its own marker. A region that runs to the end of the turn has none, and is closed by the end.
+    """
 
     field: str
     body: str
@@ -103,7 +106,8 @@ class Regions(ResponseParser):
         self._parts: list[str] = []
         self._base = 0
         self._opened_at = 0
-        self._matched = False
+        self._match: Any = None
+        self._stopped = False
         super().__init__(template, prefix="")
         if prefix:
             self._buffer = prefix
@@ -119,7 +123,9 @@ class Regions(ResponseParser):
         self._process([], eos=False)
         return self._taken()
 
-    def end(self) -> list[Text | Closed]:
+    def end(self, *, stopped: bool) -> list[Text | Closed]:
+        """`stopped`: the turn ended at a stop token, not at a cut-off."""
+        self._stopped = stopped
         self._process([], eos=True)
         return self._taken()
 
@@ -131,7 +137,7 @@ class Regions(ResponseParser):
 
     def _scan(self, watch: list[tuple[str, ResponseTemplateField]], eos: bool) -> tuple[tuple[str, ResponseTemplateField, Any] | None, int]:
         best, hold = super()._scan(watch, eos)
-        self._matched = best is not None
+        self._match = best[2] if best is not None else None
         return best, hold
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
@@ -152,7 +158,9 @@ class Regions(ResponseParser):
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         if self._current is not None and self._opened:
-            never_closes = self._spec.fields[self._current].close_re is None
+            by_marker = self._match is not None and self._match.end() > self._match.start()
+            before_another = self._match is not None and self._pos < len(self._buffer)
+            to_the_end = self._spec.fields[self._current].close_re is None or self._match is not None
             self._found.append(
                 Closed(
                     field=self._current,
@@ -160,7 +168,7 @@ class Regions(ResponseParser):
                     captures=dict(self._captures),
                     start=max(self._opened_at - self._origin, 0),
                     end=max(self._base + self._pos - self._origin, 0),
-                    closed=self._matched or never_closes,
+                    closed=by_marker or before_another or (to_the_end and self._stopped),
                 )
             )
         self._parts = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-PLAIN: Mapping[str, Any] = {"start_anchor_pattern": r"\A", "fields": {"content": {}}}
+PLAIN: Mapping[str, Any] = {"start_anchor_pattern": r"\A(?!)", "fields": {"content": {}}}
 """The response template of a model about which nothing is known: all text is content."""
 
 
@@ -37,3 +37,19 @@ class Clues:
 
 
 Recognise: TypeAlias = Callable[[Clues], Family | None]
+
+_KEEPING = {
+    "clear_thinking": False,  # GLM-4.7 and later
+    "truncate_history_thinking": False,  # Nemotron-3
+    "preserve_thinking": True,  # Qwen3.6 and later, Kimi-K2.6, LFM2.5
+    "keep_past_thinking": True,  # LFM2.5
+    "drop_thinking": False,  # DeepSeek-V4
+}
+
+
+def keeping(clues: Clues) -> dict[str, Any]:
+    """The switches that this template offers against dropping earlier reasoning, set to keep it.
+
+    A template shows that it has such a switch, not which way a recorded history wants it.
+    """
+    return {name: value for name, value in _KEEPING.items() if name in clues.template}

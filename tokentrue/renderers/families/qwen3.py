@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from tokentrue.renderers.families.base import Clues, Family
-from tokentrue.renderers.families.shapes import HERMES, chatml
+from tokentrue.renderers.families.base import Clues, Family, keeping
+from tokentrue.renderers.families.shapes import CHATML, HERMES, THINK, response
 
 
 def recognise(clues: Clues) -> Family | None:
-    if not clues.has("<|im_start|>", "<|im_end|>", "<tool_call>") or clues.has("<function="):
+    if not clues.has("<|im_start|>", "<|im_end|>", "<tool_call>"):
         return None
-    thinks = clues.has("<think>") or clues.has("</think>") or "<think>" in clues.tokens
+    thinks = clues.has("think>") or "<think>" in clues.tokens
     return Family(
         name="qwen3" if thinks else "qwen2.5",
-        response_template=chatml({"tool_calls": HERMES}) if thinks else chatml({"tool_calls": HERMES}, reasoning=None),
+        response_template=response(HERMES, anchors=CHATML, reasoning=THINK if thinks else None),
+        template_kwargs=keeping(clues),
     )

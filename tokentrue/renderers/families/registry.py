@@ -4,12 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokentrue.renderers.families import qwen3
+from tokentrue.renderers.families import (
+    deepseek,
+    gemma,
+    generic,
+    glm,
+    harmony,
+    hermes,
+    k2v3,
+    kimi,
+    llama,
+    minimax,
+    mistral,
+    qwen3,
+    qwen3_coder,
+)
 from tokentrue.renderers.families.base import Clues, Family, Recognise
 
 FAMILIES: tuple[Recognise, ...] = (
+    harmony.recognise,
+    kimi.recognise,
+    minimax.recognise,
+    deepseek.recognise,
+    glm.recognise,
+    qwen3_coder.recognise,
+    k2v3.recognise,
+    hermes.recognise,
     qwen3.recognise,
-)  # fmt: skip
+    mistral.recognise,
+    llama.recognise,
+    gemma.recognise,
+    generic.recognise,
+)
 
 
 def family_for(template_text: str, tokenizer: Any) -> Family:

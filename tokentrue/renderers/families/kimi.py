@@ -1,0 +1,26 @@
+"""Kimi-K2, K2.5, K2.6: calls between section tokens, each with the id `functions.NAME:INDEX` that its result must repeat."""
+
+from __future__ import annotations
+
+from tokentrue.renderers.families.base import Clues, Family, keeping
+from tokentrue.renderers.families.shapes import bracketed, response
+
+_ID = r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)"
+_FIELDS = bracketed(
+    section=(r"<\|tool_calls_section_begin\|>", r"<\|tool_calls_section_end\|>"),
+    call=(r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>"),
+    head=rf"\s*{_ID}\s*<\|tool_call_argument_begin\|>",
+)
+_CALLS = _FIELDS | {"tool_calls": _FIELDS["tool_calls"] | {
+    "transform": {"type": "function", "id": "{id}", "function": {"name": "{name}", "arguments": "{content}"}}
+}}  # fmt: skip
+
+
+def recognise(clues: Clues) -> Family | None:
+    if not clues.has("<|im_assistant|>", "<|im_middle|>", "<|tool_call_begin|>"):
+        return None
+    return Family(
+        name="kimi-k2",
+        response_template=response(_CALLS, anchors=("<|im_assistant|>assistant<|im_middle|>",)),
+        template_kwargs=keeping(clues),
+    )
