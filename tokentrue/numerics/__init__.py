@@ -1,1 +1,26 @@
+"""Batch-invariant operators and THE ONE log-probability function, shared by engine and trainer."""
 
+from tokentrue.numerics.fingerprint import Contract
+from tokentrue.numerics.logprob import filtered, logprobs_of, scaled_logits
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch, ops_for
+from tokentrue.numerics.patch import SWITCHES, exact
+from tokentrue.numerics.score import logits_of, score
+from tokentrue.numerics.selftest import same_bits
+
+__all__ = [
+    "SWITCHES",
+    "AttentionSpec",
+    "Contract",
+    "HeadNorm",
+    "Ops",
+    "Packed",
+    "PagedBatch",
+    "exact",
+    "filtered",
+    "logits_of",
+    "logprobs_of",
+    "ops_for",
+    "same_bits",
+    "scaled_logits",
+    "score",
+]

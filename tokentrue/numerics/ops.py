@@ -6,9 +6,9 @@ Engine and trainer call the same methods of the same object, so equal inputs giv
 
 Shapes: T tokens (all sequences of a step back to back), S sequences, H query heads, J key/value heads (H % J == 0), D head size,
 K/N in/out features, V vocabulary, E experts, I expert width, B block (page) size.
-Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype; block 0 is the null block: never handed out,
-always zero, padding of the block tables. Cache entries are always finite. Token at position p of a sequence lies in block `table[p // B]`,
-row `p % B`; its slot is `block * B + p % B`.
+Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype, from `Ops.new_cache` (strides are the
+implementation's choice); block 0 is the null block: never handed out, always zero, padding of the block tables. Entries are always
+finite. The token at position p of a sequence lies in block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Ops(ABC):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
         """(grad) x / sqrt(mean(x²) + eps) over the last dimension in float32.
 
-        Plain: rounded to x's dtype, then times `weight` (rounded again). `unit_offset` (Gemma): times (1 + weight) in float32, one rounding.
+        Plain: rounded to x's dtype, then times `weight` (rounded again).
+        `unit_offset` (Gemma): times (1 + weight) in float32, one rounding.
         """
 
     @abstractmethod
@@ -136,6 +137,10 @@ class Ops(ABC):
     @abstractmethod
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         """q [T,H,D] -> [T,H,D], keys and values from the pages; prefill chunks and decodes mixed."""
+
+    def new_cache(self, num_blocks: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros, shaped [num_blocks, J, B, D]."""
+        return torch.zeros(num_blocks, heads, self.block_size, head_dim, dtype=dtype, device=device)
 
     # ---- self-knowledge -----------------------------------------------------------------------------------------------------------
     @abstractmethod

@@ -1,0 +1,190 @@
+"""Causal attention on the CPU with one reduction order for training, prefill and decode.
+
+A query's result is a fold over key blocks of 128, in order: scores by one matrix product over the head size, the maximum over all
+visible keys (a maximum has no order), exp, then per block the product with the values and the sum, added block after block. Masked and
+padded keys weigh exactly 0, and adding +0 changes nothing, so it does not matter how far a batch is padded. What remains is that a
+matrix product gives a row the same bits whatever the number of rows: true from `MIN_ROWS` rows up, and checked at start-up.
+Arithmetic is float32 for every dtype.
+
+Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of 128), D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokentrue.numerics.ops import AttentionSpec
+
+KEYS = 128
+"""Keys per block of the fold: the one number that both sides must share."""
+TILES = (1, 8, 32, 128)
+"""Query positions per matrix product; a chunk takes the smallest that holds it."""
+
+
+def fold(q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Output [X,M,D] and log-sum-exp [X,M,1]. `hidden` is True where a key is not seen: it covers the last keys, broadcast over X."""
+    s_XMN = torch.bmm(q_XMD, k_XND.transpose(1, 2))
+    if softcap is not None:
+        s_XMN = s_XMN.div_(softcap).tanh_().mul_(softcap)
+    if hidden is not None:
+        s_XMN[..., s_XMN.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
+    top = s_XMN.amax(-1, keepdim=True)
+    p_XMN = s_XMN.sub_(top).exp_()
+    x, m, n = p_XMN.shape
+    total = p_XMN.view(x, m, n // KEYS, KEYS).sum(-1)
+    if n > KEYS:
+        total = total.cumsum(-1)[..., -1:]  # sequential, so that blocks of zeros at the end change nothing
+    out = torch.bmm(p_XMN[..., :KEYS], v_XND[:, :KEYS])
+    for start in range(KEYS, n, KEYS):
+        out += torch.bmm(p_XMN[..., start : start + KEYS], v_XND[:, start : start + KEYS])
+    return out.div_(total), total.log_().add_(top)
+
+
+@lru_cache(maxsize=256)
+def hidden_keys(first: int, positions: int, key_first: int, keys: int, window: int | None, groups: int) -> Tensor:
+    """True where key `key_first + j` is not seen by query `first + i`; rows repeat per head of the group. Read only."""
+    distance = torch.arange(first, first + positions)[:, None] - torch.arange(key_first, key_first + keys)[None, :]
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    return hidden.repeat_interleave(groups, 0)
+
+
+def up_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Query positions `[first, first + tile)` of a sequence and what they may see."""
+
+    first: int
+    tile: int
+    keys: int  # a multiple of KEYS
+    hidden: Tensor
+
+
+def chunks(start: int, stop: int, window: int | None, groups: int) -> Iterator[Chunk]:
+    """Cut positions [start, stop) into tiles, none crossing a multiple of 128."""
+    first = start
+    while first < stop:
+        length = min(stop, up_to(first + 1, KEYS)) - first
+        tile = next(t for t in TILES if t >= length)
+        keys = up_to(first + length, KEYS)
+        if window is None:  # only the last block holds the diagonal
+            hidden = hidden_keys(first % KEYS, tile, 0, KEYS, None, groups)
+        else:
+            hidden = hidden_keys(first, tile, 0, keys, window, groups)
+        yield Chunk(first, tile, keys, hidden)
+        first += length
+
+
+class PackedAttention(torch.autograd.Function):
+    """q [C,T,H,D], k/v [C,T,J,D]: C sequences of one padded length T (a multiple of 128); causal. Padded rows come back as rubbish."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
+        x, t, g, d = q_XTGD.shape
+        out = torch.empty_like(q_XTGD)
+        lse = q_XTGD.new_empty(x, t, g)
+        for chunk in chunks(0, t, window, g):
+            rows = slice(chunk.first, chunk.first + chunk.tile)
+            o, log_total = fold(
+                q_XTGD[:, rows].reshape(x, chunk.tile * g, d), k_XND[:, : chunk.keys], v_XND[:, : chunk.keys], chunk.hidden, softcap
+            )
+            out[:, rows] = o.view(x, chunk.tile, g, d)
+            lse[:, rows] = log_total.view(x, chunk.tile, g)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.spec = (scale, window, softcap)
+        return token_major(out, q.shape).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        scale, window, softcap = ctx.spec
+        q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
+        x, t, g, d = q_XTGD.shape
+        do = head_major_one(grads[0], k.shape[2])
+        dq, dk, dv = torch.empty_like(q_XTGD), torch.zeros_like(k_XND), torch.zeros_like(v_XND)
+        for chunk in chunks(0, t, window, g):
+            rows, m, n = slice(chunk.first, chunk.first + chunk.tile), chunk.tile * g, chunk.keys
+            q_XMD, do_XMD = q_XTGD[:, rows].reshape(x, m, d), do[:, rows].reshape(x, m, d)
+            s = torch.bmm(q_XMD, k_XND[:, :n].transpose(1, 2))
+            slope = None
+            if softcap is not None:
+                s = s.div_(softcap).tanh_()
+                slope = 1 - s * s
+                s = s.mul_(softcap)
+            s[..., n - chunk.hidden.shape[-1] :].masked_fill_(chunk.hidden, -torch.inf)
+            p = s.sub_(lse[:, rows].reshape(x, m, 1)).exp_()
+            dv[:, :n].baddbmm_(p.transpose(1, 2), do_XMD)
+            inner = (do_XMD * out[:, rows].reshape(x, m, d)).sum(-1, keepdim=True)
+            ds = torch.bmm(do_XMD, v_XND[:, :n].transpose(1, 2)).sub_(inner).mul_(p)
+            if slope is not None:
+                ds.mul_(slope)
+            dq[:, rows] = torch.bmm(ds, k_XND[:, :n]).view(x, chunk.tile, g, d)
+            dk[:, :n].baddbmm_(ds.transpose(1, 2), q_XMD)
+        return (
+            token_major(dq.mul_(scale), q.shape).to(q.dtype),
+            token_major(dk.unsqueeze(2), k.shape).to(k.dtype),
+            token_major(dv.unsqueeze(2), v.shape).to(v.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def head_major_one(q_CTHD: Tensor, heads: int) -> Tensor:
+    """[C,T,H,D] -> float32 [J*C, T, G, D]."""
+    c, t, h, d = q_CTHD.shape
+    return q_CTHD.float().view(c, t, heads, h // heads, d).permute(2, 0, 1, 3, 4).reshape(heads * c, t, h // heads, d)
+
+
+def head_major(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    heads = k.shape[2]
+    return head_major_one(q, heads) * scale, head_major_one(k, heads).squeeze(2), head_major_one(v, heads).squeeze(2)
+
+
+def token_major(x_XTGD: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `head_major_one`."""
+    c, t, h, d = shape
+    g = x_XTGD.shape[2]
+    return x_XTGD.view(h // g, c, t, g, d).permute(1, 2, 0, 3, 4).reshape(c, t, h, d)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
+    """q [T,H,D], k/v [T,J,D], sequences back to back. Those of one padded length share a matrix product."""
+    if len(lengths) == 1 and lengths[0] % KEYS == 0:
+        return PackedAttention.apply(q[None], k[None], v[None], spec.scale, spec.window, spec.softcap)[0]  # pyright: ignore
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    buckets: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        buckets.setdefault(up_to(length, KEYS), []).append(index)
+    rows, results = [], []
+    for padded, members in buckets.items():
+        index = torch.cat([padded_index(starts[i], lengths[i], padded) for i in members])
+        shape = (len(members), padded)
+        tensors = (x.index_select(0, index).view(*shape, *x.shape[1:]) for x in (q, k, v))
+        out = PackedAttention.apply(*tensors, spec.scale, spec.window, spec.softcap)
+        keep = torch.cat([torch.arange(lengths[i]) + row * padded for row, i in enumerate(members)])
+        rows.append(torch.cat([torch.arange(starts[i], starts[i + 1]) for i in members]))
+        results.append(out.view(-1, *out.shape[2:]).index_select(0, keep))  # pyright: ignore
+    order = torch.cat(rows)
+    joined = torch.cat(results) if len(results) > 1 else results[0]
+    if len(buckets) == 1 and bool((order[1:] > order[:-1]).all()):
+        return joined
+    return joined.index_select(0, order.argsort())
+
+
+def padded_index(start: int, length: int, padded: int) -> Tensor:
+    """Rows of one sequence, its last one repeated as padding (finite, and hidden from every real query)."""
+    return torch.arange(start, start + padded).clamp_(max=start + length - 1)

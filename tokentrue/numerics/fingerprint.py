@@ -1,0 +1,86 @@
+"""What the bits depend on besides the inputs, as data: two sides with the same fingerprint compute the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics.ops import Ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """Every operator with its implementation, tile and dtype, the machine it was checked on, and what had to fall back.
+
+    `fingerprint` is "exact:" and 16 hex digits over all of it; trainer and engine may call a result exact only when theirs are equal.
+    """
+
+    operators: Mapping[str, str]
+    machine: Mapping[str, str]
+    dtype: str
+    fallbacks: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps([dict(self.operators), dict(self.machine), self.dtype], sort_keys=True)
+        return "exact:" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def require(self, other: str | None) -> None:
+        """Raise unless `other` (a completion's fingerprint, say) is ours."""
+        if other != self.fingerprint:
+            raise ExactnessError(f"fingerprints differ ({other} there, {self.fingerprint} here): the numbers may not be called exact")
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    if device.type == "cuda":
+        import triton
+
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return {"torch": torch.__version__, "device": name, "capability": f"{capability[0]}.{capability[1]}", "triton": triton.__version__}
+    return {
+        "torch": torch.__version__,
+        "device": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "library": library_of(torch.__config__.show()),
+    }
+
+
+def library_of(text: str) -> str:
+    """The lines of torch's build description that name its matrix libraries."""
+    return "; ".join(line.strip(" -") for line in text.splitlines() if "MKL" in line and "Build settings" not in line)
+
+
+def shapes_of(model: nn.Module) -> tuple[set[tuple[int, int, bool]], set[tuple[int, int, int]]]:
+    """(K, N, bias) of every linear, routers and experts included, and (H, J, D) of every attention."""
+    linears: set[tuple[int, int, bool]] = set()
+    heads: set[tuple[int, int, int]] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            linears.add((module.in_features, module.out_features, module.bias is not None))
+        parameters = {name: value.shape for name, value in module.named_parameters(recurse=False)}
+        for shape in parameters.values():
+            if len(shape) == 3:
+                linears.add((shape[2], shape[1], False))
+            elif len(shape) == 2 and not isinstance(module, nn.Linear | nn.Embedding):
+                linears.add((shape[1], shape[0], False))
+        head_dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
+        if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
+            heads.add((config.num_attention_heads, config.num_key_value_heads, head_dim))
+    return linears, heads
+
+
+def contract_of(model: nn.Module, ops: Ops) -> Contract:
+    """Run the self-test for the model's shapes and write down what holds."""
+    parameter = next(p for p in model.parameters() if p.dim() > 1)
+    linears, heads = shapes_of(model)
+    fallbacks = ops.self_test(linears=linears, heads=heads, dtype=parameter.dtype)
+    return Contract(
+        operators=dict(ops.contract()), machine=machine_of(parameter.device), dtype=str(parameter.dtype).removeprefix("torch."),
+        fallbacks=tuple(fallbacks),
+    )  # fmt: skip
