@@ -1,0 +1,108 @@
+"""Elementwise activations, computed in float32 and rounded once to the model's dtype, by one device function that every kernel shares."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics.triton.launch import STRICT, aligned
+
+# Name in a model's configuration -> branch of `activate`.
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+
+
+def branch_of(kind: str) -> int:
+    if kind not in ACTIVATIONS:
+        raise ExactnessError(f"activation {kind!r} has no exact form on CUDA; known: {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[kind]
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """act(x) rounded to x's dtype; the arithmetic is float32."""
+    z = x.to(tl.float32)
+    if ACT == 0:
+        y = z / (1.0 + tl.exp(-z))
+    elif ACT == 1:
+        inner = 0.7978845608028654 * (z + 0.044715 * (z * z * z))
+        y = 0.5 * z * (1.0 + (1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))))
+    elif ACT == 2:
+        y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    else:
+        y = tl.maximum(z, 0.0)
+    return y.to(x.dtype)
+
+
+@triton.jit
+def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    tl.store(y_ptr + at, activate(tl.load(x_ptr + at, mask=inside, other=0.0), ACT), mask=inside)
+
+
+@triton.jit
+def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < D
+    gate = tl.load(gate_ptr + row * stride_gate + at, mask=inside, other=0.0)
+    up = tl.load(up_ptr + row * stride_up + at, mask=inside, other=0.0)
+    y = activate(gate, ACT).to(tl.float32) * up.to(tl.float32)
+    tl.store(y_ptr + row * D + at, y.to(gate.dtype), mask=inside)
+
+
+def activation_grad(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(act(x), act'(x)) in x's dtype, for backward passes."""
+    z, branch = x.float(), branch_of(kind)
+    if branch == 0:
+        s = torch.sigmoid(z)
+        return (z * s).to(x.dtype), (s * (1 + z * (1 - s))).to(x.dtype)
+    if branch == 1:
+        t = torch.tanh(0.7978845608028654 * (z + 0.044715 * z**3))
+        slope = (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * z * z)
+        return (0.5 * z * (1 + t)).to(x.dtype), (0.5 * (1 + t) + 0.5 * z * slope).to(x.dtype)
+    if branch == 2:
+        cdf = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
+        return (z * cdf).to(x.dtype), (cdf + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)).to(x.dtype)
+    return z.clamp_min(0).to(x.dtype), (z > 0).to(x.dtype)
+
+
+class _Act(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        x = aligned(x.contiguous())
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        y = torch.empty_like(x)
+        if x.numel():
+            _act_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **STRICT)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grads[0] * activation_grad(x, ctx.kind)[1], None
+
+
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """The activation `kind` of a model's configuration; differentiable."""
+    return _Act.apply(x, kind)  # type: ignore[return-value]
+
+
+def act_mul(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """activation(gate) * up, rounded after each; one launch where no gradient is wanted."""
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return activation(gate, kind) * up
+    width = gate.shape[-1]
+    flat_gate, flat_up = aligned(gate.reshape(-1, width)), aligned(up.reshape(-1, width))
+    y = torch.empty(flat_gate.shape, dtype=gate.dtype, device=gate.device)
+    if y.numel():
+        _act_mul_kernel[(y.shape[0], triton.cdiv(width, 1024))](
+            flat_gate, flat_up, y, width, flat_gate.stride(0), flat_up.stride(0), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **STRICT
+        )
+    return y.reshape(gate.shape)

@@ -1,0 +1,284 @@
+"""Causal attention whose rows do not depend on what else is computed: one kernel for prefill, decode and training.
+
+A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its sequence. Each block is summed
+under its own maximum and then folded in, so that blocks may be computed apart (decode of few long sequences) and folded by `_fold_kernel` with
+the same bits. A tile packs the query heads of one key head; with at least 16 rows a warp the sums of a row stay inside one warp, which makes
+the tile's height free. Whole blocks in a row's future are exact no-ops.
+Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM rows of a query tile, BN keys of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tokentrue.numerics.ops import AttentionSpec
+from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
+from tokentrue.numerics.triton.matmul import precision_of
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Key block, and rows and warps of the query tile, by dtype. The key block is part of the bits; the tile's height is not (16-bit only)."""
+
+    keys: int
+    tall: tuple[int, int]
+    flat: tuple[int, int]
+
+
+def blocks_for(dtype: torch.dtype) -> Blocks:
+    if dtype == torch.float32:  # plain multiply-adds: no free tiles, so prefill and decode use the same
+        return Blocks(keys=32, tall=(16, 4), flat=(16, 4))
+    return Blocks(keys=64, tall=(64, 4), flat=(16, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Which queries each program computes: from `query[i]` on in sequence `sequence[i]` (int32). None: one decode query a sequence."""
+
+    sequence: torch.Tensor
+    query: torch.Tensor
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp2(2.8853900817779268 * x))
+
+
+@triton.jit
+def scores(q, k, row_pos, key, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores in units of log 2; -inf where the key is not allowed."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP > 0.0:
+        s = SOFTCAP * tanh(s / SOFTCAP) * 1.4426950408889634
+    allowed = key[None, :] <= row_pos[:, None]
+    if WINDOW > 0:
+        allowed = allowed & (key[None, :] > row_pos[:, None] - WINDOW)
+    return tl.where(allowed, s, float("-inf"))
+
+
+@triton.jit
+def _block(q, k, v, row_pos, key, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Maximum, sum and weighted values of one key block, for every row of the tile."""
+    s = scores(q, k, row_pos, key, scale, WINDOW, SOFTCAP, PRECISION)
+    m = tl.max(s, 1)
+    p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
+    return m, tl.sum(p, 1), tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+
+
+@triton.jit
+def _fold(top, total, out, m, length, o):
+    """Folds one block into the running (top, total, out); a block without allowed keys changes nothing."""
+    new = tl.maximum(top, m)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    a = tl.exp2(top - safe)
+    b = tl.exp2(m - safe)
+    return new, tl.fma(total, a, length * b), tl.fma(out, a[:, None], o * b[:, None])
+
+
+@triton.jit
+def divided(out, total, kind: tl.constexpr):
+    """out / total; zero for a padding row, which has seen no key."""
+    return (out / tl.where(total == 0.0, 1.0, total)[:, None]).to(kind)
+
+
+@triton.jit
+def _key_rows(table_ptr, s, start, j, block, stride_table, stride_page, stride_head, stride_key, BN: tl.constexpr, PAGE: tl.constexpr):
+    """Offsets of the BN keys of one block: through the page table, or from the first key of a dense sequence."""
+    n = tl.arange(0, BN)
+    if PAGE > 0:
+        if PAGE % BN == 0:
+            page = tl.load(table_ptr + s * stride_table + block * BN // PAGE).to(tl.int64)
+            return page * stride_page + j * stride_head + ((block * BN) % PAGE + n) * stride_key
+        else:
+            key = block * BN + n
+            page = tl.load(table_ptr + s * stride_table + key // PAGE).to(tl.int64)
+            return page * stride_page + j * stride_head + (key % PAGE) * stride_key
+    else:
+        return (start.to(tl.int64) + block * BN + n) * stride_key + j * stride_head
+
+
+@triton.jit
+def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
+                    stride_qt, stride_page, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, max_blocks,
+                    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
+                    BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
+                    SPLITS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (tiles, J, SPLITS). With SPLITS > 0 the blocks go to `part_*` unfolded (one query a sequence), else they are folded here."""
+    tile = tl.program_id(0)
+    j = tl.program_id(1)
+    G: tl.constexpr = H // J
+    if DECODE:
+        s = tile.to(tl.int64)
+        query0 = 0
+    else:
+        s = tl.load(tile_seq_ptr + tile).to(tl.int64)
+        query0 = tl.load(tile_query_ptr + tile)
+    start = tl.load(starts_ptr + s)
+    count = tl.load(starts_ptr + s + 1) - start
+    if PAGE > 0:
+        length = tl.load(context_ptr + s)
+    else:
+        length = count
+    first = length - count
+    r = tl.arange(0, BM)
+    query = query0 + r // GP
+    g = r % GP
+    row_ok = (query < count) & (g < G)
+    row_pos = first + tl.minimum(query, count - 1)
+    d = tl.arange(0, BD)
+    token = (start + query).to(tl.int64)
+    q = tl.load(q_ptr + token[:, None] * stride_qt + ((j * G + g) * D)[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
+    last = first + tl.minimum(query0 + BM // GP, count)
+    num_blocks = tl.cdiv(last, BN)
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first + query0 - WINDOW + 1, 0) // BN
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    out = tl.zeros((BM, BD), tl.float32)
+    step = 1
+    if SPLITS > 0:
+        lowest += tl.program_id(2)
+        step = SPLITS
+    for block in range(lowest, num_blocks, step):
+        key = block * BN + tl.arange(0, BN)
+        at = _key_rows(table_ptr, s, start, j, block, stride_table, stride_page, stride_head, stride_key, BN, PAGE)
+        ok = (key < length)[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
+        v = tl.load(v_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
+        m, partial, o = _block(q, k, v, row_pos, key, scale, WINDOW, SOFTCAP, PRECISION)
+        if SPLITS > 0:
+            slot = ((s * J + j) * max_blocks + block) * GP
+            keep = row_ok & (r < GP)
+            tl.store(part_m_ptr + slot + r, m, mask=keep)
+            tl.store(part_l_ptr + slot + r, partial, mask=keep)
+            tl.store(part_ptr + (slot + r)[:, None] * BD + d[None, :], o, mask=keep[:, None])
+        else:
+            top, total, out = _fold(top, total, out, m, partial, o)
+    if SPLITS == 0:
+        at_out = (token * H + j * G + g)
+        tl.store(o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=row_ok[:, None] & (d < D)[None, :])
+        if LSE:
+            tl.store(lse_ptr + at_out, top + tl.log2(total), mask=row_ok)
+
+
+@triton.jit
+def _fold_kernel(part_ptr, part_m_ptr, part_l_ptr, o_ptr, context_ptr, max_blocks, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
+                 BD: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """Grid (S, J): the blocks of one query, folded in ascending order."""
+    s = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1)
+    G: tl.constexpr = H // J
+    g = tl.arange(0, GP)
+    d = tl.arange(0, BD)
+    position = tl.load(context_ptr + s) - 1
+    num_blocks = tl.cdiv(position + 1, BN)
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(position - WINDOW + 1, 0) // BN
+    top = tl.full((GP,), float("-inf"), tl.float32)
+    total = tl.zeros((GP,), tl.float32)
+    out = tl.zeros((GP, BD), tl.float32)
+    for block in range(lowest, num_blocks):
+        slot = ((s * J + j) * max_blocks + block) * GP
+        m = tl.load(part_m_ptr + slot + g, mask=g < G, other=float("-inf"))
+        partial = tl.load(part_l_ptr + slot + g, mask=g < G, other=0.0)
+        o = tl.load(part_ptr + (slot + g)[:, None] * BD + d[None, :], mask=(g < G)[:, None], other=0.0)
+        top, total, out = _fold(top, total, out, m, partial, o)
+    at_out = s * H + j * G + g
+    tl.store(o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+
+
+def tiles_of(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Tall tiles over sequences with `counts` queries each, without the first `skip` sequences; one copy to the device."""
+    per_tile = blocks_for(dtype).tall[0] // power_of_two(heads // key_heads)
+    pairs = [(s, first) for s in range(skip, len(counts)) for first in range(0, counts[s], per_tile)]
+    flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
+    if device.type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    return Tiles(sequence=flat[0], query=flat[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Room for unfolded blocks of decode steps: sequences × max_blocks of them. `splits` programs share one sequence and key head."""
+
+    out: torch.Tensor
+    top: torch.Tensor
+    total: torch.Tensor
+    max_blocks: int
+    splits: int
+
+
+def parts_for(sequences: int, context: int, splits: int, *, heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Parts:
+    blocks = triton.cdiv(context, blocks_for(dtype).keys)
+    rows = sequences * key_heads * blocks * power_of_two(heads // key_heads)
+    out = torch.empty((rows, power_of_two(size)), dtype=torch.float32, device=device)
+    top, total = torch.empty((2, rows), dtype=torch.float32, device=device)
+    return Parts(out=out, top=top, total=total, max_blocks=blocks, splits=splits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """Where keys and values are: dense [T, J, D] beside the queries, or pages [blocks, J, page, D] found through `table`, `context` keys long."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    starts: torch.Tensor  # int32 [S+1]: rows of each sequence's queries
+    table: torch.Tensor | None = None
+    context: torch.Tensor | None = None
+
+    @property
+    def page(self) -> int:
+        return self.k.shape[2] if self.table is not None else 0
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of a page, a head, a key."""
+        return self.k.stride()[:3] if self.table is not None else (0, self.k.stride(1), self.k.stride(0))  # type: ignore[return-value]
+
+
+def dense_keys(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> Keys:
+    k, v = aligned(k), aligned(v)
+    if v.stride() != k.stride():
+        k, v = aligned(k.contiguous()), aligned(v.contiguous())
+    return Keys(k=k, v=v, starts=starts)
+
+
+def dense_heads(q: torch.Tensor) -> torch.Tensor:
+    """q [T, H, D] with the heads of a token side by side."""
+    return aligned(q if q.stride(-1) == 1 and q.stride(1) == q.shape[2] else q.contiguous())
+
+
+def attend(
+    q: torch.Tensor, keys: Keys, out: torch.Tensor, spec: AttentionSpec, *, tiles: Tiles | None, sequences: int, lse: torch.Tensor | None = None, parts: Parts | None = None
+) -> None:
+    """Attention of q [T, H, D] into out [T, H, D]: the queries of `tiles`, or (None) one decode query of each of the first `sequences`."""
+    _, heads, size = q.shape
+    key_heads = keys.k.shape[1]
+    blocks = blocks_for(q.dtype)
+    rows, warps = blocks.flat if tiles is None else blocks.tall
+    programs = sequences if tiles is None else tiles.sequence.shape[0]
+    if programs == 0:
+        return
+    table = keys.table if keys.table is not None else keys.starts
+    context = keys.context if keys.context is not None else keys.starts
+    common = {"H": heads, "J": key_heads, "D": size, "BD": power_of_two(size), "GP": power_of_two(heads // key_heads), "BN": blocks.keys, "WINDOW": spec.window or 0}
+    _forward_kernel[(programs, key_heads, parts.splits if parts else 1)](
+        q, keys.k, keys.v, out, lse if lse is not None else out, keys.starts, context, tiles.sequence if tiles else table, tiles.query if tiles else table,
+        table, spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *keys.strides, table.stride(0) if keys.page else 0,
+        parts.out if parts else out, parts.top if parts else out, parts.total if parts else out, parts.max_blocks if parts else 0,
+        BM=rows, PAGE=keys.page, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None, SPLITS=parts.splits if parts else 0,
+        DECODE=tiles is None, PRECISION=precision_of(q.dtype), num_warps=warps, num_stages=3 if q.dtype != torch.float32 else 2, **common, **STRICT,
+    )  # fmt: skip
+    if parts:
+        _fold_kernel[(sequences, key_heads)](
+            parts.out, parts.top, parts.total, out, context, parts.max_blocks, num_warps=1, num_stages=3, **common, **STRICT
+        )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Mixture-of-experts layers: (token, slot) pairs grouped by expert in a stable order, one product a group, slots added in their order.
+
+A pair's row is an ordinary exact product with its expert's weights, so its bits do not depend on the other pairs of the group.
+Planning stays on the device and has a fixed size, so that a decode step can be captured in a graph.
+Legend: T tokens, k slots a token, P = T·k pairs, E experts, I expert width, K model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tokentrue.numerics.triton.activation import activate, activation_grad, branch_of
+from tokentrue.numerics.triton.launch import STRICT, aligned
+from tokentrue.numerics.triton.matmul import precision_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Tiles of BM pairs of one expert each: `pairs` [tiles·BM] (P where empty), `experts` [tiles] (E where unused)."""
+
+    pairs: torch.Tensor
+    experts: torch.Tensor
+    rows: int
+
+
+def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
+    """Pairs of `index` [T, k] by expert, each group padded to whole tiles of `rows`."""
+    flat = index.reshape(-1).long()
+    num, device = flat.shape[0], flat.device
+    expert, order = torch.sort(flat, stable=True)
+    counts = torch.zeros(experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+    padded = (counts + rows - 1) // rows * rows
+    ends = padded.cumsum(0)
+    offset = (ends - padded) - (counts.cumsum(0) - counts)
+    tiles = triton.cdiv(num, rows) + min(experts, num)
+    pairs = torch.full((tiles * rows,), num, dtype=torch.int64, device=device)
+    pairs[offset[expert] + torch.arange(num, device=device)] = order
+    of_tile = torch.searchsorted(ends, torch.arange(tiles, device=device) * rows, right=True)
+    return Groups(pairs=pairs, experts=of_tile, rows=rows)
+
+
+@triton.jit
+def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs."""
+    e = tl.load(expert_ptr + tl.program_id(0))
+    if e >= E:
+        return
+    pair = tl.load(pair_ptr + tl.program_id(0) * BM + tl.arange(0, BM))
+    ok = pair < P
+    source = pair // SLOTS if GATED else pair
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    kind = y_ptr.dtype.element_ty
+    x_tile = x_ptr + source[:, None] * K + ks[None, :]
+    height = 2 * N if GATED else N
+    w_tile = w_ptr + (e * height + cols)[None, :] * K + ks[:, None]
+    up_tile = w_tile + N.to(tl.int64) * K
+    acc = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        in_w = (cols < N)[None, :] & (ks < K - k)[:, None]
+        x = tl.load(x_tile, mask=ok[:, None] & (ks < K - k)[None, :], other=0.0)
+        acc = tl.dot(x, tl.load(w_tile, mask=in_w, other=0.0), acc, input_precision=PRECISION)
+        if GATED:
+            up = tl.dot(x, tl.load(up_tile, mask=in_w, other=0.0), up, input_precision=PRECISION)
+        x_tile += BK
+        w_tile += BK
+        up_tile += BK
+    y = acc.to(kind)
+    if GATED:
+        y = (activate(y, ACT).to(tl.float32) * up.to(kind).to(tl.float32)).to(kind)
+    tl.store(y_ptr + pair[:, None] * N + cols[None, :], y, mask=ok[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """y[t] = Σ_s x[t·k+s] · weight[t, s], rounded after each product and each sum, slots in order."""
+    t = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kind = y_ptr.dtype.element_ty
+    for s in tl.static_range(SLOTS):
+        w = tl.load(weight_ptr + t * SLOTS + s).to(tl.float32)
+        x = tl.load(x_ptr + (t * SLOTS + s) * K + at, mask=at < K, other=0.0).to(tl.float32)
+        part = (x * w).to(kind)
+        total = part if s == 0 else (total.to(tl.float32) + part.to(tl.float32)).to(kind)
+    tl.store(y_ptr + t * K + at, total, mask=at < K)
+
+
+def _grouped(x: torch.Tensor, weight: torch.Tensor, groups: Groups, num_pairs: int, slots: int, *, gated: bool, act: int) -> torch.Tensor:
+    experts, height, inputs = weight.shape
+    outputs = height // 2 if gated else height
+    y = torch.empty((num_pairs, outputs), dtype=x.dtype, device=x.device)
+    wide = 64 if x.dtype != torch.float32 else 32
+    deep = 64 if x.dtype != torch.float32 else 32
+    _group_kernel[(groups.experts.shape[0], triton.cdiv(outputs, wide))](
+        x, weight, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, experts, SLOTS=slots, BM=groups.rows, BN=wide, BK=deep,
+        GATED=gated, ACT=act, PRECISION=precision_of(x.dtype), num_warps=4, num_stages=3, **STRICT,
+    )  # fmt: skip
+    return y
+
+
+def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str) -> torch.Tensor:
+    tokens, slots = index.shape
+    y = torch.empty_like(x)
+    if tokens == 0:
+        return y
+    experts = gate_up.shape[0]
+    tall = x.dtype != torch.float32 and tokens * slots >= 32 * experts
+    groups = group(index, experts, 64 if tall else 16)
+    hidden = _grouped(x, gate_up, groups, tokens * slots, slots, gated=True, act=branch_of(kind))
+    out = _grouped(hidden, down, groups, tokens * slots, slots, gated=False, act=0)
+    _add_slots_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4, **STRICT)
+    return y
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(x, index, weight, gate_up, down)
+        ctx.kind = kind
+        return _forward(x, index, weight, gate_up, down, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Expert by expert over the sorted pairs; pairs are put back by a permutation, so nothing is added in an unknown order."""
+        x, index, weight, gate_up, down = ctx.saved_tensors
+        tokens, slots = index.shape
+        expert, order = torch.sort(index.reshape(-1).long(), stable=True)
+        counts = torch.bincount(expert, minlength=gate_up.shape[0]).tolist()
+        token = order // slots
+        dy, xs, ws = grads[0][token], x[token], weight.reshape(-1)[order]
+        dx, dw = torch.empty_like(xs), torch.zeros_like(ws, dtype=torch.float32)
+        d_gate_up, d_down = torch.zeros_like(gate_up), torch.zeros_like(down)
+        at = 0
+        for e, count in enumerate(counts):
+            if count == 0:
+                continue
+            part = slice(at, at + count)
+            at += count
+            gate, up = (xs[part] @ gate_up[e].t()).chunk(2, dim=-1)
+            acted, slope = activation_grad(gate, ctx.kind)
+            hidden = acted * up
+            dw[part] = (dy[part].float() * (hidden @ down[e].t()).float()).sum(-1)
+            d_out = dy[part] * ws[part, None].to(dy.dtype)
+            d_down[e] = d_out.t() @ hidden
+            d_hidden = d_out @ down[e]
+            both = torch.cat((d_hidden * up * slope, d_hidden * acted), dim=-1)
+            d_gate_up[e] = both.t() @ xs[part]
+            dx[part] = both @ gate_up[e]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
+        d_x = dx[back].reshape(tokens, slots, -1).float().sum(1).to(x.dtype)
+        return d_x, None, dw[back].reshape(tokens, slots).to(weight.dtype), d_gate_up, d_down, None
+
+
+def experts(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str) -> torch.Tensor:
+    """x [T, K], index and weight [T, k], gate_up [E, 2I, K], down [E, K, I] -> [T, K]; differentiable."""
+    x = aligned(x.contiguous())
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, gate_up, down)):
+        return _Experts.apply(x, index, weight, gate_up, down, kind)  # type: ignore[return-value]
+    return _forward(x, index, weight, gate_up, down, kind)

@@ -1,0 +1,120 @@
+"""Log-softmax over a vocabulary, and the log-probability of one token a row, from the same two numbers a row.
+
+A row is cut into chunks of fixed size; each gives its maximum and its sum of exponentials, and one program folds them. Everything after that
+is elementwise, so the whole row (`log_softmax`) and one gathered element (`token_logprobs`) have equal bits. Input is float32, always.
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tokentrue.numerics.triton.launch import STRICT, power_of_two, rows_of
+
+CHUNK = 4096
+
+
+@triton.jit
+def _chunk_kernel(z_ptr, top_ptr, total_ptr, V, stride, chunks, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    z = tl.load(z_ptr + row * stride + at, mask=at < V, other=float("-inf"))
+    top = tl.max(z, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(top_ptr + row * chunks + chunk, top)
+    tl.store(total_ptr + row * chunks + chunk, tl.sum(tl.exp(z - safe), 0))
+
+
+@triton.jit
+def _fold_kernel(top_ptr, total_ptr, out_ptr, chunks, BLOCK: tl.constexpr):
+    """out[row] = (maximum, log of the sum of exponentials under it)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    tops = tl.load(top_ptr + row * chunks + at, mask=at < chunks, other=float("-inf"))
+    totals = tl.load(total_ptr + row * chunks + at, mask=at < chunks, other=0.0)
+    top = tl.max(tops, 0)
+    tl.store(out_ptr + row * 2, top)
+    tl.store(out_ptr + row * 2 + 1, tl.log(tl.sum(totals * tl.exp(tops - top), 0)))
+
+
+@triton.jit
+def _whole_kernel(z_ptr, stats_ptr, out_ptr, V, stride, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    top = tl.load(stats_ptr + row * 2)
+    log_total = tl.load(stats_ptr + row * 2 + 1)
+    z = tl.load(z_ptr + row * stride + at, mask=at < V, other=0.0)
+    tl.store(out_ptr + row * V + at, (z - top) - log_total, mask=at < V)
+
+
+@triton.jit
+def _gather_kernel(z_ptr, stats_ptr, token_ptr, out_ptr, R, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < R
+    token = tl.load(token_ptr + row, mask=ok, other=0)
+    z = tl.load(z_ptr + row * stride + token, mask=ok, other=0.0)
+    top = tl.load(stats_ptr + row * 2, mask=ok, other=0.0)
+    log_total = tl.load(stats_ptr + row * 2 + 1, mask=ok, other=0.0)
+    tl.store(out_ptr + row, (z - top) - log_total, mask=ok)
+
+
+def row_stats(z: torch.Tensor) -> torch.Tensor:
+    """[R, 2]: maximum and log-sum of each row of z [R, V] float32."""
+    rows, vocabulary = z.shape
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    top, total = torch.empty((2, rows, chunks), dtype=torch.float32, device=z.device)
+    stats = torch.empty((rows, 2), dtype=torch.float32, device=z.device)
+    if rows:
+        _chunk_kernel[(rows, chunks)](z, top, total, vocabulary, z.stride(0), chunks, CHUNK=CHUNK, num_warps=4, **STRICT)
+        _fold_kernel[(rows,)](top, total, stats, chunks, BLOCK=power_of_two(chunks), num_warps=1, **STRICT)
+    return stats
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+        rows, vocabulary = z.shape
+        out = torch.empty_like(z)
+        stats = row_stats(z)
+        if rows:
+            _whole_kernel[(rows, triton.cdiv(vocabulary, CHUNK))](z, stats, out, vocabulary, z.stride(0), CHUNK=CHUNK, num_warps=4, **STRICT)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (out,) = ctx.saved_tensors
+        return grads[0] - out.exp() * grads[0].sum(-1, keepdim=True)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        stats = row_stats(z)
+        out = torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
+        if z.shape[0]:
+            _gather_kernel[(triton.cdiv(z.shape[0], 128),)](z, stats, tokens, out, z.shape[0], z.stride(0), BLOCK=128, num_warps=4, **STRICT)
+        ctx.save_for_backward(z, tokens, stats)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        z, tokens, stats = ctx.saved_tensors
+        dz = (z - stats[:, :1] - stats[:, 1:]).exp_().mul_(-grads[0][:, None])
+        dz[torch.arange(z.shape[0], device=z.device), tokens] += grads[0]
+        return dz, None
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, float32 in and out; differentiable."""
+    return _LogSoftmax.apply(rows_of(logits.float())).reshape(logits.shape)  # type: ignore[union-attr]
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """log_softmax(logits)[..., token] without writing the rest; logits [..., V] float32, tokens [...]; differentiable."""
+    return _TokenLogprobs.apply(rows_of(logits.float()), tokens.reshape(-1)).reshape(tokens.shape)  # type: ignore[union-attr]

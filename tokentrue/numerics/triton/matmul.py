@@ -1,0 +1,184 @@
+"""y = x @ w.T + b with bits that do not depend on the number of rows.
+
+Every output element is one float32 sum over k in ascending order: no split of K, whatever the tile. The tile is chosen by the number of rows
+for speed alone; `selftest.py` checks on the machine at hand that all tiles agree. Backward products are cuBLAS's (run-to-run deterministic).
+Legend: M rows, N outputs, K inputs. `gated` computes act(gate) * up of two stacked weights in the epilogue, rounding where the plain modules round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tokentrue.numerics.triton.activation import activate, branch_of
+from tokentrue.numerics.triton.launch import STRICT, aligned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One way to cut a product; free for bits, decisive for speed."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+              EVEN_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    ks = tl.arange(0, BK)
+    x_tile = x_ptr + rows.to(tl.int64)[:, None] * stride_x + ks[None, :]
+    w_tile = w_ptr + cols.to(tl.int64)[None, :] * K + ks[:, None]
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, K, BK):
+        in_x = (rows < M)[:, None]
+        if EVEN_K:
+            x = tl.load(x_tile, mask=in_x, other=0.0)
+            if EVEN_N:
+                w = tl.load(w_tile)
+            else:
+                w = tl.load(w_tile, mask=(cols < N)[None, :], other=0.0)
+        else:
+            x = tl.load(x_tile, mask=in_x & (ks < K - k)[None, :], other=0.0)
+            w = tl.load(w_tile, mask=(cols < N)[None, :] & (ks < K - k)[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        x_tile += BK
+        w_tile += BK
+    return acc
+
+
+@triton.jit
+def _tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Programs walk GROUP row tiles together, so that the weight tiles they share stay in the cache."""
+    num_m = tl.cdiv(M, BM)
+    num_n = tl.cdiv(N, BN)
+    group = pid // (GROUP * num_n)
+    first = group * GROUP
+    size = tl.minimum(num_m - first, GROUP)
+    within = pid % (GROUP * num_n)
+    return first + within % size, within // size
+
+
+@triton.jit
+def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                   EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    m, n = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    rows = m * BM + tl.arange(0, BM)
+    cols = n * BN + tl.arange(0, BN)
+    acc = _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM, BN, BK, EVEN_K, EVEN_N, PRECISION)
+    if BIAS:
+        acc += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    out = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
+    tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def _gated_kernel(x_ptr, w_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                  EVEN_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+    """w holds N gate rows, then N up rows; one program computes the same columns of both."""
+    m, n = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    rows = m * BM + tl.arange(0, BM)
+    cols = n * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    kind = y_ptr.dtype.element_ty
+    x_tile = x_ptr + rows.to(tl.int64)[:, None] * stride_x + ks[None, :]
+    gate_tile = w_ptr + cols.to(tl.int64)[None, :] * K + ks[:, None]
+    up_tile = gate_tile + N.to(tl.int64) * K
+    gate = tl.zeros((BM, BN), dtype=tl.float32)
+    up = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, K, BK):
+        in_k = (ks < K - k) if not EVEN_K else (ks < BK)
+        in_w = (cols < N)[None, :] & in_k[:, None]
+        x = tl.load(x_tile, mask=(rows < M)[:, None] & in_k[None, :], other=0.0)
+        gate = tl.dot(x, tl.load(gate_tile, mask=in_w, other=0.0), gate, input_precision=PRECISION)
+        up = tl.dot(x, tl.load(up_tile, mask=in_w, other=0.0), up, input_precision=PRECISION)
+        x_tile += BK
+        gate_tile += BK
+        up_tile += BK
+    y = activate(gate.to(kind), ACT).to(tl.float32) * up.to(kind).to(tl.float32)
+    out = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
+    tl.store(out, y.to(kind), mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+def tile_for(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tile:
+    """The tile for a product; measured on an H200, harmless elsewhere."""
+    if dtype == torch.float32:
+        return Tile(m=16, n=32, k=32, warps=4, stages=3) if rows <= 32 else Tile(m=64, n=64, k=32, warps=4, stages=3)
+    if rows <= 16:
+        return Tile(m=16, n=16 if outputs <= 2048 else 32 if outputs <= 8192 else 64, k=256, warps=4, stages=4)
+    if rows <= 32:
+        return Tile(m=32, n=32 if outputs <= 8192 else 64, k=128, warps=4, stages=4)
+    if rows <= 64:
+        return Tile(m=64, n=32 if outputs <= 4096 else 64, k=128, warps=4, stages=4)
+    if rows <= 256:
+        return Tile(m=64, n=64 if outputs <= 8192 else 128, k=64, warps=4, stages=4)
+    return Tile(m=128, n=128, k=64, warps=8, stages=4)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """float32 products are IEEE products: TF32 would round the inputs."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: Tile | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [M, K] @ weight[N, K].T + bias, without autograd."""
+    x, weight = aligned(x), aligned(weight)
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
+    if rows == 0:
+        return y
+    t = tile or tile_for(rows, outputs, inputs, x.dtype)
+    grid = (triton.cdiv(rows, t.m) * triton.cdiv(outputs, t.n),)
+    _linear_kernel[grid](
+        x, weight, bias if bias is not None else x, y, rows, outputs, inputs, x.stride(0), y.stride(0),
+        BM=t.m, BN=t.n, BK=t.k, EVEN_K=inputs % t.k == 0, EVEN_N=outputs % t.n == 0, BIAS=bias is not None, GROUP=8, PRECISION=precision_of(x.dtype),
+        num_warps=t.warps, num_stages=t.stages, **STRICT,
+    )  # fmt: skip
+    return y
+
+
+def gated_product(x: torch.Tensor, weight: torch.Tensor, *, act: str = "silu", tile: Tile | None = None) -> torch.Tensor:
+    """act(x @ gate.T) * (x @ up.T) for weight = [gate; up]; the bits of the two products and the two elementwise operators apart."""
+    x, weight = aligned(x), aligned(weight)
+    (rows, inputs), outputs = x.shape, weight.shape[0] // 2
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return y
+    t = tile or tile_for(rows, outputs, inputs, x.dtype)
+    grid = (triton.cdiv(rows, t.m) * triton.cdiv(outputs, t.n),)
+    _gated_kernel[grid](
+        x, weight, y, rows, outputs, inputs, x.stride(0), y.stride(0), BM=t.m, BN=t.n, BK=t.k, EVEN_K=inputs % t.k == 0,
+        GROUP=8, PRECISION=precision_of(x.dtype), ACT=branch_of(act), num_warps=t.warps, num_stages=t.stages, **STRICT,
+    )  # fmt: skip
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return product(x, weight, bias, tile=tile)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0]
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dw = dy.t() @ x if ctx.needs_input_grad[1] else None
+        db = dy.float().sum(0).to(dy.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return dx, dw, db, None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: Tile | None = None) -> torch.Tensor:
+    """F.linear with bits independent of the number of rows; differentiable. `tile` pins one tile for every number of rows."""
+    flat = x.reshape(-1, x.shape[-1])
+    needs = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+    y: Any = _Linear.apply(flat, weight, bias, tile) if needs else product(flat, weight, bias, tile=tile)
+    return y.reshape(*x.shape[:-1], weight.shape[0])

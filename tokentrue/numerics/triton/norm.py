@@ -1,0 +1,106 @@
+"""RMS norm with one fixed order of its sum, alone, with the residual added first, and as the head norm inside `rope.py`.
+
+One row is one program; its block and warps depend on the row's width alone, so that the order of the sum does too. Rounding is that of the
+Hugging Face modules: x·rstd is rounded, then multiplied by the weight and rounded again (`unit_offset`: x·rstd·(1+w), rounded once).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two, rows_of
+
+
+@triton.jit
+def reciprocal_rms(x, D: tl.constexpr, eps):
+    """1/rms of one row held as float32; positions past D hold zeros."""
+    return tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+
+
+@triton.jit
+def scaled(x, rstd, w, UNIT_OFFSET: tl.constexpr, kind: tl.constexpr):
+    """The normed row in the model's dtype; x is float32, w the weight as stored."""
+    if UNIT_OFFSET:
+        return (x * rstd * (1.0 + w.to(tl.float32))).to(kind)
+    return ((x * rstd).to(kind).to(tl.float32) * w.to(tl.float32)).to(kind)
+
+
+@triton.jit
+def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
+                 UNIT_OFFSET: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    kind = y_ptr.dtype.element_ty
+    if BLOCK == D:
+        x = tl.load(x_ptr + row * D + at)
+        w = tl.load(w_ptr + at)
+    else:
+        x = tl.load(x_ptr + row * D + at, mask=at < D, other=0.0)
+        w = tl.load(w_ptr + at, mask=at < D, other=0.0)
+    if RESIDUAL:
+        if BLOCK == D:
+            r = tl.load(res_ptr + row * D + at)
+        else:
+            r = tl.load(res_ptr + row * D + at, mask=at < D, other=0.0)
+        x = (r.to(tl.float32) + x.to(tl.float32)).to(kind)
+        tl.store(sum_ptr + row * D + at, x, mask=at < D)
+    x = x.to(tl.float32)
+    rstd = reciprocal_rms(x, D, eps)
+    if SAVE:
+        tl.store(rstd_ptr + row, rstd)
+    tl.store(y_ptr + row * D + at, scaled(x, rstd, w, UNIT_OFFSET, kind), mask=at < D)
+
+
+def warps_for(width: int) -> int:
+    """Eight elements a thread for 16-bit rows: one warp up to 256 elements, at most eight."""
+    return min(max(power_of_two(width) // 256, 1), 8)
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, unit_offset: bool, save: bool) -> tuple[torch.Tensor, ...]:
+    rows, width = x.shape
+    y = torch.empty_like(x)
+    total = torch.empty_like(x) if residual is not None else x
+    rstd = torch.empty(rows if save else 1, dtype=torch.float32, device=x.device)
+    if rows:
+        _norm_kernel[(rows,)](
+            x, residual if residual is not None else x, aligned(weight), y, total, rstd, eps, D=width, BLOCK=power_of_two(width),
+            RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset, SAVE=save, num_warps=warps_for(width), **STRICT,
+        )  # fmt: skip
+    return y, total, rstd
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool) -> torch.Tensor:
+        y, _, rstd = _launch(x, None, weight, eps, unit_offset, True)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.unit_offset = unit_offset
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        dy, z = grads[0].float(), x.float() * rstd[:, None]
+        w = weight.float() + 1.0 if ctx.unit_offset else weight.float()
+        dz = dy * w
+        dx = (dz - z * (dz * z).mean(-1, keepdim=True)) * rstd[:, None]
+        dw = (dy * z).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx.to(x.dtype), dw, None, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, unit_offset: bool = False) -> torch.Tensor:
+    """RMS norm over the last dimension; differentiable."""
+    flat = rows_of(x)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _RMSNorm.apply(flat, weight, eps, unit_offset).reshape(x.shape)  # type: ignore[union-attr]
+    return _launch(flat, None, weight, eps, unit_offset, False)[0].reshape(x.shape)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, unit_offset: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(residual + x), residual + x), both rounded as apart; for inference."""
+    y, total, _ = _launch(rows_of(x), rows_of(residual), weight, eps, unit_offset, False)
+    return y.reshape(x.shape), total.reshape(x.shape)

@@ -1,0 +1,153 @@
+"""The exact operators of a CUDA device (Ampere and newer), written in Triton; and the same forward with exactness off, for the price of it.
+
+Tiles are free as long as they agree on this machine: `self_test` compares them for the loaded model's shapes, and pins one tile where they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
+from tokentrue.numerics.triton import activation, attention, attention_grad, experts, logsoftmax, matmul, norm, rope, selftest
+
+SPLIT_PROGRAMS = 264  # two for each multiprocessor of an H100/H200: below, a decode step splits its key blocks over programs
+MAX_SPLITS = 32
+
+
+class TritonOps(Ops):
+    """One object for one model on one device; fall-backs found by `self_test` are its own."""
+
+    name = "triton"
+    block_size = 64
+
+    def __init__(self) -> None:
+        self.pinned: dict[tuple[int, int], matmul.Tile] = {}  # (K, N) whose tiles disagree here -> the one tile it may use
+        self.split_decode = True
+        self.fused = True
+        self._packed: tuple[Packed, int, int, attention.Tiles] | None = None
+        self._batch: tuple[PagedBatch, int, int, attention.Tiles] | None = None
+
+    # ---- rows x features ----------------------------------------------------------------------------------------------------------
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return matmul.linear(x, weight, bias, tile=self.pinned.get((weight.shape[1], weight.shape[0])))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
+        return norm.rms_norm(x, weight, eps, unit_offset=unit_offset)
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        return activation.activation(x, kind)
+
+    def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        return activation.act_mul(gate, up, kind)
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
+        """act_mul of the two halves of linear(x, gate_up), in one launch; for inference."""
+        if self.pinned or not self.fused:
+            gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+            return self.act_mul(gate, up, kind)
+        return matmul.gated_product(x, gate_up, act=kind)
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        def turned(x: Tensor) -> Tensor:
+            left, right = x.chunk(2, dim=-1)
+            return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
+
+        return turned(q), turned(k)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return logsoftmax.log_softmax(logits)
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """(grad) log_softmax(logits) at `tokens`: its bits, without the memory of the whole."""
+        return logsoftmax.token_logprobs(logits, tokens)
+
+    def experts(self, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
+        return experts.experts(x, index, weight, gate_up, down, kind)
+
+    # ---- attention ----------------------------------------------------------------------------------------------------------------
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
+        heads, key_heads = q.shape[1], k.shape[1]
+        if self._packed is None or self._packed[0] is not packed or self._packed[1:3] != (heads, key_heads):
+            tiles = attention.tiles_of(packed.lengths, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device)
+            self._packed = (packed, heads, key_heads, tiles)
+        return attention_grad.attention(q, k, v, packed, spec, self._packed[3])
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        rope.store_kv(k, v, k_cache, v_cache, slots)
+
+    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+        q = attention.dense_heads(q)
+        (_, heads, size), key_heads = q.shape, k_cache.shape[1]
+        keys = attention.Keys(k=k_cache, v=v_cache, starts=batch.cu_q, table=batch.block_tables, context=batch.context_lens)
+        out = torch.empty_like(q)
+        if batch.num_decodes:
+            splits = min(MAX_SPLITS, SPLIT_PROGRAMS // (batch.num_decodes * key_heads)) if self.split_decode else 0
+            parts = None
+            if splits > 1:
+                room = batch.block_tables.shape[1] * k_cache.shape[2]
+                parts = attention.parts_for(batch.num_decodes, room, splits, heads=heads, key_heads=key_heads, size=size, dtype=q.dtype, device=q.device)
+            attention.attend(q, keys, out, spec, tiles=None, sequences=batch.num_decodes, parts=parts)
+        if batch.num_decodes < len(batch.q_lens):
+            if self._batch is None or self._batch[0] is not batch or self._batch[1:3] != (heads, key_heads):
+                tiles = attention.tiles_of(batch.q_lens, skip=batch.num_decodes, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device)
+                self._batch = (batch, heads, key_heads, tiles)
+            attention.attend(q, keys, out, spec, tiles=self._batch[3], sequences=len(batch.q_lens))
+        return out
+
+    # ---- compositions -------------------------------------------------------------------------------------------------------------
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> tuple[Tensor, Tensor]:
+        if not self.fused or (torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad)):
+            return super().add_rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
+        return norm.add_rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
+
+    def prepare_qkv(
+        self, qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch
+    ) -> Tensor:
+        if not self.fused:
+            return super().prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch)
+        return rope.prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch.slots)
+
+    # ---- self-knowledge -----------------------------------------------------------------------------------------------------------
+    def contract(self) -> Mapping[str, str]:
+        blocks = {str(d).removeprefix("torch."): attention.blocks_for(d).keys for d in (torch.bfloat16, torch.float32)}
+        return {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            "triton": triton.__version__,
+            "linear": "triton, one float32 sum over K in ascending order, no split-K, tile by rows"
+            + "".join(f"; {k}x{n} pinned to {t.m}x{t.n}x{t.k}" for (k, n), t in sorted(self.pinned.items())),
+            "attention": f"triton, key blocks of {blocks}, each under its own maximum, folded in ascending order in float32; one kernel for dense and paged",
+            "decode": "key blocks over programs, folded in order" if self.split_decode else "one program a sequence and key head",
+            "rms_norm": "triton, one program a row, float32",
+            "activation": "triton, float32, rounded once",
+            "rotary": "elementwise, rounded after every step",
+            "log_softmax": f"triton, float32, chunks of {logsoftmax.CHUNK} folded by one program",
+            "experts": "triton, stable groups by expert, slots added in order",
+            "fused": "residual+norm, head norm+rotary+store, gate-up+activation" if self.fused else "nothing",
+        }
+
+    def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+        return selftest.run(self, linears=linears, heads=heads, dtype=dtype)
+
+
+class InexactOps(TritonOps):
+    """The same forward with exactness off: cuBLAS products and torch norms, whose bits depend on the batch. Only benchmarks and negative controls use it."""
+
+    name = "inexact"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return self.act_mul(gate, up, kind)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return torch.log_softmax(logits, dim=-1)
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        return torch.log_softmax(logits, dim=-1).gather(-1, tokens[..., None]).squeeze(-1)

@@ -1,0 +1,163 @@
+"""Start-up self-test: do the operators hold their invariant for this model's shapes on this machine? Fall back where not, and say so.
+
+Random rows, compared as integers. A product that changes with the number of rows is pinned to one tile; a decode that differs from prefill
+loses its split; a fused launch that differs from its parts is taken apart. What has no fall-back raises ExactnessError.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Packed, PagedBatch
+from tokentrue.numerics.triton.matmul import Tile
+
+if TYPE_CHECKING:
+    from tokentrue.numerics.triton.ops import TritonOps
+
+ROWS = (1, 2, 5, 16, 17, 32, 33, 64, 100, 256, 300)
+ALL_ROWS = 640
+PINNED = Tile(m=64, n=64, k=64, warps=4, stages=3)
+PINNED_FLOAT32 = Tile(m=16, n=32, k=32, warps=4, stages=2)
+
+
+def run(ops: TritonOps, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+    """Tests everything, changes `ops` where it must fall back; one sentence for each fall-back."""
+    random = torch.Generator(device="cuda").manual_seed(1)
+    notes: list[str] = []
+    with torch.no_grad():
+        for inputs, outputs, bias in sorted(linears):
+            notes += _linear(ops, inputs, outputs, bias, dtype, random)
+        for h, j, d in sorted(heads):
+            notes += _attention(ops, h, j, d, dtype, random)
+        notes += _fused(ops, sorted(linears), sorted(heads), dtype, random)
+    return notes
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def _randn(*shape: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.float32, generator=random).to(dtype)
+
+
+def _linear(ops: TritonOps, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator) -> list[str]:
+    x = _randn(ALL_ROWS, inputs, dtype=dtype, random=random)
+    w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
+    b = _randn(outputs, dtype=dtype, random=random) if bias else None
+
+    def holds() -> list[int]:
+        whole = ops.linear(x, w, b)
+        return [m for m in ROWS if not same_bits(ops.linear(x[:m], w, b), whole[:m])]
+
+    failed = holds()
+    if not failed:
+        return []
+    ops.pinned[(inputs, outputs)] = PINNED_FLOAT32 if dtype == torch.float32 else PINNED
+    if holds():
+        raise ExactnessError(f"linear {inputs}x{outputs} in {dtype} changes with the number of rows even with one tile, on this device")
+    return [f"linear {inputs}x{outputs} differs at {failed} rows: pinned to one tile"]
+
+
+def paged_copy(k: torch.Tensor, v: torch.Tensor, block: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Caches with the keys and values [T, J, D] of one sequence on shuffled pages, and its table [1, W]."""
+    tokens, j, d = k.shape
+    pages = -(-tokens // block)
+    table = torch.randperm(pages, device=k.device, generator=random).to(torch.int32)[None] + 1
+    caches = torch.zeros((2, pages + 1, j, block, d), dtype=k.dtype, device=k.device)
+    for cache, rows in zip(caches, (k, v), strict=True):
+        padded = torch.zeros((pages * block, j, d), dtype=k.dtype, device=k.device)
+        padded[:tokens] = rows
+        cache[table[0].long()] = padded.view(pages, block, j, d).transpose(1, 2)
+    return caches[0], caches[1], table
+
+
+def decode_batch(position: int, table: torch.Tensor, copies: int = 1) -> PagedBatch:
+    """One query at `position`, `copies` times."""
+    device = table.device
+    return PagedBatch(
+        positions=torch.full((copies,), position, dtype=torch.int64, device=device),
+        slots=torch.zeros(copies, dtype=torch.int64, device=device),
+        cu_q=torch.arange(copies + 1, dtype=torch.int32, device=device),
+        context_lens=torch.full((copies,), position + 1, dtype=torch.int32, device=device),
+        block_tables=table.expand(copies, -1).contiguous(),
+        q_lens=(1,) * copies,
+        contexts=(position + 1,) * copies,
+        num_decodes=copies,
+    )
+
+
+def _attention(ops: TritonOps, h: int, j: int, d: int, dtype: torch.dtype, random: torch.Generator) -> list[str]:
+    tokens = 700
+    q, k, v = (_randn(tokens, n, d, dtype=dtype, random=random) for n in (h, j, j))
+    spec = AttentionSpec(scale=d**-0.5)
+    whole = ops.attention(q, k, v, Packed.of((tokens,), "cuda"), spec)
+    k_cache, v_cache, table = paged_copy(k, v, ops.block_size, random)
+
+    def holds(copies: int) -> list[int]:
+        failed = []
+        for position in (0, 1, 15, 63, 64, 65, 300, 511, 512, tokens - 1):
+            batch = decode_batch(position, table, copies)
+            out = ops.paged_attention(q[position].expand(copies, -1, -1).contiguous(), k_cache, v_cache, batch, spec)
+            if not all(same_bits(row, whole[position]) for row in out):
+                failed.append(position)
+        return failed
+
+    many = -(-300 // j)  # enough sequences that the blocks are not split
+    if failed := holds(many):
+        raise ExactnessError(f"attention {h}/{j} heads of {d} in {dtype}: decode differs from prefill at positions {failed} on this device")
+    if ops.split_decode and (failed := holds(1)):
+        ops.split_decode = False
+        return [f"attention {h}/{j} heads of {d}: split decode differs at positions {failed}: one program a sequence instead"]
+    return []
+
+
+def _fused(ops: TritonOps, linears: list[tuple[int, int, bool]], heads: list[tuple[int, int, int]], dtype: torch.dtype, random: torch.Generator) -> list[str]:
+    """Fused launches against their parts."""
+    widths = sorted({inputs for inputs, _, _ in linears})
+    wrong = [f"residual+norm of {w}" for w in widths if not _add_norm_holds(ops, w, dtype, random)]
+    wrong += [f"head norm+rotary of {shape}" for shape in heads if not _prepare_holds(ops, shape, dtype, random)]
+    wrong += [f"gate-up+activation {k}x{n}" for k, n, bias in linears if not bias and n % 2 == 0 and not _gated_holds(ops, k, n, dtype, random)]
+    if not wrong:
+        return []
+    ops.fused = False
+    return [f"fused launches differ from their parts ({', '.join(wrong)}): taken apart"]
+
+
+def _add_norm_holds(ops: TritonOps, width: int, dtype: torch.dtype, random: torch.Generator) -> bool:
+    x, r = (_randn(64, width, dtype=dtype, random=random) for _ in range(2))
+    w = _randn(width, dtype=dtype, random=random)
+    y, total = ops.add_rms_norm(x, r, w, 1e-6)
+    return same_bits(total, r + x) and same_bits(y, ops.rms_norm(r + x, w, 1e-6))
+
+
+def _prepare_holds(ops: TritonOps, shape: tuple[int, int, int], dtype: torch.dtype, random: torch.Generator) -> bool:
+    h, j, d = shape
+    tokens = 70
+    qkv = _randn(tokens, (h + 2 * j) * d, dtype=dtype, random=random)
+    cos, sin = (_randn(tokens, d, dtype=dtype, random=random) for _ in range(2))
+    weights = HeadNorm(q_weight=_randn(d, dtype=dtype, random=random), k_weight=_randn(d, dtype=dtype, random=random), eps=1e-6)
+    batch = decode_batch(0, torch.zeros((1, 1), dtype=torch.int32, device="cuda"))
+    slots = torch.randperm(3 * ops.block_size, device="cuda", generator=random)[:tokens]
+    batch = PagedBatch(positions=slots, slots=slots, cu_q=batch.cu_q, context_lens=batch.context_lens, block_tables=batch.block_tables,
+                       q_lens=(tokens,), contexts=(tokens,), num_decodes=0)  # fmt: skip
+    results = []
+    for fused in (True, False):
+        caches = torch.zeros((2, 3, j, ops.block_size, d), dtype=dtype, device="cuda")
+        was, ops.fused = ops.fused, fused
+        q = ops.prepare_qkv(qkv, shape, weights, cos, sin, caches[0], caches[1], batch)
+        ops.fused = was
+        results.append((q, caches))
+    return all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+def _gated_holds(ops: TritonOps, inputs: int, outputs: int, dtype: torch.dtype, random: torch.Generator) -> bool:
+    x = _randn(300, inputs, dtype=dtype, random=random)
+    w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
+    gate, up = ops.linear(x, w).chunk(2, dim=-1)
+    apart = ops.act_mul(gate, up, "silu")
+    return all(same_bits(ops.gated_linear(x[:m], w, "silu"), apart[:m]) for m in (1, 17, 300))
