@@ -19,7 +19,7 @@ from tokentrue.errors import MessageError, TokenizerError
 from tokentrue.types import Ids
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: never assigned, valid in UTF-8
 _EDGE = "\ufdef"  # an added token of the bare tokenizer only: text after it is not at the start of a text
@@ -30,7 +30,7 @@ class Codec:
     """`tokenizer` is a `tokenizers.Tokenizer`; its added tokens are taken from it, whatever their `special` flag says."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._whole = tokenizer
+        self._whole = self.backend = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.literals: dict[str, int] = {token.content: index for index, token in added.items() if token.content}
         self.texts: dict[int, str] = {index: token.content for index, token in added.items()}
@@ -54,6 +54,10 @@ class Codec:
     def encode(self, text: str) -> list[int]:
         """As the engine would: every literal in the text becomes its token."""
         return self._whole.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encoding(self, text: str) -> Encoding:
+        """Ids with their places in the text."""
+        return self._whole.encode(text, add_special_tokens=False)
 
     def encode_after(self, text: str, *, literal: str) -> list[int]:
         """What a whole text has after `literal`, as the engine would."""

@@ -15,17 +15,22 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import regex
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
-from tokentrue.errors import TemplateError
+from tokentrue.errors import TemplateError, TokenTrueError
 from tokentrue.renderers.families import PLAIN, Family
 from tokentrue.renderers.parsing_bytes import TokenBytes
 from tokentrue.renderers.parsing_calls import Call, NoCall, parameter_schemas, read_calls
 from tokentrue.renderers.parsing_regions import Closed, Places, Regions, Shield, Text, unshield
 from tokentrue.types import Attempt, Delta, Ended, Ids, Parsed, Status, Tools
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from tokentrue.renderers.renderer import Renderer
 
 CALLS, BROKEN = "tool_calls", "broken_calls"
 _FIELDS = {"content": "content", "final": "content", "preamble": "content"} | dict.fromkeys(
@@ -50,15 +55,33 @@ class Grammar:
     call_ids: str
 
 
-def grammar_for(tokenizer: Any, family: Family, *, stop_token_ids: Ids, generation_ids: Ids = ()) -> Grammar:
-    """The tokenizer's own `response_template` where it ships one, else the family's, else plain text."""
-    own = getattr(tokenizer, "response_template", None)
-    declared = own or family.response_template or PLAIN
+def turn_parser(renderer: Renderer, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parser:
+    """A parser for one turn of this renderer; its grammar is compiled on first use and kept with it."""
+    grammar = renderer.__dict__.get("_grammar")
+    if grammar is None:
+        grammar = grammar_for(
+            renderer.codec.backend,
+            renderer.family,
+            stop_token_ids=renderer.stop_token_ids,
+            generation_ids=_generation_ids(renderer),
+        )
+        renderer.__dict__["_grammar"] = grammar
+    return Parser(grammar, prompt_ids=prompt_ids, tools=tools)
+
+
+def _generation_ids(renderer: Renderer) -> Ids:
+    try:
+        return renderer.render([{"role": "user", "content": "x"}]).token_ids
+    except TokenTrueError:  # a template that wants more than one user turn opens nothing that we could know of
+        return ()
+
+
+def grammar_for(tokenizer: Tokenizer, family: Family | None, *, stop_token_ids: Ids, generation_ids: Ids = ()) -> Grammar:
+    declared = (family and family.response_template) or PLAIN
     try:
         template = load_response_template(_jsonlike(declared))
     except (ValueError, TypeError, KeyError) as error:
-        whose = "the tokenizer's response_template" if own else f"family {family.name}"
-        raise TemplateError(f"{whose} is not a valid response template: {error}") from error
+        raise TemplateError(f"response_template: not a valid response template: {error}") from error
     pieces = TokenBytes(tokenizer)
     named = str(declared)
     found = {id_: text for id_, text in pieces.added.items() if text.strip() and (text in named or repr(regex.escape(text))[1:-1] in named)}
@@ -70,7 +93,7 @@ def grammar_for(tokenizer: Any, family: Family, *, stop_token_ids: Ids, generati
         markers=tuple(found.values()),
         marker_ids=frozenset(found),
         generation_ids=tuple(generation_ids),
-        call_ids=family.call_ids,
+        call_ids=family.call_ids if family else "openai",
     )
 
 

@@ -7,11 +7,14 @@ Two spellings cover every tokenizer of the families: byte-level BPE (the GPT-2 a
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tokentrue.errors import TokenizerError
+from tokentrue.types import Ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -27,12 +30,12 @@ _ALPHABET = _gpt2_alphabet()
 
 
 class TokenBytes:
-    """`piece(id)` for one tokenizer; pieces are computed when first asked for."""
+    """`piece(id)` for one `tokenizers.Tokenizer`; pieces are computed when first asked for."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pieces: dict[int, bytes] = {}
-        self.added: dict[int, str] = {int(id_): str(token.content) for id_, token in tokenizer.added_tokens_decoder.items()}
+        self.added: dict[int, str] = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
         self._byte_level = _is_byte_level(tokenizer)
 
     def piece(self, token_id: int) -> bytes:
@@ -41,10 +44,10 @@ class TokenBytes:
             piece = self._pieces[token_id] = self._spell(token_id)
         return piece
 
-    def join(self, token_ids: Any) -> bytes:
+    def join(self, token_ids: Ids) -> bytes:
         return b"".join(map(self.piece, token_ids))
 
-    def text(self, token_ids: Any) -> str:
+    def text(self, token_ids: Ids) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 are lone surrogates, so `.encode("utf-8", "surrogateescape")` undoes it."""
         return self.join(token_ids).decode("utf-8", "surrogateescape")
 
@@ -52,18 +55,15 @@ class TokenBytes:
         added = self.added.get(token_id)
         if added is not None:  # SentencePiece keeps runs of spaces among the added tokens
             return (" " * len(added) if not self._byte_level and not added.strip("▁") else added).encode("utf-8")
-        token = self._tokenizer.convert_ids_to_tokens(int(token_id))
+        token = self._tokenizer.id_to_token(token_id)
         if token is None:
-            raise TokenizerError(f"token id {token_id} is not in the tokenizer's vocabulary of {len(self._tokenizer)}")
+            raise TokenizerError(f"token id {token_id} is not in the tokenizer's vocabulary of {self._tokenizer.get_vocab_size()}")
         if self._byte_level:
             return bytes(_ALPHABET[char] for char in token) if all(char in _ALPHABET for char in token) else token.encode("utf-8")
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode("utf-8")
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise TokenizerError("the tokenizer has no `tokenizers` backend; convert it to a tokenizer.json")
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
-    return "ByteLevel" in json.dumps(decoder)
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = tokenizer.decoder
+    return decoder is not None and '"ByteLevel"' in decoder.__getstate__().decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tokentrue.renderers.families import (
@@ -39,10 +40,8 @@ FAMILIES: tuple[Recognise, ...] = (
 
 
 def family_for(template_text: str, tokenizer: Any) -> Family:
-    """The family of a template, or "plain": all text is content, no calls."""
+    """The family of a template, or "plain": all text is content, no calls. A response template that the tokenizer ships wins over ours."""
     clues = Clues(template=template_text, tokens=frozenset(str(token.content) for token in tokenizer.added_tokens_decoder.values()))
-    for recognise in FAMILIES:
-        family = recognise(clues)
-        if family is not None:
-            return family
-    return Family(name="plain")
+    family = next((found for recognise in FAMILIES if (found := recognise(clues)) is not None), Family(name="plain"))
+    own = getattr(tokenizer, "response_template", None)
+    return replace(family, response_template=own) if own else family
