@@ -32,8 +32,7 @@ def logprobs_of(ops: Ops, logits_RV: Tensor, ids_R: Tensor, temperature: Tensor 
     for start in range(0, logits_RV.shape[0], ROWS):
         rows = slice(start, start + ROWS)
         per_row = temperature[rows] if isinstance(temperature, Tensor) and temperature.numel() > 1 else temperature
-        table = ops.log_softmax(scaled_logits(logits_RV[rows], per_row))
-        pieces.append(table.gather(-1, ids_R[rows, None]).squeeze(-1))
+        pieces.append(ops.token_logprobs(scaled_logits(logits_RV[rows], per_row), ids_R[rows]))
     return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
 

@@ -160,6 +160,15 @@ class Ops(ABC):
         total = residual + x
         return self.rms_norm(total, weight, eps, unit_offset=unit_offset), total
 
+    def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
+        """(grad) act_mul of the two halves of linear(x, gate_up [2*I, K]); rounded after each."""
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+        return self.act_mul(gate, up, kind)
+
+    def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """(grad) log_softmax(logits [R,V] float32)[r, ids[r]], float32 [R]."""
+        return self.log_softmax(logits).gather(-1, ids[:, None]).squeeze(-1)
+
     def prepare_qkv(
         self,
         qkv: Tensor,
