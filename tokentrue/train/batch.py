@@ -1,0 +1,98 @@
+"""Samples to training rows: ids, mask, rollout log-probabilities and policy versions side by side, one reward per session.
+
+Invariants: token ids and log-probabilities are taken as recorded, never padded, cut or re-encoded; every sample of a session carries the
+session's own advantage, and a group's baseline counts each session once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokentrue.errors import TokenContractError
+from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
+from tokentrue.train.config import Baseline
+from tokentrue.types import Sample
+
+UNSAMPLED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """One sample, ready to train on. `mask` is True where loss falls; `rollout` is 0 where nothing was sampled.
+
+    `versions` holds the policy version of each sampled token and -1 elsewhere.
+    """
+
+    sample: Sample
+    group: str
+    ids: Tensor  # int64 [T]
+    mask: Tensor  # bool [T]
+    sampled: Tensor  # bool [T]
+    rollout: Tensor  # float32 [T]
+    versions: Tensor  # int64 [T]
+    reward: float
+
+    @property
+    def length(self) -> int:
+        return int(self.ids.shape[0])
+
+
+def row_of(sample: Sample, group: str) -> Row:
+    if sample.reward is None:
+        raise TokenContractError(f"sample {sample.sample_id} has no reward; score its session first")
+    length = len(sample.token_ids)
+    versions = torch.full((length,), UNSAMPLED, dtype=torch.int64)
+    for span in sample.spans:
+        if span.kind == "sampled":
+            versions[span.start : span.end] = span.policy_version or 0
+    logprobs = sample.rollout_logprobs
+    sampled = torch.tensor([value is not None for value in logprobs], dtype=torch.bool)
+    mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+    if bool((mask & ~sampled).any()):
+        raise TokenContractError(f"sample {sample.sample_id}: the loss mask covers a token that was not sampled")
+    if length and bool(mask[0]):
+        raise TokenContractError(f"sample {sample.sample_id}: its first token has no context and cannot be trained")
+    return Row(
+        sample=sample,
+        group=group,
+        ids=torch.tensor(sample.token_ids, dtype=torch.int64),
+        mask=mask,
+        sampled=sampled,
+        rollout=torch.tensor([0.0 if value is None else value for value in logprobs], dtype=torch.float64).float(),
+        versions=versions,
+        reward=float(sample.reward),
+    )
+
+
+def rows_of(groups: Sequence[Sequence[Sample]]) -> list[Row]:
+    """All rows in order. A group without a name gets one from its place."""
+    rows: list[Row] = []
+    for number, group in enumerate(groups):
+        rows += [row_of(sample, sample.group or f"group-{number}") for sample in group]
+    return rows
+
+
+def session_advantages(rows: Sequence[Row], baseline: Baseline) -> list[float]:
+    """One advantage per row. Rows of one session share its reward and count once in the baseline."""
+    sessions: dict[tuple[str, str], int] = {}
+    rewards: list[float] = []
+    groups: list[str] = []
+    for row in rows:
+        key = (row.group, row.sample.session_id)
+        if key not in sessions:
+            sessions[key] = len(rewards)
+            rewards.append(row.reward)
+            groups.append(row.group)
+    values = torch.tensor(rewards, dtype=torch.float64)
+    made = {
+        "grpo": lambda: grpo_advantages(values, groups),
+        "dr_grpo": lambda: grpo_advantages(values, groups, std=False),
+        "rloo": lambda: rloo_advantages(values, groups),
+        "whitened": lambda: whitened_advantages(values),
+        "none": lambda: values,
+    }[baseline]().tolist()
+    return [made[sessions[(row.group, row.sample.session_id)]] for row in rows]

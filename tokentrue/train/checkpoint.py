@@ -1,0 +1,128 @@
+"""Checkpoints: everything from which a run goes on with the same bits, and a model directory that any tool can load.
+
+    step-000010/
+      model.safetensors, config.json, tokenizer …   a Hugging Face directory
+      optimizer.safetensors                          moments and step counts by parameter name
+      rounds.jsonl                                   batches played but not yet trained on (off-policy modes)
+      state.json                                     version, counters, configuration hash; written last
+
+A checkpoint is written under another name and moved into place: what is called step-… is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tokentrue.errors import FileFormatError
+from tokentrue.train.ranks import whole, whole_weights
+from tokentrue.train.trainer import Trainer
+
+NAME = re.compile(r"step-(\d{6})")
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A loaded checkpoint's own facts; the trainer already has its weights."""
+
+    path: Path
+    version: int
+    rounds: Mapping[int, list[list[dict[str, Any]]]]
+
+
+def save(trainer: Trainer, directory: Path, *, model_dir: Path | None, run_hash: str, rounds: Mapping[int, Any], keep: int) -> Path | None:
+    """Every rank calls it; rank 0 writes. `rounds` are plain JSON: the batches in waiting, by number."""
+    weights = {name: value.cpu().contiguous() for name, value in whole_weights(trainer.model)}
+    moments = optimizer_tensors(trainer)
+    if not trainer.ranks.first:
+        return None
+    target = directory / f"step-{trainer.version:06d}"
+    partial = directory / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(moments, partial / "optimizer.safetensors")
+    for name in MODEL_FILES:
+        if model_dir is not None and (model_dir / name).exists():
+            shutil.copyfile(model_dir / name, partial / name)
+    with (partial / "rounds.jsonl").open("w") as out:
+        for number, groups in sorted(rounds.items()):
+            out.write(json.dumps({"round": number, "groups": groups}) + "\n")
+    state = {"version": trainer.version, "updates": trainer.updates, "run_hash": run_hash, "torch": torch.__version__}
+    (partial / "state.json").write_text(json.dumps(state, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(partial, target)
+    for old in found(directory)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def found(directory: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / "state.json").exists())
+
+
+def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
+    """Puts weights, moments and counters back in place, bit for bit."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+        weights = load_file(path / "model.safetensors")
+        moments = load_file(path / "optimizer.safetensors")
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"{path}: not a whole checkpoint ({error}); remove it to go on from an earlier one") from error
+    if state["run_hash"] != run_hash:
+        raise FileFormatError(f"{path}: made with another configuration ({state['run_hash']}, now {run_hash}); choose another out directory")
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            place(parameter, weights[name])
+    restore_optimizer(trainer, moments)
+    trainer.version, trainer.updates = state["version"], state["updates"]
+    rounds = {line["round"]: line["groups"] for line in map(json.loads, (path / "rounds.jsonl").read_text().splitlines())}
+    return Checkpoint(path=path, version=state["version"], rounds=rounds)
+
+
+def optimizer_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trainer.model.named_parameters():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}|{key}"] = whole(value).detach().cpu().contiguous()
+    return tensors
+
+
+def restore_optimizer(trainer: Trainer, moments: Mapping[str, Tensor]) -> None:
+    for name, parameter in trainer.model.named_parameters():
+        mine = {key.split("|")[1]: value for key, value in moments.items() if key.split("|")[0] == name}
+        if not mine:
+            continue
+        state: dict[str, Tensor] = {}
+        for key, value in mine.items():
+            state[key] = value.clone() if value.dim() == 0 else place(torch.zeros_like(parameter), value)
+        trainer.optimizer.state[parameter] = state
+
+
+def place(target: Tensor, value: Tensor) -> Tensor:
+    """Copies a whole tensor into a parameter that may be sharded."""
+    mesh = getattr(target, "device_mesh", None)
+    if mesh is None:
+        return target.copy_(value)
+    from torch.distributed.tensor import distribute_tensor
+
+    return target.copy_(distribute_tensor(value.to(target.device), mesh, target.placements))  # type: ignore[attr-defined]
+
+
+def latest(directory: Path) -> Path | None:
+    paths: Sequence[Path] = found(directory)
+    return paths[-1] if paths else None

@@ -1,0 +1,93 @@
+"""What a training run is told. Every field has one default, here; nonsense is refused when the record is made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from tokentrue.errors import ConfigError
+
+Baseline: TypeAlias = Literal["grpo", "dr_grpo", "rloo", "whitened", "none"]
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """AdamW. `warmup` and the decay count optimiser updates, of which a step has `TrainConfig.updates_per_step`."""
+
+    lr: float = 2.5e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    schedule: Schedule = "constant"
+    warmup: int = 0
+    final: float = 0.1  # share of lr at the end of a decay
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ConfigError(f"optim.lr: {self.lr!r} must be > 0")
+        if self.clip_norm <= 0:
+            raise ConfigError(f"optim.clip_norm: {self.clip_norm!r} must be > 0; use a large number for no clipping")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"optim.schedule: {self.schedule!r} is not one of constant, linear, cosine")
+        if self.warmup < 0 or not 0 <= self.final <= 1:
+            raise ConfigError("optim: warmup must be >= 0 and final in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """`lag` k: batch j is played by the weights of step max(0, j - k); 0 is synchronous, 1 is one step off.
+
+    `exact`: score with the batch-invariant operators, and stop when a token sampled by the current weights has other bits here than
+    in the rollout. `minibatches` and `epochs` give several updates per batch; then the ratio of PPO has something to clip.
+    """
+
+    steps: int = 20
+    groups_per_step: int = 8
+    baseline: Baseline = "grpo"
+    temperature: float = 1.0
+    minibatches: int = 1
+    epochs: int = 1
+    micro_tokens: int = 4096
+    lag: int = 0
+    exact: bool = True
+    drop_idle_rows: bool = True  # rows whose advantage is exactly 0 give no gradient and are not trained on
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "groups_per_step", "minibatches", "epochs", "micro_tokens", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name}: {getattr(self, name)!r} must be at least 1")
+        if self.lag < 0 or self.checkpoint_every < 0:
+            raise ConfigError("train: lag and checkpoint_every must be >= 0")
+        if self.baseline not in ("grpo", "dr_grpo", "rloo", "whitened", "none"):
+            raise ConfigError(f"train.baseline: {self.baseline!r} is not one of grpo, dr_grpo, rloo, whitened, none")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ConfigError(f"train.temperature: {self.temperature!r} must be > 0: greedy rollouts have no policy gradient")
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.minibatches * self.epochs
+
+
+def learning_rate(optim: OptimConfig, update: int, total: int) -> float:
+    """The rate of update number `update` (from 0) of `total`."""
+    if update < optim.warmup:
+        return optim.lr * (update + 1) / optim.warmup
+    if optim.schedule == "constant":
+        return optim.lr
+    done = min(1.0, (update - optim.warmup) / max(1, total - optim.warmup))
+    shape = 1 - done if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return optim.lr * (optim.final + (1 - optim.final) * shape)
+
+
+def config_hash(*parts: Any) -> str:
+    """Names a configuration; beside every row of metrics."""
+    text = json.dumps([asdict(part) for part in parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

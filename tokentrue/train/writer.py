@@ -1,0 +1,54 @@
+"""Metrics to JSON lines and to TensorBoard. Every row names its run, its policy version and the machine."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class MetricsWriter:
+    """Appends; a resumed run goes on in the same file. Rows of steps that a resume repeats are cut off first."""
+
+    def __init__(self, directory: Path, *, provenance: Mapping[str, Any], first_step: int = 0, tensorboard: bool = True) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "metrics.jsonl"
+        self._provenance = {**provenance, "hardware": hardware(), "torch": torch.__version__}
+        kept = [line for line in self._lines() if json.loads(line)["step"] < first_step]
+        self._file = self.path.open("w")
+        self._file.writelines(line + "\n" for line in kept)
+        self._file.flush()
+        self._board: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard.writer import SummaryWriter
+            except ImportError:
+                return
+            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step or None)
+
+    def _lines(self) -> list[str]:
+        return self.path.read_text().splitlines() if self.path.exists() else []
+
+    def write(self, step: int, version: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        timed = {f"seconds/{name}": round(value, 6) for name, value in seconds.items()}
+        row = {"step": step, "policy_version": version, **metrics, **timed, **self._provenance}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in {**metrics, **timed}.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
