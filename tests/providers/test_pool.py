@@ -39,7 +39,8 @@ class Counting:
             yield Chunk(token_ids=(ids[-1],), logprobs=(-0.5,), policy_version=self.version)
         spans = (VersionSpan(start=0, end=len(ids), version=self.version),)
         finish = Finish.LENGTH if len(ids) == limit else Finish.ABORT
-        yield Chunk(final=Completion(token_ids=tuple(ids), logprobs=(-0.5,) * len(ids), finish=finish, versions=spans, prompt_tokens=len(prompt_ids)))
+        final = Completion(token_ids=tuple(ids), logprobs=(-0.5,) * len(ids), finish=finish, versions=spans, prompt_tokens=len(prompt_ids))
+        yield Chunk(final=final)
         self.version += 1 if aborted is not None else 0
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:

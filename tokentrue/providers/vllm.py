@@ -177,7 +177,7 @@ class VLLMProvider:
         """The same prompt at two temperatures: processed log-probabilities differ, raw ones do not."""
         assert self._abilities is not None
         tops: list[Mapping[int, float]] = []
-        for temperature in (1.0, 4.0):
+        for temperature in (1.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
             gathering = Gathering(self.name, 1)
             path, body, _ = self._body(self._abilities, [0], sampling, session=None, stream=False)

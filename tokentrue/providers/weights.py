@@ -14,6 +14,18 @@ def write_weights(weights: Iterable[tuple[str, Any]], directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / "model.safetensors"
     partial = directory / ".model.safetensors.partial"
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights}, partial, metadata={"format": "pt"})
+    save_file(_once(weights), partial, metadata={"format": "pt"})
     os.replace(partial, target)
     return target
+
+
+def _once(weights: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Tied weights (an lm_head that is the embedding) are written once, as models are saved."""
+    kept: dict[str, Any] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in weights:
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        if place not in seen:
+            kept[name] = tensor.detach().cpu().contiguous()
+        seen.add(place)
+    return kept

