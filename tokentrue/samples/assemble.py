@@ -1,0 +1,208 @@
+"""The record becomes training samples: one contiguous sample per surviving leaf, in time linear in its tokens.
+
+Invariants, checked while it is built: every node's certificate link holds; each sampled token is trainable in exactly one sample
+or listed in the coverage with its reason; log-probabilities are the engine's own, and None exactly where nothing was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokentrue.errors import InputError, TokenContractError
+from tokentrue.samples.seal import node_rows, seal
+from tokentrue.samples.survivors import given_up
+from tokentrue.sessions import chain
+from tokentrue.sessions.journal import SessionRecord
+from tokentrue.sessions.tree import Node, ServedRef, Tree
+from tokentrue.types import UNVERSIONED, Certificate, Coverage, RoutedExperts, Sample, Span, Untrained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """All samples of a session, and the account of every token that was sampled in it."""
+
+    samples: list[Sample]
+    coverage: Coverage
+
+
+def assemble(
+    tree: Tree,
+    record: SessionRecord,
+    *,
+    max_tokens: int | None = None,
+    include_abandoned: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> Assembly:
+    """`max_tokens` cuts a sample behind the last sampled span that fits. `include_abandoned` trains what was given up as well."""
+    if max_tokens is not None and max_tokens <= 0:
+        raise InputError(f"max_tokens must be positive, got {max_tokens}")
+    _check_links(tree)
+    abandoned = given_up(tree, record.rewards.leaves)
+    kept = set(tree.nodes) if include_abandoned else set(tree.nodes) - set(abandoned)
+    owner: dict[str, str] = {}  # node -> the sample that trains it
+    drafts: list[tuple[Node, list[Node]]] = []
+    for leaf in _leaves(tree, kept):
+        path = _fitting(tree.path(leaf), max_tokens)
+        fresh = [node for node in path if node.id not in owner]
+        if fresh:
+            owner.update((node.id, leaf.id) for node in fresh)
+            drafts.append((leaf, path))
+    coverage = _coverage(tree, owner, abandoned)
+    build = _Builder(tree, record, abandoned, coverage, dict(metadata or {}))
+    samples = [build.sample(leaf, path, {node.id for node in path if owner[node.id] == leaf.id}) for leaf, path in drafts]
+    return Assembly(samples=samples, coverage=coverage)
+
+
+def _check_links(tree: Tree) -> None:
+    for node in tree.nodes.values():
+        if tree.link(node) != node.chain:
+            raise TokenContractError(f"node {node.id}: the record does not fit its certificate")
+
+
+def _leaves(tree: Tree, kept: set[str]) -> list[Node]:
+    """Kept nodes without a kept child, first committed first."""
+    return [
+        node for node in tree.in_order() if node.id in kept and not any(child.id in kept for child in tree.children.get(node.id, ()))
+    ]
+
+
+def _fitting(path: list[Node], max_tokens: int | None) -> list[Node]:
+    return path if max_tokens is None else [node for node in path if node.length <= max_tokens]
+
+
+def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]) -> Coverage:
+    sampled = trained = 0
+    untrained: list[Untrained] = []
+    for node in tree.in_order():
+        count = len(node.sampled_ids)
+        sampled += count
+        if node.id in owner:
+            trained += count
+        else:
+            untrained.append(Untrained(node=node.id, tokens=count, why=abandoned.get(node.id, "max_tokens")))
+    return Coverage(sampled=sampled, trained=trained, untrained=tuple(untrained))
+
+
+class _Builder:
+    """Builds samples of one session."""
+
+    def __init__(
+        self, tree: Tree, record: SessionRecord, abandoned: Mapping[str, str], coverage: Coverage, metadata: dict[str, Any]
+    ) -> None:
+        self.tree, self.record, self.abandoned, self.coverage, self.metadata = tree, record, abandoned, coverage, metadata
+
+    def sample(self, leaf: Node, path: list[Node], mine: set[str]) -> Sample:
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+        logprobs: list[float | None] = []
+        spans: list[Span] = []
+        for turn, node in enumerate(path):
+            spans += self._spans(node, turn, len(token_ids), node.id in mine)
+            given, sampled = len(node.given_ids), len(node.sampled_ids)
+            token_ids += node.given_ids.tolist()
+            token_ids += node.sampled_ids.tolist()
+            loss_mask += [0] * given
+            loss_mask += [1 if node.id in mine else 0] * sampled
+            logprobs += [None] * given
+            logprobs += node.logprobs.tolist()
+        end = path[-1]
+        certificate = Certificate(chain=chain.printed(end.chain), template=self.tree.template, tokenizer=self.tree.tokenizer)
+        sample = Sample(
+            sample_id=f"{self.record.id}-{leaf.id}",
+            session_id=self.record.id,
+            group=self.record.group,
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            rollout_logprobs=logprobs,
+            spans=tuple(spans),
+            reward=self._reward(path),
+            finish_reason=end.finish.value,
+            metadata=self._metadata(leaf, path),
+            certificate=certificate,
+            routed_experts=_routed(path),
+        )
+        own = dict(sample.metadata["tokentrue"])
+        return replace(sample, metadata={**sample.metadata, "tokentrue": {**own, "seal": seal(sample)}})
+
+    def _spans(self, node: Node, turn: int, start: int, mine: bool) -> Iterator[Span]:
+        for begin, end, role in _given_roles(node):
+            yield _span(start + begin, start + end, "given", role, turn, None, False, "prompt")
+        at = start + len(node.given_ids)
+        why = "sampled" if mine else "trained_elsewhere"
+        if mine and node.id in self.abandoned:
+            why = f"asked_for:{self.abandoned[node.id]}"
+        versions = [(span.start, span.end, span.version) for span in node.versions] or [(0, len(node.sampled_ids), UNVERSIONED)]
+        for begin, end, version in versions:
+            if end > begin:
+                yield _span(at + begin, at + end, "sampled", "assistant", turn, version, mine, why)
+
+    def _reward(self, path: Sequence[Node]) -> float | None:
+        """The deepest reward on the path, else the session's."""
+        rewards = self.record.rewards
+        return next((rewards.leaves[node.id] for node in reversed(path) if node.id in rewards.leaves), rewards.session)
+
+    def _metadata(self, leaf: Node, path: list[Node]) -> dict[str, Any]:
+        own: dict[str, Any] = {
+            "version": 1,
+            "leaf": leaf.id,
+            "nodes": node_rows(path),
+            "coverage": coverage_to_json(self.coverage),
+        }
+        if path[-1] is not leaf:
+            own["truncated"] = "max_tokens"
+        if attempts := _attempts(path):
+            own["malformed_calls"] = attempts
+        return {**self.record.metadata, **self.record.rewards.metadata, **self.metadata, "tokentrue": own}
+
+
+def coverage_to_json(coverage: Coverage) -> dict[str, Any]:
+    return {
+        "sampled": coverage.sampled,
+        "trained": coverage.trained,
+        "ratio": coverage.ratio,
+        "untrained": [{"node": item.node, "tokens": item.tokens, "why": item.why} for item in coverage.untrained],
+    }
+
+
+def _attempts(path: Sequence[Node]) -> list[dict[str, Any]]:
+    """Tool calls that did not parse, by their place in the sample."""
+    return [
+        {"turn": turn, "status": attempt.status.value, "start": node.prompt_length + attempt.start, "end": node.prompt_length + attempt.end}
+        for turn, node in enumerate(path)
+        for attempt in node.attempts
+    ]
+
+
+def _span(start: int, end: int, kind: Any, role: str, turn: int, version: int | None, trainable: bool, why: str) -> Span:
+    return Span(start=start, end=end, kind=kind, role=role, turn=turn, policy_version=version, trainable=trainable, why=why)
+
+
+def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
+    """The given ids of a node as spans without gap: those of the renderer, and `structure` between them."""
+    at, length = 0, len(node.given_ids)
+    if length and not node.given_spans:
+        roles = {"assistant" if isinstance(item, ServedRef) else str(item.get("role")) for item in node.given}
+        yield 0, length, roles.pop() if len(roles) == 1 else "prompt"
+        return
+    for span in node.given_spans:
+        if at < span.start:
+            yield at, span.start, "structure"
+        if max(span.start, at) < span.end:
+            yield max(span.start, at), span.end, span.role
+        at = max(at, span.end)
+    if at < length:
+        yield at, length, "structure"
+
+
+def _routed(path: Sequence[Node]) -> RoutedExperts | None:
+    """Routing of the sampled tokens, in their order; present only where every turn has it."""
+    parts = [node.routed_experts for node in path]
+    if not parts or any(part is None for part in parts):
+        return None
+    whole = [part for part in parts if part is not None]
+    if len({part.shape[1:] for part in whole}) != 1:
+        raise TokenContractError(f"routed experts differ in shape along the path to node {path[-1].id}")
+    tokens = sum(part.shape[0] for part in whole)
+    return RoutedExperts(shape=(tokens, *whole[0].shape[1:]), data=b"".join(part.data for part in whole))

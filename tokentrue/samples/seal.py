@@ -1,0 +1,70 @@
+"""What a sample carries so that a stranger can check it: one row per node on its path, and a seal over the rest.
+
+The certificate's chain binds ids, log-probabilities and versions. The seal binds what the chain does not: mask, spans, reward, names,
+coverage. Node rows `[id, given, sampled, chain, check]` say where each link ends, so that a broken one can be located.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+from tokentrue.sessions import chain
+from tokentrue.sessions.tree import Node
+from tokentrue.types import Sample
+
+BLOCK = 64
+"""Tokens per checksum: how closely a changed token can be located."""
+
+
+def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for node in path:
+        ids = chain.little_endian(node.given_ids) + chain.little_endian(node.sampled_ids)
+        rows.append(
+            {
+                "node": node.id,
+                "given": len(node.given_ids),
+                "sampled": len(node.sampled_ids),
+                "chain": node.chain.hex(),
+                "versions": [[span.start, span.end, span.version] for span in node.versions],
+                "why": node.why,
+                "projection": node.projection,
+                "ids_check": checks(ids, 4),
+                "logprobs_check": checks(chain.little_endian(node.logprobs), 8),
+            }
+        )
+    return rows
+
+
+def checks(data: bytes, width: int) -> str:
+    """CRC-32 of each block of tokens, in hex: not proof (the chain is), but it says where to look."""
+    step = BLOCK * width
+    return "".join(f"{zlib.crc32(data[at : at + step]):08x}" for at in range(0, len(data), step))
+
+
+def seal(sample: Sample) -> str:
+    """SHA-256 over everything in a sample that its chain does not hold. `metadata.tokentrue.seal` itself is left out."""
+    own = {key: value for key, value in sample.metadata.get("tokentrue", {}).items() if key != "seal"}
+    spans = [[s.start, s.end, s.kind, s.role, s.turn, s.policy_version, s.trainable, s.why] for s in sample.spans]
+    held = {
+        "sample_id": sample.sample_id,
+        "session_id": sample.session_id,
+        "group": sample.group,
+        "chain": sample.certificate.chain,
+        "template": sample.certificate.template,
+        "tokenizer": sample.certificate.tokenizer,
+        "spans": spans,
+        "reward": None if sample.reward is None else float(sample.reward).hex(),
+        "finish_reason": sample.finish_reason,
+        "tokentrue": own,
+    }
+    state = sha256(json.dumps(held, sort_keys=True, separators=(",", ":")).encode())
+    state.update(bytes(sample.loss_mask))
+    if sample.routed_experts is not None:
+        state.update(repr(tuple(sample.routed_experts.shape)).encode())
+        state.update(sample.routed_experts.data)
+    return f"sha256:{state.hexdigest()}"

@@ -1,0 +1,163 @@
+"""An in-process stand-in for an OpenAI client: `client.chat.completions.create(...)`, backed by a session instead of HTTP.
+
+`await client(messages, tools=None)` and `await client.chat(messages, tools=None)` are the short form and give a `Reply`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any, Protocol, cast
+
+from tokentrue.errors import InputError
+from tokentrue.types import Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
+
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+_IGNORED = {
+    "model", "user", "metadata", "store", "timeout", "stream_options", "parallel_tool_calls", "logprobs", "extra_headers", "tool_choice"
+}  # fmt: skip
+
+
+class Turns(Protocol):
+    """What the client needs of a session."""
+
+    async def turn(self, request: TurnRequest) -> tuple[Reply, ...]: ...
+
+    def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]: ...
+
+
+class Fields:
+    """An answer: fields as attributes, as items, or as plain data (`model_dump()`)."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.__dict__[name]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the answer has no field {name!r}; it has {', '.join(self.__dict__)}")
+
+    def __repr__(self) -> str:
+        return f"Fields({self.model_dump()!r})"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.__dict__.get(name, default)
+
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        return cast("dict[str, Any]", _plain(self, exclude_none))
+
+
+def _plain(value: Any, exclude_none: bool) -> Any:
+    if isinstance(value, Fields):
+        return {k: _plain(v, exclude_none) for k, v in value.__dict__.items() if not (exclude_none and v is None)}
+    if isinstance(value, list):
+        return [_plain(item, exclude_none) for item in cast("list[Any]", value)]
+    return value
+
+
+def _fields(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Fields(**{str(k): _fields(v) for k, v in cast("Mapping[Any, Any]", value).items()})
+    if isinstance(value, (list, tuple)):
+        return [_fields(item) for item in cast("list[Any]", value)]
+    return value
+
+
+class Client:
+    """See the module. `client.chat` is both callable and the OpenAI namespace."""
+
+    def __init__(self, session: Turns) -> None:
+        self.chat = _Chat(session)
+
+    async def __call__(self, messages: Messages, tools: Tools | None = None, **settings: Any) -> Reply:
+        return await self.chat(messages, tools, **settings)
+
+
+class _Chat:
+    def __init__(self, session: Turns) -> None:
+        self._session = session
+        self.completions = _Completions(session)
+
+    async def __call__(self, messages: Messages, tools: Tools | None = None, **settings: Any) -> Reply:
+        return (await self._session.turn(_request({"messages": messages, "tools": tools, **settings})))[0]
+
+
+class _Completions:
+    def __init__(self, session: Turns) -> None:
+        self._session = session
+
+    async def create(self, *, stream: bool = False, **body: Any) -> Any:
+        request = _request(body)
+        model = str(body.get("model", "tokentrue"))
+        if stream:
+            return _chunks(self._session.stream(request), model)
+        return _completion(await self._session.turn(request), model)
+
+
+def _request(body: Mapping[str, Any]) -> TurnRequest:
+    given = {**body, **cast("Mapping[str, Any]", body.get("extra_body") or {})}
+    given.pop("extra_body", None)
+    sampling = {name: given.pop(name) for name in _SAMPLING & set(given) if given[name] is not None or given.pop(name)}
+    limits = [given.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
+    stop = given.pop("stop", None)
+    if (whole := given.pop("sampling", None)) is None:
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        top = int(given.pop("top_logprobs", None) or 0)
+        whole = Sampling(**sampling, max_tokens=next((v for v in limits if v is not None), None), stop=stops, top_logprobs=top)
+    kwargs: dict[str, Any] = given.pop("chat_template_kwargs", None) or given.pop("template_kwargs", None) or {}
+    request = TurnRequest(
+        messages=[_message(message) for message in given.pop("messages")],
+        tools=given.pop("tools", None) or None,
+        sampling=whole,
+        template_kwargs=kwargs,
+        n=int(given.pop("n", None) or 1),
+    )
+    unknown = sorted(name for name, value in given.items() if name not in _IGNORED and value is not None)
+    if unknown:
+        raise InputError(f"not supported by the in-process client: {', '.join(unknown)}")
+    return request
+
+
+def _message(message: Any) -> Any:
+    """SDK objects are taken as what they dump to."""
+    dump: Callable[..., Any] | None = getattr(message, "model_dump", None)
+    return message if dump is None else dump(exclude_none=True)
+
+
+def _finish(reply: Reply) -> str:
+    finish = reply.completion.finish_reason
+    return "tool_calls" if finish == "stop" and reply.message.get("tool_calls") else finish
+
+
+def _completion(replies: tuple[Reply, ...], model: str) -> Fields:
+    messages = [_fields({"content": None, "tool_calls": None, **reply.message}) for reply in replies]
+    choices = [
+        Fields(index=index, message=message, finish_reason=_finish(reply), logprobs=None)
+        for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
+    ]
+    sampled = sum(len(reply.completion.token_ids) for reply in replies)
+    prompt = replies[0].prompt_tokens
+    usage = Fields(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
+    return Fields(id=replies[0].node, object="chat.completion", created=int(time.time()), model=model, choices=choices, usage=usage)
+
+
+async def _chunks(events: AsyncGenerator[TurnEvent, None], model: str) -> AsyncIterator[Fields]:
+    try:
+        async for event in events:
+            delta: dict[str, Any] = {"role": None, "content": None, "tool_calls": None}
+            if event.delta is not None:
+                delta |= {"content": event.delta.content or None, "reasoning_content": event.delta.reasoning or None}
+                if event.delta.call is not None:
+                    function = {"name": event.delta.name or None, "arguments": event.delta.arguments}
+                    call = {"index": event.delta.call, "id": event.delta.call_id or None, "type": "function", "function": function}
+                    delta["tool_calls"] = [call]
+            elif event.reply is None:
+                if event.token_ids:
+                    continue
+                delta["role"] = "assistant"
+            finish = None if event.reply is None else _finish(event.reply)
+            choice = Fields(index=event.index, delta=_fields(delta), finish_reason=finish)
+            yield Fields(id=event.node, object="chat.completion.chunk", created=int(time.time()), model=model, choices=[choice])
+    finally:
+        await events.aclose()

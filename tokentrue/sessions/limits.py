@@ -1,0 +1,33 @@
+"""Sizes that one session may reach; each is a setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokentrue.errors import InputError, LimitExceeded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """None means no limit. `max_tokens` counts recorded tokens (given and sampled), `max_in_flight` turns being generated."""
+
+    max_nodes: int | None = 10_000
+    max_tokens: int | None = 20_000_000
+    max_prompt_tokens: int | None = None
+    max_in_flight: int | None = 256
+    max_n: int = 64
+
+    def admit(self, *, n: int, nodes: int, tokens: int, in_flight: int) -> None:
+        """Before anything is generated."""
+        if not 1 <= n <= self.max_n:
+            raise InputError(f"n must be between 1 and {self.max_n}, got {n}")
+        for name, limit, value in (("max_nodes", self.max_nodes, nodes + n), ("max_in_flight", self.max_in_flight, in_flight + 1)):
+            if limit is not None and value > limit:
+                raise LimitExceeded(f"session limit {name}={limit} reached; end the session or raise the limit")
+        if self.max_tokens is not None and tokens >= self.max_tokens:
+            raise LimitExceeded(f"session limit max_tokens={self.max_tokens} reached; end the session or raise the limit")
+
+    def admit_prompt(self, length: int) -> None:
+        if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
+            limit = f"max_prompt_tokens={self.max_prompt_tokens}"
+            raise LimitExceeded(f"the prompt has {length} tokens, the limit is {limit}; shorten the conversation")
