@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench clean test-slow test-load test-harness test-vllm test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,6 +21,23 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm and not harness and not load"
+
+# What takes minutes, or needs a real engine, a GPU or npm, has a target of its own.
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) -m slow
+
+test-load: $(VENV)/.dev
+	$(BIN)/python -m pytest -m load
+
+test-harness: $(VENV)/.dev
+	$(BIN)/python -m pytest -m harness
+
+VLLM_PYTHON ?= $(error set VLLM_PYTHON to the Python of an environment with vllm, see docs/engines.md)
+test-vllm: $(VENV)/.dev
+	TOKENTRUE_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
