@@ -8,6 +8,7 @@ from importlib import import_module
 from tokentrue.errors import TokenTrueError
 
 COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`; the module is tokentrue.cli.NAME, its function `command`
+    "serve": "the gateway: OpenAI Chat Completions, OpenAI Responses, Anthropic Messages; every token recorded",
     "bench": "measure ratios in one run on this machine: render, samples, gateway, engine, mismatch",
 }
 

@@ -1,0 +1,159 @@
+"""The one place that picks implementations: from configuration to a renderer, an engine, a journal, a gateway.
+
+Everything heavy is imported inside the function that needs it, so a gateway in front of a remote engine starts without torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tokentrue.errors import ConfigError
+from tokentrue.gateway.config import GatewayConfig, Limits
+from tokentrue.sessions.limits import Limits as SessionLimits
+
+if TYPE_CHECKING:
+    from tokentrue.gateway.app import Gateway
+    from tokentrue.gateway.peers import Peers
+    from tokentrue.protocols import Provider, Renderer
+    from tokentrue.sessions.journal import Journal
+
+ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
+ENGINE_KEY = "TOKENTRUE_ENGINE_KEY"
+REMOTE = frozenset({"sglang", "vllm"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """`path` is a directory or a hub id; `name` is what clients see (default: the path's last part)."""
+
+    path: str | None = None
+    name: str | None = None
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    history: Literal["keep", "template"] = "keep"
+    injection: Literal["safe", "engine"] = "safe"
+
+    @property
+    def shown(self) -> str:
+        return self.name or (Path(self.path).name if self.path else "tokentrue")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """`options` go to the provider by name (`dtype`, `device`, `timeout_s`, `loop` …)."""
+
+    name: str = "exact"
+    urls: tuple[str, ...] = ()
+    script: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    store: str = "sqlite:tokentrue.sqlite"
+    base_url: str = ""
+    training: bool = True
+    keep_alive_s: float = 10.0
+    drain_s: float = 30.0
+    purge_after_s: float = 30 * 86400.0
+    log: Literal["json", "off"] = "json"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"server.port must be between 0 and 65535, got {self.port}")
+        if self.workers < 1:
+            raise ConfigError(f"server.workers must be at least 1, got {self.workers}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    limits: Limits = field(default_factory=Limits)
+    session_limits: SessionLimits = field(default_factory=SessionLimits)
+
+
+def small_model() -> Path:
+    """The model that ships with the package."""
+    return Path(__file__).parent.parent / "assets" / "calculator"
+
+
+def renderer_for(config: ModelConfig) -> Callable[[str], Renderer]:
+    """The renderer of a history policy; each is loaded once."""
+    path = config.path or str(small_model())
+
+    @cache
+    def load(history: Literal["keep", "template"]) -> Renderer:
+        from tokentrue.renderers import load_renderer
+
+        kwargs = dict(config.template_kwargs) or None
+        return load_renderer(path, config.chat_template, kwargs, history=history, injection=config.injection)
+
+    return load  # pyright: ignore[reportReturnType]
+
+
+def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[str], Renderer]) -> Provider:
+    """The engine, behind a pool that splices what breaks off; replicas are several urls of one engine."""
+    from tokentrue.providers import load
+    from tokentrue.providers.pool import Pool
+
+    options: dict[str, Any] = dict(config.options)
+    if config.name in REMOTE:
+        if not config.urls:
+            raise ConfigError(f"engine {config.name!r} needs --url (one for each replica)")
+        if key := os.environ.get(ENGINE_KEY):
+            options.setdefault("api_key", key)
+        return Pool([load(config.name, url=url, **options) for url in config.urls])
+    if config.urls:
+        raise ConfigError(f"engine {config.name!r} runs in this process and takes no --url")
+    if config.name == "scripted":
+        if config.script is None:
+            raise ConfigError("engine 'scripted' needs --script FILE.jsonl")
+        made: Any = renderer(model.history)
+        options |= {"script": config.script, "encode": made.encode_sampled, "stop_id": made.stop_token_ids[0]}
+    else:
+        options.setdefault("model", model.path or str(small_model()))
+    return Pool([load(config.name, **options)])
+
+
+def journal_for(store: str) -> Journal:
+    from tokentrue.sessions.journal import Journal
+
+    if store != "memory" and not store.startswith("sqlite:"):
+        raise ConfigError(f"store must be sqlite:PATH or memory, got {store!r}")
+    return Journal(store)
+
+
+def gateway_for(config: ServeConfig, *, peers: Peers | None = None) -> Gateway:
+    from tokentrue.gateway.app import Gateway
+
+    renderer = renderer_for(config.model)
+    renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
+    settings = GatewayConfig(
+        model=config.model.shown,
+        admin_key=os.environ.get(ADMIN_KEY) or None,
+        base_url=config.server.base_url.rstrip("/"),
+        limits=config.limits,
+        session_limits=config.session_limits,
+        history=config.model.history,
+        training=config.server.training,
+        keep_alive_s=config.server.keep_alive_s,
+        drain_s=config.server.drain_s,
+        purge_after_s=config.server.purge_after_s,
+    )
+    return Gateway(
+        config=settings,
+        renderer_for=renderer,
+        provider=provider_for(config.engine, config.model, renderer),
+        journal=journal_for(config.server.store),
+        peers=peers,
+    )

@@ -1,0 +1,49 @@
+"""The output items of OpenAI Responses, as answers and as events show them; both are built here, so that they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from tokentrue.gateway.dialects.base import Seal
+
+Json = dict[str, Any]
+
+
+def reasoning_item(node: str, text: str, seal: Seal, *, status: str) -> Json:
+    parts = [{"type": "reasoning_text", "text": text}]
+    return {
+        "type": "reasoning",
+        "id": f"rs_{node}",
+        "summary": [],
+        "content": parts,
+        "encrypted_content": seal.wrap(text),
+        "status": status,
+    }
+
+
+def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def message_item(node: str, text: str, logprobs: Sequence[Json] = (), *, status: str) -> Json:
+    return {"type": "message", "id": f"msg_{node}", "role": "assistant", "status": status, "content": [text_part(text, logprobs)]}
+
+
+def call_item(made: Mapping[str, Any], suffix: str, custom: frozenset[str], *, status: str) -> dict[str, Any]:
+    name, arguments = made["function"]["name"], made["function"]["arguments"]
+    if name in custom:
+        return {"type": "custom_tool_call", "id": f"ctc_{suffix}", "call_id": made["id"], "name": name, "input": custom_input(arguments)}
+    item = {"type": "function_call", "id": f"fc_{suffix}", "call_id": made["id"], "name": name, "arguments": arguments}
+    return {**item, "status": status}
+
+
+def custom_input(arguments: str) -> str:
+    """The one string of a custom tool's call; a model that wrote something else is shown as it wrote it."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    return value["input"] if isinstance(value, dict) and isinstance(value.get("input"), str) else arguments

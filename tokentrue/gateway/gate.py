@@ -1,0 +1,79 @@
+"""Who may generate now: the limit on generations in flight, and the pause while weights change.
+
+A paused gateway holds generations back instead of failing them: to the harness a weight update looks like a slow token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tokentrue.gateway.config import GatewayConfig
+from tokentrue.gateway.problems import Refused
+
+
+class Gate:
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.in_flight = 0
+        self.waiting = 0
+        self.closing = False
+
+    @property
+    def paused(self) -> bool:
+        return not self._open.is_set()
+
+    def pause(self) -> None:
+        self._open.clear()
+
+    def resume(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        """Shutting down: nothing more comes in, what waits is let go."""
+        self.closing = True
+        self._open.set()
+
+    async def drained(self, timeout_s: float) -> bool:
+        """True when nothing is in flight any more."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def admit(self) -> None:
+        """Waits out a pause; refuses when the house is closing or full."""
+        if self.paused:
+            await self._wait()
+        if self.closing:
+            raise Refused(503, "shutting_down", "the gateway is shutting down; send this again", retry_after_s=1.0)
+        if self.in_flight >= self._config.limits.in_flight:
+            raise Refused(429, "too_many_in_flight", f"{self.in_flight} generations are in flight; try again", retry_after_s=1.0)
+
+    async def _wait(self) -> None:
+        if self.waiting + self.in_flight >= self._config.limits.in_flight:
+            raise Refused(429, "too_many_in_flight", "paused, and enough generations wait; try again", retry_after_s=5.0)
+        self.waiting += 1
+        try:
+            await asyncio.wait_for(self._open.wait(), self._config.pause_wait_s)
+        except TimeoutError:
+            raise Refused(503, "paused", "generation is paused by the administrator; try again", retry_after_s=10.0) from None
+        finally:
+            self.waiting -= 1
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()

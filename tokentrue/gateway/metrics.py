@@ -1,0 +1,99 @@
+"""Prometheus metrics of one worker, and how those of several become one page.
+
+Coverage is computed from sums over sessions when the page is made, so workers add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
+LONG_SECONDS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1200)
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        registry = self.registry
+        self.turns = Counter("tokentrue_turns", "Committed turns.", ["dialect", "streamed"], registry=registry)
+        self.errors = Counter("tokentrue_errors", "Refused or failed requests.", ["dialect", "code"], registry=registry)
+        self.tokens = Counter("tokentrue_tokens", "Tokens: prompt (sent), given (new of them), sampled.", ["kind"], registry=registry)
+        self.prompt_tokens, self.given_tokens, self.sampled_tokens = (self.tokens.labels(kind) for kind in ("prompt", "given", "sampled"))
+        self.trained = Gauge("tokentrue_session_tokens", "Of the sessions seen: tokens sampled, trained.", ["kind"], registry=registry)
+        self.untrained = Gauge("tokentrue_untrained_tokens", "Sampled tokens that no sample trains.", ["why"], registry=registry)
+        self.forks = Counter("tokentrue_forks", "Turns that began a root or a fork.", ["reason"], registry=registry)
+        self.projections = Counter("tokentrue_projections", "How replayed history matched.", ["projection"], registry=registry)
+        self.replays = Counter("tokentrue_replays", "Retries answered from the record.", registry=registry)
+        self.fast = Counter("tokentrue_appended_requests", "Requests of which only the appended bytes were parsed.", registry=registry)
+        self.added = Histogram(
+            "tokentrue_added_latency_seconds", "Time per turn outside of the engine.", ["dialect"], buckets=SECONDS, registry=registry
+        )
+        self.turn_time = Histogram("tokentrue_turn_seconds", "Time per turn, engine included.", buckets=LONG_SECONDS, registry=registry)
+        self.first = Histogram("tokentrue_first_byte_seconds", "Time to the first streamed byte.", buckets=LONG_SECONDS, registry=registry)
+        self.in_flight = Gauge("tokentrue_in_flight", "Generations in flight.", registry=registry)
+        self.sessions = Gauge("tokentrue_live_sessions", "Sessions in memory.", registry=registry)
+        self.paused = Gauge("tokentrue_paused", "1 while generation is paused.", registry=registry)
+        self.version = Gauge("tokentrue_policy_version", "The newest policy version noted.", registry=registry)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """As plain values, for another worker to add up."""
+        return [
+            {
+                "name": family.name,
+                "help": family.documentation,
+                "type": family.type,
+                "samples": [
+                    [sample.name, sample.labels, sample.value] for sample in family.samples if not sample.name.endswith("_created")
+                ],
+            }
+            for family in self.registry.collect()
+        ]
+
+
+LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up over workers
+
+
+def page(snapshots: Iterable[Iterable[Mapping[str, Any]]]) -> bytes:
+    """The text page of all workers together."""
+    families: dict[str, Mapping[str, Any]] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for snapshot in snapshots:
+        for family in snapshot:
+            families.setdefault(family["name"], family)
+            kept = values.setdefault(family["name"], {})
+            for name, labels, value in family["samples"]:
+                key = (name, tuple(sorted(labels.items())))
+                kept[key] = max(kept.get(key, 0.0), value) if family["name"] in LARGEST else kept.get(key, 0.0) + value
+    return generate_latest(_Fixed([*_metrics(families, values), _coverage(values)]))  # pyright: ignore[reportArgumentType]
+
+
+def _metrics(families: Mapping[str, Mapping[str, Any]], values: Mapping[str, Mapping[Any, float]]) -> list[Metric]:
+    out: list[Metric] = []
+    for name, family in families.items():
+        metric = Metric(name, family["help"], family["type"])
+        for (sample, labels), value in values[name].items():
+            metric.add_sample(sample, dict(labels), value)
+        out.append(metric)
+    return out
+
+
+def _coverage(values: Mapping[str, Mapping[Any, float]]) -> Metric:
+    tokens = values.get("tokentrue_session_tokens", {})
+    sampled, trained = (tokens.get(("tokentrue_session_tokens", (("kind", kind),)), 0.0) for kind in ("sampled", "trained"))
+    ratio = trained / sampled if sampled else 1.0
+    return GaugeMetricFamily("tokentrue_coverage_ratio", "Trained sampled tokens over sampled tokens.", value=ratio)
+
+
+class _Fixed:
+    """A registry that holds finished families."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

@@ -1,0 +1,52 @@
+"""From the house's exceptions to what a client is told: a status, a stable code, a field, one sentence."""
+
+from __future__ import annotations
+
+from tokentrue.errors import (
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    InputError,
+    JournalError,
+    LimitExceeded,
+    MessageError,
+    RenderError,
+    SessionConflict,
+    SessionNotFound,
+    TokenTrueError,
+)
+from tokentrue.gateway.dialects.base import Problem
+
+STATUS: tuple[tuple[type[TokenTrueError], int], ...] = (  # first match wins: children before parents
+    (InputError, 400),
+    (RenderError, 422),
+    (SessionNotFound, 404),
+    (SessionConflict, 409),
+    (LimitExceeded, 413),
+    (JournalError, 503),
+    (EngineTimeout, 504),
+    (EngineRejected, 502),
+    (EngineError, 502),
+)
+LONGEST = 600
+
+
+class Refused(TokenTrueError):
+    """A request that the gateway itself turns away."""
+
+    def __init__(self, status: int, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.problem = Problem(status=status, code=code, message=message, field=field, retry_after_s=retry_after_s)
+
+
+def problem_of(error: BaseException) -> Problem:
+    if isinstance(error, Refused):
+        return error.problem
+    if not isinstance(error, TokenTrueError):
+        return Problem(status=500, code="internal", message="the gateway failed on this request; its log has the cause")
+    status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+    field = error.field if isinstance(error, MessageError) else None
+    retry = getattr(error, "retry_after_s", None)
+    if isinstance(error, LimitExceeded) and retry is not None:
+        status = 429
+    return Problem(status=status, code=error.code, message=str(error)[:LONGEST], field=field, retry_after_s=retry)
