@@ -116,6 +116,7 @@ class Completion:
     raw_logprobs: tuple[float, ...] | None = None  # of softmax(logits / temperature) before filters, where the engine has them
     routed_experts: RoutedExperts | None = None
     fingerprint: str | None = None  # of the exact engine's numerics
+    prompt_logprobs: tuple[float, ...] | None = None  # of prompt_ids[1:], where they were asked for and the engine has them
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):

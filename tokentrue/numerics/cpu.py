@@ -113,8 +113,8 @@ class CpuOps(Ops):
     block_size = PAGE
 
     def __init__(self) -> None:
-        self.structural: set[tuple[int, int, torch.dtype]] = set()
-        """Shapes (K, N) for which oneDNN's kernel is not row-invariant here."""
+        self.structural: set[int] = set()
+        """In-feature sizes K for which oneDNN's float32 kernel is not row-invariant here, whatever N: merged weights must agree."""
         self.has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
         self.rows = 8  # least rows of an attention product; `self_test` may raise it
         self._buffers: dict[str, Tensor] = {}
@@ -134,8 +134,7 @@ class CpuOps(Ops):
         return out.view(*x.shape[:-1], weight.shape[0])  # pyright: ignore
 
     def product(self, weight: Tensor) -> Product:
-        out_features, in_features = weight.shape
-        fast = weight.dtype == torch.float32 and self.has_onednn and (in_features, out_features, weight.dtype) not in self.structural
+        fast = weight.dtype == torch.float32 and self.has_onednn and weight.shape[1] not in self.structural
         return onednn_product if fast else tiled_product
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
@@ -268,7 +267,7 @@ class CpuOps(Ops):
         tiles = "/".join(map(str, cpu_attention.TILES))
         linear = "oneDNN linear, rows >= 2, float32" if self.has_onednn else f"{TILE}-row tiles"
         return {
-            "linear.float32": linear + (f"; {TILE}-row tiles for {sorted(self.structural)}" if self.structural else ""),
+            "linear.float32": linear + (f"; {TILE}-row tiles for K in {sorted(self.structural)}" if self.structural else ""),
             "linear.bfloat16": f"{TILE}-row tiles",
             "attention": f"float32 fold over {cpu_attention.KEYS}-key blocks, query tiles {tiles}, rows >= {self.rows}",
             "rms_norm": "float32, torch rms_norm per row",

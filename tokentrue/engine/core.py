@@ -1,0 +1,182 @@
+"""The engine without threads: add requests, call `step`, read what they hear. Deterministic, and the thing that tests drive."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tokentrue.engine.blocks import BlockPool
+from tokentrue.engine.decoder import Decoder
+from tokentrue.engine.forward import Forward
+from tokentrue.engine.metrics import Meter
+from tokentrue.engine.request import Phase, Request, Sampled
+from tokentrue.engine.sample import sample
+from tokentrue.engine.schedule import Limits, Scheduler, Work
+from tokentrue.engine.weights import Weights, load_weights
+from tokentrue.errors import EngineError
+from tokentrue.numerics import Contract, Ops, logprobs_of
+from tokentrue.types import Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chaos:
+    """Where tests let chance decide what no bit may depend on."""
+
+    pages: random.Random | None = None
+    chunk: Callable[[Request, int], int] | None = None
+
+
+class Core:
+    def __init__(
+        self, model: nn.Module, decoder: Decoder, ops: Ops, contract: Contract, *, num_blocks: int, limits: Limits, version: int,
+        read: Callable[[Sequence[int]], str] | None = None, chaos: Chaos | None = None,
+    ) -> None:  # fmt: skip
+        """`read` turns token ids into text, for stop strings alone."""
+        chaos = chaos or Chaos()
+        weight = decoder.head
+        self.model = model
+        self.contract = contract
+        self.fingerprint = contract.fingerprint
+        self.version = version
+        self.read = read
+        self.pool = BlockPool(num_blocks, ops.block_size, shuffle=chaos.pages)
+        self.scheduler = Scheduler(self.pool, limits, chunk=chaos.chunk)
+        self.forward = Forward(decoder, ops, num_blocks=num_blocks, dtype=weight.dtype, device=weight.device)
+        self.meter = Meter()
+        self.broken: str | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that one request can hold."""
+        return min(self.forward.decoder.max_positions, (self.pool.num_blocks - 1) * self.pool.block_size)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def step(self) -> bool:
+        """One forward pass for whoever is ready; False when there was nothing to do."""
+        self.drop_cancelled()
+        if self.broken:
+            self.fail_all(EngineError(self.broken))
+        batch = self.scheduler.next_batch()
+        if not batch:
+            return False
+        try:
+            self.run(batch)
+        except Exception as error:
+            # The loop outlives any batch: its requests fail, the others go on.
+            for work in batch:
+                self.fail(work.request, error)
+        self.meter.stepped(batch)
+        return True
+
+    def run(self, batch: list[Work]) -> None:
+        rows, sampling, scoring, start = [], [], [], 0
+        for work in batch:
+            if work.request.wants_prompt and work.start + 1 < len(work.request.prompt_ids):
+                scoring.append((work, len(rows)))
+                rows.extend(range(start, start + work.count))
+            elif work.samples:
+                rows.append(start + work.count - 1)
+            if work.samples:
+                sampling.append((work.request, len(rows) - 1))
+            start += work.count
+        logits = self.forward.step(batch, rows)
+        for work in batch:
+            self.scheduler.record(work)
+        for work, at in scoring:
+            self.score_prompt(work, logits[at : at + work.count])
+        if sampling:
+            index = torch.tensor([at for _, at in sampling], device=logits.device)
+            chosen = logits if len(index) == logits.shape[0] else logits.index_select(0, index)
+            results = sample(self.forward.ops, chosen, [request for request, _ in sampling])
+            for (request, _), result in zip(sampling, results, strict=True):
+                self.take(request, result)
+
+    def score_prompt(self, work: Work, logits: torch.Tensor) -> None:
+        request = work.request
+        stop = min(work.start + work.count + 1, len(request.prompt_ids))
+        targets = torch.tensor(request.prompt_ids[work.start + 1 : stop], device=logits.device)
+        found = logprobs_of(self.forward.ops, logits[: len(targets)], targets, request.sampling.temperature or 1.0)
+        # A preempted prompt is scored again: keep positions, not a log.
+        request.prompt_logprobs[work.start :] = found.tolist()
+
+    def take(self, request: Request, result: Sampled | Exception) -> None:
+        if isinstance(result, Exception):
+            self.forward.clean()
+            self.scheduler.restart()
+            self.fail(request, result)
+            return
+        request.take(result, self.version)
+        self.meter.sampled(request)
+        finish, by = self.ending(request)
+        if finish is not None:
+            self.end(request, finish, by, result)
+        elif request.listener is not None:
+            request.listener(request, result)
+
+    def ending(self, request: Request) -> tuple[Finish | None, int | str | None]:
+        token = request.tokens[-1]
+        if token in request.stop_ids:
+            return Finish.STOP, token
+        for text in self.stop_strings(request):
+            return Finish.STOP, text
+        full = len(request.sampled) >= request.max_tokens or len(request.tokens) >= self.capacity
+        return (Finish.LENGTH, None) if full else (None, None)
+
+    def stop_strings(self, request: Request) -> list[str]:
+        """Those that the newest token completes: they lie within as many tokens as the longest has bytes."""
+        stops = request.sampling.stop
+        if not stops or self.read is None:
+            return []
+        window = max(len(stop.encode()) for stop in stops) + 8
+        sampled = [s.token_id for s in request.sampled]
+        text = self.read(sampled[-window:])
+        return [stop for stop in stops if stop in text]
+
+    def end(self, request: Request, finish: Finish, by: int | str | None = None, last: Sampled | None = None) -> None:
+        self.scheduler.finish(request)
+        request.finish, request.stopped_by = finish, by
+        self.meter.ended(request)
+        if request.listener is not None:
+            if last is not None:
+                request.listener(request, last)
+            request.listener(request, None)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        if request.phase is Phase.FINISHED:
+            return
+        request.error = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+        self.end(request, Finish.ABORT)
+
+    def fail_all(self, error: Exception) -> None:
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.fail(request, error)
+
+    def drop_cancelled(self) -> None:
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            if request.cancelled:
+                self.end(request, Finish.ABORT)
+
+    def load(self, weights: Weights, version: int) -> None:
+        """New weights between two steps. Keys and values of the old ones are dropped and computed anew where they are still needed, so
+        that every later token's log-probability is the one of the new weights over its whole context."""
+        self.scheduler.restart()
+        try:
+            load_weights(self.model, weights)
+        except Exception as error:
+            if not isinstance(weights, dict):
+                self.broken = f"the last weight load failed half way ({error}); load whole weights"
+            raise
+        if self.broken:
+            self.forward.clean()
+        self.broken = None
+        self.version = version

@@ -1,0 +1,189 @@
+"""A Hugging Face decoder read as a list of layers, for a forward pass over pages without the Python of the model classes.
+
+The parameters stay where the model keeps them (q, k, v and gate, up become views of one merged tensor each, so that one product serves
+them), and whatever is not the plain dense form (a mixture of experts, say) is run by the model's own module on exact operators. Reading can
+go wrong in silence, so the loader proves it: the first logits of this forward must equal the model's own, bit for bit, or it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics import AttentionSpec, HeadNorm
+from tokentrue.numerics.patch import activation_kind, norm_kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    weight: Tensor
+    eps: float
+    unit_offset: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """down(act(gate(x)) * up(x)) with gate and up merged."""
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    head_norm: HeadNorm | None
+    spec: AttentionSpec
+    rope: str  # key into Decoder.ropes
+    mlp: Dense | Callable[[Tensor], Tensor]  # [1,T,K] -> [1,T,K]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Everything that a step needs, by reference."""
+
+    embed: Callable[[Tensor], Tensor]
+    layers: tuple[Layer, ...]
+    ropes: dict[str, tuple[Tensor, Tensor]]  # cos, sin [positions, D]
+    norm: Norm
+    head: Tensor
+    head_bias: Tensor | None
+    logit_softcap: float | None
+    heads: tuple[int, int, int]  # H, J, D
+    vocabulary: int
+    max_positions: int
+
+
+ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
+    frozenset({"input_layernorm", "post_attention_layernorm"}): ("input_layernorm", None, "post_attention_layernorm", None),
+    frozenset({"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}): (
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),
+    frozenset({"post_attention_layernorm", "post_feedforward_layernorm"}): (
+        None, "post_attention_layernorm", None, "post_feedforward_layernorm",
+    ),
+}  # fmt: skip
+"""Which norms a layer has -> their roles."""
+
+
+def read_decoder(model: Any, *, max_positions: int) -> Decoder:
+    """The layers of `model`, merged in place; raises ExactnessError with the name of what has no exact form."""
+    config = model.config.get_text_config()
+    body, head = getattr(model, "model", None), model.get_output_embeddings()
+    if body is None or not hasattr(body, "layers") or not hasattr(body, "norm") or not isinstance(head, nn.Linear):
+        raise ExactnessError(f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)")
+    first = body.layers[0].self_attn
+    heads = (config.num_attention_heads, config.num_key_value_heads, first.head_dim)
+    layers = tuple(read_layer(f"layers.{i}", layer, heads) for i, layer in enumerate(body.layers))
+    ropes = {key: rope_table(body, key, max_positions, heads[2]) for key in {layer.rope for layer in layers}}
+    return Decoder(
+        embed=body.embed_tokens, layers=layers, ropes=ropes, norm=read_norm("norm", body.norm), head=head.weight.data,
+        head_bias=None if head.bias is None else head.bias.data, logit_softcap=getattr(config, "final_logit_softcapping", None),
+        heads=heads, vocabulary=head.weight.shape[0], max_positions=max_positions,
+    )  # fmt: skip
+
+
+def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int]) -> Layer:
+    children = dict(layer.named_children())
+    norms = frozenset(child for child in children if child not in {"self_attn", "mlp"})
+    if norms not in LAYOUTS or not {"self_attn", "mlp"} <= children.keys():
+        raise ExactnessError(f"{name} ({type(layer).__name__}) has the parts {sorted(children)}: a layout without an exact form")
+    attention: Any = children["self_attn"]
+    known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+    strange = {child for child, _ in attention.named_children()} - known
+    if strange or not hasattr(attention, "q_proj"):
+        raise ExactnessError(f"{name}.self_attn ({type(attention).__name__}) has parts without an exact form: {sorted(strange)}")
+    qkv, qkv_bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
+    roles = {role: None if child is None else read_norm(f"{name}.{child}", children[child]) for role, child in zip(ROLES, LAYOUTS[norms], strict=True)}  # noqa: E501
+    return Layer(
+        **roles, qkv=qkv, qkv_bias=qkv_bias, out=attention.o_proj.weight.data, out_bias=data_of(attention.o_proj.bias),
+        head_norm=read_head_norm(name, attention, heads), spec=read_attention(attention, heads[2]),
+        rope=getattr(attention, "layer_type", None) or "", mlp=read_mlp(f"{name}.mlp", children["mlp"]),
+    )  # fmt: skip
+
+
+def data_of(parameter: nn.Parameter | None) -> Tensor | None:
+    return None if parameter is None else parameter.data
+
+
+def read_norm(name: str, module: nn.Module) -> Norm:
+    eps, offset = norm_kind(name, module)
+    return Norm(weight=module.weight.data, eps=eps, unit_offset=offset)  # pyright: ignore
+
+
+def read_head_norm(name: str, attention: Any, heads: tuple[int, int, int]) -> HeadNorm | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    q, k = read_norm(f"{name}.q_norm", attention.q_norm), read_norm(f"{name}.k_norm", attention.k_norm)
+    if q.weight.shape[0] != heads[2]:
+        raise ExactnessError(f"{name}.self_attn.q_norm spans {q.weight.shape[0]} values, not one head of {heads[2]}: no exact form")
+    return HeadNorm(q_weight=q.weight, k_weight=k.weight, eps=q.eps, unit_offset=q.unit_offset)
+
+
+def read_attention(attention: Any, head_dim: int) -> AttentionSpec:
+    if getattr(attention, "sinks", None) is not None:
+        raise ExactnessError(f"{type(attention).__name__}: attention sinks have no exact form")
+    window = getattr(attention, "sliding_window", None)
+    if window is None and type(attention).__name__.startswith(("Mistral", "Mixtral")):
+        window = getattr(attention.config, "sliding_window", None)
+    return AttentionSpec(
+        scale=getattr(attention, "scaling", head_dim**-0.5), window=window, softcap=getattr(attention, "attn_logit_softcapping", None)
+    )
+
+
+def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
+    if {child for child, _ in mlp.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        kind = activation_kind(mlp.act_fn)
+        if kind is None:
+            raise ExactnessError(f"{name}.act_fn ({type(mlp.act_fn).__name__}) has no exact form")
+        gate_up, bias = merge(mlp.gate_proj, mlp.up_proj)
+        return Dense(gate_up=gate_up, gate_up_bias=bias, down=mlp.down_proj.weight.data, down_bias=data_of(mlp.down_proj.bias), kind=kind)
+    return mlp
+
+
+def merge(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """One tensor that holds all weights; the modules keep views of it, so that loading into them loads here."""
+    with torch.no_grad():
+        weight = torch.cat([m.weight.data for m in linears])
+        bias = None if linears[0].bias is None else torch.cat([m.bias.data for m in linears])
+        start = 0
+        for m in linears:
+            stop = start + m.weight.shape[0]
+            m.weight.data = weight[start:stop]
+            if bias is not None:
+                m.bias.data = bias[start:stop]
+            start = stop
+    return weight, bias
+
+
+def rope_table(body: Any, key: str, positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position, computed by the model's own module (elementwise, so position by position the same bits)."""
+    rotary = body.rotary_emb
+    kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
+    kind = kinds.get(key, kinds.get(""))
+    if kind in {"dynamic", "longrope"}:
+        raise ExactnessError(f"rotary embedding {kind!r} depends on the length of the sequence: no exact form")
+    weight = body.embed_tokens.weight
+    like = torch.zeros(1, 1, 1, dtype=weight.dtype, device=weight.device)
+    at = torch.arange(positions, device=weight.device)[None]
+    with torch.no_grad():
+        cos, sin = rotary(like, at, key) if isinstance(rotary.rope_type, dict) else rotary(like, at)
+    if cos.shape[-1] != head_dim:
+        raise ExactnessError(f"rotary embedding of {cos.shape[-1]} of {head_dim} values per head (partial) has no exact form")
+    return cos[0].contiguous(), sin[0].contiguous()

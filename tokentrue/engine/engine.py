@@ -1,0 +1,273 @@
+"""ExactEngine: the facade. One thread owns the core; callers are asyncio tasks or other threads, and concurrent calls are batched.
+
+    engine = ExactEngine("model_dir", device="cpu", dtype="float32")
+    completion = await engine.generate(prompt_ids, Sampling(max_tokens=64, seed=1))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokentrue.engine.core import Chaos, Core
+from tokentrue.engine.decoder import read_decoder
+from tokentrue.engine.proof import prove
+from tokentrue.engine.request import Request, Sampled
+from tokentrue.engine.sample import child_seed
+from tokentrue.engine.schedule import Limits
+from tokentrue.engine.sizing import blocks_for
+from tokentrue.engine.weights import Weights, load_model
+from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, SamplingError
+from tokentrue.numerics import Contract, exact
+from tokentrue.numerics.patch import STATE
+from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXTRAS = {"ignore_eos", "prompt_logprobs"}
+"""Keys of Sampling.extra that the engine understands; any other is refused."""
+
+
+class ExactEngine:
+    def __init__(
+        self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", *, limits: Limits | None = None,
+        max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
+        read: Callable[[Sequence[int]], str] | None = None, chaos: Chaos | None = None,
+    ) -> None:  # fmt: skip
+        """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes itself."""
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        where = torch.device(device)
+        self._undo = ExitStack()
+        self.limits = limits or Limits()
+        self.model = load_model(model_dir, device=where, dtype=DTYPES[dtype])
+        self.contract: Contract = self._undo.enter_context(exact(self.model))
+        ops = self.model.__dict__[STATE].ops
+        positions = max_len or self.model.config.get_text_config().max_position_embeddings
+        decoder = read_decoder(self.model, max_positions=positions)
+        num_blocks = blocks_for(decoder, ops, limits=self.limits, kv_tokens=kv_tokens, device=where)
+        self.core = Core(
+            self.model, decoder, ops, self.contract, num_blocks=num_blocks, limits=self.limits, version=version, read=read, chaos=chaos
+        )
+        prove(self.core)
+        self.eos_ids = eos_of(self.model)
+        self._state = threading.Condition()
+        self._inbox: list[Request] = []
+        self._stepping = False
+        self._pauses = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # ---- asking -----------------------------------------------------------------------------------------------------------------------
+    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        """Sample until a stop, the limit or cancellation of this task (which cancels the generation too)."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def hear(request: Request, sampled: Sampled | None) -> None:
+            if sampled is None:
+                with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
+                    loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+
+        request = self.submit(prompt_ids, sampling, hear)
+        try:
+            await done
+        except asyncio.CancelledError:
+            self.cancel(request)
+            raise
+        return self.result(request)
+
+    async def generate_n(self, prompt_ids: Ids, sampling: Sampling, n: int) -> list[Completion]:
+        """n samples of one prompt, which is computed once. Sample i has the seed `child_seed(seed, i)`."""
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        from dataclasses import replace
+
+        return list(await asyncio.gather(*(self.generate(prompt_ids, replace(sampling, seed=child_seed(seed, i))) for i in range(n))))
+
+    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+        """A chunk per sampled token (several, where the reader is slow); the last carries the whole completion."""
+        loop = asyncio.get_running_loop()
+        heard: list[Sampled] = []
+        news = asyncio.Event()
+
+        def hear(request: Request, sampled: Sampled | None) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(note, sampled)
+
+        ended = False
+
+        def note(sampled: Sampled | None) -> None:
+            nonlocal ended
+            if sampled is None:
+                ended = True
+            else:
+                heard.append(sampled)
+            news.set()
+
+        request = self.submit(prompt_ids, sampling, hear)
+        try:
+            while True:
+                await news.wait()
+                news.clear()
+                last, batch = ended, heard[:]
+                heard.clear()
+                final = self.result(request) if last else None
+                if batch or final:
+                    yield Chunk(
+                        token_ids=tuple(s.token_id for s in batch), logprobs=tuple(s.logprob for s in batch), final=final
+                    )
+                if last:
+                    return
+        finally:
+            self.cancel(request)
+
+    def generate_sync(self, prompt_ids: Ids, sampling: Sampling) -> Completion:
+        """The same from a thread without an event loop."""
+        done = threading.Event()
+        request = self.submit(prompt_ids, sampling, lambda _, sampled: done.set() if sampled is None else None)
+        done.wait()
+        return self.result(request)
+
+    def submit(self, prompt_ids: Ids, sampling: Sampling, listener: Callable[[Request, Sampled | None], None]) -> Request:
+        request = self.request(prompt_ids, sampling, listener)
+        with self._state:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            if len(self._inbox) + len(self.core.scheduler.waiting) >= self.limits.max_waiting:
+                raise LimitExceeded(f"{self.limits.max_waiting} requests are waiting already; try again later")
+            self._inbox.append(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="exact-engine", daemon=True)
+                self._thread.start()
+            self._state.notify_all()
+        return request
+
+    def request(self, prompt_ids: Ids, sampling: Sampling, listener: Any = None) -> Request:
+        """Checked here, so that nothing in the loop can fail because of one caller."""
+        ids = tuple(int(i) for i in prompt_ids)
+        vocabulary, capacity = self.core.forward.decoder.vocabulary, self.core.capacity
+        if not ids:
+            raise EngineRejected("prompt_ids is empty; a decoder needs at least one token")
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise EngineRejected(f"prompt_ids holds {min(ids) if min(ids) < 0 else max(ids)}, outside the vocabulary of {vocabulary}")
+        if len(ids) >= capacity:
+            raise EngineRejected(f"the prompt has {len(ids)} tokens, this engine holds {capacity - 1} and one more to sample")
+        unknown = sorted(set(sampling.extra) - EXTRAS)
+        if unknown:
+            raise SamplingError(f"extra {unknown} unknown to the exact engine; it knows {sorted(EXTRAS)}")
+        if sampling.stop and self.core.read is None:
+            raise SamplingError("stop strings need a reader of tokens: ExactEngine(..., read=renderer.decode); or use stop_token_ids")
+        stops = set(sampling.stop_token_ids) | (set() if sampling.extra.get("ignore_eos") else set(self.eos_ids))
+        room = capacity - len(ids)
+        return Request(
+            prompt_ids=ids,
+            sampling=sampling,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            stop_ids=frozenset(stops),
+            max_tokens=min(sampling.max_tokens or room, room),
+            wants_prompt=bool(sampling.extra.get("prompt_logprobs")),
+            listener=listener,
+        )
+
+    def cancel(self, request: Request) -> None:
+        request.cancelled = True
+        with self._state:
+            self._state.notify_all()
+
+    def result(self, request: Request) -> Completion:
+        if request.error is not None:
+            raise request.error
+        return request.completion(self.core.fingerprint)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------------------------
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Live when this returns: every later token is sampled from these weights, also of requests already running."""
+        with self.paused():
+            self.core.load(weights, version)
+
+    async def publish(self, weights: Iterable[tuple[str, Any]] | Mapping[str, Any], *, version: int) -> None:
+        """As a WeightSink."""
+        await asyncio.to_thread(self.load_weights, weights, version)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Between two steps, with none begun until the block ends."""
+        with self._state:
+            self._pauses += 1
+            while self._stepping:
+                self._state.wait()
+        try:
+            yield
+        finally:
+            with self._state:
+                self._pauses -= 1
+                self._state.notify_all()
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                self._stepping = False
+                self._state.notify_all()
+                while not self._closed and (self._pauses or not (self._inbox or self.core.busy)):
+                    self._state.wait()
+                if self._closed:
+                    self._inbox_into_core()
+                    self.core.fail_all(EngineError("the engine was closed"))
+                    return
+                self._inbox_into_core()
+                self._stepping = True
+            self.core.step()
+
+    def _inbox_into_core(self) -> None:
+        for request in self._inbox:
+            self.core.add(request)
+        self._inbox.clear()
+
+    def metrics(self) -> dict[str, float]:
+        report = self.core.meter.report(self.core.scheduler, self.core.version)
+        report["requests_waiting"] += len(self._inbox)
+        return report
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+    @property
+    def fingerprint(self) -> str:
+        return self.core.fingerprint
+
+    def close(self) -> None:
+        """Pending requests fail; the model is left as it was found."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+        self._undo.close()
+
+    def __enter__(self) -> ExactEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def eos_of(model: Any) -> tuple[int, ...]:
+    """All end-of-sequence ids that the model's configurations name; either may hold one id or a list."""
+    found: list[int] = []
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        found += ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+    return tuple(dict.fromkeys(found))
+
+
+__all__ = ["ExactEngine", "Finish"]

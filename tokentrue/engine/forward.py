@@ -1,0 +1,121 @@
+"""Tensors in, logits out: one step of the decoder over the paged cache. The only file of the engine that does arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tokentrue.engine.decoder import Decoder, Dense, Layer, Norm
+from tokentrue.engine.schedule import Work
+from tokentrue.numerics import Ops, PagedBatch
+
+Trace = Callable[[str, Tensor], None]
+
+
+class Forward:
+    """A decoder, its operators and its cache. `trace(name, tensor)`, where given, hears every operator's result."""
+
+    def __init__(self, decoder: Decoder, ops: Ops, *, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.decoder = decoder
+        self.ops = ops
+        self.device = device
+        _, heads, head_dim = decoder.heads
+        self.caches = [
+            (ops.new_cache(num_blocks, heads, head_dim, dtype, device), ops.new_cache(num_blocks, heads, head_dim, dtype, device))
+            for _ in decoder.layers
+        ]
+        self.trace: Trace | None = None
+
+    @torch.inference_mode()
+    def step(self, batch: Sequence[Work], rows: Sequence[int]) -> Tensor:
+        """Logits [len(rows), V] of those token rows of the step."""
+        ids = [token for work in batch for token in work.request.tokens[work.start : work.start + work.count]]
+        paged = paged_batch(batch, self.ops.block_size, self.device)
+        hidden = self.hidden(torch.tensor(ids, device=self.device), paged)
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden.index_select(0, torch.tensor(rows, device=self.device))
+        return self.logits(hidden)
+
+    def hidden(self, ids: Tensor, batch: PagedBatch) -> Tensor:
+        """[T,K] after the last layer, before the final norm."""
+        d = self.decoder
+        x = d.embed(ids)
+        ropes = {key: (cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)) for key, (cos, sin) in d.ropes.items()}
+        for index, layer in enumerate(d.layers):
+            x = self.layer(index, layer, x, *ropes[layer.rope], batch)
+        return x
+
+    def layer(self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: PagedBatch) -> Tensor:
+        ops, name = self.ops, f"layers.{index}"
+        h = self.norm(f"{name}.before_attention", layer.before_attention, x)
+        qkv = self.heard(f"{name}.qkv", ops.linear(h, layer.qkv, layer.qkv_bias))
+        keys, values = self.caches[index]
+        q = ops.prepare_qkv(qkv, self.decoder.heads, layer.head_norm, cos, sin, keys, values, batch)
+        attended = self.heard(f"{name}.attention", ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1))
+        h = self.heard(f"{name}.out", ops.linear(attended, layer.out, layer.out_bias))
+        h = self.norm(f"{name}.after_attention", layer.after_attention, h)
+        if layer.before_mlp is None:
+            x = x + h
+            h = x
+        else:
+            n = layer.before_mlp
+            h, x = ops.add_rms_norm(h, x, n.weight, n.eps, unit_offset=n.unit_offset)
+            self.heard(f"{name}.before_mlp", h)
+        h = self.mlp(name, layer.mlp, h)
+        return x + self.norm(f"{name}.after_mlp", layer.after_mlp, h)
+
+    def mlp(self, name: str, mlp: Dense | Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+        if not isinstance(mlp, Dense):
+            return self.heard(f"{name}.mlp", mlp(h[None])[0])
+        gate, up = self.ops.linear(h, mlp.gate_up, mlp.gate_up_bias).chunk(2, -1)
+        inner = self.heard(f"{name}.activation", self.ops.act_mul(gate, up, mlp.kind))
+        return self.heard(f"{name}.mlp", self.ops.linear(inner, mlp.down, mlp.down_bias))
+
+    def norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
+        if norm is None:
+            return x
+        return self.heard(name, self.ops.rms_norm(x, norm.weight, norm.eps, unit_offset=norm.unit_offset))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        d = self.decoder
+        logits = self.ops.linear(self.norm("norm", d.norm, hidden), d.head, d.head_bias)
+        if d.logit_softcap is not None:
+            logits = torch.tanh(logits / d.logit_softcap) * d.logit_softcap
+        return self.heard("logits", logits)
+
+    def heard(self, name: str, tensor: Tensor) -> Tensor:
+        if self.trace is not None:
+            self.trace(name, tensor)
+        return tensor
+
+    def clean(self) -> None:
+        """Zero every page: after weights that were not finite."""
+        for pair in self.caches:
+            for cache in pair:
+                cache.zero_()
+
+
+def paged_batch(batch: Sequence[Work], size: int, device: torch.device) -> PagedBatch:
+    positions, slots, ends, contexts, tables = [], [], [0], [], []
+    width = max(len(work.request.blocks) for work in batch)
+    for work in batch:
+        blocks = work.request.blocks
+        at = range(work.start, work.start + work.count)
+        positions.extend(at)
+        slots.extend(blocks[p // size] * size + p % size for p in at)
+        ends.append(ends[-1] + work.count)
+        contexts.append(work.start + work.count)
+        tables.append(blocks + [0] * (width - len(blocks)))
+    q_lens = tuple(work.count for work in batch)
+    return PagedBatch(
+        positions=torch.tensor(positions, device=device),
+        slots=torch.tensor(slots, device=device),
+        cu_q=torch.tensor(ends, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+        q_lens=q_lens,
+        contexts=tuple(contexts),
+        num_decodes=sum(count == 1 for count in q_lens),
+    )

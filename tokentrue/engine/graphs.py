@@ -1,0 +1,150 @@
+"""Bursts of decode steps on a CUDA device: captured once a batch size, replayed without the host in between.
+
+A step reads and moves device state alone (`Rows`): the sampled token is the next step's input, its place in the pages comes from the row's
+table. The host sees a burst's tokens at its end; what a row samples past its stop is dropped there, and what it writes past its blocks goes
+to the null block. Bits do not change: rows are independent of the batch, and the noise depends on seed and position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tokentrue.engine.decoder import Dense
+from tokentrue.engine.forward import Forward
+from tokentrue.engine.request import Request, Sampled
+from tokentrue.engine.sample import GOLDEN, MASK, mix, signed
+from tokentrue.numerics import PagedBatch
+
+if TYPE_CHECKING:
+    from tokentrue.numerics.triton.sampling import Rows
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+MOST_STEPS = 16
+
+
+def is_plain(request: Request) -> bool:
+    """Whether a row of the graph can sample it: temperature and seed alone shape its distribution, and one number a token is wanted."""
+    s = request.sampling
+    return not s.filters and not s.top_logprobs
+
+
+class DecodeGraphs:
+    """Captured decode steps of one Forward. `width` is the most blocks a sequence can have."""
+
+    def __init__(self, forward: Forward, *, width: int) -> None:
+        from tokentrue.numerics.triton.sampling import Rows, advance
+
+        self.forward = forward
+        self.width = width
+        self._advance = advance
+        self._rows: type[Rows] = Rows
+        self._pool: tuple[int, int] | None = None
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
+
+    @torch.inference_mode()
+    def burst(self, requests: Sequence[Request], steps: int) -> list[list[Sampled]]:
+        """The next `steps` tokens of each request; all are decoding, plain, and own the blocks of the tokens that they will keep."""
+        graph, rows = self.captured(len(requests))
+        self.fill(rows, requests)
+        for _ in range(steps):
+            graph.replay()
+        ids, logprobs = rows.out_ids[:steps].tolist(), rows.out_logprobs[:steps].tolist()
+        return [
+            [Sampled(token_id=ids[s][i], logprob=logprobs[s][i], raw_logprob=logprobs[s][i]) for s in range(steps)] for i in range(len(requests))
+        ]
+
+    def captured(self, count: int) -> tuple[torch.cuda.CUDAGraph, Rows]:
+        size = next(b for b in BUCKETS if b >= count)
+        if size not in self._captured:
+            self._captured[size] = self.capture(size)
+        return self._captured[size]
+
+    def fill(self, rows: Rows, requests: Sequence[Request]) -> None:
+        """One copy of everything the rows need; padding rows decode token 0 at position 0 into the null block."""
+        size, page = rows.ids.shape[0], self.forward.ops.block_size
+        state = torch.zeros((4, size), dtype=torch.int64)
+        numbers = torch.ones((2, size), dtype=torch.float32)
+        numbers[1] = 0.0
+        tables = torch.zeros((size, self.width), dtype=torch.int32)
+        for i, r in enumerate(requests):
+            at = len(r.tokens) - 1
+            state[0, i], state[1, i] = r.tokens[-1], at
+            state[2, i] = r.blocks[at // page] * page + at % page
+            state[3, i] = signed(mix((r.seed * GOLDEN + 1) & MASK))
+            if r.sampling.temperature > 0:
+                numbers[0, i], numbers[1, i] = r.sampling.temperature, 1.0
+            tables[i, : len(r.blocks)] = torch.tensor(r.blocks, dtype=torch.int32)
+        device = rows.ids.device
+        state_d, numbers_d = state.pin_memory().to(device, non_blocking=True), numbers.pin_memory().to(device, non_blocking=True)
+        rows.tables.copy_(tables.pin_memory(), non_blocking=True)
+        for target, source in ((rows.ids, state_d[0]), (rows.positions, state_d[1]), (rows.starts, state_d[1]), (rows.slots, state_d[2])):
+            target.copy_(source)
+        rows.keys.copy_(state_d[3])
+        rows.contexts.copy_(state_d[1] + 1)
+        rows.temperatures.copy_(numbers_d[0])
+        rows.noisy.copy_(numbers_d[1])
+
+    # ---- capture ------------------------------------------------------------------------------------------------------------------
+    def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Rows]:
+        rows = self.new_rows(size)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step(rows)  # compiles every kernel, so that nothing is compiled while capturing
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.fill(rows, ())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self.step(rows)
+        self._pool = graph.pool()
+        return graph, rows
+
+    def new_rows(self, size: int) -> Rows:
+        device = self.forward.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return self._rows(
+            ids=zeros(size), positions=zeros(size), slots=zeros(size), contexts=zeros(size, dtype=torch.int32) + 1,
+            tables=zeros(size, self.width, dtype=torch.int32), starts=zeros(size), keys=zeros(size), noisy=zeros(size, dtype=torch.int32),
+            temperatures=zeros(size, dtype=torch.float32) + 1.0, out_ids=zeros(MOST_STEPS, size), out_logprobs=zeros(MOST_STEPS, size, dtype=torch.float32),
+        )  # fmt: skip
+
+    def step(self, rows: Rows) -> None:
+        """One decode step from and to device state."""
+        size = rows.ids.shape[0]
+        batch = PagedBatch(
+            positions=rows.positions, slots=rows.slots, cu_q=torch.arange(size + 1, dtype=torch.int32, device=rows.ids.device),
+            context_lens=rows.contexts, block_tables=rows.tables, q_lens=(1,) * size, contexts=(1,) * size, num_decodes=size,
+        )  # fmt: skip
+        self._advance(self.logits(rows.ids, batch), rows, self.forward.ops.block_size)
+
+    def logits(self, ids: Tensor, batch: PagedBatch) -> Tensor:
+        """As Forward's, with each residual sum fused into the norm behind it; layers with other norms go through Forward itself."""
+        f, d = self.forward, self.forward.decoder
+        plain = all(isinstance(x.mlp, Dense) and x.before_attention and x.before_mlp and not x.after_attention and not x.after_mlp for x in d.layers)
+        if not plain or d.logit_softcap is not None:
+            return f.logits(f.hidden(ids, batch))
+        ropes = {key: (cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)) for key, (cos, sin) in d.ropes.items()}
+        x, h, ops = d.embed(ids), None, f.ops
+        for (keys, values), layer in zip(f.caches, d.layers, strict=True):
+            n, m, mlp = layer.before_attention, layer.before_mlp, layer.mlp
+            assert n is not None and m is not None and isinstance(mlp, Dense)
+            h, x = ops.add_rms_norm(h, x, n.weight, n.eps, unit_offset=n.unit_offset) if h is not None else (f.norm("", n, x), x)
+            q = ops.prepare_qkv(ops.linear(h, layer.qkv, layer.qkv_bias), d.heads, layer.head_norm, *ropes[layer.rope], keys, values, batch)
+            h = ops.linear(ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1), layer.out, layer.out_bias)
+            h, x = ops.add_rms_norm(h, x, m.weight, m.eps, unit_offset=m.unit_offset)
+            if mlp.gate_up_bias is None:
+                inner = ops.gated_linear(h, mlp.gate_up, mlp.kind)
+            else:
+                inner = ops.act_mul(*ops.linear(h, mlp.gate_up, mlp.gate_up_bias).chunk(2, -1), mlp.kind)
+            h = ops.linear(inner, mlp.down, mlp.down_bias)
+        assert h is not None
+        h, _ = ops.add_rms_norm(h, x, d.norm.weight, d.norm.eps, unit_offset=d.norm.unit_offset)
+        return ops.linear(h, d.head, d.head_bias)

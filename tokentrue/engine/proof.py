@@ -1,0 +1,51 @@
+"""The proof at load: this engine's forward over pages equals the model's own forward, bit for bit, on prefill, chunk and decode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tokentrue.engine.request import Request
+from tokentrue.engine.schedule import Work
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics import logits_of, same_bits
+from tokentrue.types import Sampling
+
+if TYPE_CHECKING:
+    from tokentrue.engine.core import Core
+
+LENGTH = 141  # past one block of 128 keys
+PIECES = (77, 61, 1, 1, 1)
+
+
+def prove(core: Core) -> None:
+    """Raise ExactnessError with the first position that differs."""
+    decoder = core.forward.decoder
+    length = min(LENGTH, core.capacity)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, decoder.vocabulary, (length,), generator=generator)
+    with torch.inference_mode():
+        wanted = logits_of(core.model, ids[None].to(core.forward.device))[0]
+        found = paged_logits(core, ids.tolist())
+    if not same_bits(found, wanted):
+        differs = (found != wanted).any(-1).nonzero().flatten().tolist()
+        raise ExactnessError(
+            f"{type(core.model).__name__} has a part without an exact form: the engine's forward differs from the model's own at "
+            f"{len(differs)} of {length} positions, first {differs[:1]}"
+        )
+
+
+def paged_logits(core: Core, ids: list[int], pieces: tuple[int, ...] = PIECES) -> Tensor:
+    """Logits of every position, computed piece by piece through the pages."""
+    request = Request(prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1)
+    core.scheduler.grow(request, len(ids))
+    rows, start = [], 0
+    for piece in pieces:
+        count = min(piece, len(ids) - start)
+        if count > 0:
+            rows.append(core.forward.step([Work(request, start, count)], range(count)))
+            start += count
+    core.scheduler.free(request)
+    return torch.cat(rows)

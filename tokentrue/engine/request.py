@@ -1,0 +1,100 @@
+"""One generation on its way through the engine: what was asked, what has been sampled, where its keys and values lie."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tokentrue.types import Completion, Finish, Sampling, VersionSpan
+
+_numbers = itertools.count()
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One sampled token with its numbers."""
+
+    token_id: int
+    logprob: float
+    raw_logprob: float
+    top: dict[int, float] | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """Mutable, owned by the engine's thread. `tokens[:computed]` have their keys and values in `blocks`."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    stop_ids: frozenset[int]
+    max_tokens: int
+    listener: Callable[[Request, Sampled | None], None] | None = None
+    wants_prompt: bool = False
+    number: int = field(default_factory=lambda: next(_numbers))
+    arrived_s: float = field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    phase: Phase = Phase.WAITING
+    cancelled: bool = False
+    tokens: list[int] = field(default_factory=list[int])
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list[int])
+    hashes: list[bytes] = field(default_factory=list[bytes])
+    sampled: list[Sampled] = field(default_factory=list[Sampled])
+    versions: list[int] = field(default_factory=list[int])
+    prompt_logprobs: list[float] = field(default_factory=list[float])
+    prefix_hits: int = 0
+    preemptions: int = 0
+    finish: Finish | None = None
+    stopped_by: int | str | None = None
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys are not in the cache yet; 1 in plain decoding."""
+        return len(self.tokens) - self.computed
+
+    def take(self, sampled: Sampled, version: int) -> None:
+        self.tokens.append(sampled.token_id)
+        self.sampled.append(sampled)
+        self.versions.append(version)
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+
+    def completion(self, fingerprint: str) -> Completion:
+        assert self.finish is not None
+        filtered = bool(self.sampling.filters)
+        return Completion(
+            token_ids=tuple(s.token_id for s in self.sampled),
+            logprobs=tuple(s.logprob for s in self.sampled),
+            finish=self.finish,
+            versions=spans_of(self.versions),
+            prompt_tokens=len(self.prompt_ids),
+            stopped_by=self.stopped_by,
+            top_logprobs=tuple(s.top or {} for s in self.sampled) if self.sampling.top_logprobs else None,
+            raw_logprobs=tuple(s.raw_logprob for s in self.sampled) if filtered else None,
+            prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt else None,
+            fingerprint=fingerprint,
+        )
+
+
+def spans_of(versions: list[int]) -> tuple[VersionSpan, ...]:
+    spans: list[VersionSpan] = []
+    start = 0
+    for version, run in itertools.groupby(versions):
+        end = start + len(list(run))
+        spans.append(VersionSpan(start=start, end=end, version=version))
+        start = end
+    return tuple(spans)

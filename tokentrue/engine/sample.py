@@ -1,0 +1,120 @@
+"""Logits to tokens: Gumbel-max with counter-based noise, so that a request's tokens do not depend on what else is in the batch.
+
+The noise of a token is a hash of (seed, position, token id), in float64: token = argmax(scaled logits + noise), which samples from the
+softmax. Temperature 0 takes the argmax itself, and then reports log-probabilities at temperature 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokentrue.engine.request import Request, Sampled
+from tokentrue.numerics import Ops, filtered, scaled_logits
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def mix(value: int) -> int:
+    """The finaliser of splitmix64: every input bit moves every output bit."""
+    value = ((value ^ (value >> 30)) * MIX[0]) & MASK
+    value = ((value ^ (value >> 27)) * MIX[1]) & MASK
+    return value ^ (value >> 31)
+
+
+def stream_key(seed: int, position: int) -> int:
+    return mix((mix((seed * GOLDEN + 1) & MASK) + position * GOLDEN) & MASK)
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a group; index 0 keeps the seed itself."""
+    return seed if index == 0 else mix((seed ^ (index * GOLDEN)) & MASK)
+
+
+def signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torch.device) -> Tensor:
+    """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash."""
+    keys = torch.tensor([signed(stream_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
+    z = keys[:, None] + torch.arange(1, vocabulary + 1, device=device)[None, :] * signed(GOLDEN)
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * signed(MIX[0])
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * signed(MIX[1])
+    z = z ^ ((z >> 31) & ((1 << 33) - 1))
+    uniform = ((z >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def sample(ops: Ops, logits_RV: Tensor, requests: list[Request]) -> list[Sampled | Exception]:
+    """One token per row, for the requests in their order."""
+    temperatures = [r.sampling.temperature or 1.0 for r in requests]
+    penalised = penalties(logits_RV, requests)
+    per_row = torch.tensor(temperatures, dtype=torch.float32, device=logits_RV.device)
+    raw_scaled = scaled_logits(logits_RV, per_row)
+    raw_table = ops.log_softmax(raw_scaled)
+    scaled, table = raw_scaled, raw_table
+    shaped = [i for i, r in enumerate(requests) if r.sampling.filters]
+    if shaped:
+        scaled, table = raw_scaled.clone(), raw_table.clone()
+        for i in shaped:
+            s = requests[i].sampling
+            row = scaled_logits(penalised[i][None], per_row[i : i + 1])[0] if i in penalised else raw_scaled[i]
+            scaled[i] = filtered(row, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+            table[i] = ops.log_softmax(scaled[i : i + 1])[0]
+    chosen = choose(scaled, requests)
+    at = chosen[:, None]
+    logprobs, raws = table.gather(-1, at).squeeze(-1).tolist(), raw_table.gather(-1, at).squeeze(-1).tolist()
+    finite = torch.isfinite(raw_scaled.sum(-1)).tolist()
+    results: list[Sampled | Exception] = []
+    for i, (request, token) in enumerate(zip(requests, chosen.tolist(), strict=True)):
+        if not finite[i]:
+            results.append(not_finite())
+            continue
+        top = top_logprobs(table[i], request.sampling.top_logprobs) if request.sampling.top_logprobs else None
+        results.append(Sampled(token_id=token, logprob=logprobs[i], raw_logprob=raws[i], top=top))
+    return results
+
+
+def not_finite() -> Exception:
+    from tokentrue.errors import EngineError
+
+    return EngineError("the model's logits are not finite: the weights hold NaN or infinity; load good weights and ask again")
+
+
+def choose(scaled_RV: Tensor, requests: list[Request]) -> Tensor:
+    noisy = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
+    if not noisy:
+        return scaled_RV.argmax(-1)
+    noise = gumbel([requests[i].seed for i in noisy], [len(requests[i].tokens) for i in noisy], scaled_RV.shape[-1], scaled_RV.device)
+    if len(noisy) == len(requests):
+        return noise.add_(scaled_RV).argmax(-1)
+    chosen = scaled_RV.argmax(-1)
+    rows = torch.tensor(noisy, device=scaled_RV.device)
+    chosen[rows] = noise.add_(scaled_RV[rows]).argmax(-1)
+    return chosen
+
+
+def top_logprobs(table_V: Tensor, count: int) -> dict[int, float]:
+    values, ids = torch.topk(table_V, min(count, table_V.shape[-1]))
+    return {i: v for i, v in zip(ids.tolist(), values.tolist(), strict=True) if v > -torch.inf}
+
+
+def penalties(logits_RV: Tensor, requests: list[Request]) -> dict[int, Tensor]:
+    """Rows with repetition (prompt and output), presence and frequency (output) penalties applied, in float32."""
+    rows: dict[int, Tensor] = {}
+    for i, request in enumerate(requests):
+        s = request.sampling
+        if s.repetition_penalty == 1.0 and s.presence_penalty == 0.0 and s.frequency_penalty == 0.0:
+            continue
+        row = logits_RV[i].float().clone()
+        if s.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(request.tokens)), device=row.device)
+            values = row[seen]
+            row[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+        output = torch.tensor(request.tokens[len(request.prompt_ids) :], dtype=torch.int64, device=row.device)
+        counts = torch.bincount(output, minlength=row.shape[0])
+        rows[i] = row - s.frequency_penalty * counts - s.presence_penalty * (counts > 0)
+    return rows

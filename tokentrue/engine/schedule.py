@@ -1,0 +1,188 @@
+"""Who runs next, and how many tokens of each: continuous batching with prefill and decode mixed. Pure, no tensors.
+
+Order of arrival is order of service. A running request is preempted (its blocks freed, its tokens kept and recomputed later) only to
+make room for an earlier one; it goes back to the front of the queue. A request whose missing prefix is just being computed by another one
+waits a step or two and then shares it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tokentrue.engine.blocks import BlockPool, block_hash
+from tokentrue.engine.request import Phase, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_requests: int = 256  # running at once
+    step_tokens: int = 2048  # new tokens per step, all requests together
+    chunk_tokens: int = 512  # of one prompt per step
+    max_waiting: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`count` tokens of `request` from position `start`."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.count == len(self.request.tokens)
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, limits: Limits, *, chunk: Callable[[Request, int], int] | None = None) -> None:
+        """`chunk(request, most)` may choose a smaller piece of a prompt: for tests, because no bit may depend on it."""
+        self.pool = pool
+        self.limits = limits
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self.prefix_hits = 0
+        self.prefix_queries = 0
+        self._chunk = chunk or (lambda request, most: most)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def next_batch(self) -> list[Work]:
+        """Decodes first, then pieces of prompts; every request in it has its blocks."""
+        budget = self.limits.step_tokens
+        batch: list[Work] = []
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.phase is not Phase.RUNNING:
+                continue  # preempted for the sake of an earlier one in this very loop
+            count = self.piece(request, budget)
+            if self.make_room(request, request.computed + count):
+                batch.append(Work(request, request.computed, count))
+                budget -= count
+        batch = [work for work in batch if work.request.phase is Phase.RUNNING]
+        batch += self.admit(budget)
+        return sorted(batch, key=lambda work: work.count > 1)
+
+    def piece(self, request: Request, budget: int) -> int:
+        most = min(request.remaining, budget, self.limits.chunk_tokens)
+        return max(1, min(most, self._chunk(request, most)))
+
+    def admit(self, budget: int) -> Iterable[Work]:
+        deferred: list[Request] = []
+        coming = {name for request in self.running for name in self.names_in_work(request)}
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_requests:
+            request = self.waiting.popleft()
+            names = self.prefix_names(request)
+            if any(name in coming and not self.pool.has(name) for name in names):
+                deferred.append(request)
+                continue
+            self.share_prefix(request, names)
+            count = self.piece(request, budget)
+            if not self.grow(request, request.computed + count):
+                self.free(request)
+                self.waiting.appendleft(request)
+                break
+            request.phase = Phase.RUNNING
+            self.insert(request)
+            coming.update(self.names_in_work(request))
+            budget -= count
+            yield Work(request, request.computed, count)
+        self.waiting.extendleft(reversed(deferred))
+
+    def insert(self, request: Request) -> None:
+        """Running requests stay in order of arrival, also those that come back after a preemption."""
+        at = len(self.running)
+        while at and self.running[at - 1].number > request.number:
+            at -= 1
+        self.running.insert(at, request)
+
+    # ---- prefixes -------------------------------------------------------------------------------------------------------------------
+    def prefix_names(self, request: Request) -> list[bytes]:
+        """Names of the full blocks that could be shared; the last token is always computed, because its logits are needed."""
+        if request.wants_prompt and not request.sampled:
+            return []  # every prompt position's logits are wanted
+        size = self.pool.block_size
+        while len(request.hashes) < (len(request.tokens) - 1) // size:
+            self.extend_names(request)
+        return request.hashes[: (len(request.tokens) - 1) // size]
+
+    def extend_names(self, request: Request) -> None:
+        size, n = self.pool.block_size, len(request.hashes)
+        request.hashes.append(block_hash(request.hashes[-1] if n else b"", request.tokens[n * size : (n + 1) * size]))
+
+    def names_in_work(self, request: Request) -> list[bytes]:
+        """Blocks of the prompt that a running request is about to compute."""
+        size = self.pool.block_size
+        return request.hashes[request.computed // size :] if request.remaining > 1 else []
+
+    def share_prefix(self, request: Request, names: list[bytes]) -> None:
+        for name in names:
+            block = self.pool.share(name)
+            if block is None:
+                break
+            request.blocks.append(block)
+        request.computed = len(request.blocks) * self.pool.block_size
+        request.prefix_hits += request.computed
+        self.prefix_hits += request.computed
+        self.prefix_queries += len(request.tokens)
+
+    # ---- blocks ---------------------------------------------------------------------------------------------------------------------
+    def grow(self, request: Request, length: int) -> bool:
+        """Blocks for `length` tokens, if there are enough."""
+        missing = -(-length // self.pool.block_size) - len(request.blocks)
+        if missing > self.pool.num_free:
+            return False
+        request.blocks.extend(self.pool.take() for _ in range(missing))
+        return True
+
+    def make_room(self, request: Request, length: int) -> bool:
+        """Grow, at the expense of later arrivals; False when the request itself had to give way."""
+        while not self.grow(request, length):
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.free(request)
+        request.phase = Phase.WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def free(self, request: Request) -> None:
+        for block in reversed(request.blocks):  # so that the oldest free block is the end of a prefix, not its start
+            self.pool.release(block)
+        request.blocks.clear()
+        request.computed = 0
+
+    # ---- results --------------------------------------------------------------------------------------------------------------------
+    def record(self, work: Work) -> None:
+        """The keys of this piece are in the cache: full blocks get their names."""
+        request, size = work.request, self.pool.block_size
+        request.computed = work.start + work.count
+        for index in range(work.start // size, request.computed // size):
+            while len(request.hashes) <= index:
+                self.extend_names(request)
+            self.pool.name(request.blocks[index], request.hashes[index])
+
+    def finish(self, request: Request) -> None:
+        if request.phase is Phase.RUNNING:
+            self.running.remove(request)
+        elif request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        self.free(request)
+        request.phase = Phase.FINISHED
+
+    def restart(self) -> None:
+        """New weights: what is cached is stale, everyone running computes anew."""
+        for request in reversed(list(self.running)):
+            self.preempt(request)
+        self.pool.forget()

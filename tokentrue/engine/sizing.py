@@ -1,0 +1,32 @@
+"""How many cache blocks fit: measured from the memory that is free, not asked of the user."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from tokentrue.engine.decoder import Decoder
+from tokentrue.engine.schedule import Limits
+from tokentrue.numerics import Ops
+
+CPU_SHARE, GPU_SHARE = 0.25, 0.85
+CPU_MOST_BYTES = 4 << 30
+
+
+def blocks_for(decoder: Decoder, ops: Ops, *, limits: Limits, kv_tokens: int | None, device: torch.device) -> int:
+    """Enough for every request at full length if memory allows, else what memory allows; one more for the null block."""
+    _, heads, head_dim = decoder.heads
+    token_bytes = 2 * len(decoder.layers) * heads * head_dim * decoder.head.element_size()
+    wanted = kv_tokens if kv_tokens is not None else min(limits.max_requests * decoder.max_positions, free_bytes(decoder, limits, device) // token_bytes)
+    return max(2, -(-wanted // ops.block_size)) + 1
+
+
+def free_bytes(decoder: Decoder, limits: Limits, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        width = max(decoder.head.shape[1], *(layer.qkv.shape[0] for layer in decoder.layers))
+        activations = limits.step_tokens * width * decoder.head.element_size() * 16 + limits.max_requests * decoder.vocabulary * 40
+        return max(int(free * GPU_SHARE) - activations, 0)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * CPU_SHARE), CPU_MOST_BYTES)

@@ -1,0 +1,112 @@
+"""Weights in: a model from a directory, and new weights into a live model, in place, by name. All of them or none are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokentrue.errors import EngineError, ExactnessError, FileFormatError
+
+Weights = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
+
+
+def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: torch.dtype) -> Any:
+    """A Hugging Face causal decoder in inference mode; a model object is taken as it is (and its weights are the engine's from now on)."""
+    if isinstance(source, nn.Module):
+        model = source.to(device=device, dtype=dtype)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation="eager").to(device)
+        except (OSError, ValueError, KeyError) as error:
+            raise FileFormatError(f"cannot load a model from {source}: {one_line(error)}") from error
+    return model.eval().requires_grad_(False)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def targets_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every name of the state dict, tied ones included, and the tensor behind it."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def load_weights(model: nn.Module, source: Weights) -> None:
+    """Copy into the live parameters. A mapping or directory is checked whole before the first copy; a stream as it comes."""
+    targets = targets_of(model)
+    if isinstance(source, str | Path):
+        source = read_directory(Path(source), targets, model)
+    if isinstance(source, Mapping):
+        check_names(targets, source)
+        pairs: Iterable[tuple[str, Any]] = source.items()
+    else:
+        pairs = source
+    covered: set[int] = set()
+    with torch.no_grad():
+        for name, value in pairs:
+            target = target_of(targets, name)
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            check_shape(name, target, value)
+            target.data.copy_(value)
+            covered.add(target.data_ptr())
+    missing = [name for name, target in targets.items() if target.data_ptr() not in covered]
+    if missing:
+        raise EngineError(f"weights are missing {len(missing)} tensors, first {missing[0]!r}: publish the whole state dict")
+
+
+def target_of(targets: Mapping[str, Tensor], name: str) -> Tensor:
+    plain = name
+    for wrapper in WRAPPERS:
+        plain = plain.replace(wrapper, "")
+    if plain not in targets:
+        raise EngineError(f"weight {name!r} is not a parameter of this model; send the names of its own state_dict()")
+    return targets[plain]
+
+
+def check_shape(name: str, target: Tensor, value: Any) -> None:
+    if tuple(target.shape) != tuple(value.shape):
+        raise EngineError(f"weight {name!r} has shape {tuple(value.shape)}, the model needs {tuple(target.shape)}")
+
+
+def check_names(targets: Mapping[str, Tensor], source: Mapping[str, Any]) -> None:
+    for name, value in source.items():
+        check_shape(name, target_of(targets, name), value)
+    covered = {target_of(targets, name).data_ptr() for name in source}
+    missing = [name for name, target in targets.items() if target.data_ptr() not in covered]
+    if missing:
+        raise EngineError(f"weights are missing {len(missing)} tensors, first {missing[0]!r}: publish the whole state dict")
+
+
+def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Mapping[str, Any]:
+    """A checkpoint directory: its safetensors where the names are the model's own, else through transformers' conversion."""
+    from safetensors import safe_open
+
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileFormatError(f"{path} holds no *.safetensors")
+    found: dict[str, Any] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            found.update((name, handle.get_tensor(name)) for name in handle.keys())  # noqa: SIM118
+    if set(found) <= set(targets):
+        return found
+    from transformers import AutoModelForCausalLM
+
+    other = AutoModelForCausalLM.from_pretrained(str(path), dtype=next(model.parameters()).dtype)
+    if type(other) is not type(model):
+        raise ExactnessError(f"{path} holds a {type(other).__name__}, the engine runs a {type(model).__name__}")
+    return dict(other.state_dict())
+
+
+def named(weights: Weights) -> Iterator[tuple[str, Any]]:
+    """The pairs of a mapping or stream."""
+    if isinstance(weights, str | Path):
+        raise TypeError("a directory is not a stream")
+    yield from weights.items() if isinstance(weights, Mapping) else weights
