@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -81,10 +82,10 @@ def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
         state = json.loads((path / "state.json").read_text())
         weights = load_file(path / "model.safetensors")
         moments = load_file(path / "optimizer.safetensors")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise FileFormatError(f"{path}: not a whole checkpoint ({error}); remove it to go on from an earlier one") from error
     if state["run_hash"] != run_hash:
-        raise FileFormatError(f"{path}: made with another configuration ({state['run_hash']}, now {run_hash}); choose another out directory")
+        raise FileFormatError(f"{path}: another configuration made it ({state['run_hash']}, now {run_hash}); choose another directory")
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             place(parameter, weights[name])

@@ -1,0 +1,120 @@
+"""The loop: who plays what with which weights, and a resume that nobody could tell from an unbroken run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.rows import groups_for, small_model
+from tokentrue.errors import FileFormatError
+from tokentrue.mismatch import loss_named
+from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
+from tokentrue.train.checkpoint import found
+from tokentrue.train.rounds import Groups
+from tokentrue.types import Certificate, Sample, Span
+
+
+class Engine:
+    """A stand-in engine: holds published weights, plays rounds with them, remembers which version played which round."""
+
+    def __init__(self) -> None:
+        self.model = small_model()
+        self.version = 0
+        self.played: list[tuple[int, int]] = []
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        self.model.load_state_dict(dict(weights), strict=False)
+        self.version = version
+
+    async def play(self, number: int) -> Groups:
+        began = self.version
+        await asyncio.sleep(0.01)
+        groups = groups_for(self.model, groups=2, size=3, seed=number, version=self.version)
+        assert self.version == began, "weights changed under a round"
+        self.played.append((number, began))
+        return groups
+
+
+def to_json(sample: Sample) -> Mapping[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(sample)
+
+
+def from_json(data: Mapping[str, Any]) -> Sample:
+    spans = tuple(Span(**span) for span in data["spans"])
+    return Sample(**{**data, "spans": spans, "certificate": Certificate(**data["certificate"])})
+
+
+def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tuple[Trainer, Engine, list[Any]]:
+    torch.set_num_threads(1)
+    config = TrainConfig(steps=6, lag=lag, checkpoint_every=every, groups_per_step=2)
+    trainer = Trainer(small_model(), config=config, optim=OptimConfig(schedule="cosine", warmup=2), loss=loss_named("dapo"))
+    engine = Engine()
+    store = None if directory is None else Store(directory=directory, run_hash="h", model_dir=None, to_json=to_json, from_json=from_json)
+
+    def stop(report: Any, seconds: Any) -> None:
+        if report.version == steps + 1:
+            raise KeyboardInterrupt
+
+    try:
+        reports = asyncio.run(train(trainer, engine, Publisher(engine), store=store, on_step=stop))
+    except KeyboardInterrupt:
+        reports = []
+    return trainer, engine, reports
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_round_j_is_played_by_version_j_minus_lag(lag: int) -> None:
+    _, engine, reports = run(None, steps=6, lag=lag)
+    assert sorted(engine.played) == [(j, max(0, j - lag)) for j in range(6)]
+    assert [r.metrics["staleness_max"] for r in reports] == [min(j, lag) for j in range(6)]
+    assert [r.agreement.compared > 0 for r in reports] == [j == 0 or lag == 0 for j in range(6)]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, lag: int) -> None:
+    whole, _, reports = run(tmp_path / "whole", steps=6, lag=lag)
+    run(tmp_path / "broken", steps=4, lag=lag)  # dies in step 5, after the checkpoint of step 4
+    assert [path.name for path in found(tmp_path / "broken")] == ["step-000002", "step-000004"]
+    resumed, engine, rest = run(tmp_path / "broken", steps=6, lag=lag)
+    assert [r.step for r in rest] == [4, 5]
+    assert [r.metrics for r in rest] == [r.metrics for r in reports[4:]]
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert np.array_equal(a.detach().numpy().view(np.uint32), b.detach().numpy().view(np.uint32))
+    assert engine.version == 6
+
+
+def test_a_checkpoint_is_a_model_directory_and_refuses_another_configuration(tmp_path: Path) -> None:
+    run(tmp_path, steps=6, lag=0)
+    path = found(tmp_path)[-1]
+    assert json.loads((path / "state.json").read_text())["version"] == 6
+    trainer = Trainer(small_model(), config=TrainConfig(steps=6), optim=OptimConfig(), loss=loss_named("dapo"))
+    from tokentrue.train import checkpoint
+
+    with pytest.raises(FileFormatError, match="another configuration"):
+        checkpoint.load(trainer, path, run_hash="other")
+    (path / "optimizer.safetensors").write_bytes(b"half")
+    with pytest.raises(FileFormatError, match="not a whole checkpoint"):
+        checkpoint.load(trainer, path, run_hash="h")
+
+
+def test_metrics_rows_carry_their_provenance_and_survive_a_resume(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, provenance={"run": "abc"})
+    for step in range(4):
+        writer.write(step, step + 1, {"reward": 0.5}, {"step": 0.1})
+    writer.close()
+    again = MetricsWriter(tmp_path, provenance={"run": "abc"}, first_step=2)
+    again.write(2, 3, {"reward": 0.75}, {"step": 0.1})
+    again.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["reward"]) for row in rows] == [(0, 0.5), (1, 0.5), (2, 0.75)]
+    assert all(row["run"] == "abc" and row["hardware"] and row["policy_version"] == row["step"] + 1 for row in rows)
+    assert list((tmp_path / "tensorboard").iterdir())
