@@ -1,0 +1,33 @@
+"""FSDP2 under torchrun (two processes, gloo): the losses of one process, and rollout log-probabilities still equal in every bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(world: int, out: Path) -> dict[str, Any]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else [sys.executable]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*launch, "-m", "tests.train.fsdp_worker", str(out)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_two_ranks_train_as_one_and_stay_exact(tmp_path: Path) -> None:
+    one, two = run(1, tmp_path / "one.json"), run(2, tmp_path / "two.json")
+    assert (one["world"], two["world"]) == (1, 2)
+    for a, b in zip(one["steps"], two["steps"], strict=True):
+        assert b["compared"] > 0 and b["differing"] == 0
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3, abs=1e-5)
+        assert b["norm"] == pytest.approx(a["norm"], rel=1e-3)
+    assert two["steps"][0]["loss"] == pytest.approx(one["steps"][0]["loss"], rel=1e-6)
+    assert two["checksum"] == pytest.approx(one["checksum"], rel=1e-6)
