@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from tokentrue.engine.weights import Weights, load_weights
 from tokentrue.errors import EngineError
 from tokentrue.numerics import Contract, Ops, logprobs_of
 from tokentrue.types import Finish
+
+if TYPE_CHECKING:
+    from tokentrue.engine.bursts import Bursts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,7 @@ class Core:
         self.forward = Forward(decoder, ops, num_blocks=num_blocks, dtype=weight.dtype, device=weight.device)
         self.meter = Meter()
         self.broken: str | None = None
+        self.bursts = bursts_of(self)
 
     @property
     def capacity(self) -> int:
@@ -66,17 +71,31 @@ class Core:
         self.drop_cancelled()
         if self.broken:
             self.fail_all(EngineError(self.broken))
+        if self.bursts is not None and self.hear_burst(self.bursts):
+            return True
         batch = self.scheduler.next_batch()
         if not batch:
             return False
         try:
-            self.run(batch)
+            if self.bursts is None or not self.bursts.start(batch):
+                self.run(batch)
         except Exception as error:
             # The loop outlives any batch: its requests fail, the others go on.
             for work in batch:
                 self.fail(work.request, error)
         self.meter.stepped(batch)
         return True
+
+    def hear_burst(self, bursts: Bursts) -> bool:
+        """Whether a burst of decode steps was under way; its tokens have been given out."""
+        requests = bursts.flight.requests if bursts.flight is not None else []
+        try:
+            return bursts.go_on()
+        except Exception as error:
+            bursts.flight = None
+            for request in requests:
+                self.fail(request, error)
+            return True
 
     def run(self, batch: list[Work]) -> None:
         rows, sampling, scoring, start = [], [], [], 0
@@ -169,6 +188,8 @@ class Core:
     def load(self, weights: Weights, version: int) -> None:
         """New weights between two steps. Keys and values of the old ones are dropped and computed anew where they are still needed, so
         that every later token's log-probability is the one of the new weights over its whole context."""
+        if self.bursts is not None:
+            self.bursts.drain()
         self.scheduler.restart()
         try:
             load_weights(self.model, weights)
@@ -180,3 +201,12 @@ class Core:
             self.forward.clean()
         self.broken = None
         self.version = version
+
+
+def bursts_of(core: Core) -> Bursts | None:
+    """Decode steps by graph, where the operators are CUDA's."""
+    if core.forward.device.type != "cuda":
+        return None
+    from tokentrue.engine.bursts import Bursts
+
+    return Bursts(core)

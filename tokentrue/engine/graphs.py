@@ -1,4 +1,4 @@
-"""Bursts of decode steps on a CUDA device: captured once a batch size, replayed without the host in between.
+"""Decode steps on a CUDA device, captured once a batch size and replayed without the host in between.
 
 A step reads and moves device state alone (`Rows`): the sampled token is the next step's input, its place in the pages comes from the row's
 table. The host sees a burst's tokens at its end; what a row samples past its stop is dropped there, and what it writes past its blocks goes
@@ -8,14 +8,16 @@ to the null block. Bits do not change: rows are independent of the batch, and th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokentrue.engine.decoder import Dense
 from tokentrue.engine.forward import Forward
-from tokentrue.engine.request import Request, Sampled
+from tokentrue.engine.request import Request
 from tokentrue.engine.sample import GOLDEN, MASK, mix, signed
 from tokentrue.numerics import PagedBatch
 
@@ -26,10 +28,17 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 MOST_STEPS = 16
 
 
-def is_plain(request: Request) -> bool:
-    """Whether a row of the graph can sample it: temperature and seed alone shape its distribution, and one number a token is wanted."""
-    s = request.sampling
-    return not s.filters and not s.top_logprobs
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Steps under way: their tokens and log-probabilities [steps, rows] are in host memory when `done` has happened."""
+
+    ids: Tensor
+    logprobs: Tensor
+    done: torch.cuda.Event
+
+    def results(self) -> tuple[list[list[int]], list[list[float]]]:
+        self.done.synchronize()
+        return self.ids.tolist(), self.logprobs.tolist()
 
 
 class DecodeGraphs:
@@ -46,16 +55,36 @@ class DecodeGraphs:
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
 
     @torch.inference_mode()
-    def burst(self, requests: Sequence[Request], steps: int) -> list[list[Sampled]]:
-        """The next `steps` tokens of each request; all are decoding, plain, and own the blocks of the tokens that they will keep."""
+    def start(self, requests: Sequence[Request], steps: int) -> Pending:
+        """Launch the next `steps` steps of requests that are decoding, plain, and own the blocks of the tokens that they will keep."""
         graph, rows = self.captured(len(requests))
         self.fill(rows, requests)
+        return self.launch(graph, rows, steps)
+
+    @torch.inference_mode()
+    def go_on(self, requests: Sequence[Request], steps: int) -> Pending:
+        """The same for the rows of the last launch, whose tokens the host need not have seen; only their blocks may have grown."""
+        graph, rows = self.captured(len(requests))
+        rows.tables.copy_(self.table_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
+        rows.starts.copy_(rows.positions)
+        return self.launch(graph, rows, steps)
+
+    def launch(self, graph: torch.cuda.CUDAGraph, rows: Rows, steps: int) -> Pending:
         for _ in range(steps):
             graph.replay()
-        ids, logprobs = rows.out_ids[:steps].tolist(), rows.out_logprobs[:steps].tolist()
-        return [
-            [Sampled(token_id=ids[s][i], logprob=logprobs[s][i], raw_logprob=logprobs[s][i]) for s in range(steps)] for i in range(len(requests))
-        ]
+        ids = torch.empty((steps, rows.ids.shape[0]), dtype=torch.int64, pin_memory=True)
+        logprobs = torch.empty((steps, rows.ids.shape[0]), dtype=torch.float32, pin_memory=True)
+        ids.copy_(rows.out_ids[:steps], non_blocking=True)
+        logprobs.copy_(rows.out_logprobs[:steps], non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Pending(ids=ids, logprobs=logprobs, done=done)
+
+    def table_of(self, requests: Sequence[Request], size: int) -> Tensor:
+        table = np.zeros((size, self.width), dtype=np.int32)
+        for i, request in enumerate(requests):
+            table[i, : len(request.blocks)] = request.blocks
+        return torch.from_numpy(table)
 
     def captured(self, count: int) -> tuple[torch.cuda.CUDAGraph, Rows]:
         size = next(b for b in BUCKETS if b >= count)
@@ -69,7 +98,6 @@ class DecodeGraphs:
         state = torch.zeros((4, size), dtype=torch.int64)
         numbers = torch.ones((2, size), dtype=torch.float32)
         numbers[1] = 0.0
-        tables = torch.zeros((size, self.width), dtype=torch.int32)
         for i, r in enumerate(requests):
             at = len(r.tokens) - 1
             state[0, i], state[1, i] = r.tokens[-1], at
@@ -77,10 +105,9 @@ class DecodeGraphs:
             state[3, i] = signed(mix((r.seed * GOLDEN + 1) & MASK))
             if r.sampling.temperature > 0:
                 numbers[0, i], numbers[1, i] = r.sampling.temperature, 1.0
-            tables[i, : len(r.blocks)] = torch.tensor(r.blocks, dtype=torch.int32)
         device = rows.ids.device
         state_d, numbers_d = state.pin_memory().to(device, non_blocking=True), numbers.pin_memory().to(device, non_blocking=True)
-        rows.tables.copy_(tables.pin_memory(), non_blocking=True)
+        rows.tables.copy_(self.table_of(requests, size).pin_memory(), non_blocking=True)
         for target, source in ((rows.ids, state_d[0]), (rows.positions, state_d[1]), (rows.starts, state_d[1]), (rows.slots, state_d[2])):
             target.copy_(source)
         rows.keys.copy_(state_d[3])

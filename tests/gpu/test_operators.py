@@ -1,0 +1,282 @@
+"""The CUDA operators: rows do not depend on the batch, fused equals apart, values are right, gradients repeat. Bits are compared as integers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Packed, PagedBatch
+
+GENERATOR_SEED = 5
+LINEARS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 2000), (2048, 6144), (6144, 2048), (1000, 200))
+ROWS = (1, 2, 3, 7, 16, 17, 31, 32, 33, 48, 64, 65, 128, 200, 256, 257, 512, 513, 1000)
+
+
+def ops():
+    from tokentrue.numerics.triton import TritonOps
+
+    return TritonOps()
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = GENERATOR_SEED) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed + sum(shape))
+    return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((x.double() - reference).norm() / reference.norm())
+
+
+def weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    return randn(outputs, inputs, dtype=dtype, seed=9) * inputs**-0.5
+
+
+def test_linear_rows_do_not_depend_on_the_batch() -> None:
+    o = ops()
+    for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)):
+        for k, n in LINEARS:
+            x, w, b = randn(1100, k, dtype=dtype), weight(n, k, dtype), randn(n, dtype=dtype)
+            whole = o.linear(x, w, b)
+            assert relative_error(whole, F.linear(x.double(), w.double(), b.double())) < tolerance
+            wrong = [m for m in ROWS if not same(o.linear(x[:m], w, b), whole[:m])]
+            wrong += [-m for m in ROWS if not same(o.linear(x[-m:], w, b), whole[-m:])]
+            assert not wrong, f"{dtype} {k}x{n}: rows differ at {wrong}"
+            assert same(o.linear(x[:40], w[64:128], b[64:128]), whole[:40, 64:128]), f"{dtype} {k}x{n}: columns depend on N"
+
+
+def test_every_tile_gives_the_same_bits() -> None:
+    from tokentrue.numerics.triton.matmul import Tile, product
+
+    for k, n in ((1024, 4096), (3072, 1024), (1024, 2000)):
+        x, w = randn(130, k), weight(n, k, torch.bfloat16)
+        whole = product(x, w)
+        for m, bn, bk, warps in ((16, 16, 256, 4), (16, 32, 128, 2), (16, 64, 64, 4), (32, 32, 128, 4), (64, 64, 64, 4), (128, 64, 64, 4), (128, 128, 64, 8)):
+            assert same(product(x, w, tile=Tile(m=m, n=bn, k=bk, warps=warps, stages=3)), whole), f"tile {m}x{bn}x{bk}/{warps} differs at {k}x{n}"
+
+
+def test_cublas_rows_do_depend_on_the_batch() -> None:
+    """The negative control: the same check finds differences where the operator is not exact."""
+    differing = 0
+    for dtype in (torch.bfloat16, torch.float32):
+        for k, n in LINEARS:
+            x, w = randn(1100, k, dtype=dtype), weight(n, k, dtype)
+            whole = F.linear(x, w)
+            differing += sum(not same(F.linear(x[:m], w), whole[:m]) for m in ROWS)
+    assert differing > 0
+
+
+def test_gated_linear_equals_its_parts() -> None:
+    o = ops()
+    for dtype in (torch.bfloat16, torch.float32):
+        for kind in ("silu", "gelu_pytorch_tanh", "gelu", "relu"):
+            x, w = randn(300, 1024, dtype=dtype), weight(6144, 1024, dtype)
+            gate, up = o.linear(x, w).chunk(2, dim=-1)
+            apart = o.activation(gate, kind) * up
+            assert same(o.act_mul(gate, up, kind), apart), kind
+            for m in (1, 5, 32, 64, 300):
+                assert same(o.gated_linear(x[:m], w, kind), apart[:m]), (kind, m)
+
+
+def test_norms_do_not_depend_on_the_batch_and_fuse() -> None:
+    o = ops()
+    for dtype in (torch.bfloat16, torch.float32):
+        for width in (64, 128, 1000, 1024, 2048, 4096, 5120):
+            for unit in (False, True):
+                x, r, w = randn(70, width, dtype=dtype), randn(70, width, dtype=dtype, seed=3), randn(width, dtype=dtype)
+                whole = o.rms_norm(x + r, w, 1e-6, unit_offset=unit)
+                y, total = o.add_rms_norm(x, r, w, 1e-6, unit_offset=unit)
+                assert same(total, x + r)
+                assert same(y, whole), (dtype, width, unit)
+                wide = (x + r).double()
+                scale = w.double() + 1 if unit else w.double()
+                assert relative_error(whole, wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * scale) < 8e-3
+                assert same(o.rms_norm((x + r)[3:4], w, 1e-6, unit_offset=unit), whole[3:4])
+                grown = torch.zeros(71, width + 1, dtype=dtype, device="cuda")  # rows that start at odd addresses
+                grown[1:, 1:] = x + r
+                assert same(o.rms_norm(grown[1:, 1:], w, 1e-6, unit_offset=unit), whole), (dtype, width, "unaligned")
+
+
+def test_prepare_qkv_equals_its_parts() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for h, j, d in ((16, 8, 128), (14, 2, 64), (9, 3, 64), (4, 4, 96)):
+            for norm in (HeadNorm(q_weight=randn(d, dtype=dtype), k_weight=randn(d, dtype=dtype, seed=2), eps=1e-6), None):
+                qkv, cos, sin = randn(70, (h + 2 * j) * d, dtype=dtype), randn(70, d, dtype=dtype), randn(70, d, dtype=dtype, seed=2)
+                slots = torch.randperm(300, device="cuda")[:70]
+                table = torch.zeros((1, 1), dtype=torch.int32, device="cuda")
+                batch = dataclasses.replace(one_decode(0, table), slots=slots)
+                found = []
+                for fused in (True, False):
+                    o = ops()
+                    o.fused = fused
+                    caches = torch.zeros((2, 5, j, o.block_size, d), dtype=dtype, device="cuda")
+                    found.append((o.prepare_qkv(qkv, (h, j, d), norm, cos, sin, caches[0], caches[1], batch), caches))
+                assert same(found[0][0], found[1][0]), (dtype, h, j, d)
+                assert same(found[0][1], found[1][1]), (dtype, h, j, d)
+
+
+def test_log_softmax() -> None:
+    o = ops()
+    for width in (1000, 32000, 151936):
+        z = randn(50, width, dtype=torch.float32) * 4
+        whole = o.log_softmax(z)
+        assert relative_error(whole, torch.log_softmax(z.double(), -1)) < 1e-6
+        ids = torch.randint(0, width, (50,), device="cuda")
+        assert same(o.token_logprobs(z, ids), whole[torch.arange(50), ids])
+        for m in (1, 3, 17):
+            assert same(o.log_softmax(z[:m]), whole[:m])
+            assert same(o.token_logprobs(z[:m], ids[:m]), whole[torch.arange(m), ids[:m]])
+
+
+# ---- attention --------------------------------------------------------------------------------------------------------------------
+SHAPES = ((16, 8, 128), (16, 16, 64), (14, 2, 64), (32, 4, 128), (9, 3, 64), (8, 4, 256))
+SPECS = ({}, {"window": 100}, {"softcap": 20.0})
+
+
+def one_decode(position: int, table: torch.Tensor, copies: int = 1) -> PagedBatch:
+    from tokentrue.numerics.triton.selftest import decode_batch
+
+    return decode_batch(position, table, copies)
+
+
+def attention_cases(dtype: torch.dtype) -> Iterator[tuple[tuple[int, int, int], AttentionSpec, list[torch.Tensor]]]:
+    for shape in SHAPES:
+        h, j, d = shape
+        if d > 128 and dtype == torch.float32:
+            continue
+        for extra in SPECS:
+            yield shape, AttentionSpec(scale=d**-0.5, **extra), [randn(700, n, d, dtype=dtype, seed=i) for i, n in enumerate((h, j, j))]
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    s = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    if spec.softcap:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
+    at = torch.arange(q.shape[0], device=q.device)
+    allowed = at[None] <= at[:, None]
+    if spec.window:
+        allowed &= at[None] > at[:, None] - spec.window
+    return torch.einsum("hqk,khd->qhd", s.masked_fill(~allowed, -math.inf).softmax(-1), v)
+
+
+def mixed_batch(lengths: list[int], contexts: list[int], decodes: int, table: torch.Tensor) -> PagedBatch:
+    tokens = sum(lengths)
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    zeros = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    return PagedBatch(
+        positions=zeros, slots=zeros, cu_q=ends, context_lens=torch.tensor(contexts, dtype=torch.int32, device="cuda"),
+        block_tables=table.expand(len(lengths), -1).contiguous(), q_lens=tuple(lengths), contexts=tuple(contexts), num_decodes=decodes,
+    )  # fmt: skip
+
+
+def test_attention_rows_do_not_depend_on_the_batch() -> None:
+    from tokentrue.numerics.triton.selftest import paged_copy
+
+    random = torch.Generator(device="cuda").manual_seed(0)
+    for dtype, tolerance in ((torch.bfloat16, 8e-3), (torch.float32, 2e-5)):
+        for shape, spec, (q, k, v) in attention_cases(dtype):
+            o, case = ops(), (dtype, shape, spec)
+            whole = o.attention(q, k, v, Packed.of((700,), "cuda"), spec)
+            assert relative_error(whole, reference_attention(q, k, v, spec)) < tolerance, case
+            packed = o.attention(torch.cat((q[:90], q)), torch.cat((k[:90], k)), torch.cat((v[:90], v)), Packed.of((90, 700), "cuda"), spec)
+            assert same(packed, torch.cat((whole[:90], whole))), case
+            k_cache, v_cache, table = paged_copy(k, v, o.block_size, random)
+            k_cache[0], v_cache[0] = float("nan"), float("nan")
+            for split in (True, False):
+                o.split_decode = split
+                for position in (0, 1, 31, 32, 63, 64, 65, 127, 300, 511, 699):
+                    for copies in (1, 3):
+                        found = o.paged_attention(q[position].expand(copies, -1, -1).contiguous(), k_cache, v_cache, one_decode(position, table, copies), spec)
+                        assert all(same(row, whole[position]) for row in found), (*case, "decode", position, split, copies)
+            for cut in (1, 37, 64, 400):  # chunked prefill beside a decode
+                batch = mixed_batch([1, cut, 700 - cut], [301, cut, 700], 1, table)
+                found = o.paged_attention(torch.cat((q[300:301], q)), k_cache, v_cache, batch, spec)
+                assert same(found, torch.cat((whole[300:301], whole))), (*case, "chunk", cut)
+
+
+def test_attention_gradients() -> None:
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float32, 2e-4)):
+        for shape, spec, tensors in attention_cases(dtype):
+            lengths = (500, 1, 199)
+            for t in tensors:
+                t.requires_grad_()
+            seed = randn(700, shape[0], shape[2], dtype=dtype, seed=77)
+            runs = [torch.autograd.grad(ops().attention(*tensors, Packed.of(lengths, "cuda"), spec), tensors, seed) for _ in range(2)]
+            assert all(same(a, b) for a, b in zip(*runs, strict=True)), "gradients differ from run to run"
+            pieces = zip(*(t.split(lengths) for t in tensors), strict=True)
+            reference = torch.autograd.grad(torch.cat([reference_attention(*piece, spec) for piece in pieces]), tensors, seed.double())
+            for name, found, wanted in zip("qkv", runs[0], reference, strict=True):
+                assert relative_error(found, wanted) < tolerance, (dtype, shape, spec, name)
+
+
+def test_too_few_rows_a_warp_are_caught() -> None:
+    """The negative control: a decode tile of 16 rows over four warps spreads a row's sum, and its bits change."""
+    from tokentrue.numerics.triton import attention
+
+    q, k, v = (randn(700, n, 128, seed=i) for i, n in enumerate((16, 8, 8)))
+    spec, packed = AttentionSpec(scale=128**-0.5), Packed.of((700,), "cuda")
+    whole = ops().attention(q, k, v, packed, spec)
+    real = attention.blocks_for
+    try:
+        attention.blocks_for = lambda dtype: attention.Blocks(keys=64, tall=(16, 4), flat=(16, 4))
+        assert not same(ops().attention(q, k, v, packed, spec), whole)
+        attention.blocks_for = lambda dtype: attention.Blocks(keys=32, tall=(64, 4), flat=(16, 1))
+        assert not same(ops().attention(q, k, v, packed, spec), whole), "the key block must be part of the bits"
+    finally:
+        attention.blocks_for = real
+
+
+# ---- experts ----------------------------------------------------------------------------------------------------------------------
+def test_experts_rows_do_not_depend_on_the_batch() -> None:
+    o = ops()
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float32, 1e-5)):
+        t, k, e, i, slots = 600, 256, 16, 192, 4
+        x, gate_up, down = randn(t, k, dtype=dtype), randn(e, 2 * i, k, dtype=dtype) / 16, randn(e, k, i, dtype=dtype) / 14
+        scores = randn(t, e, dtype=torch.float32).softmax(-1)
+        weight_, index = scores.topk(slots, dim=-1)
+        weight_ = weight_.to(dtype)
+        whole = o.experts(x, index, weight_, gate_up, down, "silu")
+        reference = torch.zeros(t, k, dtype=torch.float64, device="cuda")
+        for s in range(slots):
+            gate, up = torch.einsum("tk,tik->ti", x.double(), gate_up.double()[index[:, s]]).chunk(2, -1)
+            reference += torch.einsum("ti,tki->tk", F.silu(gate) * up, down.double()[index[:, s]]) * weight_[:, s, None].double()
+        assert relative_error(whole, reference) < tolerance
+        for m in (1, 2, 17, 100, 599):
+            assert same(o.experts(x[:m], index[:m], weight_[:m], gate_up, down, "silu"), whole[:m]), (dtype, m)
+            assert same(o.experts(x[-m:], index[-m:], weight_[-m:], gate_up, down, "silu"), whole[-m:]), (dtype, -m)
+
+
+def test_linear_and_norm_gradients_repeat() -> None:
+    o = ops()
+    x, w = randn(300, 1024).requires_grad_(), weight(2048, 1024, torch.bfloat16).requires_grad_()
+    n = randn(1024).requires_grad_()
+
+    def grads() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(o.linear(o.rms_norm(x, n, 1e-6), w).float().square().sum(), (x, w, n))
+
+    first, second = grads(), grads()
+    assert all(same(a, b) for a, b in zip(first, second, strict=True))
+    wide = [t.detach().double().requires_grad_() for t in (x, w, n)]
+    reference = torch.autograd.grad(F.linear(F.rms_norm(wide[0], (1024,), wide[2], 1e-6), wide[1]).square().sum(), wide)
+    for found, wanted in zip(first, reference, strict=True):
+        assert relative_error(found, wanted) < 2e-2
+
+
+def test_self_test_finds_nothing_to_fall_back_on() -> None:
+    linears = {(1024, 4096, False), (2048, 1024, False), (1024, 6144, False), (3072, 1024, False), (1024, 1024, True)}
+    for dtype in (torch.bfloat16, torch.float32):
+        o = ops()
+        assert o.self_test(linears=linears, heads={(16, 8, 128), (14, 2, 64)}, dtype=dtype) == []
+        assert o.fused and o.split_decode and not o.pinned
