@@ -15,7 +15,6 @@ _LAZY = {
     "Session": "tokentrue.turn",
     "Verification": "tokentrue.renderers",
     "check_logprobs_close": "tokentrue.providers",
-    "compare": "tokentrue.compare",
     "load_renderer": "tokentrue.renderers",
     "rollout": "tokentrue.turn",
     "verify": "tokentrue.renderers",
@@ -23,7 +22,7 @@ _LAZY = {
 _ROOMS = {"compare", "engine", "mismatch", "numerics", "providers", "renderers", "samples", "sessions", "train"}
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Extension", "Refusal", "Sample", "Sampling", "__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["Completion", "Extension", "Refusal", "Sample", "Sampling", "__version__", "compare", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
