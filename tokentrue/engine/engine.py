@@ -93,23 +93,23 @@ class ExactEngine:
         return list(await asyncio.gather(*(self.generate(prompt_ids, replace(sampling, seed=child_seed(seed, i))) for i in range(n))))
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        """A chunk per sampled token (several, where the reader is slow); the last carries the whole completion."""
+        """A chunk per sampled token, then one with the whole completion. Closing the iterator cancels the generation."""
         loop = asyncio.get_running_loop()
-        heard: list[Sampled] = []
+        heard: list[tuple[Sampled, int]] = []
         news = asyncio.Event()
-
-        def hear(request: Request, sampled: Sampled | None) -> None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(note, sampled)
-
         ended = False
 
-        def note(sampled: Sampled | None) -> None:
+        def hear(request: Request, sampled: Sampled | None) -> None:
+            version = request.versions[-1] if request.versions else UNVERSIONED
+            with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
+                loop.call_soon_threadsafe(note, sampled, version)
+
+        def note(sampled: Sampled | None, version: int) -> None:
             nonlocal ended
             if sampled is None:
                 ended = True
             else:
-                heard.append(sampled)
+                heard.append((sampled, version))
             news.set()
 
         request = self.submit(prompt_ids, sampling, hear)
@@ -119,12 +119,10 @@ class ExactEngine:
                 news.clear()
                 last, batch = ended, heard[:]
                 heard.clear()
-                final = self.result(request) if last else None
-                if batch or final:
-                    yield Chunk(
-                        token_ids=tuple(s.token_id for s in batch), logprobs=tuple(s.logprob for s in batch), final=final
-                    )
+                for sampled, version in batch:
+                    yield Chunk(token_ids=(sampled.token_id,), logprobs=(sampled.logprob,), policy_version=version)
                 if last:
+                    yield Chunk(final=self.result(request))
                     return
         finally:
             self.cancel(request)

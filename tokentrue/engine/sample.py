@@ -73,7 +73,9 @@ def sample(ops: Ops, logits_RV: Tensor, requests: list[Request]) -> list[Sampled
         if not finite[i]:
             results.append(not_finite())
             continue
-        top = top_logprobs(table[i], request.sampling.top_logprobs) if request.sampling.top_logprobs else None
+        top = None
+        if request.sampling.top_logprobs:  # the sampled one is always among them
+            top = {**top_logprobs(table[i], request.sampling.top_logprobs), token: logprobs[i]}
         results.append(Sampled(token_id=token, logprob=logprobs[i], raw_logprob=raws[i], top=top))
     return results
 

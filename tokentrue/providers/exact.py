@@ -1,0 +1,64 @@
+"""The embedded exact engine as a provider and a weight sink: log-probabilities are the trainer's, bit for bit, under every filter."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokentrue.engine import ExactEngine, Limits
+from tokentrue.errors import EngineUnreachable
+from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling
+
+
+class ExactProvider:
+    """`model` is a directory, a hub id or a model object; `decode` (a renderer's) is needed for stop strings alone."""
+
+    name = "exact"
+    truthful_filters = frozenset({"top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
+
+    def __init__(
+        self,
+        model: str | Path | Any,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        version: int = UNVERSIONED,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        limits: Limits | None = None,
+        max_len: int | None = None,
+        kv_tokens: int | None = None,
+    ) -> None:
+        self.engine = ExactEngine(
+            model, device=device, dtype=dtype, version=version, read=decode, limits=limits, max_len=max_len, kv_tokens=kv_tokens
+        )
+
+    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        return await self.engine.generate(prompt_ids, sampling)
+
+    async def generate_n(self, prompt_ids: Ids, sampling: Sampling, n: int) -> list[Completion]:
+        return await self.engine.generate_n(prompt_ids, sampling, n)
+
+    def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+        return self.engine.stream(prompt_ids, sampling)
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        await self.engine.publish(weights, version=version)
+
+    def metrics(self) -> Mapping[str, float]:
+        return self.engine.metrics()
+
+    async def health(self) -> Mapping[str, Any]:
+        if self.engine.core.broken:
+            raise EngineUnreachable(self.engine.core.broken)
+        config = self.engine.model.config
+        return {
+            "engine": self.name,
+            "model": config.name_or_path,
+            "version": self.engine.version,
+            "fingerprint": self.engine.fingerprint,
+            "fallbacks": list(self.engine.contract.fallbacks),
+        }
+
+    async def close(self) -> None:
+        self.engine.close()
