@@ -9,6 +9,7 @@ from tokentrue.errors import TokenTrueError
 
 COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`; the module is tokentrue.cli.NAME, its function `command`
     "serve": "the gateway: OpenAI Chat Completions, OpenAI Responses, Anthropic Messages; every token recorded",
+    "verify": "prove or refute, in id space, that a model's chat template can be extended",
     "bench": "measure ratios in one run on this machine: render, samples, gateway, engine, mismatch",
 }
 

@@ -1,4 +1,4 @@
-"""`load_renderer`: a model's directory or hub id -> Renderer. The only place of this room that reads files."""
+"""`load_renderer`: a model's directory or hub id -> Renderer, proven. The only place of this room, with cache.py, that touches files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
+from tokentrue.renderers import cache
 from tokentrue.renderers.encoding import Codec
+from tokentrue.renderers.families import family_for
+from tokentrue.renderers.proof import Proof, prove
 from tokentrue.renderers.renderer import History, Injection, Renderer
-from tokentrue.renderers.stops import declared_stops, derived_stops
-from tokentrue.renderers.template import Template, habits_of
+from tokentrue.renderers.stops import Stops, declared_stops, derived_stops
+from tokentrue.renderers.template import Habits, Template, habits_of
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "added_tokens.json")
 
@@ -30,7 +33,6 @@ def load_renderer(
     tokenizer = _tokenizer(model)
     return renderer_of(
         tokenizer,
-        tokenizer_hash=_tokenizer_hash(model, tokenizer),
         directory=Path(model) if Path(model).is_dir() else None,
         chat_template=chat_template,
         template_kwargs=template_kwargs,
@@ -42,46 +44,58 @@ def load_renderer(
 def renderer_of(
     tokenizer: Any,
     *,
-    tokenizer_hash: str,
     directory: Path | None = None,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     history: History = "keep",
     injection: Injection = "safe",
 ) -> Renderer:
-    """A renderer for a transformers tokenizer that is already there."""
-    from tokentrue.renderers.families import family_for
-
+    """A renderer for a transformers tokenizer that is already there; `directory` is where its files are."""
     source = _source(tokenizer, chat_template)
     family = family_for(source, tokenizer)
     if chat_template is None and family.chat_template is not None and history == "keep":
         source = family.chat_template
-    pinned = family.template_kwargs if history == "keep" else {}
-    kwargs = {**pinned, **(template_kwargs or {})}
+    kwargs = {**(family.template_kwargs if history == "keep" else {}), **(template_kwargs or {})}
     template = Template(source, variables=tokenizer.special_tokens_map)
     codec = Codec(tokenizer.backend_tokenizer)
-    habits = habits_of(template, kwargs)
     declared = declared_stops(directory, codec, tokenizer.eos_token)
+    tokenizer_hash = _tokenizer_hash(directory, tokenizer)
+    names = tokenizer.special_tokens_map
+    key = cache.key_of({"template": template.hash, "tokenizer": tokenizer_hash, "tokens": names, "kwargs": kwargs, "stops": declared})
+
+    def made(habits: Habits, stops: Stops, proof: Proof | None, history: History = history, injection: Injection = injection) -> Renderer:
+        if not stops.all:
+            raise TokenizerError(
+                "eos_token: neither the tokenizer nor the template has a token that ends a turn; set eos_token in tokenizer_config.json"
+            )
+        return Renderer(
+            template=template,
+            codec=codec,
+            habits=habits,
+            stops=stops,
+            tokenizer_hash=tokenizer_hash,
+            template_kwargs=kwargs,
+            history=history,
+            injection=injection,
+            family=family,
+            proof=proof,
+        )
+
+    if known := cache.read(key):
+        return made(Habits(**known["proof"]["habits"]), Stops.from_json(known["stops"]), Proof.from_json(known["proof"]))
+    habits = habits_of(template, kwargs)
     stops = derived_stops(template, codec, habits, kwargs, declared)
-    if not stops.all:
-        raise TokenizerError("eos_token: neither the tokenizer nor the template has a token that ends a turn; set eos_token in tokenizer_config.json")
-    return Renderer(
-        template=template,
-        codec=codec,
-        habits=habits,
-        stops=stops,
-        tokenizer_hash=tokenizer_hash,
-        template_kwargs=kwargs,
-        history=history,
-        injection=injection,
-        family=family,
-    )
+    proof = prove(made(habits, stops, None, "keep", "safe"))
+    cache.write(key, {"stops": stops.to_json(), "proof": proof.to_json()})
+    return made(habits, stops, proof)
 
 
 def _source(tokenizer: Any, chat_template: str | None) -> str:
     if chat_template is not None:
         if "{" not in chat_template and len(chat_template) < 4096 and Path(chat_template).is_file():
-            return Path(chat_template).read_text()
+            return Path(chat_template).read_text(encoding="utf-8")
+        if not chat_template.strip():
+            raise TemplateError("chat_template: is empty")
         return chat_template
     own = tokenizer.chat_template
     if isinstance(own, dict):
@@ -96,19 +110,19 @@ def _tokenizer(model: str | Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model))
-    except Exception as error:
-        raise TokenizerError(f"model: no tokenizer could be loaded from {str(model)!r}: {str(error).splitlines()[0][:200]}") from error
+    except Exception as error:  # transformers raises many kinds; to the user they are one
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise TokenizerError(f"model: no tokenizer could be loaded from {str(model)!r}: {reason}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise TokenizerError(f"model: {str(model)!r} has no fast tokenizer; convert it to a tokenizer.json first")
     return tokenizer
 
 
-def _tokenizer_hash(model: str | Path, tokenizer: Any) -> str:
-    digest = sha256()
-    directory = Path(model)
-    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
-    for path in files:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+def _tokenizer_hash(directory: Path | None, tokenizer: Any) -> str:
+    """Over the files that define the vocabulary where they are at hand, else over the tokenizer as it serialises itself."""
+    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()] if directory is not None else []
     if not files:
-        digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    return "sha256:" + digest.hexdigest()
+        return "sha256:" + sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    if len(files) == 1:
+        return "sha256:" + cache.file_hash(files[0])
+    return "sha256:" + sha256("\n".join(f"{path.name} {cache.file_hash(path)}" for path in files).encode()).hexdigest()

@@ -109,7 +109,7 @@ def _plain_calls(calls: Any, field: str, habits: Habits) -> list[Plain]:
         if not isinstance(function.get("name"), str):
             raise MessageError("must be a string", field=f"{where}.function.name")
         body = {**_copied(function), "arguments": _plain_arguments(function.get("arguments"), habits)}
-        call_id = call.get("id") if isinstance(call.get("id"), str) else ""
+        call_id = str(call.get("id") or "")
         out.append({"type": "function", "id": short_id(call_id) if habits.short_ids else call_id, "function": body})
     return out
 

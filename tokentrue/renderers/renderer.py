@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from tokentrue.errors import MessageError, TemplateError
@@ -22,6 +23,8 @@ from tokentrue.types import Extension, Ids, Messages, Parsed, Refusal, Rendered,
 if TYPE_CHECKING:
     from tokentrue.protocols import TurnParser
     from tokentrue.renderers.families import Family
+    from tokentrue.renderers.parsing_structure import Structure
+    from tokentrue.renderers.proof import Proof
 
 History = Literal["keep", "template"]
 Injection = Literal["safe", "engine"]
@@ -42,15 +45,25 @@ class Renderer:
         template_kwargs: Mapping[str, Any],
         history: History,
         injection: Injection,
-        family: Family | None = None,
+        family: Family,
+        proof: Proof | None = None,
     ) -> None:
         self.template, self.codec, self.habits, self.stops = template, codec, habits, stops
         self.template_kwargs, self.history, self.injection, self.family = dict(template_kwargs), history, injection, family
-        self._tokenizer_hash = tokenizer_hash
+        self._tokenizer_hash, self._proof = tokenizer_hash, proof
         self._splicer = Splicer(template, codec, habits, stops)
         self._stop_ids = tuple(dict.fromkeys(codec.literals[text] for text in stops.all))
         self._plans: OrderedDict[tuple[Any, ...], Plan | Refusal] = OrderedDict()
         self._seen_tools, self._seen_systems = _Seen(), _Seen()
+
+    @property
+    def proof(self) -> Proof:
+        """What was proven for this template and tokenizer when it was loaded."""
+        if self._proof is None:
+            from tokentrue.renderers.proof import prove
+
+            self._proof = prove(self)
+        return self._proof
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -92,7 +105,8 @@ class Renderer:
             return refusal
         call, key = self._call(prefix_ids, messages, new, tools, template_kwargs)
         if self.history == "template" and self._rewrites(call, messages):
-            return Refusal(why="history_rewritten", detail="the template rewrites earlier turns when these messages follow; begin a new root")
+            detail = "the template rewrites earlier turns when these messages follow; begin a new root"
+            return Refusal(why="history_rewritten", detail=detail)
         plan = self._plan(call, key, messages)
         if isinstance(plan, Refusal):
             return plan
@@ -164,7 +178,17 @@ class Renderer:
 
     def _in_reasoning(self, prefix_ids: Ids, last: Plain, kwargs: Mapping[str, Any]) -> bool:
         """Whether an open turn was cut off while reasoning: it has reasoning and nothing else, and its end of reasoning is not there."""
-        return bool(last.get("reasoning_content")) and not last["content"] and not last.get("tool_calls")
+        if not last.get("reasoning_content") or last["content"] or last.get("tool_calls"):
+            return False
+        closing = self._splicer.reasoning_end(kwargs).strip()
+        end = self.decode(prefix_ids[max(0, len(prefix_ids) - 64) :])  # with no content, only blanks can stand behind it
+        return bool(closing) and closing not in end
+
+    def rewrites(
+        self, messages: Messages, new: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
+    ) -> bool:
+        """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped, say)."""
+        return self._rewrites(self._call((0,), messages, new, tools, template_kwargs)[0], messages)
 
     def _rewrites(self, call: Call, messages: Messages) -> bool:
         return self._splicer.rewrites(call, self._past(messages))
@@ -183,6 +207,17 @@ class Renderer:
 
     def decode(self, token_ids: Ids) -> str:
         return self.codec.decode(token_ids)
+
+    @cached_property
+    def structure(self) -> Structure:
+        """Which ids are structure and how turns open, for `tokentrue.compare`."""
+        from tokentrue.renderers.parsing_structure import structure_of
+
+        return structure_of(self)
+
+    def encode_sampled(self, text: str) -> list[int]:
+        """Text that plays a model's own output, its markers as tokens; for engines that answer from a script."""
+        return self.codec.encode_after(text, literal="")
 
 
 class _Seen:
@@ -225,7 +260,5 @@ def _shape(message: Plain) -> tuple[Any, ...]:
 
 def _recent(messages: Messages) -> tuple[Any, ...]:
     """The kinds of the messages shortly before the last turn: a template that carries state over turns shows it after these."""
-    start = max(0, len(messages) - 9)
-    return tuple({(message.get("role"), bool(message.get("tool_calls"))) for message in messages[start:-1]}) and tuple(
-        sorted({(str(message.get("role")), bool(message.get("tool_calls"))) for message in messages[start:-1]})
-    )
+    before = messages[max(0, len(messages) - 9) : len(messages) - 1]
+    return tuple(sorted({(str(message.get("role")), bool(message.get("tool_calls"))) for message in before}))

@@ -5,15 +5,15 @@ A conversation is rendered in one of three contexts: "light" (a dummy user, the 
 well) or "history" (the real messages, only the last turn replaced). The cheaper ones are used only after they gave, on the very messages
 of a first call and on a render with marked words, what the real history gives; a plan remembers that per shape of call.
 
-Checks on the marked render: the sentinel once; each new message's mark once, in order and after it; the turn's own text not behind them; the
-recorded stop exactly once between sentinel and first mark. `reference` names of the outcome are in `Join`.
+Checks on the marked render: the sentinel once; each new message's mark once, in order and after it; the turn's own text not behind
+them; the recorded stop exactly once between sentinel and first mark. Nothing of this is decided by a model's name.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,8 +24,9 @@ from tokentrue.renderers.template import Habits, Plain, Template
 
 Context = Literal["light", "dummy", "history"]
 Join = Literal["stop", "alias", "foreign", "open"]
-"""How the recorded turn ended, seen from the template: at a token it writes there itself; at one that it writes only while nothing follows
-(harmony's <|return|>); at a stop token that it does not write there; at no stop token at all. The last two get the template's own closing."""
+"""How the recorded turn ended, seen from the template: at a token it writes there itself; at one that it writes only while nothing
+follows (harmony's <|return|>); at a stop token that it does not write there; at no stop token at all. The last two get the template's
+own closing."""
 
 
 class Refused(Exception):
@@ -58,6 +59,14 @@ class Plan:
     literal: str  # the added token that the gap ends with; empty where it ends in text
     join: Join
     closing: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    """The marked render behind the first new content, and the context rendered with nothing after it."""
+
+    alone: Callable[[], str]
+    behind: str
 
 
 class Splicer:
@@ -106,7 +115,7 @@ class Splicer:
         return plan.closing + self._after(text, plan), shield.mark if shield.used else ""
 
     def _after(self, text: str, plan: Plan) -> str:
-        head, found, rest = text.partition(self._sentinel)
+        _, found, rest = text.partition(self._sentinel)
         if not found or self._sentinel in rest:
             raise Refused("turn_lost", "the assistant's turn does not show once when these messages follow it")
         if not rest.startswith(plan.gap):
@@ -122,7 +131,8 @@ class Splicer:
         past = [*history, last]
 
         def head(messages: Sequence[Plain], *, generate: bool) -> str:
-            return self._template.text(messages, call.tools, call.kwargs, generate=generate, habits=self._habits).partition(self._sentinel)[0]
+            text = self._template.text(messages, call.tools, call.kwargs, generate=generate, habits=self._habits)
+            return text.partition(self._sentinel)[0]
 
         return head(past, generate=False) != head([*past, *call.fresh], generate=True)
 
@@ -201,8 +211,9 @@ class Splicer:
             if (text := render(place)) != render(place, calls=False):
                 raise Refused("calls_dropped", "the template does not show the last tool call of the assistant's turn")
         region = self._region(text, words)
-        join, gap, literal = self._cut(region, call, lambda: render(place, alone=True))
-        closing = self._closing(context, call, history) if join in {"open", "foreign"} and call.in_reasoning else ""
+        probe = _Probe(alone=lambda: render(place, alone=True), behind=text.partition(words[0])[2])
+        join, gap, literal = self._cut(region, call, probe)
+        closing = self.reasoning_end(call.kwargs) if join in {"open", "foreign"} and call.in_reasoning else ""
         return Plan(context=context, place=place, gap=gap, literal=literal, join=join, closing=closing)
 
     def _region(self, text: str, words: Sequence[str]) -> str:
@@ -223,7 +234,7 @@ class Splicer:
             raise Refused("turn_split", "the template writes part of the assistant's turn behind the new messages")
         return text[end:first]
 
-    def _cut(self, region: str, call: Call, alone: Any) -> tuple[Join, str, str]:
+    def _cut(self, region: str, call: Call, probe: _Probe) -> tuple[Join, str, str]:
         ends = self._literal_ends(region)
         if not ends:
             raise Refused("no_stop", "the template closes the assistant's turn with no token of its own")
@@ -236,21 +247,25 @@ class Splicer:
                 return "stop" if call.is_stop else "open", region[: hits[0]], call.stop
             if hits:
                 raise Refused("ambiguous_stop", f"the template writes {call.stop!r} {len(hits)} times at the end of the assistant's turn")
-            if call.is_stop and (found := self._alias(region, ends, call.stop, alone())):
+            if call.is_stop and (found := self._alias(region, ends, call.stop, probe)):
                 return "alias", *found
         return "foreign" if call.is_stop else "open", region[: self._closing_start(region, ends, call)], ""
 
     def _literal_ends(self, region: str) -> list[tuple[str, int]]:
-        pattern = self._codec.patterns("")[1]
-        return [(match.group(), match.end()) for match in pattern.finditer(region)]
+        return [(literal, end) for _, literal, end in self._codec.pieces(region) if literal]
 
-    def _alias(self, region: str, ends: Sequence[tuple[str, int]], stop: str, alone: str) -> tuple[str, str] | None:
-        """The recorded stop closes the turn only while nothing follows it; the token that stands there instead is not written again."""
-        after = alone.rpartition(self._sentinel)[2]
+    def _alias(self, region: str, ends: Sequence[tuple[str, int]], stop: str, probe: _Probe) -> tuple[str, str] | None:
+        """The recorded stop closes the turn only while nothing follows it; the token that stands there instead is not written again.
+
+        Instead means: at the same place, and the one that closes the new message as well (else it would be the next turn's opener).
+        """
+        after = probe.alone().rpartition(self._sentinel)[2]
         if after.count(stop) != 1:
             return None
         before = after[: after.index(stop)]
-        return next(((region[:end], literal) for literal, end in ends if region[: end - len(literal)] == before), None)
+        closer = next((literal for _, literal, _ in self._codec.pieces(probe.behind) if literal), None)
+        same = ((region[:end], literal) for literal, end in ends if literal == closer and region[: end - len(literal)] == before)
+        return next(same, None)
 
     def _own_stop_end(self, ends: Sequence[tuple[str, int]], call: Call) -> int:
         own = self._stops.call if call.last.get("tool_calls") else self._stops.text
@@ -263,12 +278,13 @@ class Splicer:
         own = self._stops.call or self._stops.text
         return next((end - len(literal) for literal, end in ends if literal in own), 0)
 
-    def _closing(self, context: Context, call: Call, history: Sequence[Plain]) -> str:
+    def reasoning_end(self, kwargs: Mapping[str, Any]) -> str:
         """What the template writes between reasoning and content, for a turn that was cut off while reasoning."""
         thought = self._base + "thought"
-        turn: Plain = {"role": "assistant", "content": content_of(self._own, self._habits), "reasoning_content": thought, "thinking": thought}
+        turn: Plain = {"role": "assistant", "content": content_of(self._own, self._habits)}
+        turn |= {"reasoning_content": thought, "thinking": thought}
         try:
-            text = self._template.text([self._dummy_user, turn], None, call.kwargs, generate=False, habits=self._habits)
+            text = self._template.text([self._dummy_user, turn], None, kwargs, generate=False, habits=self._habits)
         except TemplateError:
             return ""
         between, found, _ = text.partition(thought)[2].partition(self._own)

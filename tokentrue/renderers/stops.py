@@ -7,7 +7,7 @@ turn is cut: that is the recorded stop id itself (see splice.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,35 +55,51 @@ def declared_stops(directory: Path | None, codec: Codec, eos_token: str | None) 
 
 
 def derived_stops(template: Template, codec: Codec, habits: Habits, kwargs: Mapping[str, Any], declared: tuple[str, ...]) -> Stops:
-    turn = {"role": "assistant", "content": content_of(SENTINEL, habits)}
-    call = call_turn(habits)
-    text, text_opens = _kind(template, codec, habits, kwargs, declared, turn, {"role": "user", "content": content_of(FOLLOWER, habits)})
-    result = {"role": "tool", "content": content_of(FOLLOWER, habits), "tool_call_id": "abcdefghi", "name": "qzlook"}
-    called, _ = _kind(template, codec, habits, kwargs, declared, call, result)
-    return Stops(text=text, call=called, declared=declared, opener=text_opens)
+    """A text turn ends with the last token that the template closes it with, followed or not; else with the one that it writes while
+    nothing follows (harmony's <|return|>); else with the next turn's opener (GLM).
+
+    A turn of calls ends with the same token where that stands behind them; else with the last one there (harmony's <|call|>), but where
+    text turns end with an opener so do these, and what stands behind the calls is their own syntax.
+    """
+
+    def literals(text: str) -> list[str]:
+        return [literal for _, literal, _ in codec.pieces(text) if literal]
+
+    alone, followed = _behind(template, habits, kwargs, {"role": "assistant", "content": content_of(SENTINEL, habits)}, "user")
+    closing, opening = literals(_shared(alone, followed)) or literals(alone), literals(followed)
+    text = next((literal for literal in reversed(closing) if literal in declared), closing[-1]) if closing else next(iter(opening), "")
+    alone, followed = _behind(template, habits, kwargs, call_turn(habits), "tool")
+    behind = literals(_shared(alone, followed)) or literals(alone)
+    if not text or not (alone or followed):
+        call = behind[-1] if behind else text
+    elif text in behind:
+        call = text
+    elif not closing:
+        call = next((literal for literal in literals(followed)[len(behind) :]), text)
+    else:
+        call = behind[-1] if behind else next(iter(literals(followed)), text)
+    return Stops(text=(text,) if text else (), call=(call,) if call else (), declared=declared, opener=bool(text) and not closing)
 
 
-def _kind(
-    template: Template, codec: Codec, habits: Habits, kwargs: Mapping[str, Any], declared: Sequence[str], turn: Plain, follower: Plain
-) -> tuple[tuple[str, ...], bool]:
+def _behind(template: Template, habits: Habits, kwargs: Mapping[str, Any], turn: Plain, role: str) -> tuple[str, str]:
+    """What the template writes behind a turn that nothing follows, and between it and a message of `role`."""
     context = [{"role": "user", "content": content_of("Hello.", habits)}, turn]
     tools = [tool_of(habits)] if turn.get("tool_calls") else None
+    follower = {"role": role, "content": content_of(FOLLOWER, habits)}
+    if role == "tool":
+        follower |= {"tool_call_id": "abcdefghi", "name": "qzlook"}
 
-    def after(messages: list[Plain], *, generate: bool) -> str:
+    def behind(messages: list[Plain], *, generate: bool) -> str:
         try:
             text = template.text(messages, tools, kwargs, generate=generate, habits=habits)
         except TemplateError:
             return ""
         return text.rpartition(SENTINEL)[2] if SENTINEL in text else ""
 
-    alone, followed = after(context, generate=False), after([*context, follower], generate=True).partition(FOLLOWER)[0]
-    if alone and alone == after(context, generate=True):  # the flag is ignored: what both renders share belongs to the turn
+    alone, followed = behind(context, generate=False), behind([*context, follower], generate=True).partition(FOLLOWER)[0]
+    if alone and alone == behind(context, generate=True):  # the flag is ignored: what both renders share belongs to the turn
         alone = _shared(alone, followed) or alone
-    closing = [literal for _, literal in codec.pieces(alone) if literal]
-    if closing:
-        return (next((literal for literal in reversed(closing) if literal in declared), closing[-1]),), False
-    opening = [literal for _, literal in codec.pieces(followed) if literal]
-    return tuple(opening[:1]), bool(opening)
+    return alone, followed
 
 
 def _shared(left: str, right: str) -> str:

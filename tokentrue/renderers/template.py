@@ -85,7 +85,8 @@ def _content_habits(template: Template, kwargs: Mapping[str, Any], habits: Habit
             )
         except Exception:
             return False
-        return all(text.count(word) == 1 for word in words) and "'type'" not in text and '"type"' not in text
+        quoted = any(quote + word in text for word in words for quote in ("'", '"'))  # a list that was printed, not understood
+        return all(text.count(word) == 1 for word in words) and not quoted
 
     if not shows("qzwordqz", "qzwordqz") and shows("qzwordqz", "qzwordqz", tools=[]):
         habits = replace(habits, no_tools="empty")

@@ -1,0 +1,82 @@
+"""tokentrue verify MODEL: proves or refutes, in id space, that a model's chat template can be extended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokentrue.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokentrue.renderers import Verification
+
+_COLOURS = {"proven": "green", "history": "yellow", "refused": "red", "wrong": "bold red", "unsupported": "dim"}
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="a model's directory, or a hub id")],
+    template: Annotated[Path | None, typer.Option("--template", help="a chat template to use instead of the model's own")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="k=v: a variable of the template; v is JSON or text")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+) -> int:
+    """Exit 0: users' and tools' messages can follow the model's turn, proven. 1: they cannot, and the table says why."""
+    from rich.console import Console
+
+    if template is not None and not template.is_file():
+        raise ConfigError(f"--template: no file {str(template)!r}")
+    kwargs = dict(_setting(item) for item in settings or ())
+    with Console(stderr=True).status("proving"):
+        from tokentrue.renderers import verify
+
+        found = verify(model, chat_template=template.read_text(encoding="utf-8") if template else None, template_kwargs=kwargs or None)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1, ensure_ascii=False))
+    else:
+        _show(found)
+    return 0 if found.ok else 1
+
+
+def _setting(item: str) -> tuple[str, Any]:
+    name, equals, value = item.partition("=")
+    if not equals or not name.isidentifier():
+        raise ConfigError(f"--set: expected k=v, got {item!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _show(found: Verification) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    roles = Table(title=f"{found.model} (family: {found.family})")
+    for column in ("role appended", "result", "between stop and content", "rewrites history", "not proven"):
+        roles.add_column(column, overflow="fold")
+    for role, result in found.roles.items():
+        boundary = repr(found.boundary[role]) if role in found.boundary else "-"
+        rewrites = "yes" if found.rewrites.get(role) else "no"
+        roles.add_row(role, Text(result, style=_COLOURS[result]), Text(boundary), rewrites, Text(found.why.get(role, "")))
+    console.print(roles)
+    cases = Table(title="shapes")
+    for column in ("role appended", "conversation ends with", "result", "why"):
+        cases.add_column(column, overflow="fold")
+    for case in found.cases:
+        why = f"{case.why}: {case.detail}" if case.detail else case.why
+        cases.add_row(case.role, case.shape, Text(case.outcome, style=_COLOURS[case.outcome]), Text(why))
+    console.print(cases)
+    parse = Table(title="parse inverts render")
+    parse.add_column("turn")
+    parse.add_column("result", overflow="fold")
+    for kind, result in found.parse.items():
+        parse.add_row(kind, Text(result))
+    console.print(parse)
+    stops = "  ".join(f"{kind}: {' '.join(texts) or '-'}" for kind, texts in found.stops.items())
+    for line in (f"stop tokens  {stops}", f"template {found.template_hash}", f"tokenizer {found.tokenizer_hash}", *found.warnings):
+        console.print(Text(line))
+    console.print(Text("ok" if found.ok else "not ok", style="green" if found.ok else "red"))
