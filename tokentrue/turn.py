@@ -28,8 +28,8 @@ from tokentrue.sessions.matching import Continue, Matcher, Plan
 from tokentrue.sessions.prompts import prompt_for
 from tokentrue.sessions.recording import Asked, Draft, commit, recorded_reply, reply_from
 from tokentrue.sessions.requests import Pinned, request_digest
-from tokentrue.sessions.rows import node_from_row
 from tokentrue.sessions.serve import deltas_of
+from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest
 
@@ -89,9 +89,7 @@ class Session:
         if (record.template, record.tokenizer) != (renderer.template_hash, renderer.tokenizer_hash):
             raise SessionConflict(f"session {session_id!r} was recorded with another template or tokenizer; open it with that one")
         session = cls(renderer=renderer, provider=provider, journal=journal, sampling=record.sampling, limits=limits, _record=record)
-        for row in rows:
-            parent = None if row.parent is None else session.tree.get(row.parent)
-            session._add(node_from_row(row, parent))
+        session._adopt(await asyncio.to_thread(tree_from_rows, record, rows))
         return session
 
     @property
@@ -229,9 +227,10 @@ class Session:
             raise SamplingError(f"{self.provider.name} cannot report true log-probabilities under {', '.join(blind)}; {cure}")
         return sampling
 
-    def _add(self, node: Node) -> None:
-        self.tree.add(node)
-        self._count(node)
+    def _adopt(self, tree: Tree) -> None:
+        self.tree, self._matcher = tree, Matcher(tree)
+        for node in tree.in_order():
+            self._count(node)
 
     def _count(self, node: Node) -> None:
         self._tokens += len(node.given_ids) + len(node.sampled_ids)

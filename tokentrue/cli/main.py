@@ -10,6 +10,8 @@ from tokentrue.errors import TokenTrueError
 COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`; the module is tokentrue.cli.NAME, its function `command`
     "serve": "the gateway: OpenAI Chat Completions, OpenAI Responses, Anthropic Messages; every token recorded",
     "verify": "prove or refute, in id space, that a model's chat template can be extended",
+    "samples": "export training samples of a journal or a running gateway: jsonl, parquet, safetensors, verl, trl, slime, prime-rl, tinker",
+    "audit": "re-check certificates, prefix identity and coverage of exported samples, from the file alone",
     "bench": "measure ratios in one run on this machine: render, samples, gateway, engine, mismatch",
 }
 

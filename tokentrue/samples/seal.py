@@ -33,6 +33,7 @@ def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:
                 "versions": [[span.start, span.end, span.version] for span in node.versions],
                 "why": node.why,
                 "projection": node.projection,
+                "temperature": node.sampling.temperature,
                 "ids_check": checks(ids, 4),
                 "logprobs_check": checks(chain.little_endian(node.logprobs), 8),
             }

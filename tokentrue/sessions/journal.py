@@ -13,7 +13,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -251,6 +251,15 @@ class Journal:
         sql = f"SELECT id FROM sessions WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
         values = [value for _, value in clauses]
         return self.read(lambda db: [_load_record(db, row[0]) for row in db.execute(sql, (*values, limit, offset)).fetchall()])
+
+    def all_sessions(self, *, group: str | None = None) -> Iterator[SessionRecord]:
+        """Oldest first, page by page: sessions that are added meanwhile do not disturb it."""
+        last = (0.0, "")
+        clause = "" if group is None else "AND grp=?"
+        sql = f"SELECT created, id FROM sessions WHERE (created, id) > (?, ?) {clause} ORDER BY created, id LIMIT 100"
+        while page := self.read(lambda db: db.execute(sql, last if group is None else (*last, group)).fetchall()):  # noqa: B023
+            yield from (self.get(name) for _, name in page)
+            last = page[-1]
 
     def count(self) -> int:
         return self.read(lambda db: int(db.execute("SELECT count(*) FROM sessions").fetchone()[0]))

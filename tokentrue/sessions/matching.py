@@ -227,6 +227,8 @@ class Matcher:
             return "retry", f"turn asked again after node {self._tree.asked[node.id, key][-1].id}"
         if any(message.get("role") == "assistant" for message in tail):
             return "edited", f"messages after node {node.id} are not what was served"
+        if any(parent == node.id for parent, _ in self.flying):
+            return "parallel", f"another continuation of node {node.id} was in flight"
         if self._tree.children.get(node.id):
             return "branch", f"node {node.id} had already been continued otherwise"
         return None, ""
@@ -249,8 +251,8 @@ class Matcher:
 
     def _why_root(self, walk: _Walk, tools: Tools | None) -> tuple[str, str, Node | None]:
         tree = self._tree
-        if not len(tree):
-            return ("parallel", "another first request was in flight", None) if self.flying else ("first", "", None)
+        if not len(tree) and not self.flying:
+            return "first", "", None
         if self.flying.get((None, walk.keys[-1]), 0):
             return "parallel", "another request for this turn was in flight", None
         if (None, walk.keys[-1]) in tree.asked:
@@ -259,13 +261,12 @@ class Matcher:
             if base != walk.base and (found := self._deepest(self._rebased(walk, base))) is not None:
                 return "tools_changed", f"node {found[0].id} was sampled under other tools", found[0]
         shared = next((i for i, key in enumerate(walk.keys) if key not in tree.passed), len(walk.keys))
-        turns = sum(message.get("role") == "assistant" for message in walk.messages)
         if shared == 0:
             return "new_conversation", "shares no message with this session", None
         role = str(walk.messages[min(shared, len(walk.messages) - 1)].get("role"))
-        if turns or shared > 1:
+        if any(message.get("role") == "assistant" for message in walk.messages):
             return "edited", f"messages[{shared}] ({role}) is not what led to node {tree.passed[walk.keys[shared - 1]].id}", None
-        return "new_conversation", f"shares only its first {shared} message(s) with this session", None
+        return "history_replaced", f"shares only its first {shared} message(s) with this session: a summary, or another task", None
 
     def _rebased(self, walk: _Walk, base: bytes) -> _Walk:
         calls = CallIds(self._tree, None)

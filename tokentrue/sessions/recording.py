@@ -56,6 +56,9 @@ def node_from(draft: Draft, asked: Asked, tree: Tree) -> Node:
     link = chain.link(
         tree.start_link(prompt.parent), given_ids=prompt.given_ids, sampled_ids=sampled, logprobs=logprobs, versions=done.versions
     )
+    why, detail = prompt.why, prompt.detail
+    if draft.choice and why in (None, "first"):
+        why, detail = "choice", f"choice {draft.choice} of {asked.request.n}"
     parent_tools = None if prompt.parent is None else prompt.parent.tools
     return Node(
         id=draft.node,
@@ -76,8 +79,8 @@ def node_from(draft: Draft, asked: Asked, tree: Tree) -> Node:
         attempts=tuple(attempt for attempt in draft.parsed.attempts if attempt.status is not Status.OK),
         dialect=asked.request.dialect,
         projection=prompt.projection,
-        why=prompt.why,
-        detail=prompt.detail,
+        why=why,
+        detail=detail,
         origin=None if prompt.origin is None else prompt.origin.id,
         outcome=draft.outcome,
         tools=asked.request.tools if prompt.parent is None else parent_tools,

@@ -1,11 +1,13 @@
 """What the client is served: the parsed turn with its call ids, cut at a stop string. Pure.
 
-Call ids come from the node, so that they are the same in a stream and in the committed turn, and name the turn when they come back.
-A model whose own format carries ids keeps them: they are in its tokens.
+Call ids come from the node, so that they are the same in a stream and in the committed turn, and name the turn when they come back:
+two answers to one prompt never share an id. An id that the model wrote itself stays (it is in its tokens), and so does the short form
+that some templates insist on.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,9 +15,15 @@ from typing import Any
 from tokentrue.sessions.keys import calls_of
 from tokentrue.types import Delta, Message, Parsed
 
+_MADE_UP = re.compile(r"call_[0-9a-f]{24}")  # by a parser, for a format that carries no ids
+
 
 def call_id(node_id: str, index: int) -> str:
-    return f"call_{node_id[:20]}{index:04d}"
+    return f"call_{node_id[:20]}{index:04x}"
+
+
+def _own_id(written: str, node_id: str, index: int) -> str:
+    return call_id(node_id, index) if not written or _MADE_UP.fullmatch(written) else written
 
 
 def served_message(parsed: Parsed, node_id: str, *, stopped_by: int | str | None) -> Message:
@@ -30,7 +38,7 @@ def served_message(parsed: Parsed, node_id: str, *, stopped_by: int | str | None
 
 
 def _with_id(call: Mapping[str, Any], node_id: str, index: int) -> dict[str, Any]:
-    return {**call, "id": call.get("id") or call_id(node_id, index), "type": call.get("type", "function")}
+    return {**call, "id": _own_id(str(call.get("id") or ""), node_id, index), "type": call.get("type", "function")}
 
 
 class Deltas:
@@ -42,7 +50,7 @@ class Deltas:
 
     def feed(self, delta: Delta) -> Delta | None:
         if delta.call is not None and (delta.name or delta.call_id):
-            delta = replace(delta, call_id=delta.call_id or call_id(self._node, delta.call))
+            delta = replace(delta, call_id=_own_id(delta.call_id, self._node, delta.call))
         if not delta.content or not self._stops:
             return delta
         return self._pass(delta, self._release(delta.content))

@@ -1,0 +1,141 @@
+"""tokentrue samples STORE_OR_URL -o OUT: exports training samples from a journal or from a running gateway."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tokentrue.errors import ConfigError, FileFormatError, SessionNotFound
+
+
+def command(
+    source: Annotated[str, typer.Argument(help="a journal (sqlite:PATH or PATH) or the base URL of a running gateway")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="the file to write")],
+    session: Annotated[list[str] | None, typer.Option("--session", help="only this session (may repeat)")] = None,
+    group: Annotated[str | None, typer.Option("--group", help="only sessions of this group")] = None,
+    format: Annotated[str, typer.Option("--format", help="jsonl, parquet, safetensors, verl, trl, slime, prime-rl or tinker")] = "jsonl",
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="cut samples at the last turn that fits")] = None,
+    abandoned: Annotated[bool, typer.Option("--abandoned", help="also train what was retried or given up")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> int:
+    """Export training samples."""
+    from tokentrue.samples import write_samples
+    from tokentrue.samples.exporters import EXPORTERS
+
+    if format not in EXPORTERS:
+        raise ConfigError(f"no format {format!r}; choose one of {', '.join(EXPORTERS)}")
+    total = Totals()
+    samples = _from_url(source, session, group, total) if source.startswith(("http://", "https://")) else None
+    if samples is None:
+        samples = _from_journal(source, session, group, total, max_tokens=max_tokens, abandoned=abandoned)
+    elif max_tokens is not None or abandoned:
+        raise ConfigError("--max-tokens and --abandoned need the journal itself, not a URL")
+    count = write_samples(_shown(samples), out, format=format)
+    _report(total, count, out, as_json=as_json)
+    return 0
+
+
+class Totals:
+    """Coverage over everything exported."""
+
+    def __init__(self) -> None:
+        self.sessions = self.sampled = self.trained = 0
+        self.reasons: dict[str, int] = {}
+
+    def add(self, coverage: Any) -> None:
+        self.sessions += 1
+        self.sampled += coverage["sampled"]
+        self.trained += coverage["trained"]
+        for item in coverage["untrained"]:
+            self.reasons[item["why"]] = self.reasons.get(item["why"], 0) + item["tokens"]
+
+
+def _shown(samples: Iterator[Any]) -> Iterator[Any]:
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("exporting")
+        for number, sample in enumerate(samples, start=1):
+            progress.update(task, description=f"{number} samples")
+            yield sample
+
+
+def _from_journal(
+    source: str, names: list[str] | None, group: str | None, total: Totals, *, max_tokens: int | None, abandoned: bool
+) -> Iterator[Any]:
+    from tokentrue.samples import assemble, coverage_to_json
+    from tokentrue.sessions import Journal
+    from tokentrue.sessions.store import load_tree
+
+    path = Path(source.removeprefix("sqlite:"))
+    if not path.is_file():
+        raise FileFormatError(f"no journal at {path}; give the path that `tokentrue serve --store sqlite:PATH` was given")
+    journal = Journal(source)
+    try:
+        for name in names or [record.id for record in journal.all_sessions(group=group)]:
+            record, tree = load_tree(journal, name)
+            made = assemble(tree, record, max_tokens=max_tokens, include_abandoned=abandoned)
+            total.add(coverage_to_json(made.coverage))
+            yield from made.samples
+    finally:
+        journal.close()
+
+
+def _from_url(url: str, names: list[str] | None, group: str | None, total: Totals) -> Iterator[Any]:
+    from tokentrue.samples import sample_from_json
+
+    base = url.rstrip("/").removesuffix("/v1")
+    for name in names or _session_names(base, group):
+        answer = _get(f"{base}/sessions/{name}/samples")
+        total.add(answer["coverage"])
+        yield from (sample_from_json(item, f"session {name}") for item in answer["samples"])
+
+
+def _session_names(base: str, group: str | None) -> Iterator[str]:
+    offset = 0
+    while True:
+        page = _get(f"{base}/sessions?offset={offset}&limit=100" + (f"&group={group}" if group else ""))["sessions"]
+        if not page:
+            return
+        offset += len(page)
+        yield from (item["session_id"] for item in page if group is None or item.get("group") == group)
+
+
+def _get(url: str) -> Any:
+    import os
+    import urllib.error
+    import urllib.request
+
+    import orjson
+
+    key = os.environ.get("TOKENTRUE_ADMIN_KEY")
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return orjson.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            raise SessionNotFound(f"{url}: no such session") from error
+        cure = "; set TOKENTRUE_ADMIN_KEY" if error.code in {401, 403} else ""
+        raise ConfigError(f"{url}: HTTP {error.code}{cure}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{url}: {error}; is the gateway running?") from error
+
+
+def _report(total: Totals, count: int, out: Path, *, as_json: bool) -> None:
+    ratio = total.trained / total.sampled if total.sampled else 1.0
+    if as_json:
+        import json
+
+        counts = {"samples": count, "sessions": total.sessions, "sampled": total.sampled, "trained": total.trained}
+        print(json.dumps({"out": str(out), **counts, "coverage": ratio, "untrained": total.reasons}, indent=1))
+        return
+    left_out = ", ".join(f"{tokens} {why}" for why, tokens in sorted(total.reasons.items()))
+    print(f"{count} samples of {total.sessions} session(s) in {out}; coverage {ratio:.2%} of {total.sampled} sampled tokens")
+    if left_out:
+        print(f"not trained: {left_out}")

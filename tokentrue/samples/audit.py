@@ -1,0 +1,221 @@
+"""Re-check exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
+
+Nothing is trusted but the file: every link of the chain is computed again from its ids, log-probabilities and versions. A finding says
+which sample, which turn and which tokens. A file that passes was not damaged; it is no proof against someone who rewrites it
+wholly, for that compare `certificate.chain` with the one that the gateway reported.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from tokentrue.errors import TokenContractError
+from tokentrue.samples.seal import BLOCK, checks, seal
+from tokentrue.sessions import chain
+from tokentrue.types import Sample, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that does not hold. `start`/`end` are token positions in the sample, where they are known."""
+
+    sample: str
+    what: str
+    start: int | None = None
+    end: int | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.start is None else f" tokens [{self.start}, {self.end})"
+        return f"{self.sample}{place}: {self.what}"
+
+
+@dataclass(slots=True)
+class Audit:
+    """What was read, and what was found wrong."""
+
+    samples: int = 0
+    tokens: int = 0
+    sampled: int = 0
+    trained: int = 0
+    sessions: dict[str, _SessionAudit] = field(default_factory=dict[str, "_SessionAudit"])
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    @property
+    def coverage(self) -> float:
+        """Of what was sampled in the sessions of the file."""
+        sampled = sum(session.claimed.get("sampled", 0) for session in self.sessions.values())
+        return self.trained / sampled if sampled else 1.0
+
+
+@dataclass(slots=True)
+class _SessionAudit:
+    """What the samples of one session say together."""
+
+    claimed: dict[str, Any] = field(default_factory=dict[str, Any])
+    seen: set[str] = field(default_factory=set[str])
+    links: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])  # node -> its chain and where it starts
+    trained_by: dict[str, str] = field(default_factory=dict[str, str])
+    trained: int = 0
+
+
+def audit(samples: Iterable[Sample]) -> Audit:
+    result = Audit()
+    for sample in samples:
+        result.samples += 1
+        result.tokens += len(sample.token_ids)
+        result.sampled += sum(value is not None for value in sample.rollout_logprobs)
+        result.trained += sum(sample.loss_mask)
+        session = result.sessions.setdefault(sample.session_id, _SessionAudit())
+        own: Any = sample.metadata.get("tokentrue")
+        if not isinstance(own, Mapping) or "nodes" not in own:
+            result.findings.append(Finding(sample=sample.sample_id, what="metadata.tokentrue is missing: nothing to check against"))
+            continue
+        result.findings += _columns(sample)
+        result.findings += _links(sample)
+        if cast("Mapping[str, Any]", own).get("seal") != seal(sample):
+            what = "the seal is broken: mask, spans, reward, names or coverage were changed"
+            result.findings.append(Finding(sample=sample.sample_id, what=what))
+        result.findings += _together(sample, session)
+    for name, session in result.sessions.items():
+        result.findings += _coverage(name, session)
+    return result
+
+
+def _columns(sample: Sample) -> Iterator[Finding]:
+    """Mask, log-probabilities and spans must tell one story."""
+    at = 0
+    for span in sample.spans:
+        if span.start != at or span.end <= span.start:
+            yield Finding(sample=sample.sample_id, what=f"spans leave a gap or overlap before token {span.start}", start=at, end=span.start)
+        at = span.end
+        if span.trainable and span.kind != "sampled":
+            yield Finding(sample=sample.sample_id, what="given tokens are marked trainable", start=span.start, end=span.end)
+        for index in range(span.start, min(span.end, len(sample.token_ids))):
+            if sample.loss_mask[index] != int(span.trainable):
+                yield _at(sample, index, f"loss_mask is {sample.loss_mask[index]}, its span says {int(span.trainable)} ({span.why})")
+            value = sample.rollout_logprobs[index]
+            if (value is None) != (span.kind == "given"):
+                yield _at(sample, index, f"log-probability is {value} on a {span.kind} token")
+            elif value is not None and not (math.isfinite(value) and value <= 0.0):
+                yield _at(sample, index, f"{value} is not a log-probability")
+    if at != len(sample.token_ids):
+        length = len(sample.token_ids)
+        yield Finding(sample=sample.sample_id, what=f"spans end at token {at} of {length}", start=at, end=length)
+
+
+def _at(sample: Sample, index: int, what: str) -> Finding:
+    return Finding(sample=sample.sample_id, what=what, start=index, end=index + 1)
+
+
+def _links(sample: Sample) -> Iterator[Finding]:
+    """Every link of the chain, computed again; a broken one is narrowed down by its block checksums."""
+    previous = chain.start(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
+    at = 0
+    for turn, node in enumerate(sample.metadata["tokentrue"]["nodes"]):
+        given_end, end = at + node["given"], at + node["given"] + node["sampled"]
+        if end > len(sample.token_ids):
+            yield Finding(sample=sample.sample_id, what=f"turn {turn} ends at token {end} of {len(sample.token_ids)}", start=at, end=end)
+            return
+        values = sample.rollout_logprobs[given_end:end]
+        if None in values:
+            yield Finding(sample=sample.sample_id, what=f"turn {turn}: sampled tokens without log-probability", start=given_end, end=end)
+            return
+        link = _link(sample, node, previous, at, given_end, end)
+        if link.hex() != node["chain"]:
+            yield from _narrowed(sample, node, turn, at, given_end, end)
+        previous, at = bytes.fromhex(node["chain"]), end
+    if at != len(sample.token_ids):
+        length = len(sample.token_ids)
+        yield Finding(sample=sample.sample_id, what=f"the nodes end at token {at} of {length}", start=at, end=length)
+    if chain.printed(previous) != sample.certificate.chain:
+        yield Finding(sample=sample.sample_id, what="certificate.chain is not the chain of its last node")
+
+
+def _link(sample: Sample, node: dict[str, Any], previous: bytes, at: int, given_end: int, end: int) -> bytes:
+    numbers = [value for value in sample.rollout_logprobs[given_end:end] if value is not None]
+    try:
+        return chain.link(
+            previous,
+            given_ids=array("i", sample.token_ids[at:given_end]),
+            sampled_ids=array("i", sample.token_ids[given_end:end]),
+            logprobs=array("d", numbers),
+            versions=[VersionSpan(start=s, end=e, version=v) for s, e, v in _versions(sample, node, given_end, end)],
+        )
+    except (OverflowError, TypeError) as error:
+        raise TokenContractError(f"sample {sample.sample_id}: {error}") from error
+
+
+def _versions(sample: Sample, node: dict[str, Any], given_end: int, end: int) -> list[tuple[int, int, int]]:
+    """From the spans: what the trainer reads is what is checked. A turn of an engine without versions has none."""
+    if not node["versions"]:
+        return []
+    return [
+        (span.start - given_end, span.end - given_end, span.policy_version)
+        for span in sample.spans
+        if span.kind == "sampled" and given_end <= span.start < end and span.policy_version is not None
+    ]
+
+
+def _narrowed(sample: Sample, node: dict[str, Any], turn: int, at: int, given_end: int, end: int) -> Iterator[Finding]:
+    ids = array("i", sample.token_ids[at:end])
+    numbers = array("d", [value for value in sample.rollout_logprobs[given_end:end] if value is not None])
+    found = False
+    for column, data, width, base in (("token_ids", ids, 4, at), ("rollout_logprobs", numbers, 8, given_end)):
+        now, then = checks(chain.little_endian(data), width), str(node["ids_check" if width == 4 else "logprobs_check"])
+        for block in range(max(len(now), len(then)) // 8):
+            if now[block * 8 : block * 8 + 8] != then[block * 8 : block * 8 + 8]:
+                found = True
+                start = base + block * BLOCK
+                what = f"turn {turn}: {column} changed (the certificate's chain breaks at node {node['node']})"
+                yield Finding(sample=sample.sample_id, what=what, start=start, end=min(start + BLOCK, end))
+    if not found:
+        what = f"turn {turn}: versions, hashes or the order of nodes changed (the chain breaks at node {node['node']})"
+        yield Finding(sample=sample.sample_id, what=what, start=at, end=end)
+
+
+def _together(sample: Sample, session: _SessionAudit) -> Iterator[Finding]:
+    """Prefix identity between the samples of a session, and no token trained twice."""
+    own = sample.metadata["tokentrue"]
+    if sample.sample_id in session.seen:
+        yield Finding(sample=sample.sample_id, what="this sample is in the file twice")
+    session.seen.add(sample.sample_id)
+    if session.claimed and session.claimed != own.get("coverage"):
+        yield Finding(sample=sample.sample_id, what="samples of one session disagree about its coverage")
+    session.claimed = session.claimed or dict(own.get("coverage") or {})
+    at = 0
+    for turn, node in enumerate(own["nodes"]):
+        start, given_end, end = at, at + node["given"], at + node["given"] + node["sampled"]
+        at = end
+        if session.links.setdefault(node["node"], (node["chain"], start)) != (node["chain"], start):
+            what = f"turn {turn}: node {node['node']} has another history in another sample"
+            yield Finding(sample=sample.sample_id, what=what, start=start, end=end)
+        trained = sum(sample.loss_mask[given_end:end])
+        if not trained:
+            continue
+        session.trained += trained
+        first = session.trained_by.setdefault(node["node"], sample.sample_id)
+        if first != sample.sample_id:
+            what = f"turn {turn}: trained here and in sample {first}"
+            yield Finding(sample=sample.sample_id, what=what, start=given_end, end=end)
+
+
+def _coverage(name: str, session: _SessionAudit) -> Iterator[Finding]:
+    claimed = session.claimed
+    if not claimed:
+        return
+    missing = sum(item["tokens"] for item in claimed["untrained"])
+    if claimed["sampled"] != claimed["trained"] + missing:
+        what = f"coverage does not add up: {claimed['sampled']} sampled, {claimed['trained']} trained, {missing} accounted for"
+        yield Finding(sample=f"session {name}", what=what)
+    if session.trained != claimed["trained"]:
+        found = f"{session.trained} tokens are trained in this file, the session has {claimed['trained']}"
+        what = f"{found}: samples are missing or masks changed"
+        yield Finding(sample=f"session {name}", what=what)

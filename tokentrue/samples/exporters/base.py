@@ -1,0 +1,90 @@
+"""What an exporter is: a trainer's own row for a sample, and the way back. One file per trainer; the table is in `__init__`.
+
+Every exported row also carries `tokentrue`: the sample's fields that the trainer has no place for. So any file can be audited, and the
+columns that are audited are the trainer's own, not a copy beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokentrue.errors import TokenContractError
+from tokentrue.types import Sample
+
+Columns = tuple[Sequence[int], Sequence[int], Sequence[float | None]]
+"""token_ids, loss_mask, rollout_logprobs."""
+
+
+class Exporter(Protocol):
+    """Writes samples to a file and reads them back. `follows` names the release whose fields it writes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def suffix(self) -> str: ...
+
+    @property
+    def follows(self) -> str: ...
+
+    def write(self, samples: Iterable[Sample], path: Path) -> int:
+        """How many were written."""
+        ...
+
+    def read(self, path: Path) -> Iterator[Sample]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A sample as prompt and response: the prompt ends where the first token was sampled."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float]  # 0.0 where nothing was sampled, as trainers want it; the mask says where
+
+
+def split(sample: Sample) -> Split:
+    at = first_sampled(sample)
+    return Split(
+        prompt_ids=list(sample.token_ids[:at]),
+        response_ids=list(sample.token_ids[at:]),
+        response_mask=list(sample.loss_mask[at:]),
+        response_logprobs=filled(sample.rollout_logprobs[at:]),
+    )
+
+
+def first_sampled(sample: Sample) -> int:
+    found = next((span.start for span in sample.spans if span.kind == "sampled"), None)
+    if found is None:
+        raise TokenContractError(f"sample {sample.sample_id} has no sampled token")
+    return found
+
+
+def filled(logprobs: Iterable[float | None]) -> list[float]:
+    return [0.0 if value is None else value for value in logprobs]
+
+
+def unfilled(logprobs: Sequence[float], spans: Sequence[Mapping[str, Any]], *, length: int) -> list[float | None]:
+    """The way back: None where the spans say that nothing was sampled. `logprobs` may leave out a given prefix."""
+    whole: list[float | None] = [*([None] * (length - len(logprobs))), *logprobs]
+    for span in spans:
+        if span["kind"] == "given":
+            whole[span["start"] : span["end"]] = [None] * (span["end"] - span["start"])
+    return whole
+
+
+def versions_of(sample: Sample) -> list[int]:
+    """Policy versions of the sampled spans, in order, each once in a row."""
+    found: list[int] = []
+    for span in sample.spans:
+        if span.kind == "sampled" and span.policy_version is not None and found[-1:] != [span.policy_version]:
+            found.append(span.policy_version)
+    return found
+
+
+def turns_of(sample: Sample) -> int:
+    return 1 + max((span.turn for span in sample.spans), default=-1)

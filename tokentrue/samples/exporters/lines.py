@@ -1,0 +1,81 @@
+"""JSON lines: the native format, and the container of the exporters whose trainers read JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tokentrue.errors import FileFormatError
+from tokentrue.samples.exporters.base import Columns
+from tokentrue.samples.shape import head_to_json, sample_from_json, sample_from_parts, sample_to_json
+from tokentrue.sessions.rows import dumps, loads
+from tokentrue.types import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonLines:
+    """One sample per line, the documented fields."""
+
+    name: str = "jsonl"
+    suffix: str = ".jsonl"
+    follows: str = "tokentrue's own format"
+
+    def write(self, samples: Iterable[Sample], path: Path) -> int:
+        return write_lines((sample_to_json(sample) for sample in samples), path)
+
+    def read(self, path: Path) -> Iterator[Sample]:
+        for where, row in read_lines(path):
+            yield sample_from_json(row, where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLines:
+    """A trainer's rows as JSON lines. `row` makes its fields of a sample, `columns` finds ids, mask and log-probabilities in them."""
+
+    name: str
+    follows: str
+    row: Callable[[Sample], dict[str, Any]]
+    columns: Callable[[Mapping[str, Any], Mapping[str, Any]], Columns]
+    suffix: str = ".jsonl"
+
+    def write(self, samples: Iterable[Sample], path: Path) -> int:
+        return write_lines(({**self.row(sample), "tokentrue": head_to_json(sample)} for sample in samples), path)
+
+    def read(self, path: Path) -> Iterator[Sample]:
+        for where, row in read_lines(path):
+            yield restored(row, self.columns, where)
+
+
+def restored(row: Mapping[str, Any], columns: Callable[[Mapping[str, Any], Mapping[str, Any]], Columns], where: str) -> Sample:
+    head = cast("Mapping[str, Any]", row.get("tokentrue") or {})
+    try:
+        found = columns(row, head)
+    except (KeyError, TypeError, IndexError) as error:
+        raise FileFormatError(f"{where}: not a row of this format: {error!r}") from error
+    return sample_from_parts(head, found, where)
+
+
+def write_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
+    count = 0
+    with path.open("wb") as file:
+        for row in rows:
+            file.write(dumps(row) + b"\n")
+            count += 1
+    return count
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path.name}:{number}"
+            try:
+                row = loads(line)
+            except ValueError as error:
+                raise FileFormatError(f"{where}: not JSON: {error}") from error
+            if not isinstance(row, Mapping):
+                raise FileFormatError(f"{where}: a line must be a JSON object")
+            yield where, cast("Mapping[str, Any]", row)

@@ -1,0 +1,101 @@
+"""Parquet: the native fields as columns, or a trainer's row with the rest beside it. Log-probabilities are float64, null where given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+from tokentrue.errors import FileFormatError
+from tokentrue.samples.exporters.base import Columns
+from tokentrue.samples.exporters.lines import restored
+from tokentrue.samples.shape import head_to_json, sample_from_json, sample_to_json
+from tokentrue.sessions.rows import dumps, loads
+from tokentrue.types import Sample
+
+_GROUP = 256
+_JSON = ("spans", "metadata", "certificate", "routed_experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parquet:
+    """The documented fields; those that are objects stand as JSON text."""
+
+    name: str = "parquet"
+    suffix: str = ".parquet"
+    follows: str = "Apache Parquet through pyarrow"
+
+    def write(self, samples: Iterable[Sample], path: Path) -> int:
+        return write_table((self._row(sample) for sample in samples), path, native_types())
+
+    def _row(self, sample: Sample) -> dict[str, Any]:
+        row = {"routed_experts": None, **sample_to_json(sample)}
+        return {**row, **{name: None if row[name] is None else dumps(row[name]).decode() for name in _JSON}}
+
+    def read(self, path: Path) -> Iterator[Sample]:
+        for where, row in read_table(path):
+            objects = {name: loads(row[name].encode()) for name in _JSON if row.get(name) is not None}
+            yield sample_from_json({**row, "routed_experts": None, **objects}, where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerParquet:
+    """A trainer's rows as a parquet table, the rest of the sample as JSON text in `tokentrue`."""
+
+    name: str
+    follows: str
+    row: Callable[[Sample], dict[str, Any]]
+    columns: Callable[[Mapping[str, Any], Mapping[str, Any]], Columns]
+    types: Mapping[str, str]
+    suffix: str = ".parquet"
+
+    def write(self, samples: Iterable[Sample], path: Path) -> int:
+        rows = ({**self.row(sample), "tokentrue": dumps(head_to_json(sample)).decode()} for sample in samples)
+        return write_table(rows, path, {**self.types, "tokentrue": "string"})
+
+    def read(self, path: Path) -> Iterator[Sample]:
+        for where, row in read_table(path):
+            yield restored({**row, "tokentrue": loads(row["tokentrue"].encode())}, self.columns, where)
+
+
+def native_types() -> dict[str, str]:
+    text = ("sample_id", "session_id", "group", "finish_reason", *_JSON)
+    lists = {"token_ids": "int32s", "loss_mask": "int8s", "rollout_logprobs": "doubles", "reward": "double"}
+    return {**dict.fromkeys(text, "string"), **lists}
+
+
+def _schema(types: Mapping[str, str]) -> Any:
+    pa: Any = import_module("pyarrow")
+    known = {
+        "string": pa.string(), "double": pa.float64(), "int64": pa.int64(),
+        "int32s": pa.list_(pa.int32()), "int8s": pa.list_(pa.int8()), "doubles": pa.list_(pa.float64()),
+    }  # fmt: skip
+    return pa.schema([(name, known[kind]) for name, kind in types.items()])
+
+
+def write_table(rows: Iterable[Mapping[str, Any]], path: Path, types: Mapping[str, str]) -> int:
+    pa: Any = import_module("pyarrow")
+    pq: Any = import_module("pyarrow.parquet")
+    schema, count, iterator = _schema(types), 0, iter(rows)
+    with pq.ParquetWriter(path, schema) as writer:
+        while group := list(islice(iterator, _GROUP)):
+            writer.write_table(pa.Table.from_pylist([{name: row.get(name) for name in types} for row in group], schema=schema))
+            count += len(group)
+    return count
+
+
+def read_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    pa: Any = import_module("pyarrow")
+    pq: Any = import_module("pyarrow.parquet")
+    try:
+        file = pq.ParquetFile(path)
+        number = 0
+        for batch in file.iter_batches(batch_size=_GROUP):
+            for row in batch.to_pylist():
+                yield f"{path.name}:row {number}", cast("Mapping[str, Any]", row)
+                number += 1
+    except pa.ArrowException as error:
+        raise FileFormatError(f"{path}: not a parquet file: {error}") from error

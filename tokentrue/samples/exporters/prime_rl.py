@@ -1,0 +1,34 @@
+"""prime-rl: the fields of `TrainingSample`, one per line: flat tokens, `mask` for the trainable ones, everything aligned per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokentrue.samples.exporters.base import Columns, filled, unfilled
+from tokentrue.types import Sample
+
+
+def row(sample: Sample) -> dict[str, Any]:
+    return {
+        "token_ids": list(sample.token_ids),
+        "mask": [bool(bit) for bit in sample.loss_mask],
+        "logprobs": filled(sample.rollout_logprobs),
+        "temperatures": temperatures(sample),
+        "env_name": str(sample.metadata.get("env_name") or sample.group or "tokentrue"),
+        "trace_id": sample.sample_id,
+        "branch_index": 0,
+    }
+
+
+def temperatures(sample: Sample) -> list[float]:
+    """The temperature that each token was sampled at; 1.0 where none was sampled."""
+    found: list[float] = []
+    for node in sample.metadata["tokentrue"]["nodes"]:
+        found += [1.0] * node["given"] + [float(node["temperature"])] * node["sampled"]
+    return found
+
+
+def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
+    ids = row["token_ids"]
+    return ids, [int(bit) for bit in row["mask"]], unfilled(row["logprobs"], head["spans"], length=len(ids))

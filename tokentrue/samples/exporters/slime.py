@@ -1,0 +1,32 @@
+"""slime (and miles): the dictionary that `Sample.from_dict` takes, one per line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokentrue.samples.exporters.base import Columns, split, unfilled, versions_of
+from tokentrue.types import Sample
+
+_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+
+
+def row(sample: Sample) -> dict[str, Any]:
+    parts = split(sample)
+    return {
+        "tokens": list(sample.token_ids),
+        "response_length": len(parts.response_ids),
+        "loss_mask": parts.response_mask,
+        "rollout_log_probs": parts.response_logprobs,
+        "reward": sample.reward,
+        "status": _STATUS.get(sample.finish_reason, "completed"),
+        "weight_versions": [str(version) for version in versions_of(sample)],
+        "session_id": sample.session_id,
+        "metadata": {"sample_id": sample.sample_id, "group": sample.group},
+    }
+
+
+def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
+    ids = row["tokens"]
+    mask = [*([0] * (len(ids) - row["response_length"])), *row["loss_mask"]]
+    return ids, mask, unfilled(row["rollout_log_probs"], head["spans"], length=len(ids))

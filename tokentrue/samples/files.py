@@ -1,0 +1,59 @@
+"""Samples on disk: write in a named format, read any of them back. A file is written beside its place and moved there whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from tokentrue.errors import FileFormatError
+from tokentrue.samples.exporters import EXPORTERS
+from tokentrue.samples.exporters.lines import read_lines
+from tokentrue.types import Sample
+
+
+def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = "jsonl") -> int:
+    """How many samples were written."""
+    if format not in EXPORTERS:
+        raise FileFormatError(f"no format {format!r}; choose one of {', '.join(EXPORTERS)}")
+    target = Path(path)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        count = EXPORTERS[format].write(samples, scratch)
+        os.replace(scratch, target)
+    except OSError as error:
+        raise FileFormatError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+    return count
+
+
+def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sample]:
+    """The samples of a file; its format is recognised by its first row where it is not given."""
+    source = Path(path)
+    if not source.is_file():
+        raise FileFormatError(f"{source}: no such file")
+    yield from EXPORTERS[format or format_of(source)].read(source)
+
+
+def format_of(path: Path) -> str:
+    with path.open("rb") as file:
+        start = file.read(8)
+    if start[:4] == b"PAR1":
+        pq: Any = import_module("pyarrow.parquet")
+        return "parquet" if "token_ids" in pq.read_schema(path).names else "verl"
+    if len(start) == 8 and int.from_bytes(start, "little") < path.stat().st_size and not start.lstrip().startswith(b"{"):
+        return "safetensors"
+    first = next(read_lines(path), None)
+    return "jsonl" if first is None else _format_of_row(cast("dict[str, Any]", first[1]))
+
+
+def _format_of_row(row: dict[str, Any]) -> str:
+    if "tokentrue" not in row:
+        return "jsonl"
+    for mark, name in (("completion_ids", "trl"), ("response_length", "slime"), ("temperatures", "prime-rl"), ("loss_fn_inputs", "tinker")):
+        if mark in row:
+            return name
+    raise FileFormatError(f"not a samples file: a row has {', '.join(sorted(row))}")

@@ -1,0 +1,76 @@
+"""Samples as plain JSON objects and back: the documented fields, nothing lost. Log-probabilities survive to the last bit."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from tokentrue.errors import FileFormatError, TokenContractError
+from tokentrue.types import Certificate, RoutedExperts, Sample, Span
+
+_SPAN = ("start", "end", "kind", "role", "turn", "policy_version", "trainable", "why")
+
+
+def head_to_json(sample: Sample) -> dict[str, Any]:
+    """Everything but the three per-token columns."""
+    routed = sample.routed_experts
+    head: dict[str, Any] = {
+        "sample_id": sample.sample_id,
+        "session_id": sample.session_id,
+        "group": sample.group,
+        "spans": [{name: getattr(span, name) for name in _SPAN} for span in sample.spans],
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+        "metadata": sample.metadata,
+        "certificate": {
+            "chain": sample.certificate.chain,
+            "template": sample.certificate.template,
+            "tokenizer": sample.certificate.tokenizer,
+        },
+    }
+    if routed is not None:
+        head["routed_experts"] = {"shape": list(routed.shape), "data": base64.b64encode(routed.data).decode("ascii")}
+    return head
+
+
+def sample_to_json(sample: Sample) -> dict[str, Any]:
+    columns = {"token_ids": list(sample.token_ids), "loss_mask": list(sample.loss_mask), "rollout_logprobs": list(sample.rollout_logprobs)}
+    return {**head_to_json(sample), **columns}
+
+
+def sample_from_json(data: Mapping[str, Any], where: str = "sample") -> Sample:
+    columns = [data.get(name) for name in ("token_ids", "loss_mask", "rollout_logprobs")]
+    if not all(isinstance(column, Sequence) for column in columns):
+        raise FileFormatError(f"{where}: token_ids, loss_mask and rollout_logprobs must be lists")
+    return sample_from_parts(data, cast("list[Any]", columns), where)
+
+
+def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: str) -> Sample:
+    """`columns` are token_ids, loss_mask, rollout_logprobs."""
+    try:
+        routed = head.get("routed_experts")
+        return Sample(
+            sample_id=head["sample_id"],
+            session_id=head["session_id"],
+            group=head.get("group"),
+            token_ids=columns[0],
+            loss_mask=columns[1],
+            rollout_logprobs=columns[2],
+            spans=tuple(Span(**{name: span[name] for name in _SPAN}) for span in head["spans"]),
+            reward=head.get("reward"),
+            finish_reason=head["finish_reason"],
+            metadata=head.get("metadata") or {},
+            certificate=Certificate(**{name: head["certificate"][name] for name in ("chain", "template", "tokenizer")}),
+            routed_experts=None if routed is None else _routed(routed),
+        )
+    except TokenContractError as error:
+        raise FileFormatError(f"{where}: {error}") from error
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise FileFormatError(f"{where}: not a sample: {error!r}") from error
+
+
+def _routed(value: Mapping[str, Any]) -> RoutedExperts:
+    first, second, third = value["shape"]
+    return RoutedExperts(shape=(first, second, third), data=base64.b64decode(value["data"], validate=True))

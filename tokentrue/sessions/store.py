@@ -1,0 +1,20 @@
+"""From the journal back to a tree: what `Session.open` and the exporters read."""
+
+from __future__ import annotations
+
+from tokentrue.sessions.journal import Journal, SessionRecord
+from tokentrue.sessions.rows import Row, node_from_row
+from tokentrue.sessions.tree import Tree
+
+
+def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
+    """Every node is checked as if it were committed now: ids, log-probabilities and certificate must fit."""
+    tree = Tree(template=record.template, tokenizer=record.tokenizer)
+    for row in rows:
+        tree.add(node_from_row(row, None if row.parent is None else tree.get(row.parent)))
+    return tree
+
+
+def load_tree(journal: Journal, session_id: str) -> tuple[SessionRecord, Tree]:
+    record = journal.get(session_id)
+    return record, tree_from_rows(record, journal.rows(session_id))
