@@ -74,6 +74,19 @@ def log_to_stderr(*, enabled: bool) -> None:
         logger.addHandler(handler)
 
 
+class _Main(uvicorn.Server):
+    """A signal ends it in order, and the process then exits 0; uvicorn would raise the signal once more."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
 class _Quiet(uvicorn.Server):
     """A second server in the same process: the first one owns the signals."""
 
@@ -82,7 +95,7 @@ class _Quiet(uvicorn.Server):
         yield
 
 
-def _server(app: Any, *, drain_s: float, kind: type[uvicorn.Server] = uvicorn.Server, lifespan: str = "on") -> uvicorn.Server:
+def _server(app: Any, *, drain_s: float, kind: type[uvicorn.Server] = _Main, lifespan: str = "on") -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         loop="uvloop",

@@ -189,7 +189,6 @@ def echo_of(asked: ResponsesHead) -> dict[str, Any]:
         "tool_choice": asked.tool_choice or "auto",
         "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
         "truncation": "disabled",
-        "store": asked.store is not False,
     }
 
 
