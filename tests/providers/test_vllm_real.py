@@ -53,7 +53,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def serve(python: str, model: Path, log: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
+def serve(python: str, model: Path, log: Path, *options: str, context: int = 8192) -> tuple[subprocess.Popen[bytes], str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -66,7 +66,7 @@ def serve(python: str, model: Path, log: Path, *options: str) -> tuple[subproces
         "OMP_NUM_THREADS": "1",
     }
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "8192", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(context), "--enforce-eager"]
     command += ["--max-num-seqs", "16", *options]
     with log.open("wb") as out:
         process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=out, stderr=subprocess.STDOUT)
@@ -172,3 +172,45 @@ async def test_raw_logprobs_are_noticed_and_refused(model_dir: Path, tmp_path: P
         await provider.close()
         process.terminate()
         process.wait(30)
+
+
+async def test_a_ten_turn_tool_conversation_is_covered_whole(tmp_path: Path) -> None:
+    """The shipped calculator model, trained to call a tool, behind vLLM: every token that vLLM sampled is trained exactly once."""
+    import tokentrue as tt
+    from tokentrue.environments.calculator import Calculator
+    from tokentrue.environments.tools import CALCULATOR, calculate
+
+    model = Path(tt.__file__).parent / "assets" / "calculator"
+    options = ("--logprobs-mode", "processed_logprobs", "--enable-scale-out")
+    process, url = serve(os.environ["TOKENTRUE_VLLM_PYTHON"], model, tmp_path / "vllm.log", *options, context=2048)
+    provider = VLLMProvider(url)
+    try:
+        await provider.health()
+        session = tt.Session(renderer=tt.load_renderer(str(model)), provider=provider)
+        messages: list[dict[str, Any]] = []
+        sampled: list[tuple[int, ...]] = []
+        calls = 0
+        for task in Calculator().tasks(40, split="heldout"):
+            if len(sampled) >= 10:
+                break
+            messages.append({"role": "user", "content": task.prompt})
+            for _ in range(4):
+                reply = await session.chat(messages, tools=[CALCULATOR], sampling=Sampling(max_tokens=60, seed=len(sampled)))
+                sampled.append(reply.completion.token_ids)
+                messages.append({key: value for key, value in reply.message.items() if key != "reasoning_content"})
+                wanted = reply.message.get("tool_calls") or []
+                calls += len(wanted)
+                for call in wanted:
+                    result = calculate(call["function"]["arguments"])
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(result)})
+                if not wanted:
+                    break
+        coverage, (sample,) = session.coverage(), session.samples()
+    finally:
+        await provider.close()
+        process.terminate()
+        process.wait(30)
+    assert calls >= 3 and len(sampled) >= 10
+    assert (coverage.sampled, coverage.ratio) == (sum(map(len, sampled)), 1.0)
+    trained = [token for token, mask in zip(sample.token_ids, sample.loss_mask, strict=True) if mask]
+    assert trained == [token for turn in sampled for token in turn]

@@ -85,9 +85,12 @@ def calls_of(message: Message) -> Sequence[Mapping[str, Any]]:
     return cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())
 
 
-def said(message: Message) -> Said:
+def said(message: Message, *, tags: bool = True) -> Said:
+    """`tags=False` takes think tags in the content for the text that they are."""
     content, reasoning, inlined = text_of(message.get("content")), reasoning_of(message), False
-    if "</" in content and (found := _INLINE.match(content)):
+    if not tags:
+        pass
+    elif "</" in content and (found := _INLINE.match(content)):
         inlined, content = True, found.group(3)
         reasoning = reasoning or found.group(2)
     elif "</think>" in content and (found := _TAIL_ONLY.match(content)):

@@ -19,7 +19,9 @@ def projection(served: Message, replayed: Message) -> tuple[str, ...] | None:
     """The losses, sorted; `()` where nothing visible differs; None where this is not a replay of `served`."""
     if served is replayed:
         return ()
-    was, now = said(served), said(replayed)
+    # A model may write a stray tag into its visible text: where the text came back as served, no reasoning was inlined into it.
+    literal = text_of(served.get("content")).strip() == text_of(replayed.get("content")).strip()
+    was, now = said(served, tags=not literal), said(replayed, tags=not literal)
     if was.content.strip() != now.content.strip() or len(was.calls) != len(now.calls):
         return None
     kept, given = was.reasoning.strip(), now.reasoning.strip()
