@@ -32,6 +32,7 @@ class Chaos:
 
     pages: random.Random | None = None
     chunk: Callable[[Request, int], int] | None = None
+    unproven: bool = False  # run operators that are known not to be exact: for negative controls
 
 
 class Core:

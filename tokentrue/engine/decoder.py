@@ -49,7 +49,7 @@ class Layer:
     out_bias: Tensor | None
     head_norm: HeadNorm | None
     spec: AttentionSpec
-    rope: str  # key into Decoder.ropes
+    rope: str | None  # key into Decoder.ropes; None: no rotary embedding in this layer
     mlp: Dense | Callable[[Tensor], Tensor]  # [1,T,K] -> [1,T,K]
 
 
@@ -91,7 +91,7 @@ def read_decoder(model: Any, *, max_positions: int) -> Decoder:
     first = body.layers[0].self_attn
     heads = (config.num_attention_heads, config.num_key_value_heads, first.head_dim)
     layers = tuple(read_layer(f"layers.{i}", layer, heads) for i, layer in enumerate(body.layers))
-    ropes = {key: rope_table(body, key, max_positions, heads[2]) for key in {layer.rope for layer in layers}}
+    ropes = {key: rope_table(body, key, max_positions, heads[2]) for key in {layer.rope for layer in layers} if key is not None}
     return Decoder(
         embed=body.embed_tokens, layers=layers, ropes=ropes, norm=read_norm("norm", body.norm), head=head.weight.data,
         head_bias=None if head.bias is None else head.bias.data, logit_softcap=getattr(config, "final_logit_softcapping", None),
@@ -114,7 +114,7 @@ def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int]) -> Laye
     return Layer(
         **roles, qkv=qkv, qkv_bias=qkv_bias, out=attention.o_proj.weight.data, out_bias=data_of(attention.o_proj.bias),
         head_norm=read_head_norm(name, attention, heads), spec=read_attention(attention, heads[2]),
-        rope=getattr(attention, "layer_type", None) or "", mlp=read_mlp(f"{name}.mlp", children["mlp"]),
+        rope=(getattr(attention, "layer_type", None) or "") if getattr(attention, "use_rope", True) else None, mlp=read_mlp(f"{name}.mlp", children["mlp"]),
     )  # fmt: skip
 
 

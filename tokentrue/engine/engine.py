@@ -27,7 +27,7 @@ from tokentrue.engine.schedule import Limits
 from tokentrue.engine.sizing import blocks_for
 from tokentrue.engine.weights import Weights, load_model
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, SamplingError
-from tokentrue.numerics import Contract, exact
+from tokentrue.numerics import Contract, Ops, exact
 from tokentrue.numerics.patch import STATE
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
 
@@ -40,7 +40,7 @@ class ExactEngine:
     def __init__(
         self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", *, limits: Limits | None = None,
         max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
-        read: Callable[[Sequence[int]], str] | None = None, chaos: Chaos | None = None,
+        read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None, chaos: Chaos | None = None,
     ) -> None:  # fmt: skip
         """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes itself."""
         if dtype not in DTYPES:
@@ -49,7 +49,7 @@ class ExactEngine:
         self._undo = ExitStack()
         self.limits = limits or Limits()
         self.model = load_model(model_dir, device=where, dtype=DTYPES[dtype])
-        self.contract: Contract = self._undo.enter_context(exact(self.model))
+        self.contract: Contract = self._undo.enter_context(exact(self.model, ops=ops))
         ops = self.model.__dict__[STATE].ops
         positions = max_len or self.model.config.get_text_config().max_position_embeddings
         decoder = read_decoder(self.model, max_positions=positions)
@@ -57,7 +57,8 @@ class ExactEngine:
         self.core = Core(
             self.model, decoder, ops, self.contract, num_blocks=num_blocks, limits=self.limits, version=version, read=read, chaos=chaos
         )
-        prove(self.core)
+        if chaos is None or not chaos.unproven:
+            prove(self.core)
         self.eos_ids = eos_of(self.model)
         self._state = threading.Condition()
         self._inbox: list[Request] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class Forward:
         ids = [token for work in batch for token in work.request.tokens[work.start : work.start + work.count]]
         paged = paged_batch(batch, self.ops.block_size, self.device)
         hidden = self.hidden(torch.tensor(ids, device=self.device), paged)
+        if not rows:
+            return hidden.new_empty(0, self.decoder.vocabulary)
         if len(rows) < hidden.shape[0]:
             hidden = hidden.index_select(0, torch.tensor(rows, device=self.device))
         return self.logits(hidden)
@@ -44,15 +47,16 @@ class Forward:
         x = d.embed(ids)
         ropes = {key: (cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)) for key, (cos, sin) in d.ropes.items()}
         for index, layer in enumerate(d.layers):
-            x = self.layer(index, layer, x, *ropes[layer.rope], batch)
+            x = self.layer(index, layer, x, ropes[layer.rope] if layer.rope is not None else (None, None), batch)
         return x
 
-    def layer(self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: PagedBatch) -> Tensor:
+    def layer(self, index: int, layer: Layer, x: Tensor, rope: tuple[Tensor | None, Tensor | None], batch: PagedBatch) -> Tensor:
         ops, name = self.ops, f"layers.{index}"
         h = self.norm(f"{name}.before_attention", layer.before_attention, x)
         qkv = self.heard(f"{name}.qkv", ops.linear(h, layer.qkv, layer.qkv_bias))
         keys, values = self.caches[index]
-        q = ops.prepare_qkv(qkv, self.decoder.heads, layer.head_norm, cos, sin, keys, values, batch)
+        prepare = ops.prepare_qkv if layer.rope is not None else partial(Ops.prepare_qkv, ops)
+        q = prepare(qkv, self.decoder.heads, layer.head_norm, *rope, keys, values, batch)
         attended = self.heard(f"{name}.attention", ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1))
         h = self.heard(f"{name}.out", ops.linear(attended, layer.out, layer.out_bias))
         h = self.norm(f"{name}.after_attention", layer.after_attention, h)

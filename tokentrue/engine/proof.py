@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tokentrue.engine.request import Request
 from tokentrue.engine.schedule import Work
+from tokentrue.engine.trace import Difference, engine_trace, first_difference, model_trace
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import logits_of, same_bits
 from tokentrue.types import Sampling
@@ -30,22 +32,27 @@ def prove(core: Core) -> None:
         wanted = logits_of(core.model, ids[None].to(core.forward.device))[0]
         found = paged_logits(core, ids.tolist())
     if not same_bits(found, wanted):
-        differs = (found != wanted).any(-1).nonzero().flatten().tolist()
-        raise ExactnessError(
-            f"{type(core.model).__name__} has a part without an exact form: the engine's forward differs from the model's own at "
-            f"{len(differs)} of {length} positions, first {differs[:1]}"
-        )
+        where = compare(core, ids.tolist())
+        raise ExactnessError(f"{type(core.model).__name__} has a part without an exact form; {where}")
+
+
+def compare(core: Core, ids: list[int], model: Any = None, pieces: tuple[int, ...] = PIECES) -> Difference | None:
+    """The first operator whose bits differ between pages and the forward of `model` (the engine's own, unless given), over these ids."""
+    with engine_trace(core) as engine:
+        paged_logits(core, ids, pieces)
+    return first_difference(engine, model_trace(model or core.model, ids))
 
 
 def paged_logits(core: Core, ids: list[int], pieces: tuple[int, ...] = PIECES) -> Tensor:
-    """Logits of every position, computed piece by piece through the pages."""
+    """Logits of every position, computed piece by piece (again from the first when they run out) through the pages."""
     request = Request(prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1)
     core.scheduler.grow(request, len(ids))
     rows, start = [], 0
-    for piece in pieces:
+    for piece in itertools.cycle(pieces):
         count = min(piece, len(ids) - start)
-        if count > 0:
-            rows.append(core.forward.step([Work(request, start, count)], range(count)))
-            start += count
+        if count == 0:
+            break
+        rows.append(core.forward.step([Work(request, start, count)], range(count)))
+        start += count
     core.scheduler.free(request)
     return torch.cat(rows)

@@ -174,19 +174,23 @@ class Ops(ABC):
         qkv: Tensor,
         heads: tuple[int, int, int],
         norm: HeadNorm | None,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         k_cache: Tensor,
         v_cache: Tensor,
         batch: PagedBatch,
     ) -> Tensor:
-        """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,D]), keys and values into the pages; returns q [T,H,D]."""
+        """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,D]), keys and values into the pages; returns q [T,H,D].
+
+        Layers without a rotary embedding pass None and always come here, never to an override.
+        """
         h, j, d = heads
         q, k, v = qkv.view(-1, h + 2 * j, d).split((h, j, j), dim=1)
         if norm is not None:
             q = self.rms_norm(q, norm.q_weight, norm.eps, unit_offset=norm.unit_offset)
             k = self.rms_norm(k, norm.k_weight, norm.eps, unit_offset=norm.unit_offset)
-        q, k = self.rotary(q, k, cos, sin)
+        if cos is not None and sin is not None:
+            q, k = self.rotary(q, k, cos, sin)
         self.store_kv(k, v, k_cache, v_cache, batch.slots)
         return q
 

@@ -1,0 +1,45 @@
+"""Bits, not closeness: whatever the schedule, every recorded log-probability is the trainer's, and every token is the request's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.world import alone, build, judge, random_run
+
+REQUIRED = ["qwen3", "llama", "qwen2", "qwen3_moe"]
+FURTHER = ["mistral", "gemma3", "mixtral", "smollm3"]
+
+
+def check(kind: str, dtype: str, seed: int, tokens: int, replays: int) -> int:
+    model = build(kind)
+    run = random_run(model, dtype, seed, tokens=tokens)
+    scheduler = run.engine.core.scheduler
+    assert run.stats["loads"] == 2 and run.stats["forced"] > 0, run.stats
+    assert scheduler.prefix_hits > 0 and run.stats["mixed"] > run.stats["steps"] // 2
+    compared, different, first = judge(run)
+    assert compared == run.tokens >= tokens
+    assert different == 0, f"{different} of {compared} log-probabilities differ: {first}"
+    crossed = [r for r in run.finished if len(set(r.versions)) > 1]
+    chosen = [*crossed[:2], *(r for r in run.finished if r.sampled and r not in crossed)][:replays]
+    for request in chosen:
+        assert alone(run, model, dtype, request) == [s.token_id for s in request.sampled], f"request {request.number} alone"
+    run.engine.close()
+    return compared
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_random_schedule(kind: str, dtype: str) -> None:
+    check(kind, dtype, seed=REQUIRED.index(kind), tokens=500, replays=4)
+
+
+@pytest.mark.parametrize("kind", FURTHER)
+def test_random_schedule_of_further_families(kind: str) -> None:
+    check(kind, "bfloat16" if kind == "gemma3" else "float32", seed=7, tokens=250, replays=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", REQUIRED + FURTHER)
+def test_many_random_schedules(kind: str, dtype: str) -> None:
+    assert sum(check(kind, dtype, seed=100 + i, tokens=1500, replays=6) for i in range(3)) >= 4500

@@ -1,0 +1,216 @@
+"""A small world for bit tests: models of every family, a random schedule, and the judgement of its log-probabilities."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tokentrue.engine import ExactEngine, Limits
+from tokentrue.engine.core import Chaos
+from tokentrue.engine.proof import compare
+from tokentrue.engine.request import Phase, Request
+from tokentrue.numerics import Ops, exact, filtered, logits_of, same_bits, scaled_logits, score
+from tokentrue.numerics.patch import STATE
+from tokentrue.types import Finish, Sampling
+
+VOCABULARY = 211
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 90, "intermediate_size": 152, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15, "eos_token_id": None, "bos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 40, "num_experts": 5, "num_experts_per_tok": 3}
+
+
+def build(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model; odd sizes, because powers of two hide tails."""
+    import transformers as t
+
+    torch.manual_seed(seed)
+    head = {"head_dim": 24}
+    gemma = {**SIZES, **head, "query_pre_attn_scalar": 24, "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
+    makers = {
+        "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**{**SIZES, **head, **changes})),
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**{**SIZES, **head, "tie_word_embeddings": True, **changes})),
+        "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**{**SIZES, "hidden_size": 108, **changes})),
+        "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**{**SIZES, **head, "sliding_window": 50, **changes})),
+        "gemma3": lambda: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**{**gemma, **changes})),
+        "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**{**SIZES, **head, **EXPERTS, "norm_topk_prob": True, **changes})),
+        "mixtral": lambda: t.MixtralForCausalLM(
+            t.MixtralConfig(**{**SIZES, **head, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None, **changes})
+        ),
+        "smollm3": lambda: t.SmolLM3ForCausalLM(t.SmolLM3Config(**{**SIZES, "hidden_size": 108, "num_hidden_layers": 4, **changes})),
+    }
+    model = makers[kind]().eval()
+    with torch.no_grad():  # biases and norms as training leaves them, not as they are born
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@dataclass
+class Run:
+    """One random schedule: what was asked, in which order, and what came back."""
+
+    engine: ExactEngine
+    trainer: Any
+    dtype: torch.dtype
+    weights: dict[int, dict[str, torch.Tensor]]
+    finished: list[Request] = field(default_factory=list)
+    stats: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("steps", "mixed", "loads", "forced", "cancelled"), 0))
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(r.sampled) for r in self.finished)
+
+
+def random_sampling(rng: random.Random) -> Sampling:
+    shape: dict[str, Any] = rng.choice(
+        [{}, {}, {}, {"top_k": rng.randint(2, 40)}, {"top_p": rng.uniform(0.3, 0.95)}, {"min_p": 0.05}, {"temperature": 0.0}]
+    )
+    temperature = shape.pop("temperature", rng.choice([1.0, 1.0, 0.6, 1.4]))
+    return Sampling(temperature=temperature, max_tokens=rng.randint(1, 60), seed=rng.getrandbits(40), top_logprobs=rng.choice([0, 0, 3]), **shape)
+
+
+def random_prompt(rng: random.Random, past: list[Request]) -> list[int]:
+    """Fresh, or sharing a prefix with an earlier prompt, or a further turn of a finished request."""
+    fresh = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 3, 15, 16, 17, 40, 127, 128, 129, 170]))]
+    kind = rng.random()
+    if past and kind < 0.3:
+        shared = rng.choice(past).prompt_ids
+        return [*shared[: rng.randint(1, len(shared))], *fresh[:20]]
+    if past and kind < 0.5:
+        return [*rng.choice(past).tokens, *fresh[:10]][:300]
+    return fresh
+
+
+def engine_of(model: Any, dtype: str, rng: random.Random | None, *, ops: Ops | None = None, kv_tokens: int = 1200, unproven: bool = False) -> ExactEngine:
+    chaos = None
+    if rng is not None:
+        chaos = Chaos(pages=rng, chunk=lambda request, most: rng.choice([most, rng.randint(1, most)]), unproven=unproven)
+    limits = Limits(max_requests=7, step_tokens=150, chunk_tokens=90)
+    return ExactEngine(copy.deepcopy(model), dtype=dtype, limits=limits, max_len=400, kv_tokens=kv_tokens, chaos=chaos, ops=ops)
+
+
+def random_run(model: Any, dtype: str, seed: int, *, tokens: int, ops: Ops | None = None, loads: int = 2, unproven: bool = False) -> Run:
+    """Arrivals, chunks, preemptions, cancellations, prefix hits, page order, temperatures and weight updates, all by chance."""
+    rng = random.Random(seed)
+    engine = engine_of(model, dtype, rng, ops=ops, unproven=unproven)
+    core = engine.core
+    trainer = copy.deepcopy(model).to(getattr(torch, dtype))
+    run = Run(engine, trainer, getattr(torch, dtype), {0: clone_of(trainer)})
+    pending: list[Request] = []
+    at_loads = sorted(rng.randint(tokens // 10, tokens) for _ in range(loads))
+    while run.tokens + sum(len(r.sampled) for r in pending) < tokens or pending:
+        enough = run.tokens + sum(len(r.sampled) for r in pending) >= tokens
+        if not enough and rng.random() < 0.35:
+            request = engine.request(random_prompt(rng, run.finished), random_sampling(rng))
+            core.add(request)
+            pending.append(request)
+        if core.scheduler.running and rng.random() < 0.04:
+            core.scheduler.preempt(rng.choice(core.scheduler.running))
+            run.stats["forced"] += 1
+        if pending and rng.random() < 0.004:
+            rng.choice(pending).cancelled = True
+            run.stats["cancelled"] += 1
+        if at_loads and run.tokens >= at_loads[0]:
+            at_loads.pop(0)
+            version = core.version + 1
+            run.weights[version] = nudged(run.weights[core.version], rng.getrandbits(30))
+            core.load(run.weights[version], version)
+            run.stats["loads"] += 1
+        core.step()
+        run.stats["steps"] += 1
+        run.stats["mixed"] += len(core.scheduler.running) > 1
+        for request in [r for r in pending if r.phase is Phase.FINISHED]:
+            assert request.error is None, request.error
+            pending.remove(request)
+            run.finished.append(request)
+    assert core.pool.num_used == 0, "blocks leak"
+    return run
+
+
+def clone_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def nudged(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    fresh = {name: t + (torch.randn(t.shape, generator=generator) * 0.02).to(t.dtype) for name, t in weights.items()}
+    if "lm_head.weight" in fresh and torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
+        fresh["lm_head.weight"] = fresh["model.embed_tokens.weight"]
+    return fresh
+
+
+def judge(run: Run, *, without: frozenset[str] = frozenset(), ops: Ops | None = None) -> tuple[int, int, str]:
+    """(log-probabilities compared, of them different in bits, the first difference): against one plain trainer forward per request."""
+    compared = different = 0
+    first = ""
+    for version, weights in run.weights.items():
+        run.trainer.load_state_dict(weights)
+        with torch.no_grad(), exact(run.trainer, without=without, ops=ops):
+            trainer_ops = run.trainer.__dict__[STATE].ops
+            for request in run.finished:
+                spans = [s for s in (request.completion("").versions if request.sampled else ()) if s.version == version]
+                for span in spans:
+                    bad = judge_span(run, request, span.start, span.end, trainer_ops)
+                    compared += span.end - span.start
+                    different += len(bad)
+                    if bad and not first:
+                        first = f"request {request.number}, sampled token {bad[0]}, version {version}; {replayed(run, request, version)}"
+    return compared, different, first
+
+
+def replayed(run: Run, request: Request, version: int) -> str:
+    """Where the request's bits part from the trainer's, in a replay token by token, in pieces, or whole."""
+    core = run.engine.core
+    if core.version != version:
+        core.load(run.weights[version], version)
+    found = (compare(core, request.tokens, run.trainer, pieces) for pieces in ((1,), (2, 5, 1), (400,)))
+    return str(next((difference for difference in found if difference), "not seen in a replay"))
+
+
+def judge_span(run: Run, request: Request, start: int, end: int, ops: Ops) -> list[int]:
+    """Sampled tokens [start, end) whose recorded bits are not the trainer's."""
+    ids, at = torch.tensor([request.tokens]), len(request.prompt_ids) - 1
+    temperature = request.sampling.temperature or 1.0
+    s = request.sampling
+    raw = score(run.trainer, ids, temperature)[0, at + start : at + end]
+    recorded = torch.tensor([x.raw_logprob for x in request.sampled[start:end]])
+    wrong = recorded.view(torch.int32) != raw.view(torch.int32)
+    if s.filters:
+        rows = scaled_logits(logits_of(run.trainer, ids)[0, at + start : at + end], temperature)
+        tables = [ops.log_softmax(filtered(row, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)[None])[0] for row in rows]
+        shaped = torch.stack([t[x.token_id] for t, x in zip(tables, request.sampled[start:end], strict=True)])
+        recorded = torch.tensor([x.logprob for x in request.sampled[start:end]])
+        wrong |= recorded.view(torch.int32) != shaped.view(torch.int32)
+    else:
+        assert all(x.logprob == x.raw_logprob for x in request.sampled)
+    return [start + i for i in wrong.nonzero().flatten().tolist()]
+
+
+def alone(run: Run, model: Any, dtype: str, request: Request) -> list[int]:
+    """The same request by itself in a fresh engine; weights change where they changed for it."""
+    engine = engine_of(model, dtype, None)
+    core = engine.core
+    again = engine.request(request.prompt_ids, request.sampling)
+    versions = request.versions
+    core.load(run.weights[versions[0]], versions[0])
+    core.add(again)
+    while again.phase is not Phase.FINISHED and len(again.sampled) < len(versions):
+        wanted = versions[len(again.sampled)]
+        if wanted != core.version:
+            core.load(run.weights[wanted], wanted)
+        core.step()
+    engine.close()
+    if request.finish is not Finish.ABORT:
+        assert again.finish is request.finish
+    return [s.token_id for s in again.sampled]
+
+
+__all__ = ["alone", "build", "engine_of", "judge", "random_run", "same_bits"]
