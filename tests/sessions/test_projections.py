@@ -1,0 +1,130 @@
+"""Every known loss is recognised and named; everything else is an edit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tokentrue.sessions.keys import base_key, next_key
+from tokentrue.sessions.projections import label, projection
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1.0, "b": "\\u00fc", "c": [1, {"d": null}]}'}}
+SERVED: dict[str, Any] = {"role": "assistant", "content": "It is 4.", "reasoning_content": "add them", "tool_calls": [CALL]}
+SILENT = {**SERVED, "content": None}
+PADDED = {"role": "assistant", "content": "  It is 4. \n"}
+
+
+def without(message: dict[str, Any], *fields: str) -> dict[str, Any]:
+    return {k: v for k, v in message.items() if k not in fields}
+
+
+def with_call(**changes: Any) -> dict[str, Any]:
+    return {**SERVED, "tool_calls": [{**CALL, **changes}]}
+
+
+def with_arguments(arguments: Any, name: str = "f") -> dict[str, Any]:
+    return with_call(function={"name": name, "arguments": arguments})
+
+
+LOSSES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
+    ("same", SERVED, json.loads(json.dumps(SERVED)), set()),
+    ("reasoning gone", SERVED, without(SERVED, "reasoning_content"), {"reasoning_dropped"}),
+    ("reasoning null", SERVED, {**SERVED, "reasoning_content": None}, {"reasoning_dropped"}),
+    ("inlined", SERVED, {**without(SERVED, "reasoning_content"), "content": "<think>\nadd them\n</think>\n\nIt is 4."}, {"reasoning_inlined"}),
+    ("inlined, bare", SERVED, {**without(SERVED, "reasoning_content"), "content": "<think>add them</think>It is 4."}, {"reasoning_inlined"}),
+    ("an empty block", SERVED, {**without(SERVED, "reasoning_content"), "content": "<think>\n\n</think>\n\nIt is 4."}, {"reasoning_dropped", "whitespace"}),
+    ("field renamed", SERVED, {**without(SERVED, "reasoning_content"), "reasoning": "add them"}, set()),
+    ("as a thinking part", SERVED, {**without(SERVED, "reasoning_content"), "content": [
+        {"type": "thinking", "thinking": "add them", "signature": "s"}, {"type": "text", "text": "It is 4."}]}, {"parts"}),
+    ("ids", SERVED, with_call(id="toolu_9"), {"call_ids"}),
+    ("key order and spaces", SERVED, with_arguments('{"c":[1,{"d":null}],"b":"ü","a":1.0}'), {"arguments"}),
+    ("numbers", SERVED, with_arguments('{"a": 1, "b": "ü", "c": [1.0, {"d": null}]}'), {"arguments"}),
+    ("an object", SERVED, with_arguments({"a": 1.0, "b": "ü", "c": [1, {"d": None}]}), {"arguments"}),
+    ("parts", SERVED, {**SERVED, "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "4."}]}, {"parts"}),
+    ("null to empty", SILENT, {**SILENT, "content": ""}, {"empty_content"}),
+    ("null to missing", SILENT, without(SILENT, "content"), set()),
+    ("null to no parts", SILENT, {**SILENT, "content": []}, {"parts"}),
+    ("trimmed", PADDED, {**PADDED, "content": "It is 4."}, {"whitespace"}),
+    ("left-trimmed", PADDED, {**PADDED, "content": "It is 4. \n"}, {"whitespace"}),
+    ("extra fields", SERVED, {**SERVED, "annotations": [1], "refusal": None}, {"extra_fields"}),
+    ("null extras", SERVED, {**SERVED, "refusal": None, "audio": None, "function_call": None}, set()),
+    ("several", SERVED, {**without(with_call(id="x"), "reasoning_content"), "content": [{"type": "text", "text": " It is 4."}], "x": 1},
+     {"reasoning_dropped", "call_ids", "parts", "whitespace", "extra_fields"}),
+]  # fmt: skip
+
+EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("one character", SERVED, {**SERVED, "content": "It is 5."}),
+    ("inner whitespace", SERVED, {**SERVED, "content": "It  is 4."}),
+    ("case", SERVED, {**SERVED, "content": "it is 4."}),
+    ("a word more", SERVED, {**SERVED, "content": "It is 4. Yes"}),
+    ("content gone", SERVED, {**SERVED, "content": None}),
+    ("reasoning edited", SERVED, {**SERVED, "reasoning_content": "add it"}),
+    ("reasoning cut", SERVED, {**SERVED, "reasoning_content": "add"}),
+    ("reasoning invented", PADDED, {**PADDED, "reasoning_content": "why"}),
+    ("inlined otherwise", SERVED, {**without(SERVED, "reasoning_content"), "content": "<think>\nadd it\n</think>\n\nIt is 4."}),
+    ("call gone", SERVED, without(SERVED, "tool_calls")),
+    ("call twice", SERVED, {**SERVED, "tool_calls": [CALL, CALL]}),
+    ("another name", SERVED, with_arguments(CALL["function"]["arguments"], name="g")),
+    ("a value", SERVED, with_arguments('{"a": 2, "b": "ü", "c": [1, {"d": null}]}')),
+    ("true is not one", SERVED, with_arguments('{"a": true, "b": "ü", "c": [1, {"d": null}]}')),
+    ("a string is not a number", SERVED, with_arguments('{"a": "1.0", "b": "ü", "c": [1, {"d": null}]}')),
+    ("null is not missing", SERVED, with_arguments('{"a": 1.0, "b": "ü", "c": [1, {}]}')),
+    ("list order", SERVED, with_arguments('{"a": 1.0, "b": "ü", "c": [{"d": null}, 1]}')),
+    ("unnormalised unicode", SERVED, with_arguments('{"a": 1.0, "b": "u\\u0308", "c": [1, {"d": null}]}')),
+    ("broken JSON", SERVED, with_arguments('{"a": 1.0, "b": "ü", "c": [1, {"d": null}]')),
+]
+
+
+@pytest.mark.parametrize(("served", "replayed", "losses"), [case[1:] for case in LOSSES], ids=[case[0] for case in LOSSES])
+def test_a_known_loss_is_named(served: dict[str, Any], replayed: dict[str, Any], losses: set[str]) -> None:
+    found = projection(served, replayed)
+    assert found is not None and set(found) == losses
+    assert next_key(base_key(None), served, None) == next_key(base_key(None), replayed, None), "the key must not tell them apart"
+
+
+@pytest.mark.parametrize(("served", "replayed"), [case[1:] for case in EDITS], ids=[case[0] for case in EDITS])
+def test_anything_else_is_an_edit(served: dict[str, Any], replayed: dict[str, Any]) -> None:
+    assert projection(served, replayed) is None
+
+
+def test_empty_arguments_and_an_empty_object_are_one() -> None:
+    for a in ("", "{}", " { } ", None, {}):
+        for b in ("", "{}", " { } ", None, {}):
+            assert projection(with_arguments(a), with_arguments(b)) is not None
+    assert projection(with_arguments("{}"), with_arguments("[]")) is None
+
+
+def test_text_that_is_no_utf8_is_compared_too() -> None:
+    cut = {"role": "assistant", "content": "caf\udcc3"}
+    assert projection(cut, dict(cut)) == ()
+    assert projection(cut, {**cut, "content": "caf"}) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"role": "user", "content": "4"}, {"role": "user", "content": " 4"}),
+        ({"role": "user", "content": "4"}, {"role": "system", "content": "4"}),
+        ({"role": "user", "content": "4"}, {"role": "user", "content": "4", "name": "bob"}),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}, {"role": "user", "content": ""}),
+    ],
+)
+def test_given_messages_differ_by_anything_that_is_rendered(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert next_key(b"", one, None) != next_key(b"", other, None)
+
+
+def test_given_messages_agree_in_any_spelling() -> None:
+    spellings: list[dict[str, Any]] = [
+        {"role": "user", "content": "ab"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "user", "content": "ab", "unknown": 1},
+    ]
+    assert len({next_key(b"", message, None) for message in spellings}) == 1
+    assert next_key(b"", {"role": "developer", "content": "x"}, None) == next_key(b"", {"role": "system", "content": "x"}, None)
+
+
+def test_labels() -> None:
+    assert label(()) == "exact"
+    assert label(("a", "b"), ambiguous=True) == "a+b+ambiguous"

@@ -1,0 +1,218 @@
+"""No wrong match: siblings that differ only in what a projection drops, edits of one character, swapped results. Ambiguity is recorded."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+import tokentrue as tt
+from tests.turn.world import OPENING, OTHER_TOOLS, TOOLS, Engine, answer_to, encode, renderer, sampled_turn
+from tokentrue.errors import MessageError, SessionConflict
+from tokentrue.types import TurnRequest
+
+OWN = {"name": "own"}
+
+
+def session_of(*answers: tuple[int, ...], **options: Any) -> tuple[tt.Session, Engine]:
+    engine = Engine(answers)
+    return tt.Session(renderer=renderer("own"), provider=engine, **options), engine
+
+
+def said(text: str, reasoning: str = "", call: str = "") -> tuple[int, ...]:
+    think = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else "<think>\n\n</think>\n\n"
+    tail = f'\n<tool_call>\n{{"name": "look", "arguments": {call}}}\n</tool_call>' if call else ""
+    return (*encode(think + text + tail, "own"), renderer("own").stop_token_ids[0])
+
+
+def bare(message: Any) -> dict[str, Any]:
+    return {k: v for k, v in message.items() if k != "reasoning_content"}
+
+
+async def ask(session: tt.Session, *messages: Any, **options: Any) -> Any:
+    return await session.chat([*OPENING, *messages], TOOLS, **options)
+
+
+USER = {"role": "user", "content": "go on"}
+
+
+async def test_siblings_that_differ_only_in_reasoning_are_told_apart_while_it_is_there() -> None:
+    session, engine = session_of(said("Four.", "first way"), said("Four.", "second way"), *[said("ok", "x")] * 4)
+    first, second = await ask(session), await ask(session)
+    for reply in (first, second, first, second):
+        follow = await ask(session, reply.message, USER)
+        assert session.tree.get(follow.node).parent == reply.node
+        assert follow.projection == "exact"
+    assert engine.prompts[2] != engine.prompts[3]
+
+
+async def test_siblings_that_differ_only_in_what_was_dropped_are_ambiguous_and_the_newest_wins() -> None:
+    session, _ = session_of(said("Four.", "first way"), said("Four.", "second way"), said("ok", "x"))
+    await ask(session)
+    second = await ask(session)
+    follow = await ask(session, bare(second.message), USER)
+    assert session.tree.get(follow.node).parent == second.node
+    assert follow.projection == "reasoning_dropped+ambiguous"
+
+
+async def test_call_ids_tell_equal_siblings_apart() -> None:
+    session, _ = session_of(said("", "a", "{}"), said("", "b", "{}"), *[said("ok", "x")] * 2)
+    first, second = await ask(session), await ask(session)
+    assert first.message["tool_calls"][0]["id"] != second.message["tool_calls"][0]["id"]
+    follow = await ask(session, bare(first.message), *answer_to(first.message, 0))
+    assert session.tree.get(follow.node).parent == first.node
+    assert follow.projection == "reasoning_dropped"
+
+
+async def test_parallel_equal_siblings_each_get_their_own_continuation() -> None:
+    session, _ = session_of(*[said("Four.", f"way {i}") for i in range(3)], *[said("ok", "x")] * 3)
+    replies = await session.turn(TurnRequest(messages=OPENING, tools=TOOLS, n=3))
+    parents = []
+    for reply in replies:
+        follow = await ask(session, bare(reply.message), USER)
+        parents.append(session.tree.get(follow.node).parent)
+        assert "ambiguous" in follow.projection
+    assert sorted(parents) == sorted(reply.node for reply in replies)
+    assert session.coverage().ratio == 1.0
+
+
+@pytest.mark.parametrize("edit", range(6))
+async def test_an_edit_of_one_character_never_matches(edit: int) -> None:
+    session, engine = session_of(said("Looking now.", "plan it", '{"path": "a/b"}'), said("ok", "x"))
+    reply = await ask(session)
+    message, call = dict(reply.message), reply.message["tool_calls"][0]
+    respelled = {**call, "function": {"name": "look", "arguments": '{"path": "a/c"}'}}
+    edited: Any = [
+        {**message, "content": "Looking now!"},
+        {**message, "reasoning_content": "plan it."},
+        {**message, "tool_calls": [respelled]},
+        {**message, "tool_calls": [{**call, "function": {**call["function"], "name": "lookk"}}]},
+        {**message, "content": "Looking  now."},
+        {**message, "tool_calls": []},
+    ][edit]
+    follow = await ask(session, edited, USER)
+    node = session.tree.get(follow.node)
+    assert node.parent is None and node.why == "edited"
+    assert tuple(node.given_ids) == engine.prompts[-1]
+    assert session.coverage().ratio == 1.0 and len(session.samples()) == 2
+
+
+async def test_an_edited_question_forks() -> None:
+    session, _ = session_of(said("a", "1"), said("b", "2"), said("c", "3"))
+    first = await ask(session)
+    await ask(session, first.message, {"role": "user", "content": "yes"})
+    other = await ask(session, first.message, {"role": "user", "content": "yes "})
+    assert session.tree.get(other.node).parent == first.node
+    assert other.root == "branch"
+
+
+async def test_swapped_tool_results_fork() -> None:
+    two = '<think>\nx\n</think>\n\n' + "\n".join(
+        f'<tool_call>\n{{"name": "look", "arguments": {{"path": "{p}"}}}}\n</tool_call>' for p in "ab"
+    )
+    session, _ = session_of((*encode(two, "own"), renderer("own").stop_token_ids[0]), *[said("ok", "x")] * 4)
+    reply = await ask(session)
+    one, other = (call["id"] for call in reply.message["tool_calls"])
+
+    def results(first: str, second: str) -> list[Any]:
+        return [{"role": "tool", "tool_call_id": first, "content": "same"}, {"role": "tool", "tool_call_id": second, "content": "same"}]
+
+    straight = await ask(session, reply.message, *results(one, other))
+    swapped = await ask(session, reply.message, *results(other, one))
+    assert straight.root is None and swapped.root == "branch"
+    # Rewritten ids that keep the order are the same results; those that swap it are not.
+    renamed = {**reply.message, "tool_calls": [{**c, "id": f"x{i}"} for i, c in enumerate(reply.message["tool_calls"])]}
+    again = await ask(session, renamed, *results("x0", "x1"))
+    assert again.root == "retry"
+    swapped_again = await ask(session, renamed, *results("x1", "x0"))
+    assert swapped_again.root == "retry"
+    assert session.tree.asked[reply.node, session.tree.place(session.tree.get(swapped.node)).before][-1].id == swapped_again.node
+
+
+async def test_the_model_sees_the_ids_that_were_served() -> None:
+    session, _ = session_of(said("", "a", "{}"), said("ok", "x"))
+    reply = await ask(session)
+    renamed = {**reply.message, "tool_calls": [{**reply.message["tool_calls"][0], "id": "toolu_1"}]}
+    follow = await ask(session, renamed, {"role": "tool", "tool_call_id": "toolu_1", "content": "r"})
+    (given,) = session.tree.get(follow.node).given
+    assert given["tool_call_id"] == reply.message["tool_calls"][0]["id"]  # type: ignore[index]
+    assert follow.projection == "call_ids"
+
+
+async def test_ids_that_repeat_every_turn_are_resolved_to_the_nearest_call() -> None:
+    session, _ = session_of(*[said(f"step {i}", "r", '{"i": %d}' % i) for i in range(6)])
+    history: list[Any] = list(OPENING)
+    for turn in range(6):
+        reply = await session.chat(history, TOOLS)
+        renamed = {**reply.message, "tool_calls": [{**reply.message["tool_calls"][0], "id": "call_0"}]}
+        history = [*history, renamed, {"role": "tool", "tool_call_id": "call_0", "content": f"r{turn}"}]
+    assert len(session.samples()) == 1 and session.coverage().ratio == 1.0
+
+
+async def test_other_tools_begin_a_new_root_and_the_same_tools_in_another_order_do_not() -> None:
+    session, _ = session_of(*[said(f"a{i}", "r") for i in range(4)])
+    first = await session.chat(OPENING, OTHER_TOOLS)
+    shuffled = [dict(reversed(list(tool.items()))) for tool in reversed(OTHER_TOOLS)]
+    second = await session.chat([*OPENING, first.message, USER], shuffled)
+    assert second.root is None
+    changed = await session.chat([*OPENING, first.message, USER], TOOLS)
+    assert changed.root == "tools_changed"
+    node = session.tree.get(changed.node)
+    assert node.parent is None and node.origin == first.node
+    third = await session.chat([*OPENING, bare(first.message), USER, changed.message, USER], TOOLS)
+    assert session.tree.get(third.node).parent == changed.node
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_random_histories_always_find_the_node_they_came_from(seed: int) -> None:
+    """Many conversations with equal texts in one session, in random order and random spellings: never the wrong node."""
+    rng = random.Random(seed)
+    session, _ = session_of(*[sampled_turn(rng.randrange(3), tokens=160, tag=rng.choice("xy"), name="own") for _ in range(60)])
+    leaves: list[tuple[str | None, list[Any]]] = [(None, list(OPENING))]
+    for turn in range(60):
+        parent, history = rng.choice(leaves)
+        reply = await session.chat(history, TOOLS)
+        assert session.tree.get(reply.node).parent == parent
+        message: dict[str, Any] = dict(reply.message)
+        if rng.random() < 0.5:
+            message["content"] = [{"type": "text", "text": f" {message['content']}"}]
+        leaves.append((reply.node, [*history, message, {"role": "user", "content": f"{turn}"}]))
+    account = session.coverage()
+    assert account.sampled == account.trained + sum(item.tokens for item in account.untrained)
+
+
+async def test_after_names_the_node_and_costs_only_the_tail() -> None:
+    session, _ = session_of(*[said(f"step {i}", "r", "{}") for i in range(8)])
+    reply = await session.chat(OPENING, TOOLS)
+    for turn in range(7):
+        renamed = {**bare(reply.message), "tool_calls": [{**reply.message["tool_calls"][0], "id": f"t{turn}"}]}
+        tail = [renamed, {"role": "tool", "tool_call_id": f"t{turn}", "content": f"r{turn}"}]
+        (reply,) = await session.turn(TurnRequest(messages=tail, tools=TOOLS, after=reply.node))
+        assert reply.projection == "call_ids+reasoning_dropped" and reply.root is None
+    assert len(session.samples()) == 1 and session.coverage().ratio == 1.0
+
+
+async def test_after_with_an_edited_replay_falls_back_to_matching_everything() -> None:
+    session, _ = session_of(said("a", "1"), said("b", "2"), said("c", "3"))
+    first = await session.chat(OPENING, TOOLS)
+    second = await session.chat([*OPENING, first.message, USER], TOOLS)
+    (third,) = await session.turn(TurnRequest(messages=[{**second.message, "content": "B"}, USER], tools=TOOLS, after=second.node))
+    node = session.tree.get(third.node)
+    assert node.parent in (None, first.node) and node.why
+    assert {"role": "assistant", "content": "B", "reasoning_content": "2"} in session.tree.given_messages(node)
+    assert session.coverage().ratio == 1.0
+
+
+async def test_after_an_unknown_node_is_refused() -> None:
+    session, _ = session_of(said("a", "1"))
+    with pytest.raises(SessionConflict, match="no node"):
+        await session.turn(TurnRequest(messages=[{"role": "assistant", "content": "a"}], after="nowhere"))
+
+
+@pytest.mark.parametrize("messages", [[], [{}], [{"role": "user"}, {"content": "x"}], ["hello"], [{"role": "user", "content": 7}]])
+async def test_malformed_messages_are_refused_by_field_and_leave_no_trace(messages: Any) -> None:
+    session, engine = session_of(said("a", "1"))
+    with pytest.raises(MessageError):
+        await session.chat(messages)
+    assert len(session.tree) == 0 and not engine.prompts
