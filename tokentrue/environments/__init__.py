@@ -2,6 +2,7 @@
 
 from tokentrue.environments.base import SMALL_MODEL, Environment, Split, Task
 from tokentrue.environments.client import ask, work
+from tokentrue.environments.config import RolloutConfig
 from tokentrue.environments.registry import ENVIRONMENTS, load_environment
 from tokentrue.environments.runner import OpenSession, Plan, Rollout, Sessions, plan_groups, run_groups, run_one, run_plans, seed_of
 
@@ -12,6 +13,7 @@ __all__ = [
     "OpenSession",
     "Plan",
     "Rollout",
+    "RolloutConfig",
     "Sessions",
     "Split",
     "Task",

@@ -1,0 +1,104 @@
+"""Rounds of a training run played over HTTP: environment → gateway → samples. The wiring between `environments` and `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokentrue.environments import Environment, Rollout, RolloutConfig, Sessions, Split, load_environment, plan_groups, run_groups, seed_of
+from tokentrue.errors import EngineError
+from tokentrue.samples import sample_from_json
+from tokentrue.types import Sample
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a run has played so far."""
+
+    rollouts: int = 0
+    failed: int = 0
+    sampled: int = 0
+    trained: int = 0
+    samples: int = 0
+
+    def add(self, rollout: Rollout) -> None:
+        self.rollouts += 1
+        self.failed += rollout.error is not None
+        self.sampled += rollout.coverage.get("sampled", 0)
+        self.trained += rollout.coverage.get("trained", 0)
+        self.samples += len(rollout.samples)
+
+    @property
+    def coverage(self) -> float:
+        return self.trained / self.sampled if self.sampled else 1.0
+
+
+class GatewayRounds:
+    """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run plays the same rounds."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        sessions: Sessions,
+        *,
+        on_rollout: Callable[[Rollout], None] | None = None,
+        keep: Path | None = None,
+    ) -> None:
+        """`keep` names a JSON-lines file that every sample is added to."""
+        self.config = config
+        self.environment: Environment = load_environment(config.environment, config.options)
+        self.sessions = sessions
+        self.tally = Tally()
+        self._on_rollout = on_rollout
+        self._keep = keep
+
+    async def play(self, number: int) -> list[list[Sample]]:
+        tasks = self.environment.tasks(self.config.tasks, seed=seed_of(self.config.seed, number), split=self.config.split)
+        plans = plan_groups(tasks, n=self.config.group_size, seed=self.config.seed, tag=f"round-{number:05d}")
+        groups = await run_groups(
+            self.environment,
+            plans,
+            self.sessions,
+            concurrency=self.config.concurrency,
+            timeout_s=self.config.timeout_s,
+            on_rollout=self._heard,
+        )
+        if self._keep is not None:
+            append_jsonl(self._keep, (sample for group in groups for rollout in group for sample in rollout.samples))
+        made = [[sample_from_json(sample) for rollout in group for sample in rollout.samples] for group in groups]
+        made = [group for group in made if group]
+        if not made:
+            first = next(rollout.error for group in groups for rollout in group)
+            raise EngineError(f"round {number}: all {len(plans)} rollouts failed; the first said: {first}")
+        return made
+
+    def _heard(self, rollout: Rollout) -> None:
+        self.tally.add(rollout)
+        if self._on_rollout is not None:
+            self._on_rollout(rollout)
+
+
+def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    import orjson
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as out:
+        for row in rows:
+            out.write(orjson.dumps(row) + b"\n")
+
+
+async def evaluate(
+    config: RolloutConfig, sessions: Sessions, *, tasks: int, split: Split = "heldout"
+) -> tuple[float, Tally, Sequence[Rollout]]:
+    """Mean reward of one rollout per task over fixed tasks."""
+    environment = load_environment(config.environment, config.options)
+    plans = plan_groups(environment.tasks(tasks, seed=0, split=split), n=1, seed=0, tag="evaluation")
+    config = replace(config, group_size=1)
+    groups = await run_groups(environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s)
+    tally = Tally()
+    rollouts = [rollout for group in groups for rollout in group]
+    for rollout in rollouts:
+        tally.add(rollout)
+    return sum(rollout.reward or 0.0 for rollout in rollouts) / len(rollouts), tally, rollouts

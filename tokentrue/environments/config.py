@@ -1,0 +1,37 @@
+"""What a rollout is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokentrue.environments.base import Split
+from tokentrue.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session, whatever the agent asks for."""
+
+    environment: str = "calculator"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    split: Split = "train"
+    tasks: int = 8
+    group_size: int = 8
+    temperature: float = 1.0
+    max_tokens: int = 64
+    concurrency: int = 64
+    timeout_s: float = 120.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "group_size", "max_tokens", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name}: {getattr(self, name)!r} must be at least 1")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"rollout.timeout_s: {self.timeout_s!r} must be > 0")
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        return {"temperature": self.temperature, "max_tokens": self.max_tokens}
