@@ -135,12 +135,12 @@ def wheel(package: str) -> Path | None:
 
 # What a template may use as a token: the bracket forms of the known families. Ordinary HTML-like words (<tools>, <function>) are text
 # in every real tokenizer we know, so only the listed tags count.
-_RECIPE = rb"v3"
+_RECIPE = rb"v4"
 _MARKS = re.compile(
     r"<\|[^<>|\s'\"{}]{1,48}\|>|<｜[^<>｜\s'\"{}]{1,48}｜>|<\|[a-z_\"]{1,24}>|<[a-z_\"]{1,24}\|>|\]~b\]|\]~!b\[|\[e~\["
     r"|\[/?(?:INST|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|SYSTEM_PROMPT|THINK|ARGS|CALL_ID|gMASK|sMASK)\]"
     r"|</?(?:s|sop|eop|bos|eos|start_of_turn|end_of_turn|think|think_fast|think_faster|tool_call|tool_response|tool_calls"
-    r"|arg_key|arg_value|seed:[a-z_:]+|minimax:tool_call)>"
+    r"|arg_key|arg_value|seed:[a-z_:]+|minimax:tool_call)>|｜DSML｜"
 )
 
 

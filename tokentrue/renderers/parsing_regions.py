@@ -104,7 +104,7 @@ class Regions(ResponseParser):
         self._texts = texts
         self._found: list[Text | Closed] = []
         self._parts: list[str] = []
-        self._base = 0
+        self._base = self._origin = 0
         self._opened_at = 0
         self._match: Any = None
         self._stopped = False
@@ -158,9 +158,8 @@ class Regions(ResponseParser):
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         if self._current is not None and self._opened:
-            by_marker = self._match is not None and self._match.end() > self._match.start()
-            before_another = self._match is not None and self._pos < len(self._buffer)
-            to_the_end = self._spec.fields[self._current].close_re is None or self._match is not None
+            closes = self._spec.fields[self._current].close_re
+            to_the_end = closes is None or closes.fullmatch("") is not None
             self._found.append(
                 Closed(
                     field=self._current,
@@ -168,7 +167,7 @@ class Regions(ResponseParser):
                     captures=dict(self._captures),
                     start=max(self._opened_at - self._origin, 0),
                     end=max(self._base + self._pos - self._origin, 0),
-                    closed=by_marker or before_another or (to_the_end and self._stopped),
+                    closed=self._match is not None or (to_the_end and self._stopped),
                 )
             )
         self._parts = []
