@@ -13,6 +13,7 @@ from tokentrue.mismatch.config import (
     Weights,
 )
 from tokentrue.mismatch.correct import Corrected, correct
+from tokentrue.mismatch.diagnose import Diagnosis, WorstRow, diagnose
 from tokentrue.mismatch.loss import LOSSES, LossConfig, Penalty, loss_named, policy_loss
 from tokentrue.mismatch.presets import PRESETS
 
@@ -21,6 +22,7 @@ __all__ = [
     "PRESETS",
     "Corrected",
     "Correction",
+    "Diagnosis",
     "LossConfig",
     "Metrics",
     "Normalise",
@@ -31,7 +33,9 @@ __all__ = [
     "Staleness",
     "Veto",
     "Weights",
+    "WorstRow",
     "correct",
+    "diagnose",
     "gae_advantages",
     "grpo_advantages",
     "loss_named",

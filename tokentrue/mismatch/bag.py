@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 _POINT = 1074  # 2**-1074 is the smallest double: every finite double is a whole number of these
 _SHIFT = 17  # a histogram bin is a float32 without its low 17 bits: 64 bins an octave
+_OFFSET = 1 << 14  # makes bins of negative values count from 0
+_MAGNITUDE = _OFFSET - 1  # a bin without its sign
+BINS = 2 * _OFFSET
 QUANTILES = (0.01, 0.5, 0.9, 0.99, 0.999)
 
 
@@ -98,24 +101,19 @@ class Extremes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Count and exact sums of x, x², x³: mean, standard deviation, skew, and the effective sample share (Σx)²/(nΣx²)."""
+    """Count and exact sums of x, x² and maybe x³: mean, standard deviation, skew, and the effective sample share (Σx)²/(nΣx²)."""
 
     count: int = 0
     first: int = 0
     second: int = 0
-    third: int = 0
-
-    @staticmethod
-    def of(first: Tensor, second: Tensor, third: Tensor, count: int) -> Moments:
-        sums = (exact_total(rows.tolist()) for rows in (first, second, third))
-        return Moments(count=count, **dict(zip(("first", "second", "third"), sums, strict=True)))
+    third: int | None = None
 
     def merge(self, other: Moments) -> Moments:
         return Moments(
             count=self.count + other.count,
             first=self.first + other.first,
             second=self.second + other.second,
-            third=self.third + other.third,
+            third=None if self.third is None or other.third is None else self.third + other.third,
         )
 
     @property
@@ -129,66 +127,80 @@ class Moments:
 
     def entries(self, name: str) -> Iterator[tuple[str, float]]:
         if not self.count:
-            yield from ((f"{name}/{key}", 0.0) for key in ("count", "mean", "std", "skew", "ess"))
+            yield from ((f"{name}/{key}", 0.0) for key in ("count", "mean", "std", "ess", *(("skew",) if self.third is not None else ())))
             return
         mean = self.mean
         # Central sums from exact raw sums: the differences are taken between exact integers, so that they do not cancel in floats.
         square = as_float(self.second * self.count - (self.first * self.first >> _POINT)) / self.count / self.count
         std = math.sqrt(max(square, 0.0))
-        third = as_float(self.third) / self.count - 3 * mean * as_float(self.second) / self.count + 2 * mean**3
         yield f"{name}/count", float(self.count)
         yield f"{name}/mean", mean
         yield f"{name}/std", std
-        yield f"{name}/skew", third / std**3 if std > 1e-12 * (abs(mean) + 1e-300) and std**3 > 0 else 0.0
         yield f"{name}/ess", self.effective
+        if self.third is not None:
+            yield f"{name}/skew", self._skew(mean, std)
+
+    def _skew(self, mean: float, std: float) -> float:
+        """E(x - mean)³ / std³."""
+        third = as_float(self.third or 0) / self.count - 3 * mean * as_float(self.second) / self.count + 2 * mean**3
+        return third / std**3 if std > 1e-12 * abs(mean) and std**3 > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Counts by float32 bit pattern: exact to merge, quantiles within 0.8% of the value; zero has a bin of its own."""
+    """Counts by float32 bit pattern (64 bins an octave, zero by itself): exact to merge, quantiles within 0.8% of the value."""
 
     counts: Mapping[int, int]
-    quantiles: tuple[float, ...] = QUANTILES
 
     @staticmethod
-    def of(values: Tensor) -> Histogram:
-        bins = values.to(torch.float32).view(torch.int32) >> _SHIFT
-        found, counts = np.unique(bins.cpu().numpy(), return_counts=True)
-        return Histogram(counts=dict(zip(found.tolist(), counts.tolist(), strict=True)))
+    def bins_of(values: Tensor) -> Tensor:
+        """The bin of each value, from 0 to `BINS` - 1; rising with the value among positives and falling among negatives."""
+        return (values.to(torch.float32).view(torch.int32) >> _SHIFT) + _OFFSET
+
+    @staticmethod
+    def of(dense: Tensor) -> Histogram:
+        """From counts per bin."""
+        found = dense.nonzero().squeeze(1)
+        counts = dense[found].tolist()
+        return Histogram(counts={key - _OFFSET: count for key, count in zip(found.tolist(), counts, strict=True)})
 
     def merge(self, other: Histogram) -> Histogram:
         counts = dict(self.counts)
         for key, count in other.counts.items():
             counts[key] = counts.get(key, 0) + count
-        return Histogram(counts=counts, quantiles=self.quantiles)
+        return Histogram(counts=counts)
 
-    def bins(self) -> list[tuple[float, float, int]]:
-        """(low, high, count) in rising order of value; low is inside the bin, high is not, and they may be equal for zero."""
-        rows: list[tuple[float, float, int]] = []
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def bins(self, *, magnitude: bool = False) -> list[tuple[float, float, int]]:
+        """(low, high, count) in rising order; with `magnitude`, of the absolute values."""
+        rows: dict[tuple[float, float], int] = {}
         for key, count in self.counts.items():
-            near, far = _edge(key), _edge(key + 1)
-            rows.append((near, far, count) if near >= 0 and key >= 0 else (far, near, count))
-        return sorted(rows)
+            near, far = _edge(key & _MAGNITUDE), _edge((key & _MAGNITUDE) + 1)
+            edges = (near, far) if key >= 0 or magnitude else (-far, -near)
+            rows[edges] = rows.get(edges, 0) + count
+        return [(low, high, count) for (low, high), count in sorted(rows.items())]
 
-    def quantile(self, share: float) -> float:
-        total = sum(self.counts.values())
-        if not total:
-            return 0.0
-        seen, wanted = 0, share * (total - 1)
-        for low, high, count in self.bins():
+    def quantile(self, share: float, *, magnitude: bool = False) -> float:
+        seen, wanted = 0, share * (self.total - 1)
+        for low, high, count in self.bins(magnitude=magnitude):
             seen += count
             if seen > wanted:
                 return 0.0 if low == 0.0 or high == 0.0 else (low + high) / 2
-        raise AssertionError("unreachable: the counts sum to their total")
+        return 0.0
 
     def entries(self, name: str) -> Iterator[tuple[str, float]]:
-        for share in self.quantiles:
+        for share in QUANTILES:
             yield f"{name}/p{share * 100:g}", self.quantile(share)
+        for share in QUANTILES:
+            yield f"{name}/abs_p{share * 100:g}", self.quantile(share, magnitude=True)
 
 
 def _edge(key: int) -> float:
     """The smallest magnitude of a bin: its bit pattern with the low bits at zero."""
-    return float(np.array(key << _SHIFT, dtype=np.int64).astype(np.int32).view(np.float32))
+    return struct.unpack("<f", struct.pack("<I", key << _SHIFT))[0]
 
 
 Statistic: TypeAlias = Count | Mean | Extremes | Moments | Histogram
@@ -197,8 +209,6 @@ _KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Count, 
 
 class Metrics(Mapping[str, float]):
     """Finished numbers by name, over statistics that merge. `metrics["corr/k3"]`, `dict(metrics)`, `a.merge(b)`."""
-
-    DERIVED: ClassVar[tuple[tuple[str, str, str, float], ...]] = ()
 
     def __init__(self, statistics: Mapping[str, Statistic]) -> None:
         self.statistics = dict(statistics)
@@ -261,6 +271,4 @@ def _plain(value: Any) -> Any:
 def _restored(field: str, value: Any) -> Any:
     if field == "counts":
         return {int(key): int(count) for key, count in value}
-    if field == "quantiles":
-        return tuple(value)
     return int(value, 16) if isinstance(value, str) else value

@@ -59,27 +59,11 @@ def correct(
     config = Correction() if correction is None else correction
     layout = Layout.of(trainer_logprobs, mask, cu_seqlens)
     policies = Policies(layout=layout, trainer=trainer_logprobs, rollout=rollout_logprobs, current=logprobs, support=support_log_mass)
-    extras = Extras(advantages=advantages, versions=versions, version=version)
-    first = trainer_logprobs if isinstance(trainer_logprobs, Tensor) else next(iter(trainer_logprobs), torch.zeros(0))
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    weights = torch.zeros(layout.offsets[-1], dtype=dtype, device=first.device)
-    keep = torch.zeros(layout.offsets[-1], dtype=torch.bool, device=first.device)
-    tally = Tally()
+    collector = Collector.of(policies, config, Extras(advantages=advantages, versions=versions, version=version))
     with torch.no_grad():
         for rows in layout.blocks():
-            block = correct_rows(policies, rows, config, extras)
-            rows.write(block.weights, weights)
-            rows.write(block.keep, keep)
-            tally.add(block, config)
-    weights, totals, pending = _normalise(weights, config.weights, tally)
-    return Corrected(
-        weights=layout.shaped(weights),
-        mask=layout.shaped(keep),
-        metrics=tally.metrics(),
-        correction=config,
-        totals=totals,
-        pending=pending,
-    )
+            collector.add(read_signals(policies, rows, config))
+    return collector.finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,17 +83,18 @@ class Block:
     weights: Tensor
     unmasked: Tensor  # weights before mode "mask" zeroed any
     keep: Tensor
+    applied: Tensor  # weights of kept tokens, 0 elsewhere
+    row_weights: Tensor  # their row sums
     hits: dict[str, int]
 
 
-def correct_rows(policies: Policies, rows: Rows, config: Correction, extras: Extras) -> Block:
-    signals = read_signals(policies, rows, config)
+def correct_rows(signals: Signals, layout: Layout, config: Correction, extras: Extras) -> Block:
     rows = signals.rows
     judge = Judge(signals=signals, config=config, keep=rows.valid)
     judge.count("bad", signals.bad)
     if signals.bad is not None and config.non_finite == "sequence":
         judge.drop_rows("bad", signals.bad)
-    _whole_row_rules(judge, policies, extras)
+    _whole_row_rules(judge, layout, extras)
     for rule in config.reject:
         if rule.aggregate == "token":
             judge.apply(rule)
@@ -118,15 +103,19 @@ def correct_rows(policies: Policies, rows: Rows, config: Correction, extras: Ext
     for rule in config.reject:
         if rule.aggregate != "token":
             judge.apply(rule, active)
-    judge.hits["rejected"] = rows.tokens - int(judge.keep.sum())
-    rows_kept = rows.max(judge.keep.double(), empty=0.0)
-    judge.hits["rows_rejected"] = int(((rows_kept == 0) & (rows.lengths > 0)).sum())
+    rejecting = judge.keep is not rows.valid
+    judge.hits["rejected"] = rows.tokens - int(torch.count_nonzero(judge.keep)) if rejecting else 0
+    judge.hits["rows_rejected"] = int((~rows.any(judge.keep) & (rows.lengths > 0)).sum()) if rejecting else 0
     if judge.zeroed is not None:
         weights = weights.masked_fill(judge.zeroed, 0)
-    return Block(rows=rows, weights=weights, unmasked=unmasked, keep=judge.keep, hits=judge.hits)
+    weights = weights.masked_fill_(rows.padding, 0)
+    applied = weights if judge.keep is rows.valid else torch.where(judge.keep, weights, 0.0)
+    return Block(
+        rows=rows, weights=weights, unmasked=unmasked, keep=judge.keep, applied=applied, row_weights=rows.sum(applied), hits=judge.hits
+    )
 
 
-def _whole_row_rules(judge: Judge, policies: Policies, extras: Extras) -> None:
+def _whole_row_rules(judge: Judge, layout: Layout, extras: Extras) -> None:
     """Veto, outlier, staleness and the off-policy mask, each on the valid tokens."""
     signals, config, rows = judge.signals, judge.config, judge.signals.rows
     if config.veto is not None:
@@ -138,11 +127,11 @@ def _whole_row_rules(judge: Judge, policies: Policies, extras: Extras) -> None:
         log_ratio = signals.log_ratio(config.outlier.signal)
         judge.drop_rows("outlier", rows.valid & ~inside(log_ratio, _log(config.outlier.lower), _log(config.outlier.upper)))
     if config.staleness is not None:
-        judge.drop_stale(policies.layout, extras)
+        judge.drop_stale(layout, extras)
     if config.off_policy_mask is not None:
         if extras.advantages is None:
             raise InputError("advantages: the off-policy mask drops negative advantages and needs them")
-        judge.drop_off_policy(read_per_token(policies.layout, rows, "advantages", extras.advantages))
+        judge.drop_off_policy(read_per_token(layout, rows, "advantages", extras.advantages))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -156,15 +145,16 @@ class Judge:
     hits: dict[str, int] = field(default_factory=dict[str, int])
 
     def count(self, name: str, hit: Tensor | None) -> None:
-        self.hits[name] = 0 if hit is None else int(hit.sum())
+        self.hits[name] = 0 if hit is None else int(torch.count_nonzero(hit))
 
     def drop_rows(self, name: str, tokens: Tensor) -> None:
         """Drops every row that holds one of `tokens`; counts the rows."""
         rows = self.signals.rows
-        hit = rows.max(tokens.double(), empty=0.0) > 0
-        self.hits[f"{name}_tokens"] = int(tokens.sum())
-        self.hits[f"{name}_rows"] = int(hit.sum())
-        self.keep = self.keep & ~(rows.spread(hit.double()) > 0)
+        hit = rows.any(tokens)
+        self.count(f"{name}_tokens", tokens)
+        self.count(f"{name}_rows", hit)
+        if self.hits[f"{name}_rows"]:
+            self.keep = self.keep & ~rows.spread_flags(hit)
 
     def drop_stale(self, layout: Layout, extras: Extras) -> None:
         limit = self.config.staleness
@@ -177,7 +167,7 @@ class Judge:
             self.drop_rows("stale", stale)
             return
         self.count("stale_tokens", stale)
-        self.hits["stale_rows"] = int((rows.max(stale.double(), empty=0.0) > 0).sum())
+        self.count("stale_rows", rows.any(stale))
         self.keep = self.keep & ~stale
 
     def drop_off_policy(self, advantages: Tensor) -> None:
@@ -185,59 +175,56 @@ class Judge:
         assert rule is not None
         rows = self.signals.rows
         drift = rows.mean(-self.signals.log_ratio(rule.signal))
-        dropped = rows.valid & (advantages < 0) & (rows.spread((drift > rule.threshold).double()) > 0)
+        dropped = (advantages < 0) & rows.spread_flags(drift > rule.threshold)
         if rule.whole_row:
             self.drop_rows("off_policy", dropped)
             return
         self.count("off_policy_tokens", dropped)
-        self.hits["off_policy_rows"] = int((rows.max(dropped.double(), empty=0.0) > 0).sum())
+        self.count("off_policy_rows", rows.any(dropped))
         self.keep = self.keep & ~dropped
 
     def weigh(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Applied weights and weights before masking, 0 outside valid tokens."""
-        rows, how = self.signals.rows, self.config.weights
+        """Applied weights, and weights before masking; outside valid tokens they mean nothing."""
+        rows, how, limit = self.signals.rows, self.config.weights, self.config.log_clamp
         if how is None:
             ones = rows.valid.double()
             return ones, ones
-        log_weight, clamped = self.aggregate_log(self.signals.log_ratio(how.signal), how.level, active)
-        self.hits["clamped"] = int((clamped & rows.valid).sum())
+        log_weight = self.signals.log_ratio(how.signal)
+        if how.level != "token":
+            total, count = self.row_totals(log_weight, active)
+            log_weight = rows.spread(total / count if how.level == "geometric" else total)
         low, high = _log(how.lower), _log(how.upper)
-        below = rows.valid & (log_weight < low) if low is not None else None
-        above = rows.valid & (log_weight > high) if high is not None else None
-        self.count("weights_below", below)
-        self.count("weights_above", above)
-        raw = log_weight.exp().masked_fill(~rows.valid, 0)
-        if how.mode == "mask":
-            outside = ~inside(log_weight, low, high)
-            return raw.masked_fill(outside, 0), raw
-        if how.mode == "raw":
+        least, most = self.signals.extremes() if log_weight is self.signals.corr else rows.extremes(log_weight)
+        self.count("weights_below", rows.valid & (log_weight < low) if low is not None and least < low else None)
+        self.count("weights_above", rows.valid & (log_weight > high) if high is not None and most > high else None)
+        clamps = max(most, -least) > limit
+        self.count("clamped", rows.valid & (log_weight.abs() > limit) if clamps else None)
+        raw = (log_weight.clamp(-limit, limit) if clamps else log_weight).exp()
+        outside = self.hits["weights_below"] + self.hits["weights_above"] > 0
+        if how.mode == "raw" or not outside:
             return raw, raw
-        bounded = raw.clamp(min=how.lower, max=how.upper).masked_fill(~rows.valid, 0)
+        if how.mode == "mask":
+            return raw.masked_fill(~inside(log_weight, low, high), 0), raw
+        bounded = raw.clamp(min=how.lower, max=how.upper)
         return bounded, bounded
-
-    def aggregate_log(self, log_ratio: Tensor, level: str, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The clamped log-weight at each valid slot, and where the clamp bit."""
-        rows, limit = self.signals.rows, self.config.log_clamp
-        if level != "token":
-            total, count = self.row_totals(log_ratio, active)
-            log_ratio = rows.spread(total / count if level == "geometric" else total)
-        return log_ratio.clamp(-limit, limit), log_ratio.abs() > limit
 
     def row_totals(self, values: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """Row sums over the active tokens, and their number (at least 1)."""
         rows = self.signals.rows
         if active is rows.valid:
             return rows.sum(values), rows.lengths.clamp(min=1)
-        return rows.sum(values.masked_fill(~active, 0)), rows.sum(active.double()).clamp(min=1)
+        return rows.sum(torch.where(active, values, 0.0)), rows.sum(active.double()).clamp(min=1)
 
     def apply(self, rule: Reject, active: Tensor | None = None) -> None:
         rows = self.signals.rows
         statistic = self.statistic(rule, rows.valid if active is None else active)
-        good = inside(statistic, *_bounds(rule))
-        bad = rows.valid & ~(good if rule.aggregate == "token" else rows.spread(good.double()) > 0)
+        failing = ~inside(statistic, *_bounds(rule))
+        bad = rows.valid & failing if rule.aggregate == "token" else rows.spread_flags(failing)
         name = rule_name(rule)
         self.count(f"{name}_tokens", bad)
-        self.hits[f"{name}_rows"] = int((rows.max(bad.double(), empty=0.0) > 0).sum())
+        self.count(f"{name}_rows", rows.any(bad) if rule.aggregate == "token" else failing & (rows.lengths > 0))
+        if not self.hits[f"{name}_tokens"]:
+            return
         if rule.action == "drop":
             self.keep = self.keep & ~bad
         else:
@@ -245,19 +232,25 @@ class Judge:
 
     def statistic(self, rule: Reject, active: Tensor) -> Tensor:
         """Per slot for a token rule, per row otherwise; log-ratios stand in for ratios."""
-        rows, limit = self.signals.rows, self.config.log_clamp
+        rows, values = self.signals.rows, self.estimate(rule)
+        if rule.aggregate == "token":
+            return values
+        if rule.aggregate == "seq_max":
+            return rows.max(torch.where(active, values, -torch.inf), empty=0.0)
+        total, count = self.row_totals(values, active)
+        return total if rule.aggregate == "seq_sum" else total / count
+
+    def estimate(self, rule: Reject) -> Tensor:
+        """The rule's estimator at each slot."""
+        limit = self.config.log_clamp
+        if rule.estimator == "k3" and rule.signal == "corr" and not rule.inverse:
+            return self.signals.k3(limit)
         log_ratio = self.signals.log_ratio(rule.signal)
         if rule.inverse:
             log_ratio = -log_ratio
         if rule.estimator in ("k2", "k3") or self.config.clamp_tokens:
             log_ratio = log_ratio.clamp(-limit, limit)
-        values = log_ratio if rule.estimator == "ratio" else ESTIMATORS[rule.estimator](log_ratio)
-        if rule.aggregate == "token":
-            return values
-        if rule.aggregate == "seq_max":
-            return rows.max(values.masked_fill(~active, -torch.inf), empty=0.0)
-        total, count = self.row_totals(values, active)
-        return total if rule.aggregate == "seq_sum" else total / count
+        return log_ratio if rule.estimator == "ratio" else ESTIMATORS[rule.estimator](log_ratio)
 
 
 def inside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
@@ -278,6 +271,45 @@ def _log(bound: float | None) -> float | None:
     return None if bound is None else math.log(bound)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collector:
+    """Corrects block after block into one result."""
+
+    layout: Layout
+    config: Correction
+    extras: Extras
+    weights: Tensor
+    keep: Tensor
+    tally: Tally
+
+    @staticmethod
+    def of(policies: Policies, config: Correction, extras: Extras) -> Collector:
+        given = policies.trainer
+        first = given if isinstance(given, Tensor) else next(iter(given), torch.zeros(0))
+        size = policies.layout.offsets[-1]
+        weights = torch.zeros(size, dtype=policies.layout.dtype(given), device=first.device)
+        keep = torch.zeros(size, dtype=torch.bool, device=first.device)
+        return Collector(layout=policies.layout, config=config, extras=extras, weights=weights, keep=keep, tally=Tally())
+
+    def add(self, signals: Signals) -> Block:
+        block = correct_rows(signals, self.layout, self.config, self.extras)
+        block.rows.write(block.weights, self.weights)
+        block.rows.write(block.keep, self.keep)
+        self.tally.add(block, self.config)
+        return block
+
+    def finish(self) -> Corrected:
+        weights, totals, pending = _normalise(self.weights, self.config.weights, self.tally)
+        return Corrected(
+            weights=self.layout.shaped(weights),
+            mask=self.layout.shaped(self.keep),
+            metrics=self.tally.metrics(),
+            correction=self.config,
+            totals=totals,
+            pending=pending,
+        )
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Tally:
     """Adds up blocks into metrics and into the totals that normalisation needs."""
@@ -295,14 +327,13 @@ class Tally:
             self.hits[name] = self.hits.get(name, 0) + hit
         self.tokens += rows.tokens
         self.rows += int((rows.lengths > 0).sum())
-        effective = rows.sum(block.weights.masked_fill(~block.keep, 0))
-        self.applied += exact_total(effective.tolist())
+        self.applied += exact_total(block.row_weights.tolist())
         how = config.weights.normalise if config.weights is not None else None
         if how is None:
             return
         counted = rows.valid if how.over != "kept" else block.keep & (block.weights > 0)
         source = block.unmasked if how.over == "raw" else block.weights
-        sums, counts = rows.sum(source.masked_fill(~counted, 0)), rows.sum(counted.double())
+        sums, counts = rows.sum(torch.where(counted, source, 0.0)), rows.sum(counted.double())
         if how.level == "token":
             self.weight_total += exact_total(sums.tolist())
             self.weight_count += int(counts.sum())

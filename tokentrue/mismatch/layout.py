@@ -1,14 +1,14 @@
 """Padded, packed and ragged batches in one working form, so that every formula is written once and gives the same bits in each.
 
 The working form of some rows is their *valid* tokens only, in order, each row filled up with zeros to whole chunks of `CHUNK`:
-a float64 tensor `[S, CHUNK]` ("slots"). What stands at masked positions is never read, so NaN there cannot leak. A row's sum is a
-fixed tree inside each chunk, then the chunks in order: it does not depend on the other rows, on padding or on the layout.
+a tensor `[S, CHUNK]` ("slots"). What stands at masked positions is never read, so NaN there cannot leak. A row's sum is taken
+chunk by chunk, then over the chunks in order: in float64, and its bits do not depend on the other rows, on padding or on the layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
@@ -67,6 +67,11 @@ class Layout:
         if not isinstance(values, Tensor) or not isinstance(self.mask, Tensor) or values.shape != self.mask.shape:
             raise InputError(f"{name}: shape {_shape(values)} does not match the log-probabilities' {_shape(self.mask)}")
 
+    def dtype(self, values: Values) -> torch.dtype:
+        """What arithmetic on these values is done in: theirs, but at least float32."""
+        first = values if isinstance(values, Tensor) else values[0] if len(values) else torch.zeros(0)
+        return torch.promote_types(first.dtype, torch.float32)
+
     def whole(self) -> Rows:
         return self.rows(0, self.num_rows)
 
@@ -116,8 +121,10 @@ class Rows:
     start: int
     stop: int
     lengths: Tensor  # valid tokens of each row
+    tokens: int  # valid tokens of all of them
     chunks: Tensor  # chunks of each row
     valid: Tensor  # bool [S, CHUNK]
+    padding: Tensor  # its inverse
     source: Tensor | None  # flat positions of the valid tokens, and
     target: Tensor | None  # their slots; both None where the rows are prefixes of a padded batch and need no moving
 
@@ -127,7 +134,10 @@ class Rows:
         padded = torch.nn.functional.pad(grid, (0, fill)) if fill else grid
         valid = padded.reshape(-1, CHUNK)
         chunks = torch.full_like(lengths, (layout.width + fill) // CHUNK)
-        return Rows(layout=layout, start=start, stop=stop, lengths=lengths, chunks=chunks, valid=valid, source=None, target=None)
+        return Rows(
+            layout=layout, start=start, stop=stop, lengths=lengths, tokens=int(lengths.sum()), chunks=chunks,
+            valid=valid, padding=~valid, source=None, target=None,
+        )  # fmt: skip
 
     @staticmethod
     def from_holes(layout: Layout, start: int, stop: int, flat_mask: Tensor, lengths: Tensor) -> Rows:
@@ -138,15 +148,20 @@ class Rows:
         valid = torch.zeros(int(chunks.sum()) * CHUNK, dtype=torch.bool, device=flat_mask.device)
         valid[target] = True
         valid = valid.view(-1, CHUNK)
-        return Rows(layout=layout, start=start, stop=stop, lengths=lengths, chunks=chunks, valid=valid, source=source, target=target)
+        return Rows(
+            layout=layout, start=start, stop=stop, lengths=lengths, tokens=source.shape[0], chunks=chunks,
+            valid=valid, padding=~valid, source=source, target=target,
+        )  # fmt: skip
 
     @property
     def num_rows(self) -> int:
         return self.stop - self.start
 
-    @property
-    def tokens(self) -> int:
-        return int(self.lengths.sum())
+    def without(self, slots: Tensor) -> Rows:
+        """The same rows with some more slots counted as padding."""
+        valid = self.valid & ~slots
+        lengths = self.sum(valid.double()).long()
+        return replace(self, valid=valid, padding=~valid, lengths=lengths, tokens=int(lengths.sum()))
 
     def read(self, values: Values, dtype: torch.dtype = torch.float64) -> Tensor:
         """The valid tokens in slots, zero in the rest; differentiable."""
@@ -156,7 +171,8 @@ class Rows:
             fill = -self.layout.width % CHUNK
             if fill:
                 grid = torch.nn.functional.pad(grid, (0, fill))
-            return grid.reshape(-1, CHUNK).to(dtype).masked_fill(~self.valid, 0)
+            slots = grid.reshape(-1, CHUNK)
+            return slots.masked_fill(self.padding, 0) if slots.dtype == dtype else slots.to(dtype).masked_fill_(self.padding, 0)
         slots = torch.zeros(self.valid.numel(), dtype=dtype, device=flat.device)
         return slots.index_copy(0, self.target, flat.index_select(0, self.source).to(dtype)).view(-1, CHUNK)
 
@@ -165,30 +181,41 @@ class Rows:
         return self.spread(values[self.start : self.stop].to(device=self.valid.device, dtype=torch.float64))
 
     def write(self, slots: Tensor, out: Tensor) -> None:
-        """Puts slots back at their positions of the flat `out`; masked positions are left alone."""
+        """Puts slots back at their positions of the flat `out`, which holds zeros; slots outside `valid` must hold 0."""
         part = out[self.layout.offsets[self.start] : self.layout.offsets[self.stop]]
         if self.source is None or self.target is None:
-            width = self.layout.width
-            grid = slots.reshape(self.num_rows, -1)[:, :width].to(out.dtype)
-            valid = self.valid.reshape(self.num_rows, -1)[:, :width]
-            view = part.view(self.num_rows, width)
-            view.copy_(torch.where(valid, grid, view))
+            grid = slots.reshape(self.num_rows, -1)[:, : self.layout.width]
+            part.view(self.num_rows, self.layout.width).copy_(grid)
             return
         part.index_copy_(0, self.source, slots.reshape(-1).index_select(0, self.target).to(out.dtype))
 
     def sum(self, slots: Tensor) -> Tensor:
         """Row sums `[b]` in a fixed order; slots outside `valid` must hold 0."""
-        parts = slots
-        while parts.shape[1] > 1:
-            half = parts.shape[1] // 2
-            parts = parts[:, :half] + parts[:, half:]
-        return torch.segment_reduce(parts.squeeze(1), "sum", lengths=self.chunks, unsafe=True, initial=0)
+        return torch.segment_reduce(slots.sum(dim=1, dtype=torch.float64), "sum", lengths=self.chunks, unsafe=True, initial=0)
 
     def max(self, slots: Tensor, empty: float) -> Tensor:
         """Row maxima over valid tokens; `empty` for rows without one."""
-        best = slots.masked_fill(~self.valid, -torch.inf).amax(dim=1)
+        best = slots.masked_fill(self.padding, -torch.inf).amax(dim=1)
         rows = torch.segment_reduce(best, "max", lengths=self.chunks, unsafe=True, initial=-torch.inf)
         return torch.where(self.lengths > 0, rows, torch.full_like(rows, empty))
+
+    def peak(self, slots: Tensor) -> Tensor:
+        """Row maxima of what is nowhere negative and 0 outside valid tokens; 0 for empty rows."""
+        return torch.segment_reduce(slots.amax(dim=1), "max", lengths=self.chunks, unsafe=True, initial=0)
+
+    def any(self, slots: Tensor) -> Tensor:
+        """Which rows hold a True."""
+        return self.peak(slots.any(dim=1, keepdim=True).double()) > 0
+
+    def extremes(self, slots: Tensor) -> tuple[float, float]:
+        """Smallest and largest value over valid tokens; (inf, -inf) if there is none."""
+        if not slots.numel() or not self.tokens:
+            return torch.inf, -torch.inf
+        low, high = (float(end) for end in torch.aminmax(slots))
+        if low < 0 and high > 0:  # the padding's zeros are neither
+            return low, high
+        low = float(slots.masked_fill(self.padding, torch.inf).amin())
+        return low, float(slots.masked_fill(self.padding, -torch.inf).amax())
 
     def mean(self, slots: Tensor) -> Tensor:
         """Row means; 0 for empty rows."""
@@ -197,13 +224,12 @@ class Rows:
     def spread(self, per_row: Tensor) -> Tensor:
         """A value per row at each of its valid slots, zero in the rest."""
         spread = per_row.repeat_interleave(self.chunks).unsqueeze(1).expand(-1, CHUNK)
-        return spread.masked_fill(~self.valid, 0)
+        return spread.masked_fill(self.padding, 0)
 
-    def positions(self) -> Tensor:
-        """How many valid tokens of its row stand before each slot."""
-        before = (self.chunks.cumsum(0) - self.chunks).repeat_interleave(self.chunks)
-        chunk = torch.arange(self.valid.shape[0], device=self.valid.device) - before
-        return chunk.unsqueeze(1) * CHUNK + torch.arange(CHUNK, device=self.valid.device)
+    def spread_flags(self, per_row: Tensor) -> Tensor:
+        """The valid slots of the flagged rows."""
+        return self.valid & per_row.repeat_interleave(self.chunks).unsqueeze(1)
+
 
 
 def _rows_layout(like: Sequence[Tensor], mask: Values | None, cu_seqlens: object) -> Layout:

@@ -21,10 +21,21 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """`e^x - 1 - x`, never negative: a series below |x| = 0.01, where the subtraction would leave only rounding noise."""
-    x = log_ratio
-    series = x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x / 40320))))))
-    return torch.where(x.abs() < 0.01, series, torch.expm1(x) - x)
+    """`e^x - 1 - x`, never negative: a series below |x| = 0.01, where the subtraction would leave only rounding noise.
+
+    In float64 the relative error is below 3e-11 everywhere.
+    """
+    return k3_from(log_ratio, torch.expm1(log_ratio), log_ratio * log_ratio)
+
+
+def k3_from(x: Tensor, expm1: Tensor, square: Tensor) -> Tensor:
+    """`k3(x)` where e^x - 1 and x² are at hand."""
+    series = x * (1 / 120)
+    if torch.is_grad_enabled() and x.requires_grad:
+        series = ((series + 1 / 24) * x + 1 / 6) * x + 1 / 2
+        return torch.where(square < 1e-4, series * square, expm1 - x)
+    series.add_(1 / 24).mul_(x).add_(1 / 6).mul_(x).add_(1 / 2).mul_(square)  # the same, without temporaries
+    return torch.where(square < 1e-4, series, expm1 - x)
 
 
 def contribution(log_ratio: Tensor, advantages: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Reads the policies' log-probabilities of some rows and forms their log-ratios: float64, zero outside valid tokens, finite or refused."""
+"""Reads the policies' log-probabilities of some rows and forms their log-ratios: zero outside valid tokens, finite or refused."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from tokentrue.errors import InputError
 from tokentrue.mismatch.config import Correction, Signal
 from tokentrue.mismatch.layout import Layout, Rows, Values
+from tokentrue.mismatch.metrics import k3_from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +42,34 @@ class Signals:
     current: Tensor | None
     corr: Tensor
     bad: Tensor | None
+    cache: dict[object, Tensor] = field(default_factory=dict[object, Tensor])
+
+    def clamped(self, limit: float) -> Tensor:
+        """The mismatch's log-ratio inside ±limit."""
+        least, most = self.extremes()
+        return self.corr if max(most, -least) <= limit else self.corr.clamp(-limit, limit)
+
+    def extremes(self) -> tuple[float, float]:
+        """Smallest and largest δ."""
+        if "extremes" not in self.cache:
+            self.cache["extremes"] = torch.tensor(self.rows.extremes(self.corr), dtype=torch.float64)
+        least, most = self.cache["extremes"].tolist()
+        return least, most
+
+    def square(self, limit: float) -> Tensor:
+        return self._once(("square", limit), lambda: self.clamped(limit).square())
+
+    def excess(self, limit: float) -> Tensor:
+        """r - 1 of the mismatch; 0 outside valid tokens."""
+        return self._once(("excess", limit), lambda: torch.expm1(self.clamped(limit)))
+
+    def k3(self, limit: float) -> Tensor:
+        return self._once(("k3", limit), lambda: k3_from(self.clamped(limit), self.excess(limit), self.square(limit)))
+
+    def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
     def log_ratio(self, signal: Signal) -> Tensor:
         if signal == "corr":
@@ -49,17 +80,18 @@ class Signals:
 
 
 def read_signals(policies: Policies, rows: Rows, config: Correction) -> Signals:
-    trainer, rollout = rows.read(policies.trainer), rows.read(policies.rollout)
-    current = None if policies.current is None else rows.read(_detached(policies.current))
+    dtype = torch.promote_types(policies.layout.dtype(policies.trainer), policies.layout.dtype(policies.rollout))
+    trainer, rollout = rows.read(policies.trainer, dtype), rows.read(policies.rollout, dtype)
+    current = None if policies.current is None else rows.read(_detached(policies.current), dtype)
     if config.align_support:
         if policies.support is None:
             raise InputError("support_log_mass: align_support needs the log of the trainer's mass on the sampler's support, per token")
-        mass = rows.read(policies.support)
+        mass = rows.read(policies.support, dtype)
         trainer = trainer - mass
         current = None if current is None else current - mass
     corr = trainer - rollout
     probe = corr if current is None else corr + current
-    if bool(torch.isfinite(probe).all()):
+    if math.isfinite(float(probe.sum())):
         return Signals(rows=rows, trainer=trainer, rollout=rollout, current=current, corr=corr, bad=None)
     bad = ~torch.isfinite(probe)
     if config.non_finite == "raise":
@@ -78,9 +110,7 @@ def read_signals(policies: Policies, rows: Rows, config: Correction) -> Signals:
 
 def _without_bad(signals: Signals, bad: Tensor) -> Signals:
     """Bad tokens become padding: they count nowhere."""
-    rows = signals.rows
-    lengths = rows.lengths - rows.sum(bad.double()).long()
-    return replace(signals, rows=replace(rows, valid=rows.valid & ~bad, lengths=lengths))
+    return replace(signals, rows=signals.rows.without(bad))
 
 
 def _where(rows: Rows, bad: Tensor) -> str:

@@ -1,0 +1,154 @@
+"""`diagnose`: what differs between trainer and rollout, where, and what it does to the objective. Mergeable over ranks and steps.
+
+Metric names (r = trainer ÷ rollout, δ = log r, A the advantage):
+`delta/*` δ and |δ|; `corr/*`, `ppo_train/*`, `ppo_rollout/*` the KL estimators of the three ratios, token-weighted, and row-weighted with
+`_rows`; `ppl/*`, `log_ppl/*`; `chi2/*`; `ratio/raw`, `ratio/applied`, `ratio/sequence` moments with `ess`; `tail/raw/*`, `tail/applied/*`;
+`contribution/<trainer|rollout>/<positive|negative>` moments of C(r) = -(r - 1)·A; `quadrant/*`; `by_probability/*`, `by_position/*`,
+`by_kind/*` mean |δ|; `flips`; `fraction/*` what a correction did.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tokentrue.errors import InputError
+from tokentrue.mismatch.bag import Metrics
+from tokentrue.mismatch.config import Correction
+from tokentrue.mismatch.correct import Collector, Corrected, Extras
+from tokentrue.mismatch.layout import Layout, Values
+from tokentrue.mismatch.signals import Policies, read_per_token, read_signals
+from tokentrue.mismatch.sums import Sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstRow:
+    """A row that disagrees; `score` is its mean K3. `position` counts valid tokens, and is where |δ| is largest."""
+
+    row: str
+    score: float
+    tokens: int
+    sum_k3: float
+    mean_delta: float
+    max_abs_delta: float
+    position: int
+    log_product: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """`diagnosis["corr/k3"]` reads a metric; `merge` gives what the batches together would have given."""
+
+    metrics: Metrics
+    worst: tuple[WorstRow, ...]
+    keep_worst: int = 10
+    corrected: Corrected | None = field(default=None, compare=False)  # this batch's, when a correction was given
+
+    def __getitem__(self, key: str) -> float:
+        return self.metrics[key]
+
+    def merge(self, *others: Diagnosis) -> Diagnosis:
+        rows = [row for part in (self, *others) for row in part.worst]
+        metrics = self.metrics.merge(*(other.metrics for other in others))
+        return Diagnosis(metrics=metrics, worst=_worst(rows, self.keep_worst), keep_worst=self.keep_worst)
+
+
+def diagnose(
+    trainer_logprobs: Values,
+    rollout_logprobs: Values,
+    mask: Values | None = None,
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    logprobs: Values | None = None,
+    advantages: Values | None = None,
+    correction: Correction | None = None,
+    corrected: Corrected | None = None,
+    versions: Values | None = None,
+    version: int | None = None,
+    kinds: Values | None = None,
+    kind_names: Sequence[str] = (),
+    trainer_top_ids: Values | None = None,
+    rollout_top_ids: Values | None = None,
+    row_names: Sequence[str] | None = None,
+    worst: int = 10,
+    non_finite: str = "raise",
+) -> Diagnosis:
+    """Everything that can be said from these inputs; what is not given has its keys all the same, with nothing counted.
+
+    `logprobs` is the current policy (the trainer's own if left out); `kinds` numbers each token's kind, an index into `kind_names`;
+    `*_top_ids` are the most likely token ids of each side. `correction` is made in the same pass and comes back as `.corrected`;
+    `corrected` is what `correct` returned for this batch before.
+    """
+    if correction is not None and corrected is not None:
+        raise InputError("correction, corrected: pass the one to be made, or the one already made, not both")
+    layout = Layout.of(trainer_logprobs, mask, cu_seqlens)
+    if row_names is not None and len(row_names) != layout.num_rows:
+        raise InputError(f"row_names: {len(row_names)} names for {layout.num_rows} rows")
+    policies = Policies(layout=layout, trainer=trainer_logprobs, rollout=rollout_logprobs, current=logprobs)
+    config = Correction(non_finite=non_finite) if correction is None else correction  # type: ignore[arg-type]
+    extras = Extras(advantages=advantages, versions=versions, version=version)
+    collector = None if correction is None else Collector.of(policies, correction, extras)
+    sums = Sums(kind_names=tuple(kind_names))
+    with torch.no_grad():
+        for rows in layout.blocks():
+            signals = read_signals(policies, rows, config)
+            sums.add_mismatch(signals)
+            sums.add_ppo(signals)
+            if advantages is not None:
+                sums.add_contribution(signals, read_per_token(layout, signals.rows, "advantages", advantages))
+            if collector is not None:
+                sums.add_applied(signals.rows, collector.add(signals).applied)
+            elif corrected is not None:
+                keep = signals.rows.read(corrected.mask, torch.bool)
+                sums.add_applied(signals.rows, torch.where(keep, signals.rows.read(corrected.weights), 0.0))
+            if kinds is not None:
+                sums.add_kinds(layout, signals, kinds)
+            if trainer_top_ids is not None and rollout_top_ids is not None:
+                sums.add_flips(layout, signals.rows, trainer_top_ids, rollout_top_ids)
+        metrics = sums.finish()
+        found = worst_rows(policies, sums.by_row(), worst, row_names)
+    corrected = corrected if collector is None else collector.finish()
+    if corrected is not None:
+        own = {name: stat for name, stat in corrected.metrics.statistics.items() if name.startswith(("fraction/", "weight/"))}
+        metrics = metrics.merge(Metrics(own))
+    return Diagnosis(metrics=metrics, worst=found, keep_worst=worst, corrected=corrected)
+
+
+def worst_rows(
+    policies: Policies, by_row: Sequence[tuple[int, float, float, float]], keep: int, names: Sequence[str] | None
+) -> tuple[WorstRow, ...]:
+    """The rows with the largest mean K3."""
+    scored = ((-k3 / tokens, row) for row, (tokens, k3, _, _) in enumerate(by_row) if tokens and k3 > 0)
+    found: list[WorstRow] = []
+    for score, row in heapq.nsmallest(keep, scored):
+        tokens, k3, delta, peak = by_row[row]
+        found.append(
+            WorstRow(
+                row=f"row {row}" if names is None else names[row],
+                score=-score,
+                tokens=tokens,
+                sum_k3=k3,
+                mean_delta=delta / tokens,
+                max_abs_delta=peak,
+                position=_position(policies, row),
+                log_product=delta,
+            )
+        )
+    return _worst(found, keep)
+
+
+def _position(policies: Policies, row: int) -> int:
+    """How many valid tokens of a row stand before its largest |δ|."""
+    layout = policies.layout
+    valid = layout.flat(layout.mask, row, row + 1) != 0
+    trainer, rollout = (layout.flat(values, row, row + 1).double() for values in (policies.trainer, policies.rollout))
+    gap = torch.where(valid, (trainer - rollout).abs(), -1.0)
+    return int(valid[: int(gap.nan_to_num(nan=-1.0, posinf=-1.0).argmax())].sum())
+
+
+def _worst(rows: list[WorstRow], keep: int) -> tuple[WorstRow, ...]:
+    return tuple(sorted(rows, key=lambda row: (-row.score, row.row))[:keep])

@@ -1,0 +1,289 @@
+"""The accumulators behind `diagnose`: sums of chunks block by block, turned into row sums and exact totals once, at the end.
+
+Every sum that becomes a metric is first a row's own, so that it does not depend on the batch; rows are then added as exact integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tokentrue.errors import InputError
+from tokentrue.mismatch.bag import BINS, Count, Extremes, Histogram, Mean, Metrics, Moments, Statistic, exact_total
+from tokentrue.mismatch.layout import CHUNK, Layout, Rows, Values
+from tokentrue.mismatch.metrics import LOG_CLAMP, contribution, k1, k2, k3
+from tokentrue.mismatch.signals import Signals
+
+PROBABILITIES = (1e-4, 1e-2, 0.1, 0.5, 0.9, 0.99)
+POSITIONS = (128, 512, 2048, 8192, 32768)  # whole chunks
+TAILS = (1.1, 1.5, 2.0, 5.0, 10.0)
+SIGNS = ("positive", "negative")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sums:
+    """Mutable, and lives for one call of `diagnose`."""
+
+    kind_names: tuple[str, ...]
+    parts: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])  # sums of chunks
+    tables: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])  # |δ| per row and bucket
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    ranges: dict[str, Extremes] = field(default_factory=dict[str, Extremes])
+    bins: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    shape: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor, Tensor]])
+    rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # row sums, after `finish`
+    totals: dict[str, int] = field(default_factory=dict[str, int])  # exact, after `finish`
+    peaks: Tensor = field(default_factory=lambda: torch.zeros(0))  # largest |δ| of each row, after `finish`
+
+    def push(self, name: str, slots: Tensor) -> None:
+        self.parts.setdefault(name, []).append(slots.sum(dim=1, dtype=torch.float64))
+
+    def push_powers(self, name: str, values: Tensor, *, third: bool = False) -> None:
+        """Sums of x, x² and maybe x³."""
+        power = values * values
+        self.push(f"{name}1", values)
+        self.push(f"{name}2", power)
+        if third:
+            self.push(f"{name}3", power.mul_(values))
+
+    def count(self, name: str, hits: Tensor | int) -> None:
+        self.counts[name] = self.counts.get(name, 0) + (hits if isinstance(hits, int) else int(torch.count_nonzero(hits)))
+
+    def span(self, name: str, low: float, high: float) -> None:
+        self.ranges[name] = self.ranges.get(name, Extremes()).merge(Extremes(low=low, high=high))
+
+    def histogram(self, name: str, rows: Rows, values: Tensor) -> None:
+        dense = torch.bincount(Histogram.bins_of(values).view(-1), minlength=BINS)
+        dense[BINS // 2] -= rows.valid.numel() - rows.tokens  # the padding of the slots is zero too
+        self.bins[name] = dense if name not in self.bins else self.bins[name].add_(dense)
+
+    def bucket(self, name: str, rows: Rows, buckets: Tensor, values: Tensor, *, size: int, padding: int) -> None:
+        """Sums per row and bucket, each in token order; padding holds 0 and falls into bucket `padding`."""
+        place = torch.arange(0, rows.num_rows * size, size, device=buckets.device).repeat_interleave(rows.chunks).unsqueeze(1)
+        keys = (buckets + place).view(-1).cpu()
+        sums = torch.bincount(keys, weights=values.view(-1).cpu(), minlength=rows.num_rows * size)
+        self.tables.setdefault(name, []).append(sums.view(-1, size))
+        numbers = torch.bincount(keys, minlength=rows.num_rows * size).view(-1, size).sum(dim=0)
+        numbers[padding] -= rows.valid.numel() - rows.tokens
+        for index, number in enumerate(numbers.tolist()):
+            self.count(f"{name}_{index}", number)
+
+    def add_mismatch(self, signals: Signals) -> None:
+        rows, delta = signals.rows, signals.corr
+        self.shape.append((rows.lengths, rows.chunks, rows.valid.sum(dim=1)))
+        magnitude = delta.abs()
+        self.parts.setdefault("peak", []).append(magnitude.amax(dim=1).double())
+        self.push("delta", delta)
+        self.push("abs", magnitude)
+        self.push("square", signals.square(LOG_CLAMP))
+        self.push("k3", signals.k3(LOG_CLAMP))
+        self.push("rollout", signals.rollout)
+        self.push_powers("excess", signals.excess(LOG_CLAMP))
+        self.histogram("delta", rows, delta)
+        least, most = signals.extremes()
+        self.span("delta", least, most)
+        self.count("clamped", magnitude > LOG_CLAMP if max(most, -least) > LOG_CLAMP else 0)
+        for bound in TAILS:
+            edge = math.log(bound)
+            self.count(f"raw/above_{bound:g}", delta > edge if most > edge else 0)
+            self.count(f"raw/below_1/{bound:g}", delta < -edge if least < -edge else 0)
+        buckets = _probability_table(delta.device).index_select(0, Histogram.bins_of(signals.rollout).view(-1)).view_as(delta)
+        self.bucket("probability", rows, buckets, magnitude, size=len(PROBABILITIES) + 1, padding=len(PROBABILITIES))
+
+    def add_ppo(self, signals: Signals) -> None:
+        if signals.current is None:
+            return
+        self.count("current", signals.rows.tokens)
+        for name in ("ppo_train", "ppo_rollout"):
+            x = signals.log_ratio(name).clamp(-LOG_CLAMP, LOG_CLAMP)
+            self.push(f"{name}_k1", k1(x))
+            self.push(f"{name}_k2", k2(x))
+            self.push(f"{name}_k3", k3(x))
+
+    def add_contribution(self, signals: Signals, advantages: Tensor) -> None:
+        """Without a current policy the trainer's own stands in: its contribution is then 0 and the rollout's that of the mismatch."""
+        rows = signals.rows
+        own = torch.zeros_like(signals.corr) if signals.current is None else signals.log_ratio("ppo_train")
+        theirs = signals.corr if signals.current is None else signals.log_ratio("ppo_rollout")
+        for sign, chosen in zip(SIGNS, (advantages > 0, advantages < 0), strict=True):
+            chosen = chosen & rows.valid
+            self.count(f"contribution_{sign}", chosen)
+            self.count(f"quadrant_{sign}_up", chosen & (signals.corr > 0))
+            self.count(f"quadrant_{sign}_down", chosen & (signals.corr < 0))
+            for name, x in (("trainer", own), ("rollout", theirs)):
+                value = contribution(x.clamp(-LOG_CLAMP, LOG_CLAMP), advantages)
+                self.push_powers(f"contribution_{name}_{sign}", torch.where(chosen, value, 0.0), third=True)
+
+    def add_applied(self, rows: Rows, weights: Tensor) -> None:
+        """Weights as the loss uses them: 0 where rejected."""
+        self.count("applied", rows.tokens)
+        self.push_powers("applied", weights)
+        high = float(weights.amax()) if rows.tokens else -math.inf
+        low = float(weights.masked_fill(rows.padding, torch.inf).amin()) if rows.tokens else math.inf
+        self.span("applied", low, high)
+        for bound in TAILS:
+            self.count(f"applied/above_{bound:g}", weights > bound if high > bound else 0)
+            self.count(f"applied/below_1/{bound:g}", rows.valid & (weights < 1 / bound) if low < 1 / bound else 0)
+
+    def add_kinds(self, layout: Layout, signals: Signals, kinds: Values) -> None:
+        layout.check("kinds", kinds)
+        codes = signals.rows.read(kinds, torch.long)
+        if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= len(self.kind_names)):
+            raise InputError(f"kinds: {int(codes.min())} to {int(codes.max())} do not index the {len(self.kind_names)} kind_names")
+        self.bucket("kind", signals.rows, codes, signals.corr.abs(), size=len(self.kind_names), padding=0)
+
+    def add_flips(self, layout: Layout, rows: Rows, trainer: Values, rollout: Values) -> None:
+        layout.check("trainer_top_ids", trainer)
+        layout.check("rollout_top_ids", rollout)
+        self.count("flips", rows.read(trainer, torch.long) != rows.read(rollout, torch.long))
+        self.count("flips_of", rows.tokens)
+
+    def finish(self) -> Metrics:
+        self._reduce()
+        tokens, rows = self.counts.get("tokens", 0), self.counts.get("rows", 0)
+        stats: dict[str, Statistic] = {"tokens": Count(count=tokens), "rows": Count(count=rows)}
+        stats |= self._delta(tokens, rows) | self._estimators(tokens, rows) | self._ratios(tokens, rows)
+        for sign in SIGNS:
+            number = self.counts.get(f"contribution_{sign}", 0)
+            for name in ("trainer", "rollout"):
+                stats[f"contribution/{name}/{sign}"] = self._moments(f"contribution_{name}_{sign}", number)
+            for way in ("up", "down"):
+                stats[f"quadrant/{sign}_{way}"] = Mean.fraction(self.counts.get(f"quadrant_{sign}_{way}", 0), number)
+        for name, labels in (
+            ("probability", _labels(PROBABILITIES, 0.0, 1.0)),
+            ("position", _labels(POSITIONS, 0, None)),
+            ("kind", self.kind_names),
+        ):
+            for index, label in enumerate(labels):
+                stats[f"by_{name}/{label}"] = self._mean(f"{name}_{index}", self.counts.get(f"{name}_{index}", 0))
+        stats["flips"] = Mean.fraction(self.counts.get("flips", 0), self.counts.get("flips_of", 0))
+        return Metrics(stats)
+
+    def by_row(self) -> list[tuple[int, float, float, float]]:
+        """Tokens, ΣK3, Σδ and largest |δ| of each row."""
+        if not self.shape:
+            return []
+        lengths = torch.cat([lengths for lengths, _, _ in self.shape])
+        return list(zip(lengths.tolist(), self.rows["k3"].tolist(), self.rows["delta"].tolist(), self.peaks.tolist(), strict=True))
+
+    def _reduce(self) -> None:
+        """Chunks to rows to exact totals, and what is a function of whole rows."""
+        if not self.shape:
+            return
+        lengths, chunks, filled = (torch.cat(part) for part in zip(*self.shape, strict=True))
+        self.peaks = torch.segment_reduce(torch.cat(self.parts.pop("peak")), "max", lengths=chunks, unsafe=True, initial=0)
+        for name, part in self.parts.items():
+            self.rows[name] = torch.segment_reduce(torch.cat(part), "sum", lengths=chunks, unsafe=True, initial=0)
+        full = lengths > 0
+        self.rows["trainer"] = self.rows["rollout"] + self.rows["delta"]
+        self.count("tokens", int(lengths.sum()))
+        self.count("rows", full)
+        per_row = {name: (self.rows[name] / lengths.clamp(min=1))[full] for name in ("delta", "abs", "square", "k3", "trainer", "rollout")}
+        whole = {f"{name}_rows": values for name, values in per_row.items()}
+        gap = per_row["rollout"] - per_row["trainer"]
+        product = self.rows["delta"][full].clamp(-LOG_CLAMP, LOG_CLAMP)
+        weight = product.exp()
+        whole |= {"ppl_trainer": (-per_row["trainer"]).exp(), "ppl_rollout": (-per_row["rollout"]).exp()}
+        whole |= {"ppl_ratio": gap.clamp(max=700.0).exp(), "ppl_gap": gap, "ppl_abs_gap": gap.abs(), "chi2_rows": torch.expm1(2 * product)}
+        whole |= {"product1": weight, "product2": weight * weight}
+        if gap.numel():
+            self.span("gap", float(gap.min()), float(gap.max()))
+        self._positions(chunks, filled)
+        for name, values in (self.rows | whole).items():
+            self.totals[name] = exact_total(values.tolist())
+        for name, tables in self.tables.items():
+            for index, column in enumerate(torch.cat(tables).T):
+                self.totals[f"{name}_{index}"] = exact_total(column.tolist())
+
+    def _positions(self, chunks: Tensor, filled: Tensor) -> None:
+        """The edges are whole chunks, so that the chunks' own sums can be sorted into them."""
+        number = chunks.shape[0]
+        before = (chunks.cumsum(0) - chunks).repeat_interleave(chunks)
+        start = (torch.arange(before.shape[0], device=chunks.device) - before) * CHUNK
+        size = len(POSITIONS) + 1
+        bucket = torch.bucketize(start, torch.tensor(POSITIONS, device=start.device), right=True)
+        keys = (torch.arange(number, device=chunks.device).repeat_interleave(chunks) * size + bucket).cpu()
+        sums = torch.bincount(keys, weights=torch.cat(self.parts["abs"]).cpu(), minlength=number * size)
+        self.tables["position"] = [sums.view(-1, size)]
+        numbers = torch.bincount(bucket.cpu(), weights=filled.double().cpu(), minlength=size)
+        for index, count in enumerate(numbers.tolist()):
+            self.count(f"position_{index}", int(count))
+
+    def _delta(self, tokens: int, rows: int) -> dict[str, Statistic]:
+        return {
+            "delta/mean": self._mean("delta", tokens),
+            "delta/abs_mean": self._mean("abs", tokens),
+            "delta/abs_mean_rows": self._mean("abs_rows", rows),
+            "delta": self.ranges.get("delta", Extremes()),
+            "delta/quantile": self._histogram("delta"),
+            "delta/clamped": Mean.fraction(self.counts.get("clamped", 0), tokens),
+        }
+
+    def _estimators(self, tokens: int, rows: int) -> dict[str, Statistic]:
+        stats: dict[str, Statistic] = {
+            "corr/k1": Mean(total=-self.totals.get("delta", 0), count=tokens),
+            "corr/k2": Mean(total=self.totals.get("square", 0), count=2 * tokens),
+            "corr/k3": self._mean("k3", tokens),
+            "corr/k1_rows": Mean(total=-self.totals.get("delta_rows", 0), count=rows),
+            "corr/k2_rows": Mean(total=self.totals.get("square_rows", 0), count=2 * rows),
+            "corr/k3_rows": self._mean("k3_rows", rows),
+        }
+        for name in ("ppo_train", "ppo_rollout"):
+            for key in ("k1", "k2", "k3"):
+                stats[f"{name}/{key}"] = self._mean(f"{name}_{key}", self.counts.get("current", 0))
+        for name in ("trainer", "rollout"):
+            stats[f"ppl/{name}"] = self._mean(f"ppl_{name}", rows)
+            stats[f"log_ppl/{name}"] = Mean(total=-self.totals.get(f"{name}_rows", 0), count=rows)
+        stats["ppl/ratio"] = self._mean("ppl_ratio", rows)
+        stats["log_ppl/gap_mean"] = self._mean("ppl_gap", rows)
+        stats["log_ppl/abs_gap_mean"] = self._mean("ppl_abs_gap", rows)
+        stats["log_ppl/gap"] = self.ranges.get("gap", Extremes())
+        return stats
+
+    def _ratios(self, tokens: int, rows: int) -> dict[str, Statistic]:
+        one, two = self.totals.get("excess1", 0), self.totals.get("excess2", 0)
+        unit = exact_total([float(tokens)])  # the sums of r and r² from those of r - 1 and (r - 1)², in exact integers
+        raw = Moments(count=tokens, first=unit + one, second=unit + 2 * one + two)
+        stats: dict[str, Statistic] = {
+            "chi2/token": Mean(total=2 * one + two, count=tokens),
+            "chi2/sequence": self._mean("chi2_rows", rows),
+            "ratio/raw": raw,
+            "ratio/sequence": self._moments("product", rows),
+            "ratio/applied": self._moments("applied", self.counts.get("applied", 0)),
+            "ratio/applied_range": self.ranges.get("applied", Extremes()),
+        }
+        for side, of in (("raw", tokens), ("applied", self.counts.get("applied", 0))):
+            for bound in TAILS:
+                for way in (f"above_{bound:g}", f"below_1/{bound:g}"):
+                    stats[f"tail/{side}/{way}"] = Mean.fraction(self.counts.get(f"{side}/{way}", 0), of)
+        return stats
+
+    def _mean(self, name: str, count: int) -> Mean:
+        return Mean(total=self.totals.get(name, 0), count=count)
+
+    def _moments(self, name: str, count: int) -> Moments:
+        first, second = self.totals.get(f"{name}1", 0), self.totals.get(f"{name}2", 0)
+        third = self.totals.get(f"{name}3", 0) if name.startswith("contribution") else None
+        return Moments(count=count, first=first, second=second, third=third)
+
+    def _histogram(self, name: str) -> Histogram:
+        return Histogram.of(self.bins[name].cpu()) if name in self.bins else Histogram(counts={})
+
+
+@cache
+def _probability_table(device: torch.device) -> Tensor:
+    """Bin of a log-probability -> bucket of probability; an edge that cuts a bin is moved to the bin's end (0.8% of the logarithm)."""
+    magnitude = torch.arange(BINS, dtype=torch.int32).bitwise_and(BINS // 2 - 1) << 17
+    values = -magnitude.view(torch.float32).double()  # log-probabilities are not positive
+    edges = torch.tensor(PROBABILITIES, dtype=torch.float64).log()
+    return torch.bucketize(values, edges, right=True).to(device)
+
+
+def _labels(edges: Sequence[float], low: float, high: float | None) -> list[str]:
+    tops: list[float | None] = [*edges, high]
+    return [f"{a:g}-{'' if b is None else f'{b:g}'}" for a, b in zip([low, *edges], tops, strict=True)]
