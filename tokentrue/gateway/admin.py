@@ -75,7 +75,8 @@ class Administration:
 
     async def _answer(self, request: Request, by_method: Mapping[str, tuple[Handler, bool]]) -> Response:
         method = "GET" if request.method == "HEAD" else request.method
-        if not by_method:
+        from_elsewhere = request.url.path.startswith("/internal/") and not request.scope.get(FROM_PEER)
+        if not by_method or from_elsewhere:
             raise Refused(404, "unknown_path", "no such path; GET /openapi.json lists them")
         if method not in by_method:
             raise Refused(405, "method_not_allowed", f"use {' or '.join(sorted(by_method))}")
@@ -258,8 +259,6 @@ class Administration:
         return Response(page(snapshots), headers={"content-type": CONTENT_TYPE.decode()})
 
     async def own_metrics(self, request: Request) -> Response:
-        if not request.scope.get(FROM_PEER):
-            raise Refused(404, "unknown_path", "no such path; GET /openapi.json lists them")
         return answer(200, self._measure())
 
     async def openapi(self, request: Request) -> Response:
