@@ -10,10 +10,13 @@ dropped, and what lies between is encoded by the same model without its added to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.errors import MessageError, TokenizerError
+from tokentrue.renderers.ascii_words import AsciiWords, words_of
 from tokentrue.types import Ids
 
 if TYPE_CHECKING:
@@ -42,11 +45,26 @@ class Codec:
         self.tails = frozenset(text[n:] for text in guarded for n in range(1, len(text)))
         self.longest = max(map(len, guarded), default=0)
         self._bare = _without_added_tokens(tokenizer)
+        self._words: AsciiWords | None = words_of(tokenizer)
+        self._byte_level = "ByteLevel" in type(tokenizer.decoder).__name__
+        self._sizes: dict[int, int] = {index: len(text.encode()) for index, text in self.texts.items()}
 
     # text -> ids
 
     def encode(self, text: str) -> list[int]:
         """As the engine would: every literal in the text becomes its token."""
+        if self._words is not None and text.isascii():
+            ids: list[int] = []
+            for plain, literal, _ in self.pieces(text):
+                if plain:
+                    found = self._words.encode(plain)
+                    if found is None:
+                        break
+                    ids += found
+                if literal:
+                    ids.append(self.literals[literal])
+            else:
+                return ids
         return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encoding(self, text: str) -> Encoding:
@@ -105,6 +123,18 @@ class Codec:
 
     # ids -> text
 
+    def sizes(self, ids: Ids) -> list[int] | None:
+        """How many bytes each token stands for; None where the vocabulary does not say."""
+        if not self._byte_level:
+            return None
+        try:
+            return list(map(self._sizes.__getitem__, ids))
+        except KeyError:
+            for index in ids:
+                if index not in self._sizes:
+                    self._sizes[index] = len(self.backend.id_to_token(index) or "")  # one character per byte
+            return list(map(self._sizes.__getitem__, ids))
+
     def decode(self, ids: Ids) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
@@ -139,38 +169,81 @@ class Shield:
                 pieces += [out[done:start], out[start:end].replace(literal, mark.join(literal) if len(literal) > 1 else mark + literal)]
                 done = end
             out = "".join([*pieces, out[done:]])
-        bare = out.rstrip()
-        if any(bare[-n:] in codec.heads for n in range(1, min(len(bare), codec.longest) + 1)):
-            out = bare + mark + out[len(bare) :]
-        bare = out.lstrip()
-        if any(bare[:n] in codec.tails for n in range(1, min(len(bare), codec.longest) + 1)):
-            out = out[: len(out) - len(bare)] + mark + bare
+        if codec.guard.may_start(out[-codec.longest - 64 :]):
+            bare = out.rstrip()
+            if any(bare[-n:] in codec.heads for n in range(1, min(len(bare), codec.longest) + 1)):
+                out = bare + mark + out[len(bare) :]
+        if codec.guard.may_end(out[: codec.longest + 64]):
+            bare = out.lstrip()
+            if any(bare[:n] in codec.tails for n in range(1, min(len(bare), codec.longest) + 1)):
+                out = out[: len(out) - len(bare)] + mark + bare
         self.used = self.used or out is not text
         return out
 
 
 class _Finder:
-    """Where added tokens stand in a text, by the tokenizers library's own rules: leftmost, longest, with the blanks they eat."""
+    """Where added tokens stand in a text, by the tokenizers library's own rules: leftmost, then longest, with the blanks they eat."""
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
-        from tokenizers import AddedToken as Token
-        from tokenizers import Tokenizer as Bare
-        from tokenizers.models import WordLevel
+        self._tokens = list(tokens)
+        self._words = {token.content for token in self._tokens}
+        self._firsts = "".join(sorted({word[0] for word in self._words}))
+        self._odd = any(token.lstrip or token.rstrip or token.single_word for token in self._tokens)
 
-        added = [Token(t.content, lstrip=t.lstrip, rstrip=t.rstrip, single_word=t.single_word, normalized=False) for t in tokens]
-        self._firsts = "".join(sorted({token.content[0] for token in added}))
-        self._words = {token.content for token in added}
-        self._search = Bare(WordLevel({_EDGE: 0}, unk_token=_EDGE))
-        self._search.add_tokens(added)
+        self._lasts = "".join(sorted({word[-1] for word in self._words}))
 
     def finds(self, text: str) -> bool:
         return bool(self(text))
 
+    def may_start(self, text: str) -> bool:
+        return any(first in text for first in self._firsts)
+
+    def may_end(self, text: str) -> bool:
+        return any(last in text for last in self._lasts)
+
     def __call__(self, text: str) -> list[tuple[int, int, str]]:
-        if not any(first in text for first in self._firsts):
+        if not self.may_start(text):
             return []
-        found = self._search.encode(text, add_special_tokens=False)
-        return [(start, end, word) for word, (start, end) in zip(found.tokens, found.offsets, strict=True) if word in self._words]
+        if self._odd:
+            found = self._library.encode(text, add_special_tokens=False)
+            return [(start, end, word) for word, (start, end) in zip(found.tokens, found.offsets, strict=True) if word in self._words]
+        return [(match.start(), match.end(), match.group()) for match in self._pattern.finditer(text)]
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return _any_of(self._words)
+
+    @cached_property
+    def _library(self) -> Tokenizer:
+        """A tokenizer that knows these tokens and nothing else; slower than a pattern, but it knows all the rules."""
+        from tokenizers import AddedToken as Token
+        from tokenizers import Tokenizer as Bare
+        from tokenizers.models import WordLevel
+
+        search = Bare(WordLevel({_EDGE: 0}, unk_token=_EDGE))
+        flags = [(t.content, {"lstrip": t.lstrip, "rstrip": t.rstrip, "single_word": t.single_word}) for t in self._tokens]
+        search.add_tokens([Token(content, normalized=False, **given) for content, given in flags])
+        return search
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """A pattern built from their trie: thousands of literals cost no more than their common beginnings."""
+    trie: dict[str, Any] = {}
+    for word in words:
+        node = trie
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile("|".join(_branch(char, node) for char, node in sorted(trie.items())) or "(?!)")
+
+
+def _branch(char: str, node: dict[str, Any]) -> str:
+    """One node, longer words first."""
+    inner = [_branch(following, child) for following, child in sorted(node.items()) if following]
+    if not inner:
+        return re.escape(char)
+    group = inner[0] if len(inner) == 1 and "" not in node else f"(?:{'|'.join(inner)})"
+    return re.escape(char) + (group + "?" if "" in node else group)
 
 
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from tokentrue.errors import MessageError, TemplateError
 from tokentrue.renderers.encoding import Codec, Shield
 from tokentrue.renderers.messages import filled_in, plain_messages, plain_tools
+from tokentrue.renderers.spans import joins_of, spans_of
 from tokentrue.renderers.splice import Call, Plan, Refused, Splicer
 from tokentrue.renderers.stops import Stops
 from tokentrue.renderers.template import Habits, Plain, Template
-from tokentrue.types import Extension, Ids, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
+from tokentrue.types import Extension, Ids, Messages, Parsed, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools
 
 if TYPE_CHECKING:
     from tokentrue.protocols import TurnParser
@@ -86,11 +87,25 @@ class Renderer:
         given = plain_tools(tools, self.habits)
         kwargs = {**self.template_kwargs, **(template_kwargs or {})}
         if self.injection == "engine":
-            return Rendered(token_ids=tuple(self.codec.encode(self.template.text(plain, given, kwargs, habits=self.habits))))
-        shield = Shield(self.codec, [plain, given])
-        text = self.template.text([shield.shielded(message) for message in plain], shield.shielded(given), kwargs, habits=self.habits)
-        ids = self.codec.encode_shielded(text, shield.mark) if shield.used else self.codec.encode(text)
-        return Rendered(token_ids=tuple(ids))
+            text, mark = self.template.text(plain, given, kwargs, habits=self.habits), ""
+            ids = self.codec.encode(text)
+            shown = given
+        else:
+            shield = Shield(self.codec, [plain, given])
+            shown = shield.shielded(given)
+            text = self.template.text([shield.shielded(message) for message in plain], shown, kwargs, habits=self.habits)
+            mark = shield.mark if shield.used else ""
+            ids = self.codec.encode_shielded(text, mark) if mark else self.codec.encode(text)
+        return Rendered(token_ids=tuple(ids), spans=self._render_spans(text, mark, ids, plain, shown, kwargs))
+
+    def _render_spans(
+        self, text: str, mark: str, ids: Ids, messages: list[Plain], tools: list[Plain] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[PromptSpan, ...]:
+        try:
+            joins = joins_of(*self._splicer.marked_text(messages, tools, kwargs))
+        except TemplateError:  # a template may look into contents and refuse the marked words
+            joins = ()
+        return spans_of(self.codec, text, mark, ids, joins, messages)
 
     def extend(
         self,
@@ -107,6 +122,7 @@ class Renderer:
         if self.history == "template" and self._rewrites(call, messages):
             detail = "the template rewrites earlier turns when these messages follow; begin a new root"
             return Refusal(why="history_rewritten", detail=detail)
+        known = key in self._plans
         plan = self._plan(call, key, messages)
         if isinstance(plan, Refusal):
             return plan
@@ -114,12 +130,19 @@ class Renderer:
             past = self._past(messages) if plan.context == "history" else ()
             tail, mark = self._splicer.tail(plan, call, past)
         except Refused as refused:
+            if known:  # the plan is from another turn of this shape, and something of that turn (a call id) stands in its gap: plan anew
+                del self._plans[key]
+                return self.extend(prefix_ids, messages, new, tools, template_kwargs=template_kwargs)
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
             return Refusal(why="template_raises", detail=str(error))
         added = self._encode_tail(tail, mark, plan)
         return Extension(
-            prefix_ids=prefix_ids, added_ids=tuple(added), context="history" if plan.context == "history" else "dummy", join=plan.join
+            prefix_ids=prefix_ids,
+            added_ids=tuple(added),
+            spans=spans_of(self.codec, tail, mark, added, plan.joins, call.fresh),
+            context="history" if plan.context == "history" else "dummy",
+            join=plan.join,
         )
 
     def _call(
@@ -140,8 +163,8 @@ class Renderer:
         call = Call(
             last=last, fresh=fresh, tools=given, kwargs=kwargs, system=lead, stop=stop, is_stop=is_stop, in_reasoning=thinking
         )  # fmt: skip
-        ids = {item["id"] for item in calls}
-        late = any(message["role"] == "tool" and message.get("tool_call_id") not in ids for message in fresh)
+        ids = {item["id"] for item in (*calls, *(item for message in fresh for item in message.get("tool_calls") or ()))}
+        late = any(message["role"] == "tool" and (message.get("tool_call_id") or "") not in ids for message in fresh)
         key = (
             tuple(_shape(message) for message in (last, *fresh)), late, _recent(messages), tools_version, system_version,
             repr(sorted(kwargs.items())) if template_kwargs else "", stop, thinking,

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from tokentrue.errors import TemplateError
 from tokentrue.renderers.encoding import Codec, Shield
+from tokentrue.renderers.spans import joins_of
 from tokentrue.renderers.stops import Stops, content_of
 from tokentrue.renderers.template import Habits, Plain, Template
 
@@ -59,6 +60,7 @@ class Plan:
     literal: str  # the added token that the gap ends with; empty where it ends in text
     join: Join
     closing: str = ""
+    joins: tuple[str, ...] = ()  # what the template writes around the new contents, `closing` included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +178,11 @@ class Splicer:
             return json.dumps(value, ensure_ascii=False)
         return value
 
+    def marked_text(self, messages: Sequence[Plain], tools: Sequence[Plain] | None, kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """A whole conversation with a unique word for each content, and those words."""
+        marked, words = self._marked(messages)
+        return self._template.text(marked, tools, kwargs, habits=self._habits), words
+
     def _marked(self, fresh: Sequence[Plain]) -> tuple[list[Plain], list[str]]:
         """The new messages with a unique word for each content; a message of calls alone carries its word in the last argument."""
         out: list[Plain] = []
@@ -214,7 +221,8 @@ class Splicer:
         probe = _Probe(alone=lambda: render(place, alone=True), behind=text.partition(words[0])[2])
         join, gap, literal = self._cut(region, call, probe)
         closing = self.reasoning_end(call.kwargs) if join in {"open", "foreign"} and call.in_reasoning else ""
-        return Plan(context=context, place=place, gap=gap, literal=literal, join=join, closing=closing)
+        joins = joins_of(closing + text.partition(self._sentinel)[2].removeprefix(gap), words)
+        return Plan(context=context, place=place, gap=gap, literal=literal, join=join, closing=closing, joins=joins)
 
     def _region(self, text: str, words: Sequence[str]) -> str:
         """What lies between the sentinel and the first new message, after the order checks."""

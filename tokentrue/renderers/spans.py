@@ -1,0 +1,87 @@
+"""Which tokens of a prompt come from which message: the template's own text is known from a marked render, the rest is content.
+
+Spans cover all tokens without gap or overlap. A token that holds both structure and content counts as content. Where the places cannot be
+told (a tokenizer that is not byte-level, a template that writes otherwise than it marked), everything is structure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from tokentrue.renderers.encoding import Codec
+from tokentrue.renderers.template import Plain
+from tokentrue.types import PromptSpan
+
+
+def joins_of(text: str, words: Sequence[str]) -> tuple[str, ...]:
+    """The template's own text around the marked words; empty where they are not there once and in order."""
+    out: list[str] = []
+    for word in words:
+        before, found, text = text.partition(word)
+        if not found:
+            return ()
+        out.append(before)
+    return (*out, text)
+
+
+def spans_of(
+    codec: Codec, text: str, mark: str, ids: Sequence[int], joins: Sequence[str], messages: Sequence[Plain]
+) -> tuple[PromptSpan, ...]:
+    """`text` is what `ids` encode; `joins` go around the contents of `messages`, in order."""
+    places = _places(text, mark, joins)
+    ends = _ends(codec, text, mark, ids) if places else None
+    if not ids:
+        return ()
+    if ends is None:
+        return (PromptSpan(start=0, end=len(ids), role="assistant" if not messages else str(messages[-1]["role"])),)
+    out: list[PromptSpan] = []
+    done = 0
+    for index, ((start, end), message) in enumerate(zip(places, messages, strict=True)):
+        role = str(message["role"])
+        first, last = max(bisect_right(ends, start), done), bisect_left(ends, end) + 1
+        if first > done:
+            out.append(PromptSpan(start=done, end=first, role=role))
+        if end > start and last > first:
+            out.append(PromptSpan(start=first, end=last, role=role, message=index))
+            first = last
+        done = max(done, first)
+    if done < len(ids):
+        out.append(PromptSpan(start=done, end=len(ids), role="assistant"))
+    return tuple(out)
+
+
+def _places(text: str, mark: str, joins: Sequence[str]) -> list[tuple[int, int]]:
+    """Where each content stands, in bytes of the text without marks."""
+    if len(joins) < 2 or not text.startswith(joins[0]):
+        return []
+    chars: list[tuple[int, int]] = []
+    at = len(joins[0])
+    for join in joins[1:-1]:
+        end = text.find(join, at) if join else -1
+        if end < 0:
+            return []
+        chars.append((at, end))
+        at = end + len(join)
+    end = len(text) - len(joins[-1])
+    if end < at or not text.endswith(joins[-1]):
+        return []
+    chars.append((at, end))
+    if text.isascii():
+        return chars
+
+    def offset(place: int) -> int:
+        before = text[:place]
+        return len((before.replace(mark, "") if mark else before).encode())
+
+    return [(offset(start), offset(end)) for start, end in chars]
+
+
+def _ends(codec: Codec, text: str, mark: str, ids: Sequence[int]) -> list[int] | None:
+    sizes = codec.sizes(ids)
+    if sizes is None:
+        return None
+    ends = list(accumulate(sizes))
+    whole = text.replace(mark, "") if mark else text
+    return ends if ends and ends[-1] == (len(whole) if whole.isascii() else len(whole.encode())) else None
