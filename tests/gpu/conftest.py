@@ -6,12 +6,6 @@ import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "tests/gpu" in str(item.path):
-            item.add_marker(pytest.mark.gpu)
-
-
 @pytest.fixture(autouse=True)
 def cuda() -> None:
     if not torch.cuda.is_available():

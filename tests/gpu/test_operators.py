@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Packed, PagedBatch
+
+pytestmark = pytest.mark.gpu
 
 GENERATOR_SEED = 5
 LINEARS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 2000), (2048, 6144), (6144, 2048), (1000, 200))
 ROWS = (1, 2, 3, 7, 16, 17, 31, 32, 33, 48, 64, 65, 128, 200, 256, 257, 512, 513, 1000)
 
 
-def ops():
+def ops() -> Any:
     from tokentrue.numerics.triton import TritonOps
 
     return TritonOps()
@@ -150,11 +155,9 @@ def one_decode(position: int, table: torch.Tensor, copies: int = 1) -> PagedBatc
 
 
 def attention_cases(dtype: torch.dtype) -> Iterator[tuple[tuple[int, int, int], AttentionSpec, list[torch.Tensor]]]:
-    for shape in SHAPES:
+    for shape in SHAPES if dtype == torch.bfloat16 else SHAPES[:3:2]:
         h, j, d = shape
-        if d > 128 and dtype == torch.float32:
-            continue
-        for extra in SPECS:
+        for extra in SPECS if shape == SHAPES[0] else SPECS[:1]:
             yield shape, AttentionSpec(scale=d**-0.5, **extra), [randn(700, n, d, dtype=dtype, seed=i) for i, n in enumerate((h, j, j))]
 
 

@@ -67,6 +67,9 @@ class DecodeGraphs:
         graph, rows = self.captured(len(requests))
         rows.tables.copy_(self.table_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
         rows.starts.copy_(rows.positions)
+        page = self.forward.ops.block_size  # the last step chose its successor's slot before these blocks were known
+        block = rows.tables.gather(1, (rows.positions // page).clamp_(max=self.width - 1)[:, None])[:, 0]
+        rows.slots.copy_(block * page + rows.positions % page)
         return self.launch(graph, rows, steps)
 
     def launch(self, graph: torch.cuda.CUDAGraph, rows: Rows, steps: int) -> Pending:

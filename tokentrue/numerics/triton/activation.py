@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.triton.launch import STRICT, aligned
+from tokentrue.numerics.triton.launch import after_previous, aligned, strict
 
 # Name in a model's configuration -> branch of `activate`.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -39,14 +39,16 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     tl.store(y_ptr + at, activate(tl.load(x_ptr + at, mask=inside, other=0.0), ACT), mask=inside)
 
 
 @triton.jit
-def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < D
@@ -80,7 +82,7 @@ class _Act(torch.autograd.Function):
         ctx.kind = kind
         y = torch.empty_like(x)
         if x.numel():
-            _act_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **STRICT)
+            _act_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **strict())
         return y
 
     @staticmethod
@@ -103,6 +105,6 @@ def act_mul(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     y = torch.empty(flat_gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
         _act_mul_kernel[(y.shape[0], triton.cdiv(width, 1024))](
-            flat_gate, flat_up, y, width, flat_gate.stride(0), flat_up.stride(0), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **STRICT
+            flat_gate, flat_up, y, width, flat_gate.stride(0), flat_up.stride(0), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **strict()
         )
     return y.reshape(gate.shape)

@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import AttentionSpec
-from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
+from tokentrue.numerics.triton.launch import after_previous, aligned, power_of_two, strict
 from tokentrue.numerics.triton.matmul import precision_of
 
 LOG2E = 1.4426950408889634
+STAGES = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +110,9 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
                     stride_qt, stride_page, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-                    SPLITS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                    SPLITS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (tiles, J, SPLITS). With SPLITS > 0 the blocks go to `part_*` unfolded (one query a sequence), else they are folded here."""
+    after_previous(PDL)
     tile = tl.program_id(0)
     j = tl.program_id(1)
     G: tl.constexpr = H // J
@@ -171,8 +173,9 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
 
 @triton.jit
 def _fold_kernel(part_ptr, part_m_ptr, part_l_ptr, o_ptr, context_ptr, max_blocks, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
-                 BD: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+                 BD: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (S, J): the blocks of one query, folded in ascending order."""
+    after_previous(PDL)
     s = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)
     G: tl.constexpr = H // J
@@ -276,9 +279,9 @@ def attend(
         table, spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *keys.strides, table.stride(0) if keys.page else 0,
         parts.out if parts else out, parts.top if parts else out, parts.total if parts else out, parts.max_blocks if parts else 0,
         BM=rows, PAGE=keys.page, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None, SPLITS=parts.splits if parts else 0,
-        DECODE=tiles is None, PRECISION=precision_of(q.dtype), num_warps=warps, num_stages=3 if q.dtype != torch.float32 else 2, **common, **STRICT,
+        DECODE=tiles is None, PRECISION=precision_of(q.dtype), num_warps=warps, num_stages=STAGES or (3 if q.dtype != torch.float32 else 2), **common, **strict(),
     )  # fmt: skip
     if parts:
         _fold_kernel[(sequences, key_heads)](
-            parts.out, parts.top, parts.total, out, context, parts.max_blocks, num_warps=1, num_stages=3, **common, **STRICT
+            parts.out, parts.top, parts.total, out, context, parts.max_blocks, num_warps=1, num_stages=3, **common, **strict()
         )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.triton.activation import activate, activation_grad, branch_of
-from tokentrue.numerics.triton.launch import STRICT, aligned
+from tokentrue.numerics.triton.launch import after_previous, aligned, strict
 from tokentrue.numerics.triton.matmul import precision_of
 
 
@@ -46,8 +46,9 @@ def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
 
 @triton.jit
 def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs."""
+    after_previous(PDL)
     e = tl.load(expert_ptr + tl.program_id(0))
     if e >= E:
         return
@@ -79,8 +80,9 @@ def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: 
 
 
 @triton.jit
-def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """y[t] = Σ_s x[t·k+s] · weight[t, s], rounded after each product and each sum, slots in order."""
+    after_previous(PDL)
     t = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kind = y_ptr.dtype.element_ty
@@ -100,7 +102,7 @@ def _grouped(x: torch.Tensor, weight: torch.Tensor, groups: Groups, num_pairs: i
     deep = 64 if x.dtype != torch.float32 else 32
     _group_kernel[(groups.experts.shape[0], triton.cdiv(outputs, wide))](
         x, weight, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, experts, SLOTS=slots, BM=groups.rows, BN=wide, BK=deep,
-        GATED=gated, ACT=act, PRECISION=precision_of(x.dtype), num_warps=4, num_stages=3, **STRICT,
+        GATED=gated, ACT=act, PRECISION=precision_of(x.dtype), num_warps=4, num_stages=3, **strict(),
     )  # fmt: skip
     return y
 
@@ -115,7 +117,7 @@ def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up
     groups = group(index, experts, 64 if tall else 16)
     hidden = _grouped(x, gate_up, groups, tokens * slots, slots, gated=True, act=branch_of(kind))
     out = _grouped(hidden, down, groups, tokens * slots, slots, gated=False, act=0)
-    _add_slots_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4, **STRICT)
+    _add_slots_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4, **strict())
     return y
 
 

@@ -7,6 +7,7 @@ Legend: M rows, N outputs, K inputs. `gated` computes act(gate) * up of two stac
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,10 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.triton.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import STRICT, aligned
+from tokentrue.numerics.triton.launch import after_previous, aligned, prefetch, strict
+
+
+MOST_AHEAD = int(os.environ.get("TOKENTRUE_AHEAD", 600))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +71,14 @@ def _tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr)
 
 @triton.jit
 def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                   EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                   EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+                   AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     m, n = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
+    if AHEAD > 0:
+        prefetch(w_ptr + cols.to(tl.int64)[:, None] * K + tl.arange(0, AHEAD)[None, :] * 64)
+    after_previous(PDL)
     acc = _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM, BN, BK, EVEN_K, EVEN_N, PRECISION)
     if BIAS:
         acc += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -80,11 +88,17 @@ def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: 
 
 @triton.jit
 def _gated_kernel(x_ptr, w_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                  EVEN_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+                  EVEN_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """w holds N gate rows, then N up rows; one program computes the same columns of both."""
     m, n = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
+    if AHEAD > 0:
+        lines = w_ptr + cols.to(tl.int64)[:, None] * K + tl.arange(0, AHEAD)[None, :] * 64
+        prefetch(lines)
+        prefetch(lines + N.to(tl.int64) * K)
+    after_previous(PDL)
     ks = tl.arange(0, BK)
     kind = y_ptr.dtype.element_ty
     x_tile = x_ptr + rows.to(tl.int64)[:, None] * stride_x + ks[None, :]
@@ -121,6 +135,14 @@ def tile_for(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tile:
     return Tile(m=128, n=128, k=64, warps=8, stages=4)
 
 
+def lines_ahead(rows: int, outputs: int, inputs: int, tile: Tile, dtype: torch.dtype) -> int:
+    """Cache lines (64 weights) of each weight row to ask for before the predecessor has ended; where one wave of programs covers the product."""
+    if not strict()["PDL"] or dtype == torch.float32 or rows > 64 or outputs % tile.n or outputs // tile.n > MOST_AHEAD:
+        return 0
+    lines = inputs // 64
+    return 1 << (lines.bit_length() - 1) if lines else 0
+
+
 def precision_of(dtype: torch.dtype) -> str:
     """float32 products are IEEE products: TF32 would round the inputs."""
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -138,7 +160,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     _linear_kernel[grid](
         x, weight, bias if bias is not None else x, y, rows, outputs, inputs, x.stride(0), y.stride(0),
         BM=t.m, BN=t.n, BK=t.k, EVEN_K=inputs % t.k == 0, EVEN_N=outputs % t.n == 0, BIAS=bias is not None, GROUP=8, PRECISION=precision_of(x.dtype),
-        num_warps=t.warps, num_stages=t.stages, **STRICT,
+        AHEAD=lines_ahead(rows, outputs, inputs, t, x.dtype), num_warps=t.warps, num_stages=t.stages, **strict(),
     )  # fmt: skip
     return y
 
@@ -154,7 +176,8 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor, *, act: str = "silu", t
     grid = (triton.cdiv(rows, t.m) * triton.cdiv(outputs, t.n),)
     _gated_kernel[grid](
         x, weight, y, rows, outputs, inputs, x.stride(0), y.stride(0), BM=t.m, BN=t.n, BK=t.k, EVEN_K=inputs % t.k == 0,
-        GROUP=8, PRECISION=precision_of(x.dtype), ACT=branch_of(act), num_warps=t.warps, num_stages=t.stages, **STRICT,
+        GROUP=8, PRECISION=precision_of(x.dtype), ACT=branch_of(act),
+        AHEAD=lines_ahead(rows, outputs, inputs, t, x.dtype), num_warps=t.warps, num_stages=t.stages, **strict(),
     )  # fmt: skip
     return y
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two, rows_of
+from tokentrue.numerics.triton.launch import after_previous, aligned, power_of_two, rows_of, strict
 
 
 @triton.jit
@@ -31,7 +31,8 @@ def scaled(x, rstd, w, UNIT_OFFSET: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
-                 UNIT_OFFSET: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
+                 UNIT_OFFSET: tl.constexpr, SAVE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     kind = y_ptr.dtype.element_ty
@@ -68,7 +69,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     if rows:
         _norm_kernel[(rows,)](
             x, residual if residual is not None else x, aligned(weight), y, total, rstd, eps, D=width, BLOCK=power_of_two(width),
-            RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset, SAVE=save, num_warps=warps_for(width), **STRICT,
+            RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset, SAVE=save, num_warps=warps_for(width), **strict(),
         )  # fmt: skip
     return y, total, rstd
 

@@ -151,3 +151,6 @@ class InexactOps(TritonOps):
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+    def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+        return ["exactness is off"]

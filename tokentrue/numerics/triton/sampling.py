@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.launch import STRICT, power_of_two
+from tokentrue.numerics.triton.launch import after_previous, power_of_two, strict
 from tokentrue.numerics.triton.logsoftmax import row_stats
 
 CHUNK = 1024
@@ -27,8 +27,9 @@ def _mixed(z):
 
 
 @triton.jit
-def _choose_kernel(z_ptr, key_ptr, noisy_ptr, context_ptr, value_ptr, index_ptr, V, chunks, CHUNK: tl.constexpr):
+def _choose_kernel(z_ptr, key_ptr, noisy_ptr, context_ptr, value_ptr, index_ptr, V, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """The best noisy score of one chunk, and the first token that has it."""
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -47,8 +48,9 @@ def _choose_kernel(z_ptr, key_ptr, noisy_ptr, context_ptr, value_ptr, index_ptr,
 
 @triton.jit
 def _advance_kernel(z_ptr, stats_ptr, value_ptr, index_ptr, ids_ptr, position_ptr, slot_ptr, context_ptr, table_ptr, start_ptr, out_id_ptr,
-                    out_logprob_ptr, V, chunks, R, stride_table, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                    out_logprob_ptr, V, chunks, R, stride_table, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Folds the chunks of one row, writes the result at its step of the burst, and moves the row to its next position."""
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     values = tl.load(value_ptr + row * chunks + at, mask=at < chunks, other=float("-inf"))
@@ -94,8 +96,8 @@ def advance(logits: torch.Tensor, rows: Rows, page: int, stats: torch.Tensor | N
     chunks = triton.cdiv(vocabulary, CHUNK)
     values = torch.empty((count, chunks), dtype=torch.float64, device=scaled.device)
     indices = torch.empty((count, chunks), dtype=torch.int32, device=scaled.device)
-    _choose_kernel[(count, chunks)](scaled, rows.keys, rows.noisy, rows.contexts, values, indices, vocabulary, chunks, CHUNK=CHUNK, num_warps=4, **STRICT)
+    _choose_kernel[(count, chunks)](scaled, rows.keys, rows.noisy, rows.contexts, values, indices, vocabulary, chunks, CHUNK=CHUNK, num_warps=4, **strict())
     _advance_kernel[(count,)](
         scaled, stats, values, indices, rows.ids, rows.positions, rows.slots, rows.contexts, rows.tables, rows.starts, rows.out_ids,
-        rows.out_logprobs, vocabulary, chunks, count, rows.tables.stride(0), PAGE=page, BLOCK=power_of_two(chunks), num_warps=1, **STRICT,
+        rows.out_logprobs, vocabulary, chunks, count, rows.tables.stride(0), PAGE=page, BLOCK=power_of_two(chunks), num_warps=1, **strict(),
     )  # fmt: skip

@@ -1,0 +1,281 @@
+"""The exact engine on a CUDA device: speed and bits in one job, never one without the other.
+
+Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an integer, with one plain trainer
+forward over its sequence. Side by side: the same engine with exactness off, and VeXact where TOKENTRUE_VEXACT names a checkout of it.
+
+    python -m tokentrue.bench.engine_gpu [--quick]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tokentrue.bench import Report
+from tokentrue.engine import ExactEngine
+from tokentrue.engine import engine as engine_module
+from tokentrue.engine.core import Chaos
+from tokentrue.engine.schedule import Limits
+from tokentrue.numerics import exact, score
+from tokentrue.numerics.triton import InexactOps
+from tokentrue.types import Completion, Sampling
+
+PROMPT, OUTPUT = 256, 256
+COUNTS = (1, 32, 256)
+TRAINER_BATCH = 8
+LIMITS = Limits(max_requests=256, step_tokens=16384, chunk_tokens=4096)
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "MoE": {
+        "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
+}  # fmt: skip
+
+Prompts = list[list[int]]
+
+
+def model_of(shape: str, seed: int = 0) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    common = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common)) if shape == "MoE" else Qwen3ForCausalLM(Qwen3Config(**common))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return model.eval()
+
+
+def prompts_of(count: int, length: int, seed: int) -> Prompts:
+    chance = random.Random(seed)
+    return [[chance.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
+
+
+def plain(tokens: int, seed: int, temperature: float = 1.0) -> Sampling:
+    return Sampling(max_tokens=tokens, seed=seed, temperature=temperature, extra={"ignore_eos": True})
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    prompts: Prompts
+    completions: list[Completion]
+    seconds: float
+    temperatures: list[float]
+
+    @property
+    def rate(self) -> float:
+        return sum(len(c.token_ids) for c in self.completions) / self.seconds
+
+
+def generate(engine: ExactEngine, prompts: Prompts, samplings: Sequence[Sampling]) -> Run:
+    """All at once through the public call."""
+
+    async def ask() -> list[Completion]:
+        return list(await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, samplings, strict=True))))
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    completions = asyncio.run(ask())
+    return Run(prompts, completions, time.perf_counter() - start, [s.temperature or 1.0 for s in samplings])
+
+
+def differing(model: Any, run: Run) -> tuple[int, int]:
+    """(tokens whose log-probability differs in any bit from a plain trainer forward, tokens)."""
+    order = sorted(range(len(run.prompts)), key=lambda i: (run.temperatures[i], len(run.prompts[i]) + len(run.completions[i].token_ids)))
+    wrong = total = 0
+    with exact(model), torch.no_grad():
+        for temperature, group in itertools.groupby(order, key=lambda i: run.temperatures[i]):
+            for part in batches(list(group)):
+                rows = [[*run.prompts[i], *run.completions[i].token_ids] for i in part]
+                width = max(map(len, rows))
+                trainer = score(model, torch.tensor([row + [0] * (width - len(row)) for row in rows], device="cuda"), temperature=temperature)
+                for i, row, found in zip(part, rows, trainer, strict=True):
+                    rollout = torch.tensor(run.completions[i].logprobs, dtype=torch.float32, device="cuda")
+                    kept = found[len(run.prompts[i]) - 1 : len(row) - 1]
+                    wrong += int((kept.view(torch.int32) != rollout.view(torch.int32)).sum())
+                    total += len(rollout)
+    return wrong, total
+
+
+def batches(indices: list[int]) -> list[list[int]]:
+    return [indices[at : at + TRAINER_BATCH] for at in range(0, len(indices), TRAINER_BATCH)]
+
+
+def measured(engine: ExactEngine, count: int, repeats: int) -> Run:
+    """The median of `repeats` runs after one that warms up."""
+    runs = []
+    for i in range(repeats + 1):
+        prompts = prompts_of(count, PROMPT, seed=100 * count + i)
+        runs.append(generate(engine, prompts, [plain(OUTPUT if i else 20, seed=s) for s in range(count)]))
+    return sorted(runs[1:], key=lambda r: r.rate)[repeats // 2]
+
+
+@contextlib.contextmanager
+def engine_of(model: Any, *, inexact: bool = False, **options: Any) -> Iterator[ExactEngine]:
+    with contextlib.ExitStack() as undo:
+        if inexact:  # the proof at load would refuse it, rightly
+            undo.enter_context(exact(model, ops=InexactOps()))
+            undo.callback(setattr, engine_module, "prove", engine_module.prove)
+            engine_module.prove = lambda core: None
+        settings = {"limits": LIMITS, "max_len": 4096, "kv_tokens": 256 * 1280, **options}
+        yield undo.enter_context(ExactEngine(model, "cuda", "bfloat16", **settings))
+
+
+def vexact(model: Any, counts: Sequence[int]) -> dict[int, float]:
+    """Tokens per second of VeXact at each count; empty where no checkout is named."""
+    checkout = os.environ.get("TOKENTRUE_VEXACT")
+    if not checkout:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        command = [sys.executable, "-W", "ignore", "-m", "tokentrue.bench.vexact_peer", checkout, folder, str(PROMPT), str(OUTPUT), *map(str, counts)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        print("VeXact did not run:", done.stderr[-2000:], file=sys.stderr)
+        return {}
+    return {int(k): v for k, v in json.loads(lines[-1]).items()}
+
+
+def bandwidth_limit(model: Any) -> float:
+    """Tokens per second of one sequence if every weight is read once a token at the bandwidth of a device-to-device copy."""
+    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return 2 * source.numel() / statistics.median(times) / weights
+
+
+def speed(quick: bool) -> list[Report]:
+    counts = (1, 8) if quick else COUNTS
+    repeats = 1 if quick else 3
+    model = model_of("0.6B")
+    limit = bandwidth_limit(model)
+    peer = vexact(model, counts)
+    with engine_of(model) as engine:
+        ours = {count: measured(engine, count, repeats) for count in counts}
+        shared = sharing(engine, quick)
+    bits = {count: differing(model, run) for count, run in ours.items()}
+    with engine_of(model, inexact=True) as engine:
+        off = {count: measured(engine, count, repeats) for count in counts}
+    off_bits = {count: differing(model, run) for count, run in off.items()}
+    rows = []
+    for count in counts:
+        rate, wrong, total = ours[count].rate, *bits[count]
+        against = f"{peer[count]:.0f} ({rate / peer[count]:.1f}x)" if count in peer else "not run"
+        rows.append((count, f"{rate:.0f}", f"{wrong} of {total}", against, f"{off[count].rate:.0f}", f"{100 * (off[count].rate / rate - 1):+.1f}%",
+                     f"{off_bits[count][0]} of {off_bits[count][1]}"))  # fmt: skip
+    one = ours[counts[0]].rate
+    notes = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random Qwen3-0.6B shape, bf16, prompt {PROMPT}, output {OUTPUT}, temperature 1",
+        f"one sequence: {100 * one / limit:.0f}% of the {limit:.0f} tok/s at which memory bandwidth would limit it",
+        "bits: tokens whose recorded log-probability differs from one plain trainer forward, compared as integers",
+    ]
+    columns = ("sequences", "tok/s", "bits differ", "VeXact tok/s", "exactness off tok/s", "price", "bits differ when off")
+    return [Report(title="Exact engine, speed and bits", columns=columns, rows=rows, notes=notes), replace_bits(shared, model)]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    groups: Run
+    distinct: Run
+    hits: float
+
+
+def sharing(engine: ExactEngine, quick: bool) -> Shared:
+    """32 prompts × 8 samples of 1,024 prompt tokens, against as many distinct prompts."""
+    prompts, samples, output = (4, 4, 16) if quick else (32, 8, 128)
+    count = prompts * samples
+    base = prompts_of(prompts, 1024, seed=7)
+    before = engine.core.scheduler.prefix_hits
+    groups = generate(engine, [p for p in base for _ in range(samples)], [plain(output, seed=i) for i in range(count)])
+    hits = engine.core.scheduler.prefix_hits - before
+    distinct = generate(engine, prompts_of(count, 1024, seed=8), [plain(output, seed=i) for i in range(count)])
+    return Shared(groups, distinct, hits / (count * 1024))
+
+
+def replace_bits(shared: Shared, model: Any) -> Report:
+    rows = []
+    for name, run in (("32 prompts × 8 samples", shared.groups), ("256 distinct prompts", shared.distinct)):
+        wrong, total = differing(model, run)
+        rows.append((name, f"{run.rate:.0f}", f"{run.seconds:.2f}", f"{wrong} of {total}"))
+    gain = shared.groups.rate / shared.distinct.rate
+    notes = [f"prompt 1,024 tokens; sharing gains {gain:.2f}x; {100 * shared.hits:.0f}% of prompt tokens came from the cache"]
+    return Report(title="Prefix sharing", columns=("load", "tok/s", "seconds", "bits differ"), rows=rows, notes=notes)
+
+
+def storm(model: Any, count: int, seed: int) -> tuple[int, int, int, int]:
+    """Random lengths, temperatures, chunks, pages and preemptions, with new weights in the middle.
+
+    Returns (log-probabilities that differ, tokens, requests whose tokens differ from the same request alone, requests asked again alone)."""
+    chance = random.Random(seed)
+    chaos = Chaos(pages=random.Random(seed + 1), chunk=lambda request, most: chance.randint(1, most))
+    prefix = prompts_of(1, 300, seed)[0]
+    prompts = [[*prefix[: chance.choice((0, 64, 200, 300))], *prompts_of(1, chance.randint(1, 700), seed + i)[0]] for i in range(count)]
+    samplings = [plain(chance.randint(1, 300), seed=i, temperature=chance.choice((0.6, 1.0, 1.0, 1.3))) for i in range(count)]
+    small = Limits(max_requests=128, step_tokens=2048, chunk_tokens=1024)
+    with engine_of(model, limits=small, kv_tokens=24_000, chaos=chaos) as engine:
+        run = generate(engine, prompts, samplings)
+        wrong, total = differing(model, run)
+        alone = range(0, count, max(1, count // 8))
+        moved = 0
+        for i in alone:
+            again = generate(engine, [prompts[i]], [replace(samplings[i])]).completions[0]
+            moved += again.token_ids != run.completions[i].token_ids or again.logprobs != run.completions[i].logprobs
+    return wrong, total, moved, len(alone)
+
+
+def bits(quick: bool) -> Report:
+    rows = []
+    for shape in ("0.6B",) if quick else tuple(SHAPES):
+        model = model_of(shape, seed=3)
+        wrong, total, moved, asked = storm(model, 24 if quick else 320, seed=11)
+        rows.append((shape, f"{wrong} of {total}", f"{moved} of {asked}"))
+        del model
+        torch.cuda.empty_cache()
+    notes = ["random lengths, arrivals, temperatures, chunk sizes, page order, shared prefixes and preemptions in one run per shape"]
+    return Report(title="Bits under a random schedule, bf16", columns=("shape", "log-probabilities differ", "requests that differ alone"), rows=rows, notes=notes)
+
+
+def run(*, quick: bool) -> list[Report]:
+    if not torch.cuda.is_available():
+        raise RuntimeError("this benchmark needs a CUDA device")
+    return [*speed(quick), bits(quick)]
+
+
+def text_of(report: Report) -> str:
+    """The report as plain text, for machines without rich."""
+    table = [tuple(map(str, report.columns)), *(tuple(map(str, row)) for row in report.rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(report.columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([report.title, *lines, *(f"  {note}" for note in report.notes), ""])
+
+
+if __name__ == "__main__":
+    for each in run(quick="--quick" in sys.argv):
+        print(text_of(each), flush=True)
