@@ -104,7 +104,7 @@ def _shells(root: Path) -> Iterator[None]:
     functional = _functions(root / "utils" / "torch_functional.py", {"masked_sum", "masked_mean", "masked_var", "distributed_masked_mean"})
     _shell("verl.utils.torch_functional", **functional)
     _shell("verl.utils.import_utils", deprecated=lambda *_: lambda function: function)
-    sys.modules["verl.utils"].__dict__.update(as_torch_index=None, group_mean_std=None, torch_functional=sys.modules["verl.utils.torch_functional"])
+    sys.modules["verl.utils"].__dict__.update(as_torch_index=None, group_mean_std=None)
     _shell("verl.protocol", DataProto=_DataProto)
     _shell("verl.workers.config", ActorConfig=_Actor)
     _shell("verl.workers.config.actor", PolicyLossConfig=dict)
@@ -158,10 +158,11 @@ def trl() -> SimpleNamespace:
 def _trl_ratio(file: Path) -> Callable[..., torch.Tensor]:
     """The block of `_generate_and_score_completions` that turns log-probabilities into importance ratios."""
     source = file.read_text()
+    lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.If) and "per_token_logps_diff" in (text := ast.get_source_segment(source, node) or ""):
-            first = text.split("\n", 1)[1]
-            code = compile(textwrap.dedent(first), str(file), "exec")
+        if isinstance(node, ast.If) and any("per_token_logps_diff = " in line for line in lines[node.lineno : node.end_lineno]):
+            block = lines[node.body[0].lineno - 1 : node.body[-1].end_lineno]
+            code = compile(textwrap.dedent("\n".join(block)), str(file), "exec")
             break
     else:
         raise AssertionError("TRL's importance-ratio block was not found")

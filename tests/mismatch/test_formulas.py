@@ -1,0 +1,188 @@
+"""Miles, AReaL, SkyRL and prime-rl, from their written-out formulas, on 1,000 random batches each; and where code departs from words."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mismatch import formulas
+from tests.mismatch.batches import make
+from tokentrue.errors import ConfigError
+from tokentrue.mismatch import Correction, LossConfig, OffPolicyMask, Penalty, Veto, correct, policy_loss
+
+BATCHES = 1000
+CLOSE = {"atol": 1e-6, "rtol": 1e-6}
+MILES: dict[str, Any] = {
+    "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
+    "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None, "rs_veto_threshold": 1e-4, "tis_batch_normalize": False,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:weights normalised over a single row")
+def test_miles_on_a_thousand_batches() -> None:
+    levels = ("token", "sequence", "geometric")
+    options = itertools.cycle(itertools.product(levels, levels, ("truncate", "clip", "mask"), (False, True)))
+    for seed, (tis, rs, mode, normalise) in zip(range(BATCHES), options, strict=False):
+        batch = make(seed)
+        config = MILES | {"tis_level": tis, "rs_level": rs, "tis_mode": mode, "rs_lower_bound": 0.8, "rs_upper_bound": 1.4}
+        config["tis_batch_normalize"] = normalise and tis != "geometric"
+        want, mask = formulas.miles(batch.trainer, batch.rollout, batch.float_mask, **config)
+        mine = correct(batch.trainer, batch.rollout, batch.mask, Correction.from_miles(config, faithful=True))
+        assert torch.equal(mine.mask, mask.bool()), (seed, config)
+        torch.testing.assert_close(mine.weights[mine.mask], want[mine.mask], **CLOSE)
+
+
+def test_miles_normalisation_with_mask_counts_what_it_masked() -> None:
+    """One masked token with δ = 15 among 1,000 makes Miles divide every other weight by 3,270; ours only under faithful."""
+    delta = torch.zeros(1, 1000, dtype=torch.float64)
+    delta[0, 7] = 15.0
+    config = MILES | {"tis_mode": "mask", "use_rs": False, "tis_batch_normalize": True, "rs_veto_threshold": None}
+    zeros, mask = torch.zeros_like(delta), torch.ones_like(delta)
+    faithful = correct(delta, zeros, mask, Correction.from_miles(config, faithful=True))
+    assert 1 / float(faithful.weights[0, 0]) == pytest.approx((999 + 3269017.37) / 1000, rel=1e-6)
+    ours = correct(delta, zeros, mask, Correction.from_miles(config))
+    assert float(ours.weights[0, 0]) == 1.0 and not ours.mask[0, 7]
+    assert Correction.from_miles(config, faithful=True).notes
+
+
+def test_miles_veto_is_on_probability_by_its_words_and_on_the_ratio_by_its_code() -> None:
+    config = MILES | {"use_rs": False, "rs_veto_threshold": 1e-3}
+    assert Correction.from_miles(config).veto == Veto(below=1e-3)
+    assert Correction.from_miles(config, faithful=True).veto is None
+    assert Correction.from_miles(config, faithful=True).outlier is None  # only inside use_rs
+    outlier = Correction.from_miles(config | {"use_rs": True}, faithful=True).outlier
+    assert outlier is not None and outlier.lower == 1e-3 and outlier.upper is None
+
+
+def test_miles_geometric_normalisation_raises_only_when_faithful() -> None:
+    config = MILES | {"tis_level": "geometric", "tis_batch_normalize": True}
+    with pytest.raises(ConfigError, match="geometric"):
+        Correction.from_miles(config, faithful=True)
+    assert Correction.from_miles(config).weights is not None
+
+
+def test_miles_rejection_alone_needs_weights_in_its_code() -> None:
+    config = MILES | {"use_tis": False}
+    assert Correction.from_miles(config).reject and not Correction.from_miles(config, faithful=True).reject
+
+
+def test_areal_on_a_thousand_batches() -> None:
+    metrics = [("ratio", 1.5, 0.4), ("kl_k1", 0.5, -0.6), ("kl_k2", 0.4, None), ("kl_k3", 0.4, None)]
+    shapes = [("token", "sum"), ("sequence", "sum"), ("sequence", "mean"), ("sequence", "max")]
+    options = itertools.cycle(itertools.product(metrics, shapes))
+    rejected = 0
+    for seed, ((metric, upper, lower), (level, agg)) in zip(range(BATCHES), options, strict=False):
+        batch = make(seed)
+        lower = None if agg == "max" else lower
+        rule = {"level": level, "action": "mask", "metric": metric, "agg": agg, "upper": upper, "lower": lower}
+        want, mask = formulas.areal(batch.trainer, batch.rollout, batch.float_mask, **rule)
+        config = Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": rule}, faithful=True)
+        mine = correct(batch.trainer, batch.rollout, batch.mask, config)
+        assert torch.equal(mine.mask, mask.bool()), (seed, rule)
+        torch.testing.assert_close(mine.weights[batch.mask], want[batch.mask], **CLOSE)
+        rejected += int(batch.mask.sum() - mask.sum())
+    assert rejected > 5000
+
+
+def test_areal_clamp_is_truncated_importance_sampling() -> None:
+    for seed in range(200):
+        batch = make(seed)
+        rule = {"level": "token", "action": "clamp", "metric": "ratio", "agg": "sum", "upper": 5.0, "lower": 0.2}
+        want, _ = formulas.areal(batch.trainer, batch.rollout, batch.float_mask, **rule)
+        config = Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": rule})
+        mine = correct(batch.trainer, batch.rollout, batch.mask, config)
+        torch.testing.assert_close(mine.weights[batch.mask], want[batch.mask], **CLOSE)
+
+
+def test_areal_k3_is_of_the_inverse_ratio_only_when_faithful() -> None:
+    """δ = 2: K3 of trainer ÷ rollout is e² - 3 = 4.389, of its inverse e⁻² + 1 = 1.135; the bound 2 tells them apart."""
+    delta, zeros = torch.full((1, 1), 2.0, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    config = {"use_decoupled_loss": True, "rejection_sampling": {"metric": "kl_k3", "upper": 2.0}}
+    assert correct(delta, zeros, None, Correction.from_areal(config, faithful=True)).mask.all()
+    assert not correct(delta, zeros, None, Correction.from_areal(config)).mask.any()
+
+
+def test_areal_decoupled_without_rejection_corrects_nothing() -> None:
+    config = Correction.from_areal({"use_decoupled_loss": True})
+    assert config.weights is None and config.denominator == "trainer" and "no behaviour weight" in config.notes[0]
+    assert Correction.from_areal({}).denominator == "rollout"
+
+
+def test_skyrl_on_a_thousand_batches() -> None:
+    base: dict[str, Any] = {
+        "tis_ratio_type": None, "token_tis_ratio_clip_high": 2.0, "sequence_tis_ratio_clip_high": 5.0, "sequence_mask_metric": None,
+        "geo_mask_high": 1.2, "geo_mask_low": 0.7, "product_mask_high": 2.0, "product_mask_low": 0.5,
+        "outlier_token_is_threshold_low": None, "outlier_token_is_threshold_high": None,
+        "token_mask_is_threshold_low": None, "token_mask_is_threshold_high": None,
+    }  # fmt: skip
+    stages = ((None, "token", "sequence"), (None, "geometric", "product"), (None, (1e-2, 50.0)), (None, (0.5, 2.0)))
+    choices = itertools.cycle(itertools.product(*stages))
+    for seed, (tis, metric, outlier, token) in zip(range(BATCHES), choices, strict=False):
+        batch = make(seed)
+        config = base | {"tis_ratio_type": tis, "sequence_mask_metric": metric}
+        if outlier:
+            config |= {"outlier_token_is_threshold_low": outlier[0], "outlier_token_is_threshold_high": outlier[1]}
+        if token:
+            config |= {"token_mask_is_threshold_low": token[0], "token_mask_is_threshold_high": token[1]}
+        want, mask = formulas.skyrl(batch.trainer, batch.rollout, batch.float_mask, **config)
+        mine = correct(batch.trainer, batch.rollout, batch.mask, Correction.from_skyrl(config))
+        assert torch.equal(mine.mask, mask.bool()), (seed, config)
+        torch.testing.assert_close(mine.weights[mine.mask], want[mine.mask], **CLOSE)
+
+
+def test_skyrl_stages_rescue_a_row_that_one_look_would_reject() -> None:
+    """A token mask first, then the geometric mean of what is left: [1, 1, 0, 1]; looked at whole, the row is rejected."""
+    delta = torch.tensor([[0.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
+    config = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0, "sequence_mask_metric": "geometric"}
+    staged = Correction.from_skyrl(config)
+    assert correct(delta, torch.zeros_like(delta), None, staged).mask.tolist() == [[True, True, False, True]]
+    at_once = Correction(reject=staged.reject)
+    assert not correct(delta, torch.zeros_like(delta), None, at_once).mask.any()
+
+
+def test_prime_rl_default_on_a_thousand_batches() -> None:
+    config = LossConfig(
+        correction=Correction(denominator="rollout", surrogate="dppo_tv"),
+        penalty=Penalty(coefficient=2e-3, estimator="k2", against="rollout", tokens="valid"),
+    )
+    for seed in range(BATCHES):
+        batch = make(seed)
+        current = (batch.rollout + (batch.current - batch.trainer)).clamp(max=0).requires_grad_()
+        want = formulas.prime_rl(current, batch.rollout, batch.advantages, batch.float_mask, tau=1e-3, scale=313.0)
+        loss, _ = policy_loss(current, None, batch.rollout, batch.advantages, batch.mask, config, num_tokens=313.0)
+        torch.testing.assert_close(loss, want, **CLOSE)
+        torch.testing.assert_close(torch.autograd.grad(loss, current), torch.autograd.grad(want, current), **CLOSE)
+
+
+def test_dppo_gradient_is_the_same_in_both_forms() -> None:
+    """prime-rl differentiates r·A, verl the log-probability times a constant min(r, c): equal gradients while r < c."""
+    for seed in range(100):
+        batch = make(seed)
+        current = batch.trainer + (batch.current - batch.trainer).clamp(-1, 1)
+        current.requires_grad_()
+        grads = []
+        for cap in (None, 20.0):
+            config = LossConfig(surrogate="dppo_tv", ratio_cap=cap)
+            loss, _ = policy_loss(current, batch.trainer, None, batch.advantages, batch.mask, config)
+            grads.append(torch.autograd.grad(loss, current)[0])
+        torch.testing.assert_close(*grads, **CLOSE)
+
+
+def test_off_policy_mask_per_token_and_whole_row() -> None:
+    dropped = False
+    for seed in range(300):
+        batch = make(seed)
+        want = formulas.slime_off_policy_mask(batch.current, batch.trainer, batch.advantages, batch.float_mask, 1e-4)
+        rule = OffPolicyMask(threshold=1e-4, signal="ppo_train")
+        given = {"logprobs": batch.current, "advantages": batch.advantages}
+        mine = correct(batch.trainer, batch.rollout, batch.mask, Correction(off_policy_mask=rule), **given)
+        assert torch.equal(mine.mask, batch.mask & want)
+        whole = OffPolicyMask(threshold=1e-4, signal="ppo_train", whole_row=True)
+        rows = correct(batch.trainer, batch.rollout, batch.mask, Correction(off_policy_mask=whole), **given).mask
+        expected = batch.mask & ~((~want & batch.mask).any(dim=1, keepdim=True))
+        assert torch.equal(rows, expected)
+        dropped |= bool((~want & batch.mask).any())
+    assert dropped
