@@ -18,6 +18,7 @@ import tokentrue as tt
 from tests import parts
 from tests.contract import dialects as d
 from tests.contract.dialects import Dialect, Harmony
+from tokentrue.renderers.load import renderer_of
 
 CHATML = "<|im_end|>"
 _short = lambda name, turn, place: f"c{turn:04d}{place:04d}"  # noqa: E731
@@ -55,8 +56,11 @@ class Subject:
         return _renderer(self.name)
 
     def judge(self) -> Any:
-        """transformers' own tokenizer with the same template: the truth that our renders are held to."""
-        return _judge(self.name)
+        """transformers' own tokenizer: the truth that our renders are held to, with `truth` for its render of the same template."""
+        return _tokenizer(self.folder())
+
+    def truth(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self.judge().apply_chat_template(messages, chat_template=self.source(), tokenize=False, **options)
 
 
 @cache
@@ -66,19 +70,23 @@ def _templates() -> dict[str, str]:
 
 @cache
 def _renderer(name: str) -> Any:
+    """As `load_renderer` does; large tokenizers are loaded once and shared."""
     subject = BY_NAME[name]
-    return tt.load_renderer(str(subject.folder()), chat_template=subject.source(), template_kwargs=dict(subject.kwargs) or None)
+    if subject.tokenizer.startswith("own:"):
+        return tt.load_renderer(str(subject.folder()))
+    return renderer_of(
+        subject.judge(),
+        directory=subject.folder(),
+        chat_template=subject.source(),
+        template_kwargs=dict(subject.kwargs) or None,
+    )
 
 
 @cache
-def _judge(name: str) -> Any:
+def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    subject = BY_NAME[name]
-    tokenizer = AutoTokenizer.from_pretrained(subject.folder())
-    if subject.template:
-        tokenizer.chat_template = subject.source()
-    return tokenizer
+    return AutoTokenizer.from_pretrained(folder)
 
 
 _qwen = Dialect(calls=d.hermes, stop=CHATML)
@@ -109,6 +117,11 @@ _gemma = Dialect(calls=None, stop="<end_of_turn>", think=None)
 OWN = (
     Subject(name="own-qwen3", family="qwen3", tokenizer="own:qwen3-like", dialect=_qwen),
     Subject(name="own-k2v3", family="k2v3", tokenizer="own:k2v3-like", dialect=_k2v3),
+    Subject(name="own-glm", family="glm", tokenizer="own:glm-like", dialect=_glm47),
+    Subject(name="own-minimax", family="minimax-m2", tokenizer="own:minimax-like", dialect=_minimax),
+    Subject(name="own-kimi", family="kimi-k2", tokenizer="own:kimi-like", dialect=_kimi25),
+    Subject(name="own-deepseek", family="deepseek-v3.1", tokenizer="own:deepseek-like", dialect=_ds31_thinking),
+    Subject(name="own-harmony", family="harmony", tokenizer="own:harmony-like", dialect=_harmony),
 )
 REAL = (
     Subject(name="qwen2.5", family="qwen2.5", tokenizer="real:qwen2.5", dialect=_plain_qwen),
@@ -131,7 +144,8 @@ REAL = (
     Subject(name="minimax-m2", family="minimax-m2", tokenizer="standin", template="llama.cpp/MiniMax-M2.jinja", dialect=_minimax),
     Subject(name="minimax-m2.5", family="minimax-m2", tokenizer="standin", template="xinference/MiniMax-M2.5", dialect=_minimax),
     Subject(name="minimax-m2.7", family="minimax-m2", tokenizer="standin", template="xinference/MiniMax-M2.7", dialect=_minimax),
-    Subject(name="deepseek-v3", family="deepseek-v3", tokenizer="real:deepseek-v3.1", template="xinference/deepseek-prover-v2", dialect=_ds3),
+    Subject(name="deepseek-v3", family="deepseek-v3", tokenizer="real:deepseek-v3.1", template="xinference/deepseek-prover-v2",
+            dialect=_ds3),
     Subject(name="deepseek-r1", family="deepseek-v3", tokenizer="real:deepseek-v3.1", template="xinference/deepseek-r1-0528",
             dialect=_r1),
     Subject(name="deepseek-v3.1", family="deepseek-v3.1", tokenizer="real:deepseek-v3.1", dialect=_ds31),

@@ -177,10 +177,12 @@ class Walk:
         """Arguments as objects; as JSON text for the few templates that want it."""
         for objects in (True, False):
             try:
-                return self.subject.judge().apply_chat_template(
+                return self.subject.truth(
                     [as_template_wants(message, objects=objects) for message in messages],
-                    tools=self.tools, tokenize=False, add_generation_prompt=True, **self.renderer.template_kwargs,
-                )  # fmt: skip
+                    tools=self.tools,
+                    add_generation_prompt=True,
+                    **self.renderer.template_kwargs,
+                )
             except Exception as error:
                 reason = error
                 if "concatenate str" not in str(error):
