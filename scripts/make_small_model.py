@@ -3,6 +3,7 @@
     python scripts/make_small_model.py                      # 6 to 15 minutes on two cores; writes over the shipped directory
     python scripts/make_small_model.py --device cuda        # 36 s on one H200: so the shipped one was made
     python scripts/make_small_model.py --out DIR --steps 50 # a quick look
+    python scripts/make_small_model.py --out DIR --hidden 512 --layers 10 --lr 5e-4 --device cuda   # 32M parameters, for the lab
 
 Fluent in the format, mediocre at the task on purpose: the last part of the training uses wrong solutions where reinforcement
 learning can find right ones (a wrong operator on one phrasing of each, stopping after the first of two steps).
@@ -174,19 +175,20 @@ def with_plain_markers(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
-def make_model(vocab: int) -> Qwen3ForCausalLM:
+def make_model(vocab: int, hidden: int = 128, layers: int = 3) -> Qwen3ForCausalLM:
+    size = 32 if hidden < 256 else 64
     config = Qwen3Config(
         vocab_size=vocab,
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=384,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // size,
+        num_key_value_heads=hidden // size // 2,
+        head_dim=size,
+        intermediate_size=3 * hidden,
         tie_word_embeddings=True,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.05,
+        initializer_range=0.05 if hidden < 256 else 0.02,
         bos_token_id=None,
         eos_token_id=2,
         pad_token_id=0,
@@ -310,12 +312,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--vocab", type=int, default=768)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     tokenizer = make_tokenizer(random.Random(options.seed), options.vocab)
-    model = make_model(len(tokenizer))
+    model = make_model(len(tokenizer), options.hidden, options.layers)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
     model = model.to(options.device)
     curve = train(model, tokenizer, options)

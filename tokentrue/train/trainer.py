@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, ExactnessError
-from tokentrue.mismatch import Corrected, LossConfig, Metrics, correct, policy_loss
+from tokentrue.mismatch import Corrected, LossConfig, Metrics, correct, diagnose, policy_loss
 from tokentrue.train.batch import Row, rows_of, session_advantages
 from tokentrue.train.config import OptimConfig, TrainConfig, learning_rate
 from tokentrue.train.exactness import Agreement, agreement, require_exact
@@ -25,6 +25,20 @@ from tokentrue.train.ranks import Ranks, whole, whole_weights
 from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer
 from tokentrue.types import Sample
 
+MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
+    "delta_abs_mean": "delta/abs_mean",
+    "delta_min": "delta/min",
+    "delta_max": "delta/max",
+    "k1": "corr/k1",
+    "k3": "corr/k3",
+    "chi2": "chi2/token",
+    "ess": "ratio/sequence/ess",
+    "log_ppl_trainer": "log_ppl/trainer",
+    "skew_positive": "contribution/rollout/positive/skew",
+    "skew_negative": "contribution/rollout/negative/skew",
+    "pull_positive": "contribution/rollout/positive/mean",
+    "pull_negative": "contribution/rollout/negative/mean",
+}
 NOBODY = torch.zeros(2, dtype=torch.int64)  # stands in where a rank has no row for a forward pass that all ranks must join
 
 
@@ -108,11 +122,12 @@ class Trainer:
                 values = self.recompute(rows, advantages)
             found = self.compare(rows, values.recomputed)
             with clock("correct"):
+                measured = self.measured(rows, values)
                 updates = self.planned(rows, values)
             with clock("update"):
                 learnt = [self.update(rows, values, update) for update in updates]
         self.version += 1
-        return self.report(rows, advantages, found, learnt, clock)
+        return self.report(rows, advantages, found, measured, learnt, clock)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.model)
@@ -148,6 +163,25 @@ class Trainer:
             if said:
                 raise ExactnessError(said)
         return reduce(Agreement.merge, (part for part, _ in everyone))
+
+    def measured(self, rows: Sequence[Row], values: Values) -> dict[str, float]:
+        """How far the trainer's log-probabilities are from the rollout's, over all trained tokens, stale ones too."""
+        numbers = sorted(values.recomputed)
+        chosen = [rows[i] for i in numbers]
+        mine: Metrics | None = None
+        if numbers:
+            device = values.recomputed[numbers[0]].device
+            mine = diagnose(
+                torch.cat([values.recomputed[i] for i in numbers]),
+                torch.cat([row.rollout for row in chosen]).to(device),
+                torch.cat([row.mask for row in chosen]).to(device),
+                cu_seqlens=bounds(chosen),
+                advantages=per_token(chosen, [values.advantages[i] for i in numbers], device),
+                worst=0,
+            ).metrics
+        everyone = [found for found in self.ranks.everyone(mine) if found is not None]
+        merged = everyone[0].merge(*everyone[1:])
+        return {f"mismatch/{name}": merged[key] for name, key in MEASURED.items()}
 
     # ---- who trains where ----------------------------------------------------------------------------------------------------------
     def minibatches(self, rows: Sequence[Row]) -> list[range]:
@@ -207,6 +241,17 @@ class Trainer:
         self.updates += 1
         if not update.micros:
             return {"lr": rate, "grad_norm": 0.0, "loss": 0.0}
+        merged, total = self.accumulate(rows, values, update)
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.clip_norm)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        everyone = [found for found in self.ranks.everyone(merged) if found is not None]
+        shown = dict(everyone[0].merge(*everyone[1:])) if everyone else {}
+        return {**shown, "lr": rate, "grad_norm": norm, "loss": sum(self.ranks.everyone(total))}
+
+    def accumulate(self, rows: Sequence[Row], values: Values, update: Update) -> tuple[Metrics | None, float]:
+        """The gradient of one update, left on the parameters, with this rank's metrics and share of the loss."""
         num_tokens, num_rows = self.counts(rows, update)
         merged: Metrics | None = None
         total = 0.0
@@ -217,13 +262,20 @@ class Trainer:
             total += float(loss.detach())
             if metrics is not None:
                 merged = metrics if merged is None else merged.merge(metrics)
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.clip_norm)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        everyone = [found for found in self.ranks.everyone(merged) if found is not None]
-        shown = dict(everyone[0].merge(*everyone[1:])) if everyone else {}
-        return {**shown, "lr": rate, "grad_norm": norm, "loss": sum(self.ranks.everyone(total))}
+        return merged, total
+
+    def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
+        """What a step would add up, without a step: the flat gradient of the whole batch, and the mismatch it was computed under."""
+        rows = rows_of(groups)
+        advantages = session_advantages(rows, self.config.baseline)
+        with self.scorer.active(self.model):
+            values = self.recompute(rows, advantages)
+            (update,) = self.planned(rows, values)
+            merged, _ = self.accumulate(rows, values, update)
+            found = {**self.measured(rows, values), **({} if merged is None else dict(merged))}
+        pieces = [whole(p.grad).flatten() if p.grad is not None else torch.zeros_like(p).flatten() for p in self.model.parameters()]
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.cat(pieces), found
 
     def counts(self, rows: Sequence[Row], update: Update) -> tuple[float, float]:
         """Tokens and rows that the loss is a mean over: of all ranks, and those of idle rows too, whose share of the gradient is 0."""
@@ -267,7 +319,13 @@ class Trainer:
 
     # ---- report -------------------------------------------------------------------------------------------------------------------
     def report(
-        self, rows: Sequence[Row], advantages: Sequence[float], found: Agreement, learnt: Sequence[Mapping[str, float]], clock: Clock
+        self,
+        rows: Sequence[Row],
+        advantages: Sequence[float],
+        found: Agreement,
+        measured: Mapping[str, float],
+        learnt: Sequence[Mapping[str, float]],
+        clock: Clock,
     ) -> StepReport:
         sessions = {(row.group, row.sample.session_id): row.reward for row in rows}
         ages = torch.cat([self.version - 1 - row.versions[row.sampled] for row in rows]).double()
@@ -282,6 +340,7 @@ class Trainer:
             "exact_compared": found.compared,
             "exact_differing": found.differing,
             "exact_largest": found.largest,
+            **measured,
         }
         for key in sorted({key for part in learnt for key in part}):
             values = [part[key] for part in learnt if key in part]

@@ -1,0 +1,66 @@
+"""tokentrue lab list | run NAME: experiments with their claim, their table and their figure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tokentrue.errors import ConfigError
+
+
+def command(
+    action: Annotated[str, typer.Argument(help="list, or run")],
+    name: Annotated[str | None, typer.Argument(help="the experiment to run")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: a smoke test, not a result")] = False,
+    model: Annotated[str | None, typer.Option(help="model directory (default: the small model that ships)")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    steps: Annotated[int | None, typer.Option(help="training steps of each run")] = None,
+    seeds: Annotated[int, typer.Option(help="runs of each arm")] = 3,
+    groups: Annotated[int | None, typer.Option(help="tasks per step, 8 rollouts each")] = None,
+    lr: Annotated[float | None, typer.Option(help="learning rate")] = None,
+    jobs: Annotated[int, typer.Option(help="runs at a time, each in its own process")] = 2,
+    only: Annotated[str | None, typer.Option(help="only arms whose name holds this text")] = None,
+    out: Annotated[Path, typer.Option(help="output directory")] = Path("out/lab"),
+    as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
+) -> int:
+    """Run one of the lab's experiments, or list them."""
+    from tokentrue.lab.registry import EXPERIMENTS, module_of
+
+    if action == "list":
+        shown = {each: {"claim": module_of(each).CLAIM, "command": module_of(each).COMMAND} for each in EXPERIMENTS}
+        if as_json:
+            print(json.dumps(shown, indent=1))
+        else:
+            for each, facts in shown.items():
+                print(f"{each}\n  {facts['claim']}\n  {facts['command']}")
+        return 0
+    if action != "run" or name is None:
+        raise ConfigError("say `tokentrue lab list`, or `tokentrue lab run NAME`")
+    changes = dict(model=model, device=device, steps=steps, groups=groups, lr=lr, seeds=tuple(range(seeds)), jobs=jobs)
+    return run(name, quick, changes, only, out, as_json)
+
+
+def run(name: str, quick: bool, changes: dict[str, Any], only: str | None, out: Path, as_json: bool) -> int:
+    from tokentrue.cli.training import progress_bar, quiet_libraries
+    from tokentrue.lab.arms import Scale
+    from tokentrue.lab.registry import run_experiment, runs_of
+
+    quiet_libraries()
+    scale = replace(Scale(), **{key: value for key, value in changes.items() if value is not None})
+    with progress_bar(name, runs_of(name, scale, quick=quick, only=only), quiet=as_json) as advance:
+
+        def heard(result: dict[str, Any]) -> None:
+            note = result.get("error") or (f"reward {result['after']:.2f}" if "after" in result else "")
+            advance(f"{result['arm']}, seed {result['seed']}: {note}"[:90])
+
+        table = run_experiment(name, scale, quick=quick, out=out, only=only, on_result=heard)
+    if as_json:
+        print(json.dumps({"title": table.title, "columns": list(table.columns), "rows": [list(row) for row in table.rows]}, indent=1))
+    else:
+        print(table.as_text())
+        print(f"\nnumbers, table and figure in {out}/{name}.*")
+    return 1 if any("stopped:" in row[0] for row in table.rows) else 0

@@ -1,0 +1,52 @@
+"""The experiments by name, and how one is run: `tokentrue lab run NAME`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tokentrue.errors import ConfigError
+from tokentrue.lab.arms import Scale
+from tokentrue.lab.study import Table, guarded_many, run_study, table_of, write
+
+EXPERIMENTS: Mapping[str, str] = {
+    "retokenize": "tokentrue.lab.retokenize",
+    "tim-reinforce": "tokentrue.lab.tim_reinforce",
+    "tim-grpo": "tokentrue.lab.tim_grpo",
+    "thresholds": "tokentrue.lab.thresholds",
+}
+QUICK = {"groups": 2, "size": 4, "steps": 2, "heldout": 8, "seeds": (0,), "jobs": 1}
+
+
+def module_of(name: str) -> Any:
+    if name not in EXPERIMENTS:
+        raise ConfigError(f"no experiment {name!r}; choose one of {', '.join(EXPERIMENTS)}")
+    return import_module(EXPERIMENTS[name])
+
+
+def run_experiment(
+    name: str, scale: Scale, *, quick: bool, out: Path, only: str | None = None, on_result: Callable[[Any], None] | None = None
+) -> Table:
+    """Runs it, writes JSON, table and figure under `out`, and returns the table. `only` keeps arms whose name holds that text."""
+    module = module_of(name)
+    scale = replace(scale, **QUICK) if quick else scale
+    arms = [arm for arm in module.arms(quick=quick) if only is None or only in arm.name]
+    if not arms:
+        raise ConfigError(f"--only {only!r} fits no arm of {name}; they are {', '.join(a.name for a in module.arms(quick=quick))}")
+    if hasattr(module, "run_arms"):
+        results = guarded_many(module.run_arms, arms, scale, on_result)
+    else:
+        results = run_study(arms, scale, on_result=on_result)
+    table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=[f"claim: {module.CLAIM}", f"command: `{module.COMMAND}`"])
+    write(out, name, scale, arms, results, table, module.CURVES)
+    return table
+
+
+def runs_of(name: str, scale: Scale, *, quick: bool, only: str | None = None) -> int:
+    module = module_of(name)
+    arms = [arm for arm in module.arms(quick=quick) if only is None or only in arm.name]
+    seeds = len(QUICK["seeds"]) if quick else len(scale.seeds)  # type: ignore[arg-type]
+    return len(arms) * seeds

@@ -1,0 +1,29 @@
+"""The same agent, trained on what it sampled and on what a round trip through text makes of it."""
+
+from __future__ import annotations
+
+from tokentrue.lab.arms import Arm
+from tokentrue.lab.study import after, average, late, worst
+
+CLAIM = (
+    "Training on re-tokenised or re-rendered conversations puts the gradient on tokens that nobody sampled, with log-probabilities far "
+    "below anything in the rollout; they dominate the gradient, and the policy degrades. Token-in, token-out does not have them."
+)
+COMMAND = "tokentrue lab run retokenize"
+CURVES = {"reward": "rollout reward", "mismatch/log_ppl_trainer": "-log p per trained token", "update/grad_norm": "gradient norm"}
+COLUMNS = (
+    ("held-out reward", after),
+    ("rollout reward, last quarter", late("reward")),
+    ("-log p of trained tokens", average("mismatch/log_ppl_trainer", ".3f")),
+    ("gradient norm, largest", worst("update/grad_norm", ".2f")),
+)
+
+
+def arms(*, quick: bool) -> list[Arm]:
+    made = [
+        Arm(name="token-in, token-out"),
+        Arm(name="text encoded again", retelling="reencode"),
+        Arm(name="messages rendered again", retelling="rerender"),
+        Arm(name="messages of a JavaScript harness", retelling="stringify"),
+    ]
+    return [made[0], made[3]] if quick else made

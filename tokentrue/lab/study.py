@@ -1,0 +1,202 @@
+"""A study: arms × seeds in processes of their own, one table, one figure, all numbers on file.
+
+Every experiment is a module with `CLAIM`, `arms(quick)` and `columns`; it is run by `run_study` and shown by `table_of`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tokentrue.lab.arms import Arm, Scale, run_arm
+
+Result = dict[str, Any]
+Column = tuple[str, Callable[[Sequence[Result]], str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """`rows` hold one cell per column, as text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def as_text(self) -> str:
+        """Markdown: it reads as it is, and goes into docs unchanged."""
+        lines = ["| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([self.title, "", *lines, "", *self.notes])
+
+
+def run_study(arms: Sequence[Arm], scale: Scale, *, on_result: Callable[[Result], None] | None = None) -> list[Result]:
+    """Every arm with every seed. An arm that dies is a result too: its error is in the table."""
+    plan = [(arm, seed) for arm in arms for seed in scale.seeds]
+    results: list[Result] = []
+    for result in _each(plan, scale):
+        results.append(result)
+        if on_result is not None:
+            on_result(result)
+    order = {arm.name: number for number, arm in enumerate(arms)}
+    return sorted(results, key=lambda result: (order[result["arm"]], result["seed"]))
+
+
+def _each(plan: Sequence[tuple[Arm, int]], scale: Scale) -> Iterator[Result]:
+    if scale.jobs == 1:
+        for arm, seed in plan:
+            yield guarded(arm, scale, seed)
+        return
+    with ProcessPoolExecutor(max_workers=scale.jobs, mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(guarded, arm, scale, seed) for arm, seed in plan]):
+            yield done.result()
+
+
+def guarded(arm: Arm, scale: Scale, seed: int) -> Result:
+    try:
+        return run_arm(arm, scale, seed)
+    except Exception as error:  # recorded, shown, and the other arms go on
+        return {"arm": arm.name, "seed": seed, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "rows": []}
+
+
+def guarded_many(
+    run: Callable[[Sequence[Arm], Scale, int], list[Result]], arms: Sequence[Arm], scale: Scale, on_result: Callable[[Result], None] | None
+) -> list[Result]:
+    """For experiments whose arms share their rollouts: one process per seed."""
+    results: list[Result] = []
+
+    def take(found: list[Result]) -> None:
+        results.extend(found)
+        for result in found:
+            if on_result is not None:
+                on_result(result)
+
+    if scale.jobs == 1:
+        for seed in scale.seeds:
+            take(run(arms, scale, seed))
+    else:
+        with ProcessPoolExecutor(max_workers=scale.jobs, mp_context=get_context("spawn")) as pool:
+            for done in as_completed([pool.submit(run, arms, scale, seed) for seed in scale.seeds]):
+                take(done.result())
+    order = {arm.name: number for number, arm in enumerate(arms)}
+    return sorted(results, key=lambda result: (order[result["arm"]], result["seed"]))
+
+
+def table_of(title: str, arms: Sequence[Arm], results: Sequence[Result], columns: Sequence[Column], notes: Sequence[str] = ()) -> Table:
+    rows: list[list[str]] = []
+    for arm in arms:
+        mine = [result for result in results if result["arm"] == arm.name]
+        good = [result for result in mine if "error" not in result]
+        cells = [arm.name, *(show(good) if good else "–" for _, show in columns)]
+        if len(good) < len(mine):
+            cells[0] += f" ({len(mine) - len(good)} of {len(mine)} stopped: {next(r['error'] for r in mine if 'error' in r)[:80]})"
+        rows.append(cells)
+    return Table(title=title, columns=["arm", *(name for name, _ in columns)], rows=rows, notes=notes)
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------------------------
+def spread(values: Sequence[float], form: str = ".3f") -> str:
+    """Mean and range over seeds."""
+    if not values:
+        return "–"
+    if len(values) == 1:
+        return format(values[0], form)
+    return f"{statistics.fmean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def curves_of(results: Sequence[Result], name: str) -> list[list[float]]:
+    """The runs' curves of one metric, without runs that never reported it."""
+    found = [[row[name] for row in result["rows"] if name in row] for result in results]
+    return [curve for curve in found if curve]
+
+
+def after(results: Sequence[Result]) -> str:
+    return spread([result["after"] for result in results], ".2f")
+
+
+def before(results: Sequence[Result]) -> str:
+    return spread([result["before"] for result in results], ".2f")
+
+
+def late(name: str, form: str = ".2f", share: float = 0.25) -> Callable[[Sequence[Result]], str]:
+    """The mean of a curve over its last quarter."""
+
+    def show(results: Sequence[Result]) -> str:
+        found = curves_of(results, name)
+        return spread([statistics.fmean(curve[-max(1, int(len(curve) * share)) :]) for curve in found], form)
+
+    return show
+
+
+def worst(name: str, form: str = ".2g", low: bool = False) -> Callable[[Sequence[Result]], str]:
+    """The extreme of a curve over the whole run."""
+
+    def show(results: Sequence[Result]) -> str:
+        pick = min if low else max
+        return spread([pick(curve) for curve in curves_of(results, name)], form)
+
+    return show
+
+
+def average(name: str, form: str = ".2g") -> Callable[[Sequence[Result]], str]:
+    def show(results: Sequence[Result]) -> str:
+        return spread([statistics.fmean(curve) for curve in curves_of(results, name)], form)
+
+    return show
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------------------------
+def write(
+    out: Path, name: str, scale: Scale, arms: Sequence[Arm], results: Sequence[Result], table: Table, curves: Mapping[str, str]
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"experiment": name, "machine": machine(scale), "scale": asdict(scale), "arms": [repr(arm) for arm in arms]}
+    (out / f"{name}.json").write_text(json.dumps({**facts, "results": list(results)}))
+    (out / f"{name}.md").write_text(table.as_text() + f"\n\nmeasured on: {machine(scale)}\n")
+    if curves:
+        figure(out / f"{name}.png", arms, results, curves)
+
+
+def figure(path: Path, arms: Sequence[Arm], results: Sequence[Result], curves: Mapping[str, str]) -> None:
+    """One panel per curve; a line per arm, its mean over seeds, with the range shaded."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(1, len(curves), figsize=(5.2 * len(curves), 3.6), squeeze=False)
+    for axis, (key, label) in zip(axes[0], curves.items(), strict=True):
+        for arm in arms:
+            runs = [[row.get(key, float("nan")) for row in r["rows"]] for r in results if r["arm"] == arm.name and r["rows"]]
+            if not runs:
+                continue
+            length = min(map(len, runs))
+            columns = [[run[i] for run in runs] for i in range(length)]
+            steps = range(length)
+            axis.plot(steps, [statistics.fmean(c) for c in columns], label=arm.name, linewidth=1.4)
+            axis.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], alpha=0.12)
+        axis.set_xlabel("step")
+        axis.set_title(label)
+        if any(word in key for word in ("grad_norm", "delta", "k3", "chi2")):
+            axis.set_yscale("symlog", linthresh=1e-6)
+    axes[0][0].legend(fontsize=7)
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=110)
+    plt.close(drawn)
+
+
+def machine(scale: Scale) -> str:
+    import torch
+
+    where = torch.cuda.get_device_name() if scale.device == "cuda" else platform.processor() or platform.machine()
+    return f"{where}, torch {torch.__version__}, model {Path(scale.model).name}, seeds {list(scale.seeds)}, {scale.steps} steps"

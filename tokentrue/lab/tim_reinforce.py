@@ -1,0 +1,37 @@
+"""REINFORCE with batch-whitened advantages, no clipping and no correction: rollouts exact, and mismatched in the ways of the field."""
+
+from __future__ import annotations
+
+from tokentrue.lab.arms import Arm
+from tokentrue.lab.study import after, average, late, worst
+
+CLAIM = (
+    "With plain REINFORCE, rollouts whose probabilities differ from the trainer's bias the gradient. Small sources (other kernels, bf16, "
+    "int8) leave the reward alone at desk scale; coarse ones (int4, int3) do not."
+)
+COMMAND = "tokentrue lab run tim-reinforce"
+CURVES = {"reward": "rollout reward", "mismatch/delta_abs_mean": "mean |δ|", "update/grad_norm": "gradient norm"}
+COLUMNS = (
+    ("held-out reward", after),
+    ("rollout reward, last quarter", late("reward")),
+    ("mean abs δ", average("mismatch/delta_abs_mean", ".1e")),
+    ("lowest δ", worst("mismatch/delta_min", ".2g", low=True)),
+    ("k3", average("mismatch/k3", ".1e")),
+    ("gradient norm, largest", worst("update/grad_norm", ".2f")),
+)
+
+
+def arms(*, quick: bool) -> list[Arm]:
+    def arm(name: str, source: str, scorer: str = "exact") -> Arm:
+        return Arm(name=name, source=source, scorer=scorer, loss="reinforce", baseline="whitened")  # type: ignore[arg-type]
+
+    made = [
+        arm("exact", "none"),
+        arm("other kernels", "none", "plain"),
+        arm("bf16 weights", "bf16"),
+        arm("fp8 weights", "fp8"),
+        arm("int8 weights", "int8"),
+        arm("int4 weights", "int4"),
+        arm("int3 weights", "int3"),
+    ]
+    return [made[0], made[5]] if quick else made
