@@ -2,13 +2,14 @@
 
 One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message. Reasoning
 travels as `reasoning_text` and, sealed, as `encrypted_content`: it survives clients that keep only the latter. A custom
-(free-form) tool is shown to the model as a function with one string, and served back as a custom tool call.
+(free-form) tool is shown to the model as a function with one string, and served back as a custom tool call; a namespace's
+tools are shown under both names, and served back with their namespace.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +19,7 @@ from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import Call, Problem, Seal, TextOf, convert, is_open, joined_text, shown
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat, check_function, constraints, logprobs_of
 from tokentrue.gateway.dialects.responses_events import ResponsesEncoder
-from tokentrue.gateway.dialects.responses_items import call_item, message_item, reasoning_item
+from tokentrue.gateway.dialects.responses_items import Served, call_item, message_item, reasoning_item, shown_name
 from tokentrue.types import Message, Reply, Sampling
 
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
@@ -72,7 +73,7 @@ class ResponsesHead(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesOptions(msgspec.Struct, frozen=True):
     stored: bool
     logprobs: bool
-    custom: frozenset[str]
+    served: Mapping[str, Served]  # tools whose calls are not plain function calls
     echo: Mapping[str, Any]  # the request's own settings, which every answer repeats
 
 
@@ -88,7 +89,7 @@ class OpenAIResponses:
         for index, name in enumerate(asked.include or ()):
             if name not in INCLUDES:
                 raise MessageError(f"{shown(name)} is not supported; known: {', '.join(sorted(INCLUDES))}", field=f"include[{index}]")
-        tools, custom = tools_from_responses(asked.tools)
+        tools, served = tools_from_responses(asked.tools)
         extra, tools = constraints(choice_from_responses(asked.tool_choice), format_from_text(asked.text), tools)
         given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.top_logprobs}
         given["max_tokens"] = asked.max_output_tokens
@@ -103,7 +104,7 @@ class OpenAIResponses:
             options=ResponsesOptions(
                 stored=asked.store is not False,
                 logprobs="message.output_text.logprobs" in (asked.include or ()),
-                custom=custom,
+                served=served,
                 echo=echo_of(asked),
             ),
         )
@@ -157,7 +158,7 @@ class OpenAIResponses:
         return ResponsesEncoder(
             opened=lambda node: response_base(call, node, status="in_progress"),
             whole=whole,
-            custom=call.options.custom,
+            served=call.options.served,
             seal=self._seal,
             error=self.error,
         )
@@ -192,22 +193,37 @@ def echo_of(asked: ResponsesHead) -> dict[str, Any]:
     }
 
 
-def tools_from_responses(tools: list[dict[str, Any]] | None) -> tuple[tuple[dict[str, Any], ...] | None, frozenset[str]]:
+def tools_from_responses(tools: list[dict[str, Any]] | None) -> tuple[tuple[dict[str, Any], ...] | None, dict[str, Served]]:
+    """As functions, and how a call of each is to be served. A tool in a namespace is shown to the model as `namespace__name`."""
     out: list[dict[str, Any]] = []
-    custom: set[str] = set()
-    for index, tool in enumerate(tools or ()):
-        where = f"tools[{index}]"
-        kind = tool.get("type")
+    served: dict[str, Served] = {}
+    for where, namespace, tool in flattened(tools or ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "function":
             function = {"name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool.get("parameters") or {}}
         elif kind == "custom":
             function = custom_function(tool, where)
-            custom.add(function["name"])
         else:
-            raise MessageError(f"tool type {shown(kind)} is not supported; use 'function' or 'custom'", field=f"{where}.type")
+            raise MessageError(f"tool type {shown(kind)} is not supported; use 'function', 'custom' or 'namespace'", field=f"{where}.type")
         check_function(function, where)
+        name = function["name"]
+        function["name"] = shown_name(namespace, name)
+        if kind == "custom" or namespace:
+            served[function["name"]] = Served(name=name, namespace=namespace, custom=kind == "custom")
         out.append({"type": "function", "function": function})
-    return (tuple(out) or None), frozenset(custom)
+    return (tuple(out) or None), served
+
+
+def flattened(tools: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str | None, Any]]:
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if tool.get("type") != "namespace":
+            yield where, None, tool
+            continue
+        if not isinstance(tool.get("name"), str) or not isinstance(tool.get("tools"), list):
+            raise MessageError("a namespace needs a name and a list of tools", field=where)
+        for place, inner in enumerate(tool["tools"]):
+            yield f"{where}.tools[{place}]", tool["name"], inner
 
 
 def custom_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
@@ -261,7 +277,9 @@ def call_from_item(kind: str | None, item: dict[str, Any], path: str) -> dict[st
     if not isinstance(said, str) or not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
         raise MessageError("needs a name, a call_id and its arguments as text", field=path)
     arguments = said if kind == "function_call" else orjson.dumps({"input": said}).decode()
-    return {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": arguments}}
+    namespace = item.get("namespace")
+    name = shown_name(namespace if isinstance(namespace, str) else None, item["name"])
+    return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def response_base(call: Call, node: str, *, status: str) -> dict[str, Any]:
@@ -307,5 +325,5 @@ def items_of(call: Call, reply: Reply, seal: Seal, text_of: TextOf, *, status: s
             logprobs = logprobs_of(done.token_ids, done.logprobs, done.top_logprobs, text_of)["content"]
         items.append(message_item(node, message["content"], logprobs, status=status))
     for index, made in enumerate(message.get("tool_calls") or ()):
-        items.append(call_item(made, f"{node}_{index}", call.options.custom, status=status))
+        items.append(call_item(made, f"{node}_{index}", call.options.served, status=status))
     return items

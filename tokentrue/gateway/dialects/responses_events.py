@@ -5,11 +5,11 @@ Every event carries its sequence number. The last one carries the whole response
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokentrue.gateway.dialects.base import Problem, Seal, encode
-from tokentrue.gateway.dialects.responses_items import call_item, message_item, reasoning_item, text_part
+from tokentrue.gateway.dialects.responses_items import Served, call_item, message_item, reasoning_item, text_part
 from tokentrue.types import Delta, Reply, TurnEvent
 
 Json = dict[str, Any]
@@ -23,17 +23,18 @@ class ResponsesEncoder:
         *,
         opened: Callable[[str], Json],
         whole: Callable[[Reply], Json],
-        custom: frozenset[str],
+        served: Mapping[str, Served],
         seal: Seal,
         error: Callable[[Problem], Json],
     ) -> None:
-        self._opened, self._whole, self._custom, self._seal, self._error = opened, whole, custom, seal, error
+        self._opened, self._whole, self._served, self._seal, self._error = opened, whole, served, seal, error
         self._sequence = -1
         self._node = ""
         self._output = -1
         self._item: Json = {}
         self._kind: tuple[str, int | None] | None = None
         self._text = ""
+        self._shown = ""  # the open call's name as the model wrote it
 
     def _event(self, kind: str, **body: Any) -> bytes:
         self._sequence += 1
@@ -72,11 +73,10 @@ class ResponsesEncoder:
         return out
 
     def _call_item(self, delta: Delta) -> Json:
-        suffix = f"{self._node}_{delta.call}"
-        if delta.name in self._custom:
-            return {"type": "custom_tool_call", "id": f"ctc_{suffix}", "call_id": delta.call_id, "name": delta.name, "input": ""}
-        item = {"type": "function_call", "id": f"fc_{suffix}", "call_id": delta.call_id, "name": delta.name}
-        return {**item, "arguments": "", "status": "in_progress"}
+        """A call that has only begun: no arguments yet."""
+        made = {"id": delta.call_id, "function": {"name": delta.name, "arguments": ""}}
+        self._shown = delta.name or self._shown
+        return call_item(made, f"{self._node}_{delta.call}", self._served, status="in_progress")
 
     def _in(self, kind: tuple[str, int | None], item: Json) -> bytes:
         if self._kind == kind:
@@ -128,9 +128,9 @@ class ResponsesEncoder:
             return reasoning_item(self._node, self._text, self._seal, status=status)
         if kind == "message":
             return message_item(self._node, self._text, status=status)
-        made = {"id": self._item["call_id"], "function": {"name": self._item["name"], "arguments": self._text}}
+        made = {"id": self._item["call_id"], "function": {"name": self._shown, "arguments": self._text}}
         assert self._kind is not None
-        return call_item(made, f"{self._node}_{self._kind[1]}", self._custom, status=status)
+        return call_item(made, f"{self._node}_{self._kind[1]}", self._served, status=status)
 
     def finish(self) -> bytes:
         return b""

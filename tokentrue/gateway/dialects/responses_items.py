@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -32,12 +33,29 @@ def message_item(node: str, text: str, logprobs: Sequence[Json] = (), *, status:
     return {"type": "message", "id": f"msg_{node}", "role": "assistant", "status": status, "content": [text_part(text, logprobs)]}
 
 
-def call_item(made: Mapping[str, Any], suffix: str, custom: frozenset[str], *, status: str) -> dict[str, Any]:
-    name, arguments = made["function"]["name"], made["function"]["arguments"]
-    if name in custom:
-        return {"type": "custom_tool_call", "id": f"ctc_{suffix}", "call_id": made["id"], "name": name, "input": custom_input(arguments)}
-    item = {"type": "function_call", "id": f"fc_{suffix}", "call_id": made["id"], "name": name, "arguments": arguments}
-    return {**item, "status": status}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """How a call of a tool leaves the house."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+def shown_name(namespace: str | None, name: str) -> str:
+    """What the model sees."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def call_item(made: Mapping[str, Any], suffix: str, served: Mapping[str, Served], *, status: str) -> Json:
+    arguments = made["function"]["arguments"]
+    tool = served.get(made["function"]["name"]) or Served(name=made["function"]["name"])
+    item: Json = {"call_id": made["id"], "name": tool.name}
+    if tool.namespace:
+        item["namespace"] = tool.namespace
+    if tool.custom:
+        return {"type": "custom_tool_call", "id": f"ctc_{suffix}", **item, "input": custom_input(arguments)}
+    return {"type": "function_call", "id": f"fc_{suffix}", **item, "arguments": arguments, "status": status}
 
 
 def custom_input(arguments: str) -> str:
