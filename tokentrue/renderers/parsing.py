@@ -130,20 +130,19 @@ class Parser:
         return self._shown(self._regions.more(self._placed("".join(text))))
 
     def finish(self) -> tuple[list[Delta], Parsed]:
-        stop, text = self._held_stop, ""
-        if stop is not None and stop in self._grammar.stops_that_close:
-            text = self._source.take(stop)
-        text += self._source.rest()
-        deltas = self._shown(self._regions.more(self._placed(text))) + self._shown(self._regions.end(stopped=stop is not None))
-        raw = self._source.raw
-        if stop is not None and stop not in self._grammar.stops_that_close:
-            raw += self._grammar.pieces.piece(stop)
+        stop = self._held_stop
+        deltas = self._shown(self._regions.more(self._placed(self._source.rest())))
+        if stop is not None:
+            shown = self._source.take(stop)
+            if stop in self._grammar.stops_that_close and self._regions.inside:
+                deltas += self._shown(self._regions.more(self._placed(shown)))
+        deltas += self._shown(self._regions.end(stopped=stop is not None))
         return deltas, Parsed(
             message=self._message.whole(),
             attempts=tuple(self._message.attempts),
             ended=Ended.OPEN if stop is None else Ended.STOP,
             stop_id=stop,
-            raw=bytes(raw).decode("utf-8", "surrogateescape"),
+            raw=bytes(self._source.raw).decode("utf-8", "surrogateescape"),
         )
 
     def _placed(self, text: str) -> str:

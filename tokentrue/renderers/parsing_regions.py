@@ -129,6 +129,11 @@ class Regions(ResponseParser):
         self._process([], eos=True)
         return self._taken()
 
+    @property
+    def inside(self) -> bool:
+        """In a region that has a marker of its own."""
+        return self._current is not None and self._current != self._implicit_name
+
     def _taken(self) -> list[Text | Closed]:
         found, self._found = self._found, []
         return found
