@@ -31,7 +31,8 @@ class RolloutRun:
     url: str | None = None
     out: Path = Path("out/rollout")
     store: str | None = None
-    workers: int = 2  # rollout actors, with --ray
+    gateways: int = 2  # with --ray: gateway actors, each with its engine
+    workers: int = 2  # with --ray: rollout actors
 
 
 def command(

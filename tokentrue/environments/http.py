@@ -1,13 +1,24 @@
-"""Sessions on a gateway over HTTP: opened by the admin routes, played with the real OpenAI client, closed with a reward."""
+"""Sessions on a gateway over HTTP: opened by the admin routes, played with the real OpenAI client, closed with a reward.
+
+Every model call carries an Idempotency-Key made of its body and of how often this rollout has sent that body before. A retry, or a
+rollout that is begun again in its session after a crash, therefore hears the recorded answers and adds nothing; only what was never
+answered is sampled.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from tokentrue.environments.runner import Plan
-from tokentrue.errors import ConfigError, EngineRejected, EngineUnreachable
+from tokentrue.errors import ConfigError, EngineRejected, EngineUnreachable, SessionConflict, SessionNotFound
+
+SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
 
 
 class GatewaySession:
@@ -18,6 +29,10 @@ class GatewaySession:
         self.client = client
         self._owner = owner
 
+    def again(self) -> None:
+        """The agent starts over in this session: its calls count from the beginning, and what was answered is answered again."""
+        self._owner.forget(self.session_id)
+
     async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:
         await self._owner.call("POST", f"/sessions/{self.session_id}/reward", {"reward": reward})
         answer = await self._owner.call("GET", f"/sessions/{self.session_id}/samples")
@@ -25,28 +40,46 @@ class GatewaySession:
 
 
 class GatewaySessions:
-    """A pool of connections to one gateway. Use as an async context manager."""
+    """A pool of connections to one gateway. Use as an async context manager.
+
+    `resume` names sessions after their rollouts, so that one which exists already is gone on with; that takes the admin key.
+    `retries` is how often an administrative call or a model call is tried again while the gateway is away.
+    """
 
     def __init__(
-        self, base_url: str, *, sampling: Mapping[str, Any], admin_key: str | None = None, purge: bool = False, timeout_s: float = 120.0
+        self,
+        base_url: str,
+        *,
+        sampling: Mapping[str, Any],
+        admin_key: str | None = None,
+        purge: bool = False,
+        resume: bool = False,
+        retries: int = 2,
+        timeout_s: float = 120.0,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._sampling = dict(sampling)
+        self._admin_key = admin_key
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._purge = purge
+        self._resume = resume and admin_key is not None
+        self._retries = retries
         self._timeout_s = timeout_s
+        self._sent: Counter[tuple[str, str]] = Counter()
         self._http: Any = None
         self._openai: Any = None
 
     async def __aenter__(self) -> GatewaySessions:
         import aiohttp
+        import httpx
 
         try:
             import openai
         except ImportError as error:
             raise ConfigError("the OpenAI client is missing: pip install 'tokentrue[train]'") from error
-        limits = openai.DefaultAsyncHttpxClient(limits=_limits(), timeout=self._timeout_s)
-        self._openai = openai.AsyncOpenAI(base_url=self.base_url, api_key="unset", http_client=limits, max_retries=2)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=self._timeout_s, event_hooks={"request": [self._name]})
+        self._openai = openai.AsyncOpenAI(base_url=self.base_url, api_key="unset", http_client=http, max_retries=self._retries)
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s), connector=aiohttp.TCPConnector(limit=0))
         return self
 
@@ -54,31 +87,58 @@ class GatewaySessions:
         await self._openai.close()
         await self._http.close()
 
+    async def _name(self, request: Any) -> None:
+        """Puts the Idempotency-Key on a model call. The client says which requests are its own retries."""
+        found = SESSION_IN_PATH.search(request.url.path)
+        if found is None or request.method != "POST":
+            return
+        body = hashlib.sha256(request.content).hexdigest()[:24]
+        if request.headers.get("x-stainless-retry-count", "0") == "0":
+            self._sent[(found[1], body)] += 1
+        request.headers["Idempotency-Key"] = f"{body}-{self._sent[(found[1], body)]}"
+
+    def forget(self, session_id: str) -> None:
+        for key in [key for key in self._sent if key[0] == session_id]:
+            del self._sent[key]
+
     @asynccontextmanager
     async def open(self, plan: Plan) -> AsyncIterator[GatewaySession]:
+        """A session for one rollout. It is ended when the block ends in order; after an error it stays, to be looked at or resumed."""
+        session_id, base_url, api_key = await self._opened(plan)
+        yield GatewaySession(self, session_id, self._openai.with_options(base_url=base_url, api_key=api_key))
+        await self.call("DELETE", f"/sessions/{session_id}" + ("?purge=true" if self._purge else ""))
+        self.forget(session_id)
+
+    async def _opened(self, plan: Plan) -> tuple[str, str, str]:
         metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
-        sampling = {**self._sampling, "seed": plan.seed}
-        made = await self.call("POST", "/sessions", {"group": plan.group, "metadata": metadata, "sampling": sampling})
-        session_id = made["session_id"]
-        client = self._openai.with_options(base_url=made["base_url"], api_key=made["api_key"])
-        try:
-            yield GatewaySession(self, session_id, client)
-        finally:
-            await self.call("DELETE", f"/sessions/{session_id}" + ("?purge=true" if self._purge else ""))
+        asked: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**self._sampling, "seed": plan.seed}}
+        if self._resume and self._admin_key is not None:
+            session_id = hashlib.sha256(plan.key.encode()).hexdigest()[:32]
+            try:
+                await self.call("POST", "/sessions", {**asked, "session_id": session_id})
+            except SessionConflict:
+                self.forget(session_id)
+            return session_id, f"{self.base_url}/sessions/{session_id}/v1", self._admin_key
+        made = await self.call("POST", "/sessions", asked)
+        return made["session_id"], made["base_url"], made["api_key"]
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         import aiohttp
 
-        try:
-            async with self._http.request(method, self.base_url + path, json=body, headers=self._headers) as answer:
-                if answer.status >= 400:
-                    raise EngineRejected(f"{method} {path}: the gateway answered {answer.status}: {(await answer.text())[:300]}")
+        for attempt in range(self._retries + 1):
+            try:
+                return await self._call(method, path, body)
+            except (aiohttp.ClientConnectionError, EngineUnreachable) as error:
+                if attempt == self._retries:
+                    raise EngineUnreachable(f"no gateway at {self.base_url}: {error}") from error
+            await asyncio.sleep(min(4.0, 0.25 * 2**attempt))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        async with self._http.request(method, self.base_url + path, json=body, headers=self._headers) as answer:
+            if answer.status < 400:
                 return await answer.json() if answer.content_type == "application/json" else None
-        except aiohttp.ClientConnectionError as error:
-            raise EngineUnreachable(f"no gateway at {self.base_url}: {error}") from error
-
-
-def _limits() -> Any:
-    import httpx
-
-    return httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            said = f"{method} {path}: the gateway answered {answer.status}: {(await answer.text())[:300]}"
+            if answer.status >= 500:
+                raise EngineUnreachable(said)
+            raise {404: SessionNotFound, 409: SessionConflict}.get(answer.status, EngineRejected)(said)

@@ -1,0 +1,1 @@
+"""Past one machine: Ray places gateways, with their engines, and rollout workers."""

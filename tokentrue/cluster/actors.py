@@ -1,0 +1,142 @@
+"""The two kinds of actors. Imported where Ray is installed.
+
+A `GatewayActor` serves a gateway with its own engine and its own journal; started again after a crash it finds its sessions there. A
+`RolloutActor` plays rollouts; started again, it begins a lost rollout anew in the same session, hears the recorded answers, and samples
+only what was never answered. So a death costs the current turn of the rollouts that it touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokentrue.environments import Plan, Rollout, load_environment
+from tokentrue.environments.http import GatewaySessions
+
+PATIENCE_S = 120.0
+
+
+class GatewayActor:
+    """`settings` is a ServeConfig; the journal's path is in it, and must outlive the process."""
+
+    def __init__(self, settings: Any, admin_key: str, threads: int = 1) -> None:
+        os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
+        from tokentrue.cli.training import quiet_libraries
+
+        quiet_libraries(threads)
+        self._address = ""
+        self._trouble = ""
+        self._up = threading.Event()
+        threading.Thread(target=self._serve, args=(settings,), daemon=True).start()
+
+    def _serve(self, settings: Any) -> None:
+        try:
+            asyncio.run(self._run(settings))
+        except Exception as error:  # told to whoever asks for the address
+            self._trouble = f"{type(error).__name__}: {error}"
+            self._up.set()
+
+    async def _run(self, settings: Any) -> None:
+        from tokentrue.cli.embedded import embedded_gateway
+
+        async with embedded_gateway(settings) as here:
+            self._address = here.base_url
+            self._up.set()
+            await asyncio.Event().wait()
+
+    def address(self) -> str:
+        """Where it listens, once it does. It may be another place after a restart."""
+        self._up.wait()
+        if self._trouble:
+            raise RuntimeError(self._trouble)
+        return self._address
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class RolloutActor:
+    """Plays rollouts of one environment; many at once."""
+
+    def __init__(self, rollout: Any, admin_key: str) -> None:
+        self._config = rollout
+        self._environment = load_environment(rollout.environment, rollout.options)
+        self._admin_key = admin_key
+
+    async def play(self, plan: Plan, gateway: Any) -> Rollout:
+        """`gateway` is the handle of the actor that the session is pinned to."""
+        began = time.perf_counter()
+
+        async def whereabouts() -> str:
+            return await gateway.address.remote()
+
+        return await play_through(self._environment, plan, whereabouts, self._config, self._admin_key, began)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], Any], config: Any, admin_key: str, began: float) -> Rollout:
+    """One rollout, begun again in its session for as long as the gateway comes back within `PATIENCE_S`."""
+    session_id, error = "", ""
+    patience = time.monotonic() + PATIENCE_S
+    while time.monotonic() < patience:
+        try:
+            base_url = await whereabouts()
+            async with (
+                asyncio.timeout(config.timeout_s),
+                GatewaySessions(base_url, sampling=config.sampling, admin_key=admin_key, resume=True, retries=2) as sessions,
+                sessions.open(plan) as session,
+            ):
+                session_id = session.session_id
+                reward = float(await environment.run(session.client, plan.task))
+                samples, coverage = await session.finish(reward)
+            return done(plan, session_id, reward, None, began, samples, coverage)
+        except TimeoutError:
+            return done(plan, session_id, None, f"timed out after {config.timeout_s:g} s", began)
+        except Exception as trouble:  # an agent may raise anything
+            if not is_absence(trouble):
+                return done(plan, session_id, None, f"{type(trouble).__name__}: {trouble}", began)
+            error = f"the gateway was away for {PATIENCE_S:g} s: {trouble}"
+        await asyncio.sleep(0.5)
+    return done(plan, session_id, None, error, began)
+
+
+def done(
+    plan: Plan,
+    session_id: str,
+    reward: float | None,
+    error: str | None,
+    began: float,
+    samples: Any = (),
+    coverage: Mapping[str, Any] | None = None,
+) -> Rollout:
+    seconds = time.perf_counter() - began
+    return Rollout(
+        plan=plan, session_id=session_id, reward=reward, error=error, seconds=seconds, samples=samples, coverage=coverage or {}
+    )
+
+
+def is_absence(trouble: BaseException) -> bool:
+    """Whether a gateway or its actor was not there, as against refusing or the agent failing."""
+    import aiohttp
+    import httpx
+    import openai
+    import ray.exceptions
+
+    from tokentrue.errors import EngineUnreachable
+
+    kinds = (
+        openai.APIConnectionError,
+        openai.InternalServerError,
+        httpx.TransportError,
+        aiohttp.ClientConnectionError,
+        EngineUnreachable,
+        ray.exceptions.RayActorError,
+        ConnectionError,
+    )
+    return isinstance(trouble, kinds)

@@ -1,0 +1,79 @@
+"""tokentrue rollout --ray: gateways and rollout workers as actors, sessions pinned to their gateway.
+
+A rollout belongs to the gateway that its key hashes to, whatever dies. Ray starts dead actors again; a lost rollout is begun anew in its
+session. Nothing here knows about tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.cli.wiring import ServeConfig, ServerConfig
+from tokentrue.environments import Plan, Rollout
+from tokentrue.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokentrue.cli.rollout import RolloutRun
+
+
+class Fleet:
+    """The actors of one run. `gateways` and `workers` are Ray handles."""
+
+    def __init__(self, settings: RolloutRun, *, gateways: int, workers: int) -> None:
+        ray = needed_ray()
+        from tokentrue.cluster.actors import GatewayActor, RolloutActor
+
+        self._ray = ray
+        admin_key = secrets.token_hex(20)
+        served = [serve_config(settings, number) for number in range(gateways)]
+        gateway_class = ray.remote(max_restarts=-1, max_concurrency=64, num_cpus=0)(GatewayActor)
+        at_once = settings.rollout.concurrency
+        worker_class = ray.remote(max_restarts=-1, max_task_retries=-1, max_concurrency=at_once, num_cpus=0)(RolloutActor)
+        self.gateways = [gateway_class.remote(config, admin_key) for config in served]
+        self.workers = [worker_class.remote(settings.rollout, admin_key) for _ in range(workers)]
+
+    def gateway_of(self, plan: Plan) -> Any:
+        """Pinned by the rollout's key alone."""
+        return self.gateways[int(hashlib.sha256(plan.key.encode()).hexdigest()[:8], 16) % len(self.gateways)]
+
+    def play(self, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> None:
+        """Hands out every rollout, and hears of each as it ends."""
+        running = [self.workers[number % len(self.workers)].play.remote(plan, self.gateway_of(plan)) for number, plan in enumerate(plans)]
+        while running:
+            ended, running = self._ray.wait(running, num_returns=1)
+            for reference in ended:
+                on_rollout(self._ray.get(reference))
+
+    def stop(self) -> None:
+        for actor in (*self.workers, *self.gateways):
+            self._ray.kill(actor)
+
+
+def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on_rollout: Callable[[Rollout], None]) -> None:
+    ray = needed_ray()
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(address=None if address == "local" else address, include_dashboard=False, logging_level="error", log_to_driver=False)
+    fleet = Fleet(settings, gateways=settings.gateways, workers=settings.workers)
+    try:
+        fleet.play(plans, on_rollout)
+    finally:
+        fleet.stop()
+        if mine:
+            ray.shutdown()
+
+
+def serve_config(settings: RolloutRun, number: int) -> ServeConfig:
+    store = f"sqlite:{(settings.out / f'gateway-{number}.sqlite').resolve()}"
+    return ServeConfig(model=settings.model, engine=settings.engine, server=ServerConfig(port=0, store=store))
+
+
+def needed_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("--ray needs Ray: pip install 'tokentrue[ray]'") from error
+    return ray
