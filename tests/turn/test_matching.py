@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -12,18 +13,16 @@ from tests.turn.world import OPENING, OTHER_TOOLS, TOOLS, Engine, answer_to, enc
 from tokentrue.errors import MessageError, SessionConflict
 from tokentrue.types import TurnRequest
 
-OWN = {"name": "own"}
-
 
 def session_of(*answers: tuple[int, ...], **options: Any) -> tuple[tt.Session, Engine]:
     engine = Engine(answers)
     return tt.Session(renderer=renderer("own"), provider=engine, **options), engine
 
 
-def said(text: str, reasoning: str = "", call: str = "") -> tuple[int, ...]:
+def said(text: str, reasoning: str = "", call: str = "", *, name: str = "own") -> tuple[int, ...]:
     think = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else "<think>\n\n</think>\n\n"
     tail = f'\n<tool_call>\n{{"name": "look", "arguments": {call}}}\n</tool_call>' if call else ""
-    return (*encode(think + text + tail, "own"), renderer("own").stop_token_ids[0])
+    return (*encode(think + text + tail, name), renderer(name).stop_token_ids[0])
 
 
 def bare(message: Any) -> dict[str, Any]:
@@ -141,7 +140,7 @@ async def test_the_model_sees_the_ids_that_were_served() -> None:
 
 
 async def test_ids_that_repeat_every_turn_are_resolved_to_the_nearest_call() -> None:
-    session, _ = session_of(*[said(f"step {i}", "r", '{"i": %d}' % i) for i in range(6)])
+    session, _ = session_of(*[said(f"step {i}", "r", json.dumps({"i": i})) for i in range(6)])
     history: list[Any] = list(OPENING)
     for turn in range(6):
         reply = await session.chat(history, TOOLS)

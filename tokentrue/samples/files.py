@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 from tokentrue.errors import FileFormatError
 from tokentrue.samples.exporters import EXPORTERS
 from tokentrue.samples.exporters.lines import read_lines
+from tokentrue.samples.exporters.parquet import table_columns
 from tokentrue.types import Sample
 
 
@@ -42,8 +42,7 @@ def format_of(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(8)
     if start[:4] == b"PAR1":
-        pq: Any = import_module("pyarrow.parquet")
-        return "parquet" if "token_ids" in pq.read_schema(path).names else "verl"
+        return "parquet" if "token_ids" in table_columns(path) else "verl"
     if len(start) == 8 and int.from_bytes(start, "little") < path.stat().st_size and not start.lstrip().startswith(b"{"):
         return "safetensors"
     first = next(read_lines(path), None)

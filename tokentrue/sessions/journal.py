@@ -139,6 +139,8 @@ class Journal:
         try:
             result = work(self._connection)
         except Exception as error:
+            if not self._connection.in_transaction:
+                raise  # a full disk, say: SQLite has undone the whole group
             self._connection.execute("ROLLBACK TO one")
             self._connection.execute("RELEASE one")
             known = isinstance(error, TokenTrueError)

@@ -87,6 +87,14 @@ def write_table(rows: Iterable[Mapping[str, Any]], path: Path, types: Mapping[st
     return count
 
 
+def table_columns(path: Path) -> list[str]:
+    pa: Any = import_module("pyarrow")
+    try:
+        return list(import_module("pyarrow.parquet").read_schema(path).names)
+    except pa.ArrowException as error:
+        raise FileFormatError(f"{path}: not a parquet file: {error}") from error
+
+
 def read_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     pa: Any = import_module("pyarrow")
     pq: Any = import_module("pyarrow.parquet")

@@ -1,0 +1,90 @@
+"""A child process under load is killed with SIGKILL at random moments, again and again on one journal.
+
+After each reopening nothing acknowledged is missing, nothing is half there, and every session goes on bit for bit.
+The default run kills 12 times; `make test-load` (`-m load`) kills 200 times.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sessions.crash_child import fingerprint
+from tokentrue.sessions import Journal
+from tokentrue.sessions.store import load_tree
+
+
+def life(journal: Path, seed: int, moment_s: float, log: Path) -> list[str]:
+    """Start the child, kill it `moment_s` after its first sign of life; the lines it had acknowledged."""
+    with log.open("wb") as out:
+        child = subprocess.Popen([sys.executable, "-m", "tests.sessions.crash_child", str(journal), str(seed)], stdout=out)
+        deadline = time.monotonic() + 60
+        while log.stat().st_size == 0 and time.monotonic() < deadline:
+            assert child.poll() is None, "the child ended by itself"
+            time.sleep(0.002)
+        time.sleep(moment_s)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    return [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def check(path: Path, told: dict[str, dict[str, str]], rewards: dict[tuple[str, str], str]) -> int:
+    """Everything acknowledged is there, bit for bit; what else is there is whole. How many nodes there are."""
+    journal = Journal(path)
+    try:
+        nodes = 0
+        for record in journal.all_sessions():
+            record, tree = load_tree(journal, record.id)  # checks ids, log-probabilities and certificate of every node
+            nodes += len(tree)
+            for name, print_ in told.get(record.id, {}).items():
+                assert name in tree.nodes, f"an acknowledged turn is gone: {name}"
+                assert fingerprint(tree.nodes[name], tree.prompt_ids(tree.nodes[name])) == print_
+            for (session, leaf), value in rewards.items():
+                if session == record.id:
+                    assert record.rewards.leaves[leaf].hex() == value
+        assert {record.id for record in journal.all_sessions()} >= set(told)
+        return nodes
+    finally:
+        journal.close()
+
+
+def kill_again_and_again(folder: Path, kills: int) -> tuple[int, int]:
+    rng = random.Random(20261115)
+    told: dict[str, dict[str, str]] = {}
+    rewards: dict[tuple[str, str], str] = {}
+    total = nodes = 0
+    for number in range(kills):
+        # a fresh journal now and then, so that its creation and the first commits are hit as well
+        if number % 20 == 0:
+            told, rewards = {}, {}
+        path = folder / f"journal-{number // 20}.db"
+        for line in life(path, number, rng.random() ** 2 * 0.25, folder / "out.txt"):
+            kind, session, *rest = line.split()
+            told.setdefault(session, {})
+            if kind == "turn":
+                told[session][rest[0]] = rest[1]
+                total += 1
+            elif kind == "reward":
+                rewards[session, rest[0]] = rest[1]
+        nodes = check(path, told, rewards)
+    return total, nodes
+
+
+def test_killed_a_few_times(tmp_path: Path) -> None:
+    acknowledged, nodes = kill_again_and_again(tmp_path, 12)
+    assert acknowledged > 50 and nodes >= acknowledged * 0.9
+
+
+@pytest.mark.load
+@pytest.mark.timeout(3000)
+def test_killed_two_hundred_times(tmp_path: Path) -> None:
+    acknowledged, _ = kill_again_and_again(tmp_path, 200)
+    print(f"200 kills, {acknowledged} acknowledged turns, none missing")
+    assert acknowledged > 1000

@@ -1,0 +1,380 @@
+"""The corridor: what goes to the engine, what comes back, what is written and when."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokentrue as tt
+from tests.turn.test_matching import USER, said, session_of
+from tests.turn.world import OPENING, TOOLS, Engine, agent, answer_to, renderer, sampled_turn
+from tokentrue.errors import (
+    ConfigError,
+    EngineContractError,
+    InputError,
+    LimitExceeded,
+    SamplingError,
+    SessionConflict,
+    SessionNotFound,
+    TokenContractError,
+)
+from tokentrue.sessions import Journal, Limits
+from tokentrue.types import Completion, Finish, RoutedExperts, TurnEvent, TurnRequest
+
+
+def verbatim(message: Any, turn: int) -> Any:
+    return message
+
+
+async def heard(session: tt.Session, request: TurnRequest) -> list[TurnEvent]:
+    return [event async for event in session.stream(request)]
+
+
+async def test_prompts_are_the_recorded_ids_and_nothing_else() -> None:
+    answers = [sampled_turn(i, tokens=160, name="own") for i in range(5)]
+    session, engine = session_of(*answers)
+    await agent(session, verbatim, turns=5)
+    for turn in range(1, 5):
+        before = (*engine.prompts[turn - 1], *answers[turn - 1])
+        assert engine.prompts[turn][: len(before)] == before
+    (sample,) = session.samples()
+    assert tuple(sample.token_ids) == (*engine.prompts[4], *answers[4])
+    assert [i for i, bit in zip(sample.token_ids, sample.loss_mask, strict=True) if bit] == [i for answer in answers for i in answer]
+
+
+async def test_a_stream_tells_the_same_as_the_whole_turn() -> None:
+    whole, _ = session_of(sampled_turn(1, tokens=160, name="own"))
+    streamed, _ = session_of(sampled_turn(1, tokens=160, name="own"))
+    reply = await whole.chat(OPENING, TOOLS)
+    events = await heard(streamed, TurnRequest(messages=OPENING, tools=TOOLS))
+    assert events[0].node and events[0].delta is None and events[0].reply is None
+    last = events[-1].reply
+    assert last is not None and last.node == events[0].node
+    assert sum((event.token_ids for event in events), ()) == last.completion.token_ids == reply.completion.token_ids
+    assert sum((event.logprobs for event in events), ()) == last.completion.logprobs
+    deltas = [event.delta for event in events if event.delta is not None]
+    assert "".join(delta.reasoning for delta in deltas) == last.message["reasoning_content"]
+    assert "".join(delta.content for delta in deltas) == last.message["content"]
+    (opened,) = [delta for delta in deltas if delta.name]
+    assert opened.call_id == last.message["tool_calls"][0]["id"]
+    strip = lambda message: {**message, "tool_calls": [{**c, "id": ""} for c in message["tool_calls"]]}  # noqa: E731
+    assert strip(last.message) == strip(reply.message)
+    assert len(events) > 20, "not one big chunk"
+
+
+async def test_the_journal_has_a_turn_before_anyone_hears_of_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, _ = session_of(*[said("a", "1")] * 2, journal=journal)
+    reply = await session.chat(OPENING)
+    assert [row.id for row in journal.rows(session.id)] == [reply.node]
+    async for event in session.stream(TurnRequest(messages=[*OPENING, reply.message, USER])):
+        if event.reply is not None:
+            assert journal.rows(session.id)[-1].id == event.reply.node
+    journal.close()
+
+
+async def test_hanging_up_cancels_the_engine_and_keeps_what_was_sampled(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(sampled_turn(0, tokens=160, name="own"), journal=journal)
+    events = session.stream(TurnRequest(messages=OPENING, tools=TOOLS, request_key="k"))
+    count = 0
+    async for event in events:
+        count += len(event.token_ids)
+        if count == 10:
+            break
+    await events.aclose()
+    assert engine.cancelled == 1
+    (node,) = session.tree.nodes.values()
+    assert (node.outcome, node.finish, node.request_key) == ("disconnected", Finish.ABORT, "k")
+    assert 10 <= len(node.sampled_ids) < 20 and [span.version for span in node.versions] == [7]
+    assert session.coverage().untrained[0].why == "disconnected" and session.samples() == []
+    assert len(journal.rows(session.id)) == 1
+    # The same key asks again: the broken answer is not the recorded one.
+    engine.answers.append(said("a", "1"))
+    (reply,) = await session.turn(TurnRequest(messages=OPENING, tools=TOOLS, request_key="k"))
+    assert not reply.replayed and reply.root == "retry"
+    journal.close()
+
+
+async def test_hanging_up_before_the_first_token_leaves_only_a_counter() -> None:
+    session, engine = session_of(said("a", "1"))
+    engine.hold = asyncio.Event()
+    events = session.stream(TurnRequest(messages=OPENING))
+    await anext(events)
+    await events.aclose()
+    assert len(session.tree) == 0 and session.counters["cancelled"] == 1
+
+
+async def test_a_cancelled_call_leaves_only_a_counter_and_frees_the_turn() -> None:
+    session, engine = session_of(said("a", "1"), said("b", "2"))
+    engine.hold = asyncio.Event()
+    task = asyncio.create_task(session.chat(OPENING))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(session.tree) == 0 and session.counters["cancelled"] == 1
+    engine.hold = None
+    assert (await session.chat(OPENING)).root == "first"
+
+
+async def test_the_same_request_in_flight_is_one_turn_even_if_the_first_caller_leaves() -> None:
+    session, engine = session_of(said("a", "1"))
+    engine.hold = asyncio.Event()
+    first = asyncio.create_task(session.chat(OPENING))
+    second = asyncio.create_task(heard(session, TurnRequest(messages=OPENING)))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.sleep(0.01)
+    engine.hold.set()
+    events = await second
+    assert events[-1].reply is not None and events[-1].reply.replayed
+    assert len(engine.prompts) == 1 and len(session.tree) == 1
+    assert "".join(event.delta.content for event in events if event.delta) == "a"
+
+
+async def test_a_request_key_gives_the_recorded_answer_also_after_a_restart(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal)
+    request = TurnRequest(messages=OPENING, tools=TOOLS, request_key="abc", n=2)
+    first = await session.turn(request)
+    again = await session.turn(request)
+    assert [reply.node for reply in again] == [reply.node for reply in first] and all(reply.replayed for reply in again)
+    reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    events = await heard(reopened, request)
+    replies = [event.reply for event in events if event.reply is not None]
+    for was, now in zip(first, replies, strict=True):
+        assert (now.node, now.message, now.parsed, now.completion) == (was.node, was.message, was.parsed, was.completion)
+    assert len(engine.prompts) == 2
+    with pytest.raises(SessionConflict, match="another request"):
+        await reopened.turn(replace(request, messages=[*OPENING, USER]))
+    journal.close()
+
+
+async def test_n_answers_come_together_with_their_own_seeds() -> None:
+    session, engine = session_of(*[said(f"a{i}", "1") for i in range(3)])
+    replies = await session.turn(TurnRequest(messages=OPENING, n=3, sampling=tt.Sampling(seed=5)))
+    assert [reply.message["content"] for reply in replies] == ["a0", "a1", "a2"]
+    assert [sampling.seed for sampling in engine.settings] == [5, 6, 7]
+    assert len(session.samples()) == 3 and session.coverage().ratio == 1.0
+
+
+async def test_one_failure_among_n_leaves_no_trace() -> None:
+    session, _ = session_of(said("a", "1"))
+    with pytest.raises(IndexError):
+        await session.turn(TurnRequest(messages=OPENING, n=2))
+    assert len(session.tree) == 0
+
+
+async def test_a_failed_generation_leaves_only_a_counter() -> None:
+    session, engine = session_of(said("a", "1"))
+    engine.fail = EngineContractError("broken")
+    for call in (session.chat(OPENING), heard(session, TurnRequest(messages=OPENING))):
+        with pytest.raises(EngineContractError):
+            await call
+    assert len(session.tree) == 0 and session.counters["failed:engine_contract"] == 2
+    engine.fail = None
+    assert (await session.chat(OPENING)).root == "first"
+
+
+async def test_an_engine_that_counts_another_prompt_is_refused() -> None:
+    class Wrong(Engine):
+        def _next(self, prompt_ids: Any, sampling: Any) -> Completion:
+            return replace(super()._next(prompt_ids, sampling), prompt_tokens=len(prompt_ids) - 1)
+
+    session = tt.Session(renderer=renderer("own"), provider=Wrong([said("a", "1")]))
+    with pytest.raises(EngineContractError, match="counted"):
+        await session.chat(OPENING)
+    assert len(session.tree) == 0
+
+
+async def test_a_renderer_that_changes_the_prefix_is_caught_at_commit() -> None:
+    """The check at commit compares what the engine was given with the record, whoever built it."""
+    session, _ = session_of(said("a", "1"), said("b", "2"))
+    reply = await session.chat(OPENING)
+    ids = session.tree.full_ids(session.tree.get(reply.node))
+    ids[3] += 1  # as a bug in a cache would
+    with pytest.raises(TokenContractError, match="leaves the recorded ids at token 3"):
+        session.tree._ids.clear()
+        node = session.tree.get(reply.node)
+        session.tree._check_prefix(replace(node, parent=node.id, given_ids=ids[:0]), node, ids)
+
+
+async def test_filters_that_the_engine_cannot_account_for_are_refused_in_training() -> None:
+    session, engine = session_of(said("a", "1"), said("b", "2"))
+    with pytest.raises(SamplingError, match=r"top_k.*training=False"):
+        await session.chat(OPENING, sampling=tt.Sampling(top_k=5))
+    assert not engine.prompts
+    await session.chat(OPENING, sampling=tt.Sampling(top_p=0.9))  # this one it can
+    free, _ = session_of(said("a", "1"), training=False)
+    await free.chat(OPENING, sampling=tt.Sampling(top_k=5))
+
+
+async def test_pinned_values_win_and_are_recorded(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal, sampling={"temperature": 0.7, "max_tokens": 50})
+    await session.chat(OPENING, sampling=tt.Sampling(temperature=0.1, max_tokens=9, seed=3))
+    assert (engine.settings[0].temperature, engine.settings[0].max_tokens, engine.settings[0].seed) == (0.7, 50, 3)
+    assert set(renderer("own").stop_token_ids) <= set(engine.settings[0].stop_token_ids)
+    (node,) = session.tree.nodes.values()
+    assert node.sampling.temperature == 0.7
+    reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    await reopened.chat([*OPENING, node.served, USER])
+    assert engine.settings[1].temperature == 0.7
+    journal.close()
+    with pytest.raises(SamplingError, match="no sampling setting named heat"):
+        session_of(sampling={"heat": 1})
+
+
+async def test_a_turn_cut_off_by_length_goes_on() -> None:
+    session, engine = session_of(*[sampled_turn(i, tokens=160, name="own") for i in range(3)])
+    first = await session.chat(OPENING, TOOLS, sampling=tt.Sampling(max_tokens=30))
+    assert first.completion.finish is Finish.LENGTH
+    second = await session.chat([*OPENING, first.message, USER], TOOLS)
+    assert session.tree.get(second.node).parent == first.node, second.root
+    assert engine.prompts[1][: len(engine.prompts[0]) + 30] == (*engine.prompts[0], *first.completion.token_ids)
+    (sample,) = session.samples()
+    assert sum(sample.loss_mask) == 30 + 160
+
+
+async def test_stop_strings_are_kept_in_the_record_and_hidden_from_the_client() -> None:
+    class Stops(Engine):
+        def _next(self, prompt_ids: Any, sampling: Any) -> Completion:
+            return replace(super()._next(prompt_ids, sampling), stopped_by="END")
+
+    text = said("one two END", "1")[:-1]
+    session = tt.Session(renderer=renderer("own"), provider=Stops([text, text]))
+    sampling = tt.Sampling(stop=("END", "ENOUGH"))
+    reply = await session.chat(OPENING, sampling=sampling)
+    assert reply.message["content"] == "one two "
+    assert reply.completion.token_ids == text
+    events = await heard(session, TurnRequest(messages=[*OPENING, reply.message, USER], sampling=sampling))
+    assert "".join(event.delta.content for event in events if event.delta) == "one two "
+
+
+async def test_template_history_forks_where_the_template_rewrites_it() -> None:
+    engine = Engine([said(f"a{i}", f"think {i}", name="qwen3") for i in range(3)])
+    session = tt.Session(renderer=renderer("qwen3", "template"), provider=engine, history="template")
+    first = await session.chat(OPENING)
+    second = await session.chat([*OPENING, first.message, USER])
+    assert second.root == "history_rewritten"
+    node = session.tree.get(second.node)
+    assert node.parent is None and node.origin == first.node
+    # What the engine was given is the template's own view of the history.
+    assert engine.prompts[1] == renderer("qwen3", "template").render([*OPENING, first.message, USER]).token_ids
+    third = await session.chat([*OPENING, {"role": "assistant", "content": "a0"}, USER, second.message, USER])
+    assert third.root == "history_rewritten" and session.tree.get(third.node).origin == second.node
+    assert len(session.samples()) == 3 and session.coverage().ratio == 1.0
+    with pytest.raises(ConfigError, match="history"):
+        tt.Session(renderer=renderer("qwen3"), provider=engine, history="template")
+
+
+async def test_routed_experts_ride_along() -> None:
+    class Mixture(Engine):
+        def _next(self, prompt_ids: Any, sampling: Any) -> Completion:
+            done = super()._next(prompt_ids, sampling)
+            size = len(done.token_ids)
+            return replace(done, routed_experts=RoutedExperts(shape=(size, 2, 1), data=bytes([len(self.prompts)]) * (size * 4)))
+
+    session = tt.Session(renderer=renderer("own"), provider=Mixture([said("a", "1"), said("b", "2")]))
+    first = await session.chat(OPENING)
+    await session.chat([*OPENING, first.message, USER])
+    (sample,) = session.samples()
+    size = sum(sample.loss_mask)
+    assert sample.routed_experts is not None and sample.routed_experts.shape == (size, 2, 1)
+    assert len(sample.routed_experts.data) == size * 4 and set(sample.routed_experts.data) == {1, 2}
+
+
+async def test_limits_are_settings() -> None:
+    session, _ = session_of(*[said("a", "1")] * 4, limits=Limits(max_nodes=1, max_prompt_tokens=40, max_n=2))
+    with pytest.raises(InputError, match="n must be"):
+        await session.turn(TurnRequest(messages=OPENING, n=3))
+    with pytest.raises(LimitExceeded, match="max_prompt_tokens=40"):
+        await session.chat([{"role": "user", "content": "word " * 100}])
+    await session.chat([{"role": "user", "content": "x"}])
+    with pytest.raises(LimitExceeded, match="max_nodes=1"):
+        await session.chat([{"role": "user", "content": "y"}])
+
+
+async def test_an_ended_session_admits_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal, group="g", metadata={"task": 1})
+    await session.chat(OPENING)
+    await session.reward(0.5, metadata={"by": "judge"})
+    await session.end()
+    with pytest.raises(SessionConflict, match="ended"):
+        await session.chat(OPENING)
+    reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    with pytest.raises(SessionConflict, match="ended"):
+        await reopened.chat(OPENING)
+    (sample,) = reopened.samples()
+    assert (sample.reward, sample.group) == (0.5, "g")
+    assert sample.metadata["task"] == 1 and sample.metadata["by"] == "judge"
+    with pytest.raises(SessionNotFound):
+        await tt.Session.open(journal, "nobody", renderer=renderer("own"), provider=engine)
+    with pytest.raises(SessionConflict, match="exists already"):
+        await tt.Session(renderer=renderer("own"), provider=engine, journal=journal, session_id=session.id).ready()
+    journal.close()
+
+
+async def test_another_tokenizer_may_not_go_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a", "1"), journal=journal)
+    await session.chat(OPENING)
+
+    class Other:
+        tokenizer_hash = "sha256:other"
+        template_hash = renderer("own").template_hash
+
+    with pytest.raises(SessionConflict, match="another template or tokenizer"):
+        await tt.Session.open(journal, session.id, renderer=Other(), provider=engine)  # type: ignore[arg-type]
+    journal.close()
+
+
+async def test_thinking_may_be_switched_from_turn_to_turn() -> None:
+    """A setting that only changes how the generation prompt ends goes on; one that changes the prompt's head begins a new root."""
+    session, _ = session_of(*[said("a", "1")] * 3)
+    first = await session.chat(OPENING)
+    second = await session.chat([*OPENING, first.message, USER], template_kwargs={"enable_thinking": False})
+    assert second.root is None
+
+
+# Agents.
+async def chatting(chat: Any, task: str) -> float:
+    messages = [{"role": "user", "content": task}]
+    for _ in range(3):
+        reply = await chat(messages, TOOLS)
+        messages += [reply.message, *answer_to(reply.message, 0)]
+    return 1.0
+
+
+async def openai_like(client: Any, task: str) -> dict[str, Any]:
+    messages: list[Any] = [{"role": "user", "content": task}]
+    for _ in range(2):
+        done = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, temperature=1.0, max_tokens=500)
+        assert done.choices[0].finish_reason == "tool_calls" and done.usage.completion_tokens == 160
+        messages += [done.choices[0].message, *answer_to(done.choices[0].message.model_dump(), 0)]
+    stream = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert text == "Looking at 2."
+    return {"ignored": True}
+
+
+@pytest.mark.parametrize(("run", "reward"), [(chatting, 1.0), (openai_like, None)])
+async def test_an_unchanged_agent_comes_back_as_a_sample(run: Any, reward: float | None) -> None:
+    session, _ = session_of(*[sampled_turn(i, tokens=160, name="own") for i in range(3)])
+    sample = await tt.rollout(run, "mend it", session)
+    assert sum(sample.loss_mask) == 480 and sample.reward == reward
+    assert session.coverage().ratio == 1.0 and len(session.samples()) == 1
+
+
+async def test_an_agent_that_never_asked_has_no_sample() -> None:
+    async def idle(client: Any, task: Any) -> None: ...
+
+    session, _ = session_of()
+    with pytest.raises(SessionConflict, match="no model call"):
+        await tt.rollout(idle, None, session)

@@ -1,0 +1,95 @@
+"""A session with a renderer and an engine that cost nothing, so that what is left is the corridor itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from statistics import median
+from typing import Any
+
+from tokentrue.types import Chunk, Completion, Ended, Extension, Finish, Ids, Messages, Parsed, Rendered, Sampling, Tools, TurnRequest
+
+GIVEN, SAMPLED, STOP = 200, 80, 1
+
+
+class FreeRenderer:
+    """Fixed ids for any message; the content of a sampled turn is its number."""
+
+    stop_token_ids = (STOP,)
+    template_hash = tokenizer_hash = "sha256:free"
+    history = "keep"
+    _given = tuple(range(10, 10 + GIVEN))
+
+    def render(self, messages: Messages, tools: Tools | None = None, *, template_kwargs: Any = None) -> Rendered:
+        return Rendered(token_ids=self._given * len(messages))
+
+    def extend(self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Any = None, *, template_kwargs: Any = None) -> Extension:
+        return Extension(prefix_ids=prefix_ids, added_ids=self._given)
+
+    def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Any = None) -> Parsed:
+        number = str(sampled_ids[0])
+        call = {"type": "function", "function": {"name": "look", "arguments": json.dumps({"path": f"src/{number}.py", "lines": [1, 40]})}}
+        message = {"role": "assistant", "content": f"step {number}", "reasoning_content": "let me see " * 20, "tool_calls": [call]}
+        return Parsed(message=message, ended=Ended.STOP, stop_id=STOP)
+
+    def parser(self, *, prompt_ids: Ids = (), tools: Any = None) -> Any:
+        raise NotImplementedError("the benchmark does not stream")
+
+    def decode(self, token_ids: Ids) -> str:
+        return ""
+
+
+class FreeEngine:
+    """Answers at once."""
+
+    name = "free"
+    truthful_filters = frozenset[str]()
+
+    def __init__(self) -> None:
+        self.count = 100
+
+    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        self.count += 1
+        ids = (self.count, *range(1_000, 1_000 + SAMPLED - 2), STOP)
+        return Completion(token_ids=ids, logprobs=(-0.5,) * SAMPLED, finish=Finish.STOP, prompt_tokens=len(prompt_ids))
+
+    def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+        raise NotImplementedError("the benchmark does not stream")
+
+    async def health(self) -> Mapping[str, Any]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+def _follow(message: Mapping[str, Any]) -> list[Any]:
+    replay = {k: v for k, v in message.items() if k != "reasoning_content"}
+    return [replay, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "def f():\n    return 1\n" * 60}]
+
+
+async def conversation(turns: int, *, times: int = 30) -> tuple[float, float, int]:
+    """Median CPU µs of one more turn after `turns` turns: with the whole history as fresh objects, and with `after`; prompt tokens."""
+    from tokentrue.turn import Session
+
+    session = Session(renderer=FreeRenderer(), provider=FreeEngine())
+    history: list[Any] = [{"role": "system", "content": "You are careful. " * 50}, {"role": "user", "content": "Mend the build."}]
+    (reply,) = await session.turn(TurnRequest(messages=history))
+    for _ in range(turns - 1):
+        history = [*history, *_follow(reply.message)]
+        (reply,) = await session.turn(TurnRequest(messages=history))
+    whole: list[float] = []
+    quick: list[float] = []
+    for _ in range(times):
+        history = [*history, *_follow(reply.message)]
+        fresh = json.loads(json.dumps(history))
+        start = time.thread_time()
+        (reply,) = await session.turn(TurnRequest(messages=fresh))
+        whole.append(time.thread_time() - start)
+        tail = json.loads(json.dumps(_follow(reply.message)))
+        start = time.thread_time()
+        (after,) = await session.turn(TurnRequest(messages=tail, after=reply.node))
+        quick.append(time.thread_time() - start)
+        history, reply = [*history, *tail], after
+    return median(whole) * 1e6, median(quick) * 1e6, reply.prompt_tokens
