@@ -1,0 +1,49 @@
+"""Command-line agents from npm, each in a folder of its own under .cache/npm, installed by package name when it is first needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALL_S = 400
+
+
+def program(package: str, name: str) -> Path:
+    """The agent's executable; skips where npm or the registry is not to be had."""
+    folder = ROOT / ".cache" / "npm" / package.replace("@", "_").replace("/", "_")
+    path = folder / "node_modules" / ".bin" / name
+    if path.exists():
+        return path
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "package.json").write_text('{"private":true}')
+    done = subprocess.run(
+        ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", package],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_S,
+    )
+    if done.returncode or not path.exists():
+        pytest.skip(f"npm cannot install {package}: {done.stderr[-300:]}")
+    return path
+
+
+def run(command: list[str], *, home: Path, cwd: Path, env: dict[str, str], timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    """With a home of its own and nothing of the user's settings."""
+    kept = {name: value for name, value in os.environ.items() if name in {"PATH", "LANG", "TMPDIR", "NODE_PATH"}}
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**kept, "HOME": str(home), "CI": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )
