@@ -198,6 +198,7 @@ class Core:
             if not isinstance(weights, dict):
                 self.broken = f"the last weight load failed half way ({error}); load whole weights"
             raise
+        self.forward.refresh()
         if self.broken:
             self.forward.clean()
         self.broken = None

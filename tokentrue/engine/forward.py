@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +28,11 @@ class Forward:
             for _ in decoder.layers
         ]
         self.trace: Trace | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The weights have changed: what the operators derived from them is stale."""
+        self.ops.pack(weight for weight in linear_weights(self.decoder))
 
     @torch.inference_mode()
     def step(self, batch: Sequence[Work], rows: Sequence[int]) -> Tensor:
@@ -99,6 +104,14 @@ class Forward:
         for pair in self.caches:
             for cache in pair:
                 cache.zero_()
+
+
+def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
+    for layer in decoder.layers:
+        yield from (layer.qkv, layer.out)
+        if isinstance(layer.mlp, Dense):
+            yield from (layer.mlp.gate_up, layer.mlp.down)
+    yield decoder.head
 
 
 def paged_batch(batch: Sequence[Work], size: int, device: torch.device) -> PagedBatch:

@@ -1,13 +1,17 @@
 """Exact operators on the CPU, from plain torch.
 
-float32 products run in oneDNN's linear kernel, whose rows do not depend on their number from two rows up; 16-bit products, and machines
-where that does not hold, use fixed row tiles (every product has exactly TILE rows, the last one padded). Neither is taken on trust:
-`self_test` compares bits on this machine for every shape of the model and falls back from the first to the second.
+float32 products come in three forms with the same bits, and a fourth that stands apart:
+  oneDNN's linear kernel, whose rows do not depend on their number from two rows up (its weights may be packed beforehand);
+  for small K (where libraries sum in one run of fused multiply-adds) the ordinary product of `PLAIN_ROWS` rows and more,
+  and that of two rows and more with the transposed weight, which are far quicker to call;
+  fixed row tiles (every product has exactly TILE rows, the last one padded), for 16-bit types and wherever the others fail.
+None is taken on trust: `self_test` compares bits on this machine for every shape of the model before a form is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,20 +20,35 @@ from torch import Tensor
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import cpu_attention
-from tokentrue.numerics.ops import AttentionSpec, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
 
 TILE = 32
 """Rows of every product on the structural path."""
+PLAIN_ROWS = 16
 PAGE = 16
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def onednn_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def two_rows(x_MK: Tensor) -> Tensor:
     """One row alone would take the matrix-vector kernel, which sums in another order: it is given a companion."""
-    if x_MK.shape[0] == 1:
-        return torch.ops.mkldnn._linear_pointwise(x_MK.expand(2, -1).contiguous(), weight, bias, "none", [], "")[:1]
-    return torch.ops.mkldnn._linear_pointwise(x_MK, weight, bias, "none", [], "")
+    return x_MK.expand(2, -1).contiguous() if x_MK.shape[0] == 1 else x_MK
+
+
+def onednn_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`weight` as it is, or packed."""
+    return torch.ops.mkldnn._linear_pointwise(two_rows(x_MK), weight, bias, "none", [], "")[: x_MK.shape[0]]
+
+
+def plain_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """For PLAIN_ROWS rows and more; the bias is added after the sum, as oneDNN does."""
+    out = torch.mm(x_MK, weight.t())
+    return out if bias is None else out.add_(bias)
+
+
+def transposed_product(x_MK: Tensor, weight_KN: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.mm(two_rows(x_MK), weight_KN)[: x_MK.shape[0]]
+    return out if bias is None else out.add_(bias)
 
 
 def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -115,27 +134,47 @@ class CpuOps(Ops):
     def __init__(self) -> None:
         self.structural: set[int] = set()
         """In-feature sizes K for which oneDNN's float32 kernel is not row-invariant here, whatever N: merged weights must agree."""
+        self.plain: set[int] = set()
+        """In-feature sizes K for which ordinary products have oneDNN's bits here."""
         self.has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
-        self.rows = 8  # least rows of an attention product; `self_test` may raise it
+        self.rows = 8  # least rows of an attention product; `self_test` finds it
+        self._packed: dict[tuple[int, int], tuple[Product, Tensor]] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._plan: tuple[PagedBatch, dict[int | None, list[DecodePlan]]] | None = None
 
     # ---- rows x features ----------------------------------------------------------------------------------------------------------
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        product = self.product(weight)
         flat = x.reshape(-1, x.shape[-1])
         if not flat.is_contiguous():
             flat = flat.contiguous()
         if flat.shape[0] == 0:
             out = flat.new_empty(0, weight.shape[0])
         elif torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            out = Linear.apply(flat, weight, bias, product)
+            out = Linear.apply(flat, weight, bias, self.product(weight, flat.shape[0]))
         else:
-            out = product(flat, weight, bias)
+            packed = self._packed.get((weight.data_ptr(), weight.shape[0]))
+            product, form = packed or (self.product(weight, flat.shape[0]), weight)
+            out = product(flat, form, bias)
         return out.view(*x.shape[:-1], weight.shape[0])  # pyright: ignore
 
-    def product(self, weight: Tensor) -> Product:
-        fast = weight.dtype == torch.float32 and self.has_onednn and weight.shape[1] not in self.structural
-        return onednn_product if fast else tiled_product
+    def product(self, weight: Tensor, rows: int) -> Product:
+        """The quickest form with the right bits for a weight as the model holds it."""
+        k = weight.shape[1]
+        if weight.dtype != torch.float32 or not self.has_onednn or k in self.structural:
+            return tiled_product
+        return plain_product if k in self.plain and rows >= PLAIN_ROWS else onednn_product
+
+    def pack(self, weights: Iterable[Tensor]) -> None:
+        self._packed.clear()
+        for weight in weights:
+            n, k = weight.shape
+            if weight.dtype != torch.float32 or not self.has_onednn or k in self.structural:
+                continue
+            if k in self.plain:
+                form: tuple[Product, Tensor] = (transposed_product, weight.t().contiguous())
+            else:
+                form = (onednn_product, torch.ops.mkldnn._reorder_linear_weight(weight, None))
+            self._packed[weight.data_ptr(), n] = form
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
         if x.dtype == torch.float32 and not unit_offset:
@@ -156,10 +195,7 @@ class CpuOps(Ops):
         return self.activation(gate, kind).mul_(up)
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        cos, half = cos.unsqueeze(1), cos.shape[-1] // 2
-        # (-x2)*sin and x2*(-sin) are the same bits; the sign moves to the smaller tensor.
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
-        return tuple((x * cos).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed)) for x in (q, k))  # pyright: ignore
+        return rotated(q, cos, sin), rotated(k, cos, sin)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return F.log_softmax(logits, -1)
@@ -195,12 +231,34 @@ class CpuOps(Ops):
             pages = cache.transpose(0, 1)
             pages.view(pages.shape[0], -1, pages.shape[-1]).index_copy_(1, slots, new.transpose(0, 1))
 
+    def prepare_qkv(
+        self, qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor | None, sin: Tensor | None,
+        k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
+    ) -> Tensor:  # fmt: skip
+        """Queries and keys are normed and rotated together: half the calls."""
+        h, j, d = heads
+        split = qkv.view(-1, h + 2 * j, d)
+        qk, v = split[:, : h + j], split[:, h + j :]
+        if norm is not None:
+            if norm.unit_offset or qkv.dtype != torch.float32:
+                q = self.rms_norm(qk[:, :h], norm.q_weight, norm.eps, unit_offset=norm.unit_offset)
+                qk = torch.cat((q, self.rms_norm(qk[:, h:], norm.k_weight, norm.eps, unit_offset=norm.unit_offset)), 1)
+            else:
+                weight = torch.cat((norm.q_weight.expand(h, d), norm.k_weight.expand(j, d)))
+                qk = F.rms_norm(qk, (d,), None, norm.eps).mul_(weight)
+        if cos is not None and sin is not None:
+            qk = rotated(qk, cos, sin)
+        self.store_kv(qk[:, h:], v, k_cache, v_cache, batch.slots)
+        return qk[:, :h]
+
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
-        out = torch.empty_like(q)
         decodes = batch.num_decodes
-        for members in decode_buckets(batch.contexts[:decodes]):
-            rows = slice(None, decodes) if len(members) == decodes else torch.tensor(members)
-            out[rows] = self.decode(q[rows], k_cache, v_cache, batch.block_tables[rows], [batch.contexts[i] for i in members], spec)
+        plans = self.decode_plans(batch, spec.window, k_cache.shape[1])
+        if len(plans) == 1 and decodes == len(batch.q_lens):
+            return self.decode(q, k_cache, v_cache, plans[0], spec)
+        out = q.new_empty(q.shape)
+        for plan in plans:
+            out[plan.rows] = self.decode(q[plan.rows], k_cache, v_cache, plan, spec)
         start = decodes
         for i in range(decodes, len(batch.q_lens)):
             stop = start + batch.q_lens[i]
@@ -208,20 +266,43 @@ class CpuOps(Ops):
             start = stop
         return out
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, contexts: list[int], spec: AttentionSpec) -> Tensor:
+    def decode_plans(self, batch: PagedBatch, window: int | None, heads: int) -> list[DecodePlan]:
+        """The same for every layer of a step, so made once."""
+        if self._plan is None or self._plan[0] is not batch:
+            self._plan = (batch, {})
+        plans = self._plan[1]
+        if window not in plans:
+            plans[window] = [
+                self.decode_plan(batch, members, window, heads) for members in decode_buckets(batch.contexts[: batch.num_decodes])
+            ]
+        return plans[window]
+
+    def decode_plan(self, batch: PagedBatch, members: list[int], window: int | None, heads: int) -> DecodePlan:
+        contexts = [batch.contexts[i] for i in members]
+        rows = slice(0, batch.num_decodes) if len(members) == batch.num_decodes else torch.tensor(members)
+        keys = cpu_attention.up_to(max(contexts), cpu_attention.KEYS)
+        hidden = hidden_decode(contexts, keys, window)
+        return DecodePlan(rows, self.pages_of(batch.block_tables[rows], keys), keys, None if hidden is None else hidden.repeat(heads, 1, 1))
+
+    def pages_of(self, tables: Tensor, keys: int) -> Tensor:
+        """The pages of the first `keys` keys of each sequence, flat."""
+        pages = keys // self.block_size
+        return (tables[:, :pages] if tables.shape[1] >= pages else F.pad(tables, (0, pages - tables.shape[1]))).reshape(-1)
+
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, spec: AttentionSpec) -> Tensor:
         """One query per sequence."""
         s, h, d = q.shape
         j = k_cache.shape[1]
         g = h // j
-        keys = cpu_attention.up_to(max(contexts), cpu_attention.KEYS)
-        k, v = self.gather(k_cache, tables, keys, "k"), self.gather(v_cache, tables, keys, "v")
+        k, v = self.gather(k_cache, plan.pages, plan.keys, "k"), self.gather(v_cache, plan.pages, plan.keys, "v")
+        q_JSGD = q.view(s, j, g, d).transpose(0, 1)
         rows = max(g, self.rows)
-        padded = q.new_zeros(j, s, rows, d, dtype=torch.float32)
-        padded[:, :, :g] = q.view(s, j, g, d).transpose(0, 1)
-        hidden = hidden_decode(contexts, keys, spec.window)
-        out, _ = cpu_attention.fold(
-            padded.view(j * s, rows, d).mul_(spec.scale), k, v, hidden.repeat(j, 1, 1) if hidden is not None else None, spec.softcap
-        )
+        if rows == g:
+            padded = q_JSGD.float() * spec.scale
+        else:
+            padded = q.new_zeros(j, s, rows, d, dtype=torch.float32)
+            torch.mul(q_JSGD, spec.scale, out=padded[:, :, :g]) if q.dtype == torch.float32 else padded[:, :, :g].copy_(q_JSGD).mul_(spec.scale)
+        out, _ = cpu_attention.fold(padded.reshape(j * s, rows, d), k, v, plan.hidden, spec.softcap)
         return out.view(j, s, rows, d)[:, :, :g].transpose(0, 1).reshape(s, h, d).to(q.dtype)
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, context: int, spec: AttentionSpec) -> Tensor:
@@ -230,7 +311,8 @@ class CpuOps(Ops):
         j = k_cache.shape[1]
         g = h // j
         keys = cpu_attention.up_to(context, cpu_attention.KEYS)
-        k, v = self.gather(k_cache, table[None], keys, "k"), self.gather(v_cache, table[None], keys, "v")
+        pages = self.pages_of(table[None], keys)
+        k, v = self.gather(k_cache, pages, keys, "k"), self.gather(v_cache, pages, keys, "v")
         first = context - t
         q_JTGD = q.float().view(t, j, g, d).transpose(0, 1) * spec.scale
         out = q_JTGD.new_empty(j, t, g, d)
@@ -246,26 +328,22 @@ class CpuOps(Ops):
             out[:, at : at + stop] = result[:, : stop * g].view(j, stop, g, d)
         return out.transpose(0, 1).reshape(t, h, d).to(q.dtype)
 
-    def gather(self, cache: Tensor, tables: Tensor, keys: int, name: str) -> Tensor:
-        """The first `keys` keys of each sequence, [J*S, keys, D] float32; into a buffer that the next call of the same name reuses."""
-        s, width = tables.shape
-        pages = keys // self.block_size
-        if width < pages:
-            tables = F.pad(tables, (0, pages - width))
+    def gather(self, cache: Tensor, pages: Tensor, keys: int, name: str) -> Tensor:
+        """Keys of those pages, [J*S, keys, D] float32; in a buffer that the next call of the same name reuses."""
         source = cache.transpose(0, 1)
         j, _, b, d = source.shape
-        size = j * s * pages * b * d
+        size = j * pages.shape[0] * b * d
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != cache.dtype:
             buffer = self._buffers[name] = torch.empty(size, dtype=cache.dtype)
-        out = buffer[:size].view(j, s * pages, b, d)
-        torch.index_select(source, 1, tables[:, :pages].reshape(-1), out=out)
-        return out.view(j * s, keys, d).float()
+        out = buffer[:size].view(j, pages.shape[0], b, d)
+        torch.index_select(source, 1, pages, out=out)
+        return out.view(-1, keys, d).float()
 
     # ---- self-knowledge -----------------------------------------------------------------------------------------------------------
     def contract(self) -> Mapping[str, str]:
         tiles = "/".join(map(str, cpu_attention.TILES))
-        linear = "oneDNN linear, rows >= 2, float32" if self.has_onednn else f"{TILE}-row tiles"
+        linear = "oneDNN linear, rows >= 2, or a product equal to it in bits, float32" if self.has_onednn else f"{TILE}-row tiles"
         return {
             "linear.float32": linear + (f"; {TILE}-row tiles for K in {sorted(self.structural)}" if self.structural else ""),
             "linear.bfloat16": f"{TILE}-row tiles",
@@ -281,6 +359,23 @@ class CpuOps(Ops):
         from tokentrue.numerics.selftest import check_cpu
 
         return check_cpu(self, linears=linears, heads=heads, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Sequences that decode together: their rows, their pages, and which keys (of `keys`, padding included) they do not see."""
+
+    rows: slice | Tensor
+    pages: Tensor
+    keys: int
+    hidden: Tensor | None
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1] // 2
+    # (-x2)*sin and x2*(-sin) are the same bits; the sign moves to the smaller tensor.
+    signed = torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
+    return (x * cos.unsqueeze(1)).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed))
 
 
 def decode_buckets(contexts: tuple[int, ...]) -> list[list[int]]:

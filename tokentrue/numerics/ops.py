@@ -14,7 +14,7 @@ finite. The token at position p of a sequence lies in block `table[p // B]`, row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +137,9 @@ class Ops(ABC):
     @abstractmethod
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         """q [T,H,D] -> [T,H,D], keys and values from the pages; prefill chunks and decodes mixed."""
+
+    def pack(self, weights: Iterable[Tensor]) -> None:  # noqa: B027  (nothing to do is a fine answer)
+        """These weights (as `linear` will be given them) are constant until the next call: prepare a quicker form, of the same bits."""
 
     def new_cache(self, num_blocks: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros, shaped [num_blocks, J, B, D]."""

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import cpu_attention
-from tokentrue.numerics.ops import AttentionSpec, Packed
+from tokentrue.numerics.ops import AttentionSpec
 
 if TYPE_CHECKING:
     from tokentrue.numerics.cpu import CpuOps, Product
 
 ROWS = (1, 2, 3, 8, 17, 32, 33, 64, 129, 256)
-LEAST_ROWS = (8, 16, 32)
+LEAST_ROWS = (2, 4, 8, 16, 32)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -29,37 +29,71 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check_cpu(ops: CpuOps, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+    return [*check_linears(ops, linears, dtype), *check_heads(ops, heads)]
+
+
+def check_linears(ops: CpuOps, linears: set[tuple[int, int, bool]], dtype: torch.dtype) -> list[str]:
     from tokentrue.numerics.cpu import TILE, onednn_product, tiled_product
 
-    threads, notes = torch.get_num_threads(), []
+    threads, notes, plain = torch.get_num_threads(), [], {}
     for k, n, bias in sorted(linears):
         if dtype == torch.float32 and ops.has_onednn:
             if rows_independent(onednn_product, k, n, bias, dtype, threads):
+                plain[k] = plain.get(k, True) and plain_equals_onednn(k, n, bias, threads)
                 continue
             ops.structural.add(k)
             notes.append(f"linear {k}x{n} {dtype}: oneDNN's rows depend on the batch here; {TILE}-row tiles instead")
         if not rows_independent(tiled_product, k, n, bias, dtype, threads):
             raise ExactnessError(f"linear {k}x{n} {dtype}: even a fixed {TILE}-row tile gives a row different bits at different places")
+    ops.plain = {k for k, equal in plain.items() if equal and k not in ops.structural}
+    return notes
+
+
+def check_heads(ops: CpuOps, heads: set[tuple[int, int, int]]) -> list[str]:
+    threads, notes = torch.get_num_threads(), []
+    ops.rows = 1
     for h, j, d in sorted(heads):
-        for rows in LEAST_ROWS:
-            ops.rows = max(ops.rows, rows)
-            if attention_independent(ops.rows, h, j, d, threads):
+        for rows in (ops.rows, *LEAST_ROWS):
+            if rows >= ops.rows and attention_independent(max(rows, h // j), h, j, d, threads):
+                ops.rows = max(rows, h // j)
                 break
         else:
             raise ExactnessError(f"attention with {h}/{j} heads of {d}: no row count up to {LEAST_ROWS[-1]} is independent of the batch")
-        if ops.rows > LEAST_ROWS[0]:
+        if ops.rows > 8:
             notes.append(f"attention {h}/{j}x{d}: at least {ops.rows} rows per product")
     return notes
 
 
 @cache
+def plain_equals_onednn(k: int, n: int, bias: bool, threads: int) -> bool:
+    """Do the ordinary product and the transposed one have oneDNN's bits, for every row count that will use them?"""
+    from tokentrue.numerics.cpu import PLAIN_ROWS, onednn_product, plain_product, transposed_product
+
+    x, w, b = example(k, n, bias, torch.float32)
+    turned = w.t().contiguous()
+    with torch.no_grad():
+        wanted = onednn_product(x, w, b)
+        for m in (*ROWS, *range(4, 16), 24, 48, 100, 128, 200):
+            rows = x[:m].contiguous()
+            if not same_bits(transposed_product(rows, turned, b), wanted[:m]):
+                return False
+            if m >= PLAIN_ROWS and not same_bits(plain_product(rows, w, b), wanted[:m]):
+                return False
+    return True
+
+
+def example(k: int, n: int, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(k * 1000003 + n)
+    x = torch.randn(ROWS[-1], k, generator=generator).to(dtype)
+    w = (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
+    return x, w, torch.randn(n, generator=generator).to(dtype) if bias else None
+
+
+@cache
 def rows_independent(product: Product, k: int, n: int, bias: bool, dtype: torch.dtype, threads: int) -> bool:
     """Rows of a large product against the same rows in smaller ones, at another place and with another N."""
-    generator = torch.Generator().manual_seed(k * 1000003 + n)
-    most = ROWS[-1]
-    x = torch.randn(most, k, generator=generator).to(dtype)
-    w = (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
-    b = torch.randn(n, generator=generator).to(dtype) if bias else None
+    x, w, b = example(k, n, bias, dtype)
+    most = x.shape[0]
     with torch.no_grad():
         whole = product(x, w, b)
         for m in ROWS:
@@ -80,7 +114,8 @@ def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bo
     k, v = (torch.randn(keys, j, d, generator=generator) for _ in range(2))
     with torch.no_grad():
         whole = cpu_attention.attention(q, k, v, (keys,), spec)
-        double = cpu_attention.attention(*(torch.cat((x, x[:200])) for x in (q, k, v)), (keys, 200), spec)
+        twice = [torch.cat((x, x[:200])) for x in (q, k, v)]
+        double = cpu_attention.attention(twice[0], twice[1], twice[2], (keys, 200), spec)
         if not same_bits(double, torch.cat((whole, whole[:200]))):
             return False
         q_XTGD, k_XND, v_XND = cpu_attention.head_major(q[None], k[None], v[None], spec.scale)
@@ -96,13 +131,9 @@ def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bo
                 hidden = torch.zeros(m, chunk.hidden.shape[-1], dtype=torch.bool)
                 hidden[: tile * g] = chunk.hidden
                 for copies in (1, 3):
-                    stacked = (t.repeat(copies, 1, 1) for t in (x, k_XND[:, : chunk.keys], v_XND[:, : chunk.keys]))
-                    out, _ = cpu_attention.fold(*stacked, hidden, None)
+                    stacked = [t.repeat(copies, 1, 1) for t in (x, k_XND[:, : chunk.keys], v_XND[:, : chunk.keys])]
+                    out, _ = cpu_attention.fold(stacked[0], stacked[1], stacked[2], hidden, None)
                     found = out[: j * copies, : tile * g].view(copies, j, tile, g, d)
                     if not same_bits(found, wanted[:, first : first + tile].expand(copies, j, tile, g, d)):
                         return False
     return True
-
-
-def packed_lengths(*lengths: int) -> Packed:
-    return Packed.of(lengths)
