@@ -49,7 +49,7 @@ def weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 def test_linear_rows_do_not_depend_on_the_batch() -> None:
     o = ops()
-    for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)):
+    for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 2e-5)):
         for k, n in LINEARS:
             x, w, b = randn(1100, k, dtype=dtype), weight(n, k, dtype), randn(n, dtype=dtype)
             whole = o.linear(x, w, b)

@@ -44,7 +44,7 @@ class Bursts:
     def start(self, batch: Sequence[Work]) -> bool:
         """Launch a burst for a batch that the scheduler just made, if it is all plain decoding and has room to go on."""
         requests = [work.request for work in batch]
-        if len(batch) > BUCKETS[-1] or any(work.count > 1 or not is_plain(work.request) for work in batch):
+        if len(batch) > BUCKETS[-1] or any(work.count > 1 or not work.samples or not is_plain(work.request) for work in batch):
             return False
         lengths = [len(r.tokens) for r in requests]
         steps = self.room(requests, lengths)

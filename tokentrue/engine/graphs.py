@@ -157,24 +157,30 @@ class DecodeGraphs:
 
     def logits(self, ids: Tensor, batch: PagedBatch) -> Tensor:
         """As Forward's, with each residual sum fused into the norm behind it; layers with other norms go through Forward itself."""
+        from tokentrue.numerics.triton import TritonOps
+
         f, d = self.forward, self.forward.decoder
         plain = all(isinstance(x.mlp, Dense) and x.before_attention and x.before_mlp and not x.after_attention and not x.after_mlp for x in d.layers)
         if not plain or d.logit_softcap is not None:
             return f.logits(f.hidden(ids, batch))
         ropes = {key: (cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)) for key, (cos, sin) in d.ropes.items()}
-        x, h, ops = d.embed(ids), None, f.ops
+        ops = f.ops
+        assert isinstance(ops, TritonOps)
+        x, h = d.embed(ids), None
         for (keys, values), layer in zip(f.caches, d.layers, strict=True):
             n, m, mlp = layer.before_attention, layer.before_mlp, layer.mlp
             assert n is not None and m is not None and isinstance(mlp, Dense)
-            h, x = ops.add_rms_norm(h, x, n.weight, n.eps, unit_offset=n.unit_offset) if h is not None else (f.norm("", n, x), x)
-            q = ops.prepare_qkv(ops.linear(h, layer.qkv, layer.qkv_bias), d.heads, layer.head_norm, *ropes[layer.rope], keys, values, batch)
-            h = ops.linear(ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1), layer.out, layer.out_bias)
-            h, x = ops.add_rms_norm(h, x, m.weight, m.eps, unit_offset=m.unit_offset)
-            if mlp.gate_up_bias is None:
-                inner = ops.gated_linear(h, mlp.gate_up, mlp.kind)
+            if h is None:
+                qkv = ops.linear(f.norm("", n, x), layer.qkv, layer.qkv_bias)
             else:
-                inner = ops.act_mul(*ops.linear(h, mlp.gate_up, mlp.gate_up_bias).chunk(2, -1), mlp.kind)
+                qkv, x = ops.norm_linear(h, x, n, layer.qkv, layer.qkv_bias)
+            q = ops.prepare_qkv(qkv, d.heads, layer.head_norm, *ropes[layer.rope], keys, values, batch)
+            h = ops.linear(ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1), layer.out, layer.out_bias)
+            if mlp.gate_up_bias is None:
+                inner, x = ops.norm_linear(h, x, m, mlp.gate_up, kind=mlp.kind)
+            else:
+                both, x = ops.norm_linear(h, x, m, mlp.gate_up, mlp.gate_up_bias)
+                inner = ops.act_mul(*both.chunk(2, -1), mlp.kind)
             h = ops.linear(inner, mlp.down, mlp.down_bias)
         assert h is not None
-        h, _ = ops.add_rms_norm(h, x, d.norm.weight, d.norm.eps, unit_offset=d.norm.unit_offset)
-        return ops.linear(h, d.head, d.head_bias)
+        return ops.norm_linear(h, x, d.norm, d.head, d.head_bias)[0]

@@ -106,12 +106,33 @@ def _key_rows(table_ptr, s, start, j, block, stride_table, stride_page, stride_h
 
 
 @triton.jit
+def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, lowest, num_blocks, max_blocks, H: tl.constexpr, J: tl.constexpr,
+                D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr):  # fmt: skip
+    """The blocks of one decode query, folded in ascending order. Read past the first cache, where another program's writes may not show."""
+    G: tl.constexpr = H // J
+    g = tl.arange(0, GP)
+    d = tl.arange(0, BD)
+    top = tl.full((GP,), float("-inf"), tl.float32)
+    total = tl.zeros((GP,), tl.float32)
+    out = tl.zeros((GP, BD), tl.float32)
+    for block in range(lowest, num_blocks):
+        slot = ((s * J + j) * max_blocks + block) * GP
+        m = tl.load(part_m_ptr + slot + g, mask=g < G, other=float("-inf"), cache_modifier=".cg")
+        partial = tl.load(part_l_ptr + slot + g, mask=g < G, other=0.0, cache_modifier=".cg")
+        o = tl.load(part_ptr + (slot + g)[:, None] * BD + d[None, :], mask=(g < G)[:, None], other=0.0, cache_modifier=".cg")
+        top, total, out = _fold(top, total, out, m, partial, o)
+    at_out = s * H + j * G + g
+    tl.store(o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
 def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
-                    stride_qt, stride_page, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, max_blocks,
+                    stride_qt, stride_page, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
                     SPLITS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Grid (tiles, J, SPLITS). With SPLITS > 0 the blocks go to `part_*` unfolded (one query a sequence), else they are folded here."""
+    """Grid (tiles, J, SPLITS). With SPLITS > 0 (one query a sequence) the programs of a sequence leave their blocks in `part_*`, and the last
+    one to arrive folds them all, in the same order as a program that has them alone."""
     after_previous(PDL)
     tile = tl.program_id(0)
     j = tl.program_id(1)
@@ -164,39 +185,18 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
             tl.store(part_ptr + (slot + r)[:, None] * BD + d[None, :], o, mask=keep[:, None])
         else:
             top, total, out = _fold(top, total, out, m, partial, o)
-    if SPLITS == 0:
+    if SPLITS > 0:
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrived_ptr + s * J + j, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            first_block = lowest - tl.program_id(2)
+            _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, first_block, num_blocks, max_blocks, H, J, D, BD, GP)
+            tl.store(arrived_ptr + s * J + j, 0)
+    else:
         at_out = (token * H + j * G + g)
         tl.store(o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=row_ok[:, None] & (d < D)[None, :])
         if LSE:
             tl.store(lse_ptr + at_out, top + tl.log2(total), mask=row_ok)
-
-
-@triton.jit
-def _fold_kernel(part_ptr, part_m_ptr, part_l_ptr, o_ptr, context_ptr, max_blocks, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
-                 BD: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Grid (S, J): the blocks of one query, folded in ascending order."""
-    after_previous(PDL)
-    s = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1)
-    G: tl.constexpr = H // J
-    g = tl.arange(0, GP)
-    d = tl.arange(0, BD)
-    position = tl.load(context_ptr + s) - 1
-    num_blocks = tl.cdiv(position + 1, BN)
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(position - WINDOW + 1, 0) // BN
-    top = tl.full((GP,), float("-inf"), tl.float32)
-    total = tl.zeros((GP,), tl.float32)
-    out = tl.zeros((GP, BD), tl.float32)
-    for block in range(lowest, num_blocks):
-        slot = ((s * J + j) * max_blocks + block) * GP
-        m = tl.load(part_m_ptr + slot + g, mask=g < G, other=float("-inf"))
-        partial = tl.load(part_l_ptr + slot + g, mask=g < G, other=0.0)
-        o = tl.load(part_ptr + (slot + g)[:, None] * BD + d[None, :], mask=(g < G)[:, None], other=0.0)
-        top, total, out = _fold(top, total, out, m, partial, o)
-    at_out = s * H + j * G + g
-    tl.store(o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
 
 
 def tiles_of(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device) -> Tiles:
@@ -216,16 +216,19 @@ class Parts:
     out: torch.Tensor
     top: torch.Tensor
     total: torch.Tensor
+    arrived: torch.Tensor  # int32 [sequences × J], zero between launches
     max_blocks: int
     splits: int
 
 
-def parts_for(sequences: int, context: int, splits: int, *, heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Parts:
+def parts_for(arrived: torch.Tensor, sequences: int, context: int, splits: int, *, shape: tuple[int, int, int], dtype: torch.dtype) -> Parts:
+    """Room for sequences of up to `context` keys and (H, J, D) heads; `arrived` is lent by the caller."""
+    heads, key_heads, size = shape
     blocks = triton.cdiv(context, blocks_for(dtype).keys)
     rows = sequences * key_heads * blocks * power_of_two(heads // key_heads)
-    out = torch.empty((rows, power_of_two(size)), dtype=torch.float32, device=device)
-    top, total = torch.empty((2, rows), dtype=torch.float32, device=device)
-    return Parts(out=out, top=top, total=total, max_blocks=blocks, splits=splits)
+    out = torch.empty((rows, power_of_two(size)), dtype=torch.float32, device=arrived.device)
+    top, total = torch.empty((2, rows), dtype=torch.float32, device=arrived.device)
+    return Parts(out=out, top=top, total=total, arrived=arrived, max_blocks=blocks, splits=splits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,13 +264,16 @@ def dense_heads(q: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    q: torch.Tensor, keys: Keys, out: torch.Tensor, spec: AttentionSpec, *, tiles: Tiles | None, sequences: int, lse: torch.Tensor | None = None, parts: Parts | None = None
+    q: torch.Tensor, keys: Keys, out: torch.Tensor, spec: AttentionSpec, *, tiles: Tiles | None, sequences: int, lse: torch.Tensor | None = None, parts: Parts | None = None,
+    warps: int | None = None,
 ) -> None:
-    """Attention of q [T, H, D] into out [T, H, D]: the queries of `tiles`, or (None) one decode query of each of the first `sequences`."""
+    """Attention of q [T, H, D] into out [T, H, D]: the queries of `tiles`, or (None) one decode query of each of the first `sequences`.
+
+    `warps` other than the tile's own gives other bits: it is for engines with exactness off."""
     _, heads, size = q.shape
     key_heads = keys.k.shape[1]
     blocks = blocks_for(q.dtype)
-    rows, warps = blocks.flat if tiles is None else blocks.tall
+    rows, safe = blocks.flat if tiles is None else blocks.tall
     programs = sequences if tiles is None else tiles.sequence.shape[0]
     if programs == 0:
         return
@@ -277,11 +283,8 @@ def attend(
     _forward_kernel[(programs, key_heads, parts.splits if parts else 1)](
         q, keys.k, keys.v, out, lse if lse is not None else out, keys.starts, context, tiles.sequence if tiles else table, tiles.query if tiles else table,
         table, spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *keys.strides, table.stride(0) if keys.page else 0,
-        parts.out if parts else out, parts.top if parts else out, parts.total if parts else out, parts.max_blocks if parts else 0,
+        parts.out if parts else out, parts.top if parts else out, parts.total if parts else out,
+        parts.arrived if parts else keys.starts, parts.max_blocks if parts else 0,
         BM=rows, PAGE=keys.page, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None, SPLITS=parts.splits if parts else 0,
-        DECODE=tiles is None, PRECISION=precision_of(q.dtype), num_warps=warps, num_stages=STAGES or (3 if q.dtype != torch.float32 else 2), **common, **strict(),
+        DECODE=tiles is None, PRECISION=precision_of(q.dtype), num_warps=warps or safe, num_stages=STAGES or (3 if q.dtype != torch.float32 else 2), **common, **strict(),
     )  # fmt: skip
-    if parts:
-        _fold_kernel[(sequences, key_heads)](
-            parts.out, parts.top, parts.total, out, context, parts.max_blocks, num_warps=1, num_stages=3, **common, **strict()
-        )  # fmt: skip

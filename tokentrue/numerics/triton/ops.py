@@ -6,6 +6,7 @@ Tiles are free as long as they agree on this machine: `self_test` compares them 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,27 @@ import triton
 from torch import Tensor
 
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
-from tokentrue.numerics.triton import activation, attention, attention_grad, experts, logsoftmax, matmul, norm, rope, selftest
+from tokentrue.numerics.triton import activation, attention, attention_grad, experts, logsoftmax, matmul, norm, norm_matmul, rope, selftest
 
-SPLIT_PROGRAMS = 264  # two for each multiprocessor of an H100/H200: below, a decode step splits its key blocks over programs
-MAX_SPLITS = 32
+MOST_PROGRAMS = 4096
+"""Sequences × key heads of a decode step whose key blocks may be shared out to several programs."""
+
+
+def splits_for(programs: int) -> int:
+    """Programs that share one sequence's key blocks, so that about eight run on each multiprocessor of an H200; measured there."""
+    return min(32, 1024 // programs) if programs <= MOST_PROGRAMS else 0
+
+
+
+class Norm(Protocol):
+    """Weight, epsilon and kind of an RMS norm."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def unit_offset(self) -> bool: ...
 
 
 class TritonOps(Ops):
@@ -29,6 +47,8 @@ class TritonOps(Ops):
         self.pinned: dict[tuple[int, int], matmul.Tile] = {}  # (K, N) whose tiles disagree here -> the one tile it may use
         self.split_decode = True
         self.fused = True
+        self.warps: int | None = None
+        self._arrived: Tensor | None = None
         self._packed: tuple[Packed, int, int, attention.Tiles] | None = None
         self._batch: tuple[PagedBatch, int, int, attention.Tiles] | None = None
 
@@ -86,12 +106,12 @@ class TritonOps(Ops):
         keys = attention.Keys(k=k_cache, v=v_cache, starts=batch.cu_q, table=batch.block_tables, context=batch.context_lens)
         out = torch.empty_like(q)
         if batch.num_decodes:
-            splits = min(MAX_SPLITS, SPLIT_PROGRAMS // (batch.num_decodes * key_heads)) if self.split_decode else 0
+            splits = splits_for(batch.num_decodes * key_heads) if self.split_decode else 0
             parts = None
             if splits > 1:
                 room = batch.block_tables.shape[1] * k_cache.shape[2]
-                parts = attention.parts_for(batch.num_decodes, room, splits, heads=heads, key_heads=key_heads, size=size, dtype=q.dtype, device=q.device)
-            attention.attend(q, keys, out, spec, tiles=None, sequences=batch.num_decodes, parts=parts)
+                parts = attention.parts_for(self.arrived(q.device), batch.num_decodes, room, splits, shape=(heads, key_heads, size), dtype=q.dtype)
+            attention.attend(q, keys, out, spec, tiles=None, sequences=batch.num_decodes, parts=parts, warps=self.warps)
         if batch.num_decodes < len(batch.q_lens):
             if self._batch is None or self._batch[0] is not batch or self._batch[1:3] != (heads, key_heads):
                 tiles = attention.tiles_of(batch.q_lens, skip=batch.num_decodes, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device)
@@ -99,11 +119,25 @@ class TritonOps(Ops):
             attention.attend(q, keys, out, spec, tiles=self._batch[3], sequences=len(batch.q_lens))
         return out
 
+    def arrived(self, device: torch.device) -> Tensor:
+        if self._arrived is None:
+            self._arrived = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
+        return self._arrived
+
     # ---- compositions -------------------------------------------------------------------------------------------------------------
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> tuple[Tensor, Tensor]:
         if not self.fused or (torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad)):
             return super().add_rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
         return norm.add_rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
+
+    def norm_linear(
+        self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(linear of add_rms_norm(h, residual), residual + h); gated_linear where `kind` names an activation. For inference."""
+        if self.fused and not self.pinned and norm_matmul.fits(h, weight, gated=kind is not None):
+            return norm_matmul.norm_product(h, residual, norm.weight, norm.eps, weight, bias, unit_offset=norm.unit_offset, act=kind)
+        normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, unit_offset=norm.unit_offset)
+        return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
 
     def prepare_qkv(
         self, qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch
@@ -138,6 +172,17 @@ class InexactOps(TritonOps):
     """The same forward with exactness off: cuBLAS products and torch norms, whose bits depend on the batch. Only benchmarks and negative controls use it."""
 
     name = "inexact"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = True
+        self.warps = 4  # a decode tile of 16 rows over four warps: faster, and not invariant
+
+    def norm_linear(
+        self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, unit_offset=norm.unit_offset)
+        return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)

@@ -6,6 +6,7 @@ loses its split; a fused launch that differs from its parts is taken apart. What
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +49,13 @@ def _run(ops: TritonOps, linears: set[tuple[int, int, bool]], heads: set[tuple[i
             notes += _attention(ops, h, j, d, dtype, random)
         notes += _fused(ops, sorted(linears), sorted(heads), dtype, random)
     return notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowNorm:
+    weight: torch.Tensor
+    eps: float
+    unit_offset: bool
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -135,6 +143,7 @@ def _fused(ops: TritonOps, linears: list[tuple[int, int, bool]], heads: list[tup
     widths = sorted({inputs for inputs, _, _ in linears})
     wrong = [f"residual+norm of {w}" for w in widths if not _add_norm_holds(ops, w, dtype, random)]
     wrong += [f"head norm+rotary of {shape}" for shape in heads if not _prepare_holds(ops, shape, dtype, random)]
+    wrong += [f"norm+product {k}x{n}" for k, n, bias in linears if not _norm_product_holds(ops, k, n, bias, dtype, random)]
     wrong += [f"gate-up+activation {k}x{n}" for k, n, bias in linears if not bias and n % 2 == 0 and not _gated_holds(ops, k, n, dtype, random)]
     if not wrong:
         return []
@@ -167,6 +176,21 @@ def _prepare_holds(ops: TritonOps, shape: tuple[int, int, int], dtype: torch.dty
         ops.fused = was
         results.append((q, caches))
     return all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+def _norm_product_holds(ops: TritonOps, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator) -> bool:
+    """One row at a time, plain and (where the outputs halve) gated."""
+    w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
+    b = _randn(outputs, dtype=dtype, random=random) if bias else None
+    norm = RowNorm(weight=_randn(inputs, dtype=dtype, random=random), eps=1e-6, unit_offset=False)
+    for kind in (None, "silu") if not bias and outputs % 2 == 0 else (None,):
+        h, r = (_randn(1, inputs, dtype=dtype, random=random) for _ in range(2))
+        found, total = ops.norm_linear(h, r, norm, w, b, kind)
+        normed = ops.rms_norm(r + h, norm.weight, 1e-6)
+        apart = ops.linear(normed, w, b) if kind is None else ops.act_mul(*ops.linear(normed, w).chunk(2, dim=-1), kind)
+        if not same_bits(found, apart) or not same_bits(total, r + h):
+            return False
+    return True
 
 
 def _gated_holds(ops: TritonOps, inputs: int, outputs: int, dtype: torch.dtype, random: torch.Generator) -> bool:
