@@ -11,7 +11,7 @@ dropped, and what lies between is encoded by the same model without its added to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,22 +32,41 @@ class Codec:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.backend = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self.literals: dict[str, int] = {token.content: index for index, token in added.items() if token.content}
-        self.texts: dict[int, str] = {index: token.content for index, token in added.items()}
-        self._eats = {token.content for token in added.values() if token.rstrip}  # the blanks behind such a token belong to it
-        guarded = {text for text in self.literals if text.strip(_BLANKS)}  # runs of blanks are text, not structure
-        self._lead = next((text for text in guarded if text not in self._eats), "")
-        self._find_all = _Finder(token for token in added.values() if token.content)
-        self._find_soft = _Finder(token for token in added.values() if token.content and token.content not in guarded)
-        self.guard = _Finder(token for token in added.values() if token.content in guarded)
-        self.heads = frozenset(text[:n] for text in guarded for n in range(1, len(text)))
-        self.tails = frozenset(text[n:] for text in guarded for n in range(1, len(text)))
-        self.longest = max(map(len, guarded), default=0)
+        self._added = tokenizer.get_added_tokens_decoder()
+        self.texts: dict[int, str] = {index: token.content for index, token in self._added.items()}
+        self.literals: dict[str, int] = {text: index for index, text in self.texts.items() if text}
+        self._guarded = {text for text in self.literals if text.strip(_BLANKS)}  # runs of blanks are text, not structure
+        self._find_all = _Finder(lambda: self._tokens(self.literals))
+        self._find_soft = _Finder(lambda: self._tokens(self.literals.keys() - self._guarded))
+        self.guard = _Finder(lambda: self._tokens(self._guarded))
+        self._byte_level = "ByteLevel" in type(tokenizer.decoder).__name__
+        self._sizes: dict[int, int] = {}
         self._bare = _without_added_tokens(tokenizer)
         self._words: AsciiWords | None = words_of(tokenizer)
-        self._byte_level = "ByteLevel" in type(tokenizer.decoder).__name__
-        self._sizes: dict[int, int] = {index: len(text.encode()) for index, text in self.texts.items()}
+
+    def _tokens(self, texts: Container[str]) -> list[AddedToken]:
+        return [token for token in self._added.values() if token.content and token.content in texts]
+
+    @cached_property
+    def longest(self) -> int:
+        return max(map(len, self._guarded), default=0)
+
+    @cached_property
+    def _eats(self) -> set[str]:
+        """The blanks behind such a token belong to it."""
+        return {token.content for token in self._added.values() if token.rstrip}
+
+    @cached_property
+    def _lead(self) -> str:
+        return next((text for text in self._guarded if text not in self._eats), "")
+
+    @cached_property
+    def heads(self) -> frozenset[str]:
+        return frozenset(text[:n] for text in self._guarded for n in range(1, len(text)))
+
+    @cached_property
+    def tails(self) -> frozenset[str]:
+        return frozenset(text[n:] for text in self._guarded for n in range(1, len(text)))
 
     # text -> ids
 
@@ -132,7 +151,8 @@ class Codec:
         except KeyError:
             for index in ids:
                 if index not in self._sizes:
-                    self._sizes[index] = len(self.backend.id_to_token(index) or "")  # one character per byte
+                    text = self.texts.get(index)  # else one character per byte
+                    self._sizes[index] = len(self.backend.id_to_token(index) or "") if text is None else len(text.encode())
             return list(map(self._sizes.__getitem__, ids))
 
     def decode(self, ids: Ids) -> str:
@@ -184,13 +204,28 @@ class Shield:
 class _Finder:
     """Where added tokens stand in a text, by the tokenizers library's own rules: leftmost, then longest, with the blanks they eat."""
 
-    def __init__(self, tokens: Iterable[AddedToken]) -> None:
-        self._tokens = list(tokens)
-        self._words = {token.content for token in self._tokens}
-        self._firsts = "".join(sorted({word[0] for word in self._words}))
-        self._odd = any(token.lstrip or token.rstrip or token.single_word for token in self._tokens)
+    def __init__(self, tokens: Callable[[], list[AddedToken]]) -> None:
+        self._given = tokens
 
-        self._lasts = "".join(sorted({word[-1] for word in self._words}))
+    @cached_property
+    def _tokens(self) -> list[AddedToken]:
+        return self._given()
+
+    @cached_property
+    def _words(self) -> set[str]:
+        return {token.content for token in self._tokens}
+
+    @cached_property
+    def _firsts(self) -> str:
+        return "".join(sorted({word[0] for word in self._words}))
+
+    @cached_property
+    def _lasts(self) -> str:
+        return "".join(sorted({word[-1] for word in self._words}))
+
+    @cached_property
+    def _odd(self) -> bool:
+        return any(token.lstrip or token.rstrip or token.single_word for token in self._tokens)
 
     def finds(self, text: str) -> bool:
         return bool(self(text))

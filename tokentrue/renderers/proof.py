@@ -251,7 +251,10 @@ def _boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str | Non
 
 def _rewrites(renderer: Renderer, role: str, cases: Sequence[Case]) -> bool:
     shapes = [case.shape for case in cases if case.role == role and case.outcome in {"proven", "history"}]
-    return any(renderer.rewrites(SHAPES[shape], ADDED[role][shape], _tools_for(SHAPES[shape])) for shape in shapes)
+    try:
+        return any(renderer.rewrites(SHAPES[shape], ADDED[role][shape], _tools_for(SHAPES[shape])) for shape in shapes)
+    except TokenTrueError:  # it cannot render the conversation with nothing after the turn: there is nothing to compare
+        return False
 
 
 def _warnings(renderer: Renderer) -> Iterator[str]:

@@ -52,9 +52,9 @@ class Renderer:
         self.template, self.codec, self.habits, self.stops = template, codec, habits, stops
         self.template_kwargs, self.history, self.injection, self.family = dict(template_kwargs), history, injection, family
         self._tokenizer_hash, self._proof = tokenizer_hash, proof
-        self._splicer = Splicer(template, codec, habits, stops)
+        self._splicer = Splicer(template, codec, habits, stops, safe=injection == "safe")
         self._stop_ids = tuple(dict.fromkeys(codec.literals[text] for text in stops.all))
-        self._plans: OrderedDict[tuple[Any, ...], Plan | Refusal] = OrderedDict()
+        self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         self._seen_tools, self._seen_systems = _Seen(), _Seen()
 
     @property
@@ -119,20 +119,12 @@ class Renderer:
         if refusal := _misplaced(prefix_ids, messages, new):
             return refusal
         call, key = self._call(prefix_ids, messages, new, tools, template_kwargs)
-        if self.history == "template" and self._rewrites(call, messages):
-            detail = "the template rewrites earlier turns when these messages follow; begin a new root"
-            return Refusal(why="history_rewritten", detail=detail)
-        known = key in self._plans
-        plan = self._plan(call, key, messages)
-        if isinstance(plan, Refusal):
-            return plan
         try:
-            past = self._past(messages) if plan.context == "history" else ()
-            tail, mark = self._splicer.tail(plan, call, past)
+            if self.history == "template" and self._rewrites(call, messages):
+                raise Refused("history_rewritten", "the template rewrites earlier turns when these messages follow; begin a new root")
+            plan = self._plan(call, key, messages)
+            tail, mark = self._splicer.tail(plan, call, self._past(messages) if plan.context == "history" else ())
         except Refused as refused:
-            if known:  # the plan is from another turn of this shape, and something of that turn (a call id) stands in its gap: plan anew
-                del self._plans[key]
-                return self.extend(prefix_ids, messages, new, tools, template_kwargs=template_kwargs)
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
             return Refusal(why="template_raises", detail=str(error))
@@ -171,30 +163,20 @@ class Renderer:
         )  # fmt: skip
         return call, key
 
-    def _plan(self, call: Call, key: tuple[Any, ...], messages: Messages) -> Plan | Refusal:
+    def _plan(self, call: Call, key: tuple[Any, ...], messages: Messages) -> Plan:
+        """Remembered per shape of call. A plan on the real history is made anew each time: its gap belongs to that history."""
         plan = self._plans.get(key)
-        if plan is None:
-            late = bool(key[1])
-            try:
-                plan = self._splicer.plan(call, self._past(messages), only_history=late)
-            except Refused as refused:
-                plan = Refusal(why=refused.why, detail=refused.detail)
+        if plan is None or plan.context == "history":
+            plan = self._splicer.plan(call, self._past(messages), only_history=plan is not None or bool(key[1]))
             self._plans[key] = plan
             if len(self._plans) > _PLANS:
                 self._plans.popitem(last=False)
-        elif isinstance(plan, Plan) and plan.context == "history":  # its gap belongs to the history it was found on
-            try:
-                plan = self._splicer.plan(call, self._past(messages), only_history=True)
-            except Refused as refused:
-                return Refusal(why=refused.why, detail=refused.detail)
         return plan
 
     def _past(self, messages: Messages) -> list[Plain]:
         return filled_in(plain_messages(messages[:-1], self.habits))
 
     def _encode_tail(self, tail: str, mark: str, plan: Plan) -> list[int]:
-        if self.injection == "engine":
-            return self.codec.encode_after(tail.replace(mark, "") if mark else tail, literal=plan.literal)
         if mark:
             return self.codec.encode_shielded_after(tail, mark, literal=plan.literal)
         return self.codec.encode_after(tail, literal=plan.literal)

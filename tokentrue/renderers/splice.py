@@ -72,8 +72,8 @@ class _Probe:
 
 
 class Splicer:
-    def __init__(self, template: Template, codec: Codec, habits: Habits, stops: Stops) -> None:
-        self._template, self._codec, self._habits, self._stops = template, codec, habits, stops
+    def __init__(self, template: Template, codec: Codec, habits: Habits, stops: Stops, *, safe: bool) -> None:
+        self._template, self._codec, self._habits, self._stops, self._safe = template, codec, habits, stops, safe
         self._base = "qz" + "".join(chr(97 + byte % 16) for byte in secrets.token_bytes(8))  # no text can hold it on purpose
         self._sentinel, self._own = self._base + "sampled", self._base + "own"
         self._dummy_user: Plain = {"role": "user", "content": content_of("Hello.", habits)}
@@ -109,12 +109,21 @@ class Splicer:
 
     def tail(self, plan: Plan, call: Call, history: Sequence[Plain]) -> tuple[str, str]:
         """The text after the recorded prefix, and the mark that shields content in it (empty where nothing had to be shielded)."""
-        context = [*self._context(plan.context, plan.place, call, history)]
+        context = self._context(plan.context, plan.place, call, history)
         tools = None if plan.context == "light" else call.tools
-        shield = Shield(self._codec, [context, call.fresh, tools])
-        shown = [shield.shielded(message) for message in (*context, *call.fresh)]
-        text = self._template.text(shown, shield.shielded(tools), call.kwargs, habits=self._habits)
-        return plan.closing + self._after(text, plan), shield.mark if shield.used else ""
+        text, mark = self._text([*context, *call.fresh], tools, call.kwargs)
+        return plan.closing + self._after(text, plan), mark
+
+    def _text(
+        self, messages: list[Plain], tools: Sequence[Plain] | None, kwargs: Mapping[str, Any], *, generate: bool = True
+    ) -> tuple[str, str]:
+        """Rendered from shielded content, with the mark if one was needed; as it is where injection is not guarded against."""
+        if not self._safe:
+            return self._template.text(messages, tools, kwargs, generate=generate, habits=self._habits), ""
+        shield = Shield(self._codec, [messages, tools])
+        shown = [shield.shielded(message) for message in messages]
+        text = self._template.text(shown, shield.shielded(tools), kwargs, generate=generate, habits=self._habits)
+        return text, shield.mark if shield.used else ""
 
     def _after(self, text: str, plan: Plan) -> str:
         _, found, rest = text.partition(self._sentinel)
@@ -132,9 +141,8 @@ class Splicer:
                 last[field] = call.last[field]
         past = [*history, last]
 
-        def head(messages: Sequence[Plain], *, generate: bool) -> str:
-            text = self._template.text(messages, call.tools, call.kwargs, generate=generate, habits=self._habits)
-            return text.partition(self._sentinel)[0]
+        def head(messages: list[Plain], *, generate: bool) -> str:
+            return self._text(messages, call.tools, call.kwargs, generate=generate)[0].partition(self._sentinel)[0]
 
         return head(past, generate=False) != head([*past, *call.fresh], generate=True)
 
@@ -208,9 +216,7 @@ class Splicer:
             messages = self._context(context, place, call, history)
             if not calls:
                 messages[-1].pop("tool_calls", None)
-            shield = Shield(self._codec, [messages, tools])  # content around the sentinel must not look like structure either
-            shown = [shield.shielded(message) for message in messages] + ([] if alone else marked)
-            return self._template.text(shown, shield.shielded(tools), call.kwargs, generate=not alone, habits=self._habits)
+            return self._text([*messages, *([] if alone else marked)], tools, call.kwargs, generate=not alone)[0]
 
         text = render(place)
         if place == "argument" and text.count(self._sentinel) != 1:
@@ -302,7 +308,4 @@ class Splicer:
         marked, _ = self._marked(call.fresh)
         context = self._context(plan.context, plan.place, call, history)
         tools = None if plan.context == "light" else call.tools
-        shield = Shield(self._codec, [context, tools])
-        shown = [*(shield.shielded(message) for message in context), *marked]
-        text = self._template.text(shown, shield.shielded(tools), call.kwargs, habits=self._habits)
-        return text.partition(self._sentinel)[2]
+        return self._text([*context, *marked], tools, call.kwargs)[0].partition(self._sentinel)[2]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -35,16 +36,24 @@ class Template:
     """`text` renders; failures of the template, whatever their kind, become one TemplateError."""
 
     def __init__(self, source: str, *, variables: Mapping[str, Any]) -> None:
-        from jinja2.exceptions import TemplateError as JinjaError
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         self.source = source
         self.hash = "sha256:" + sha256(source.encode()).hexdigest()
         self._variables = dict(variables)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        """Compiled when first rendered: what a warm load needs to know about the template is in the cache."""
+        from jinja2.exceptions import TemplateError as JinjaError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
         try:
-            self._compiled = _compile_jinja_template(source)
-        except JinjaError as error:
+            return _compile_jinja_template(self.source)
+        except (JinjaError, SyntaxError) as error:
             raise TemplateError(f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…") from error
+
+    def compiles(self) -> None:
+        """Raises TemplateError where it does not."""
+        _ = self._compiled
 
     def text(
         self,
@@ -57,8 +66,9 @@ class Template:
     ) -> str:
         if not tools:
             tools = [] if habits is not None and habits.no_tools == "empty" else None
+        compiled = self._compiled
         try:
-            return self._compiled.render(
+            return compiled.render(
                 **{**self._variables, "documents": None, **kwargs}, messages=messages, tools=tools, add_generation_prompt=generate
             )
         except RecursionError as error:
@@ -68,32 +78,28 @@ class Template:
 
 
 def habits_of(template: Template, kwargs: Mapping[str, Any]) -> Habits:
-    """Each habit is decided by whether marked words survive a render, never by the template's name."""
+    """Each habit is decided by whether marked words survive a render, never by the template's name. Raises if it does not compile."""
+    template.compiles()
     habits = Habits(developer="developer" in template.source)
     habits = _content_habits(template, kwargs, habits)
     return _call_habits(template, kwargs, habits)
 
 
 def _content_habits(template: Template, kwargs: Mapping[str, Any], habits: Habits) -> Habits:
-    def shows(content: Any, *words: str, tools: list[Plain] | None = None) -> bool:
+    def shows(content: Any, *words: str, trial: Habits = habits) -> bool:
         try:
-            text = template._compiled.render(
-                **{**template._variables, "documents": None, **kwargs},
-                messages=[{"role": "user", "content": content}],
-                tools=tools,
-                add_generation_prompt=True,
-            )
-        except Exception:
+            text = template.text([{"role": "user", "content": content}], None, kwargs, habits=trial)
+        except TemplateError:
             return False
         quoted = any(quote + word in text for word in words for quote in ("'", '"'))  # a list that was printed, not understood
         return all(text.count(word) == 1 for word in words) and not quoted
 
-    if not shows("qzwordqz", "qzwordqz") and shows("qzwordqz", "qzwordqz", tools=[]):
-        habits = replace(habits, no_tools="empty")
-    tools: list[Plain] | None = [] if habits.no_tools == "empty" else None
-    text = shows("qzwordqz", "qzwordqz", tools=tools)
+    empty = replace(habits, no_tools="empty")
+    if not shows("qzwordqz", "qzwordqz") and shows("qzwordqz", "qzwordqz", trial=empty):
+        habits = empty
+    text = shows("qzwordqz", "qzwordqz", trial=habits)
     parts = [{"type": "text", "text": "qzfirstqz"}, {"type": "text", "text": "qzsecondqz"}]
-    return replace(habits, text=text, parts=shows(parts, "qzfirstqz", "qzsecondqz", tools=tools))
+    return replace(habits, text=text, parts=shows(parts, "qzfirstqz", "qzsecondqz", trial=habits))
 
 
 def _call_habits(template: Template, kwargs: Mapping[str, Any], habits: Habits) -> Habits:
