@@ -147,6 +147,24 @@ def _digest(previous: bytes, fields: Sequence[str]) -> bytes:
     return state.digest()
 
 
+class Bases:
+    """Base keys of tool sets seen lately: comparing two equal sets is cheaper than spelling one out."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tools, bytes]] = []
+
+    def key(self, tools: Tools | None) -> bytes:
+        if not tools:
+            return base_key(None)
+        for seen, key in self._seen:
+            if seen is tools or seen == tools:
+                return key
+        key = base_key(tools)
+        self._seen.insert(0, (tools, key))
+        del self._seen[4:]
+        return key
+
+
 def base_key(tools: Tools | None) -> bytes:
     """Where every conversation under these tools begins. The order of tools, and of keys inside one, does not matter."""
     if not tools:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tokentrue.errors import MessageError
-from tokentrue.sessions.keys import CallRef, base_key, calls_of, next_key, role_of
+from tokentrue.sessions.keys import Bases, CallRef, calls_of, next_key, role_of
 from tokentrue.sessions.projections import label, projection
 from tokentrue.sessions.tree import CallIds, Given, Node, ServedRef, Tree
 from tokentrue.types import Message, Messages, Tools
@@ -65,6 +65,7 @@ class Matcher:
         self._tree = tree
         self._walks: list[_Walk] = []
         self._calls: dict[str, dict[str, CallRef]] = {}  # node -> where the ids of the request before it point
+        self._bases = Bases()
         self.flying: dict[tuple[str | None, bytes], int] = {}  # turns being generated: (parent, key) -> how many
 
     def resolve(self, messages: Messages, tools: Tools | None, *, after: str | None = None) -> Plan:
@@ -72,7 +73,7 @@ class Matcher:
             raise MessageError("at least one message is needed", field="messages")
         if after is not None:
             plan = self._resolve_after(self._tree.get(after), messages)
-            if plan is not None and base_key(tools) == base_key(plan.node.tools):
+            if plan is not None and self._bases.key(tools) == self._bases.key(plan.node.tools):
                 return plan
             node = self._tree.get(after)
             messages = [*self._tree.messages(node)[:-1], *messages]
@@ -126,7 +127,7 @@ class Matcher:
 
     # Without `after`: the whole conversation.
     def _resolve_all(self, messages: Messages, tools: Tools | None) -> Plan:
-        walk = self._walk(base_key(tools), messages)
+        walk = self._walk(self._bases.key(tools), messages)
         found = self._deepest(walk)
         if found is None:
             return self._root(walk, tools)

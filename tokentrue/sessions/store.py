@@ -11,7 +11,7 @@ def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
     """Every node is checked as if it were committed now: ids, log-probabilities and certificate must fit."""
     tree = Tree(template=record.template, tokenizer=record.tokenizer)
     for row in rows:
-        tree.add(node_from_row(row, None if row.parent is None else tree.get(row.parent)))
+        tree.load(node_from_row(row, None if row.parent is None else tree.get(row.parent)))
     return tree
 
 

@@ -109,6 +109,7 @@ class Tree:
         self.next_seq = 0
         self._places: dict[str, Place] = {}
         self._ids: OrderedDict[str, array[int]] = OrderedDict()
+        self._talks: OrderedDict[str, list[Message]] = OrderedDict()
         self._start = chain.start(template=template, tokenizer=tokenizer)
 
     def __len__(self) -> int:
@@ -164,15 +165,32 @@ class Tree:
         while len(self._ids) > _CACHED_BRANCHES:
             self._ids.popitem(last=False)
 
+    def _remember_talk(self, node: Node, messages: list[Message]) -> None:
+        self._talks[node.id] = messages
+        if node.parent is not None:
+            self._talks.pop(node.parent, None)
+        while len(self._talks) > _CACHED_BRANCHES:
+            self._talks.popitem(last=False)
+
     def given_messages(self, node: Node) -> list[Message]:
         return [self.nodes[item.node].served if isinstance(item, ServedRef) else item for item in node.given]
 
     def messages(self, node: Node | None) -> list[Message]:
-        """The conversation up to and including what `node` served, as recorded (not as some client replayed it)."""
-        found: list[Message] = []
-        for step in self.path(node):
+        """The conversation up to and including what `node` served, as recorded (not as some client replayed it). Do not change it."""
+        if node is None:
+            return []
+        steps: list[Node] = []
+        cursor: Node | None = node
+        while cursor is not None and cursor.id not in self._talks:
+            steps.append(cursor)
+            cursor = self.parent(cursor)
+        if not steps:
+            return self._talks[node.id]
+        found = list(self._talks[cursor.id]) if cursor is not None else []
+        for step in reversed(steps):
             found += self.given_messages(step)
             found.append(step.served)
+        self._remember_talk(node, found)
         return found
 
     def link(self, node: Node) -> bytes:
@@ -201,8 +219,6 @@ class Tree:
             raise TokenContractError(f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities")
         if prompt_ids is not None:
             self._check_prefix(node, parent, prompt_ids)
-        if node.chain != self.link(node):
-            raise TokenContractError(f"node {node.id}: the certificate does not fit what is recorded")
 
     def _check_prefix(self, node: Node, parent: Node | None, prompt_ids: array[int]) -> None:
         prefix = array("i") if parent is None else self.full_ids(parent)
@@ -212,12 +228,21 @@ class Tree:
             at = next((i for i, (a, b) in pairs if a != b), min(len(recorded), len(prompt_ids)))
             raise TokenContractError(f"node {node.id}: the prompt leaves the recorded ids at token {at}")
 
+    def load(self, node: Node) -> None:
+        """Add a node that comes from outside: everything about it is checked, its certificate included."""
+        self.check(node, None)
+        if node.chain != self.link(node):
+            raise TokenContractError(f"node {node.id}: the certificate does not fit what is recorded")
+        self.add(node)
+
     def add(self, node: Node, prompt_ids: array[int] | None = None) -> None:
-        """The only write. `prompt_ids`, where the caller has them, are checked and become the cached branch."""
-        self.check(node, prompt_ids)
+        """The only write, of a node that was checked. `prompt_ids`, where the caller has them, become the cached branch."""
         parent = self.parent(node)
-        base = base_key(node.tools)
-        key, depth = (base, 0) if parent is None else (self._places[parent.id].after, self._places[parent.id].depth)
+        if parent is None:
+            key, depth = base_key(node.tools), 0
+            self.tool_sets.setdefault(key, node.tools)
+        else:
+            key, depth = self._places[parent.id].after, self._places[parent.id].depth
         calls = CallIds(self, parent)
         for message in self.given_messages(node):
             key = next_key(key, message, calls.reference(message))
@@ -231,7 +256,6 @@ class Tree:
         self.ends[place.after].append(node)
         self.asked[node.parent, place.before].append(node)
         self.passed.setdefault(place.after, node)
-        self.tool_sets.setdefault(base, node.tools)
         self.next_seq = max(self.next_seq, node.seq + 1)
         if node.request_key is not None and node.outcome == "served":
             self.keyed[node.request_key].append(node)
