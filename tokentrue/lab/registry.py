@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -18,7 +19,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "tim-grpo": "tokentrue.lab.tim_grpo",
     "thresholds": "tokentrue.lab.thresholds",
 }
-QUICK = {"groups": 2, "size": 4, "steps": 2, "heldout": 8, "seeds": (0,), "jobs": 1}
+QUICK = {"groups": 3, "size": 8, "steps": 2, "heldout": 8, "seeds": (0,), "jobs": 1}
 
 
 def module_of(name: str) -> Any:
@@ -27,19 +28,33 @@ def module_of(name: str) -> Any:
     return import_module(EXPERIMENTS[name])
 
 
+def chosen(module: Any, *, quick: bool, only: str | None) -> list[Any]:
+    """`only` is a list of texts with commas between them; an arm whose name holds one of them stays."""
+    return [arm for arm in module.arms(quick=quick) if only is None or any(text.strip() in arm.name for text in only.split(","))]
+
+
 def run_experiment(
     name: str, scale: Scale, *, quick: bool, out: Path, only: str | None = None, on_result: Callable[[Any], None] | None = None
 ) -> Table:
     """Runs it, writes JSON, table and figure under `out`, and returns the table. `only` keeps arms whose name holds that text."""
     module = module_of(name)
+    out.mkdir(parents=True, exist_ok=True)
     scale = replace(scale, **QUICK) if quick else scale
-    arms = [arm for arm in module.arms(quick=quick) if only is None or only in arm.name]
+    arms = chosen(module, quick=quick, only=only)
     if not arms:
         raise ConfigError(f"--only {only!r} fits no arm of {name}; they are {', '.join(a.name for a in module.arms(quick=quick))}")
+
+    def heard(result: Any) -> None:
+        with (out / f"{name}.runs.jsonl").open("a") as file:  # a study that is stopped keeps what it has
+            file.write(json.dumps(result) + "\n")
+        if on_result is not None:
+            on_result(result)
+
+    (out / f"{name}.runs.jsonl").unlink(missing_ok=True)
     if hasattr(module, "run_arms"):
-        results = guarded_many(module.run_arms, arms, scale, on_result)
+        results = guarded_many(module.run_arms, arms, scale, heard)
     else:
-        results = run_study(arms, scale, on_result=on_result)
+        results = run_study(arms, scale, on_result=heard)
     table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=[f"claim: {module.CLAIM}", f"command: `{module.COMMAND}`"])
     write(out, name, scale, arms, results, table, module.CURVES)
     return table
@@ -47,6 +62,6 @@ def run_experiment(
 
 def runs_of(name: str, scale: Scale, *, quick: bool, only: str | None = None) -> int:
     module = module_of(name)
-    arms = [arm for arm in module.arms(quick=quick) if only is None or only in arm.name]
+    arms = chosen(module, quick=quick, only=only)
     seeds = len(QUICK["seeds"]) if quick else len(scale.seeds)  # type: ignore[arg-type]
     return len(arms) * seeds

@@ -1,0 +1,81 @@
+"""A real local Ray with two rollout workers and two gateways; one of each is killed in the middle, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tokentrue.cli.rollout import RolloutRun, planned
+from tokentrue.environments import Rollout, RolloutConfig
+
+ray = pytest.importorskip("ray", reason="the extra tokentrue[ray] is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own: unclosed sockets, a future default
+
+
+@pytest.fixture(scope="module")
+def cluster() -> object:
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    ray.init(address=None, num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False, object_store_memory=80_000_000)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.timeout(280)
+def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: Path) -> None:
+    from tokentrue.cluster.rollout import Fleet
+
+    config = RolloutConfig(environment="tests.e2e.slow:SlowCalculator", tasks=4, group_size=3, concurrency=4, timeout_s=200)
+    settings = RolloutRun(rollout=config, out=tmp_path)
+    plans = planned(config)
+    fleet = Fleet(settings, gateways=2, workers=2)
+    ended: list[Rollout] = []
+    victims = ray.get([fleet.workers[0].pid.remote(), fleet.gateways[1].pid.remote()])
+    ray.get([gateway.address.remote() for gateway in fleet.gateways])
+    killed: list[float] = []
+
+    def kill() -> None:
+        while len(ended) < 2:
+            time.sleep(0.05)
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        killed.append(len(ended))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    fleet.play(plans, ended.append)
+    killer.join()
+    assert killed[0] < len(plans), "everything had ended before anything was killed"
+    assert ray.get([fleet.workers[0].pid.remote(), fleet.gateways[1].pid.remote()]) != victims
+    assert sorted(rollout.plan.key for rollout in ended) == sorted(plan.key for plan in plans)
+    assert [rollout.error for rollout in ended] == [None] * len(plans)
+    lost = [part for rollout in ended for part in rollout.coverage["untrained"]]
+    assert all(0 < part["tokens"] <= config.max_tokens and part["why"] for part in lost), "more than the turn in flight was lost"
+    assert {gateway_number(fleet, rollout) for rollout in ended} == {0, 1}
+    fleet.stop()
+    expected = undisturbed(config, tmp_path / "quiet")
+    found = {rollout.plan.key: tokens(rollout) for rollout in ended}
+    assert found == expected, "a rollout that lived through a crash sampled other tokens than an undisturbed one"
+
+
+def gateway_number(fleet: object, rollout: Rollout) -> int:
+    return fleet.gateways.index(fleet.gateway_of(rollout.plan))  # type: ignore[attr-defined]
+
+
+def tokens(rollout: Rollout) -> list[list[int]]:
+    return [list(sample["token_ids"]) for sample in rollout.samples]
+
+
+def undisturbed(config: RolloutConfig, out: Path) -> dict[str, list[list[int]]]:
+    """The same rollouts in one process, without Ray."""
+    import asyncio
+
+    from tokentrue.cli.rollout import play
+
+    ended: list[Rollout] = []
+    asyncio.run(play(RolloutRun(rollout=config, out=out, store="memory"), planned(config), ended.append))
+    return {rollout.plan.key: tokens(rollout) for rollout in ended}
