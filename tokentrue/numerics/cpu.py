@@ -10,6 +10,7 @@ None is taken on trust: `self_test` compares bits on this machine for every shap
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,15 +93,12 @@ class Silu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        denominator = x.neg().exp_().add_(1)
-        ctx.save_for_backward(x, denominator)
-        return x / denominator
+        ctx.save_for_backward(x)
+        return x / x.neg().exp_().add_(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        x, denominator = ctx.saved_tensors
-        sigmoid = denominator.reciprocal()
-        return grads[0] * sigmoid * (1 + x * (1 - sigmoid))
+        return torch.ops.aten.silu_backward(grads[0], ctx.saved_tensors[0])
 
 
 def silu(x: Tensor) -> Tensor:
@@ -259,11 +257,13 @@ class CpuOps(Ops):
         out = q.new_empty(q.shape)
         for plan in plans:
             out[plan.rows] = self.decode(q[plan.rows], k_cache, v_cache, plan, spec)
-        start = decodes
-        for i in range(decodes, len(batch.q_lens)):
-            stop = start + batch.q_lens[i]
-            out[start:stop] = self.prefill(q[start:stop], k_cache, v_cache, batch.block_tables[i], batch.contexts[i], spec)
-            start = stop
+        starts = list(itertools.accumulate(batch.q_lens, initial=0))
+        for members in prefill_buckets(batch):
+            rows = [slice(starts[i], starts[i + 1]) for i in members]
+            alike = torch.stack([q[r] for r in rows])
+            found = self.prefill(alike, k_cache, v_cache, batch.block_tables[members], batch.contexts[members[0]], spec)
+            for r, result in zip(rows, found, strict=True):
+                out[r] = result
         return out
 
     def decode_plans(self, batch: PagedBatch, window: int | None, heads: int) -> list[DecodePlan]:
@@ -302,31 +302,30 @@ class CpuOps(Ops):
         else:
             padded = q.new_zeros(j, s, rows, d, dtype=torch.float32)
             torch.mul(q_JSGD, spec.scale, out=padded[:, :, :g]) if q.dtype == torch.float32 else padded[:, :, :g].copy_(q_JSGD).mul_(spec.scale)
-        out, _ = cpu_attention.fold(padded.reshape(j * s, rows, d), k, v, plan.hidden, spec.softcap)
+        out = cpu_attention.fold(padded.reshape(j * s, rows, d), k, v, plan.hidden, spec.softcap)[0]
         return out.view(j, s, rows, d)[:, :, :g].transpose(0, 1).reshape(s, h, d).to(q.dtype)
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, context: int, spec: AttentionSpec) -> Tensor:
-        """A run of queries of one sequence, the last at position `context - 1`."""
-        t, h, d = q.shape
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, context: int, spec: AttentionSpec) -> Tensor:
+        """q [S,T,H,D]: a run of queries of each sequence, the last at position `context - 1`."""
+        s, t, h, d = q.shape
         j = k_cache.shape[1]
         g = h // j
         keys = cpu_attention.up_to(context, cpu_attention.KEYS)
-        pages = self.pages_of(table[None], keys)
+        pages = self.pages_of(tables, keys)
         k, v = self.gather(k_cache, pages, keys, "k"), self.gather(v_cache, pages, keys, "v")
         first = context - t
-        q_JTGD = q.float().view(t, j, g, d).transpose(0, 1) * spec.scale
-        out = q_JTGD.new_empty(j, t, g, d)
+        q_XTGD = cpu_attention.head_major_one(q, j) * spec.scale
+        out = q_XTGD.new_empty(q_XTGD.shape)
         for chunk in cpu_attention.chunks(first, context, spec.window, g):
             at = chunk.first - first
-            rows = q_JTGD[:, at : at + chunk.tile].reshape(j, -1, d)
-            real = rows.shape[1]
+            rows = q_XTGD[:, at : at + chunk.tile].reshape(j * s, -1, d)
             least = max(chunk.tile * g, self.rows)
-            rows = F.pad(rows, (0, 0, 0, least - real))
+            rows = F.pad(rows, (0, 0, 0, least - rows.shape[1]))
             hidden = F.pad(chunk.hidden, (0, 0, 0, least - chunk.hidden.shape[0])) if least > chunk.hidden.shape[0] else chunk.hidden
-            result, _ = cpu_attention.fold(rows, k[:, : chunk.keys], v[:, : chunk.keys], hidden, spec.softcap)
+            result = cpu_attention.fold(rows, k[:, : chunk.keys], v[:, : chunk.keys], hidden, spec.softcap)[0]
             stop = min(chunk.tile, t - at)
-            out[:, at : at + stop] = result[:, : stop * g].view(j, stop, g, d)
-        return out.transpose(0, 1).reshape(t, h, d).to(q.dtype)
+            out[:, at : at + stop] = result[:, : stop * g].view(j * s, stop, g, d)
+        return cpu_attention.token_major(out, q.shape).to(q.dtype)
 
     def gather(self, cache: Tensor, pages: Tensor, keys: int, name: str) -> Tensor:
         """Keys of those pages, [J*S, keys, D] float32; in a buffer that the next call of the same name reuses."""
@@ -383,6 +382,14 @@ def decode_buckets(contexts: tuple[int, ...]) -> list[list[int]]:
     buckets: dict[int, list[int]] = {}
     for i, context in enumerate(contexts):
         buckets.setdefault(((context - 1) // cpu_attention.KEYS).bit_length(), []).append(i)
+    return list(buckets.values())
+
+
+def prefill_buckets(batch: PagedBatch) -> list[list[int]]:
+    """Runs of queries at equal positions share their products."""
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for i in range(batch.num_decodes, len(batch.q_lens)):
+        buckets.setdefault((batch.q_lens[i], batch.contexts[i]), []).append(i)
     return list(buckets.values())
 
 

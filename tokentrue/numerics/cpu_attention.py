@@ -23,12 +23,17 @@ from tokentrue.numerics.ops import AttentionSpec
 
 KEYS = 128
 """Keys per block of the fold: the one number that both sides must share."""
-TILES = (1, 8, 32, 128)
+TILES = (1, 8, 32, 64, 128)
 """Query positions per matrix product; a chunk takes the smallest that holds it."""
+KEPT = 1 << 24
+"""Most weights of one call that are kept for the backward pass (64 MiB); beyond that they are computed again."""
 
 
-def fold(q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Output [X,M,D] and log-sum-exp [X,M,1]. `hidden` is True where a key is not seen: it covers the last keys, broadcast over X."""
+def fold(q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor | None, softcap: float | None) -> tuple[Tensor, ...]:
+    """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N].
+
+    `hidden` is True where a key is not seen: it covers the last keys, broadcast over X.
+    """
     s_XMN = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     if softcap is not None:
         s_XMN = s_XMN.div_(softcap).tanh_().mul_(softcap)
@@ -43,7 +48,7 @@ def fold(q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor | None, sof
     out = torch.bmm(p_XMN[..., :KEYS], v_XND[:, :KEYS])
     for start in range(KEYS, n, KEYS):
         out += torch.bmm(p_XMN[..., start : start + KEYS], v_XND[:, start : start + KEYS])
-    return out.div_(total), total.log_().add_(top)
+    return out.div_(total), top, total, p_XMN
 
 
 @lru_cache(maxsize=256)
@@ -93,37 +98,34 @@ class PackedAttention(torch.autograd.Function):
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
         x, t, g, d = q_XTGD.shape
         out = torch.empty_like(q_XTGD)
-        lse = q_XTGD.new_empty(x, t, g)
+        totals, kept = [], []
+        keep = softcap is None and x * t * g * t <= 2 * KEPT
         for chunk in chunks(0, t, window, g):
-            rows = slice(chunk.first, chunk.first + chunk.tile)
-            o, log_total = fold(
-                q_XTGD[:, rows].reshape(x, chunk.tile * g, d), k_XND[:, : chunk.keys], v_XND[:, : chunk.keys], chunk.hidden, softcap
-            )
+            rows, m, n = slice(chunk.first, chunk.first + chunk.tile), chunk.tile * g, chunk.keys
+            o, top, total, p = fold(q_XTGD[:, rows].reshape(x, m, d), k_XND[:, :n], v_XND[:, :n], chunk.hidden, softcap)
             out[:, rows] = o.view(x, chunk.tile, g, d)
-            lse[:, rows] = log_total.view(x, chunk.tile, g)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spec = (scale, window, softcap)
+            totals += [top, total]
+            kept += [p] if keep else []
+        ctx.save_for_backward(q, k, v, out, *totals, *kept)
+        ctx.spec = (scale, window, softcap, keep)
         return token_major(out, q.shape).to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        scale, window, softcap = ctx.spec
+        q, k, v, out, *rest = ctx.saved_tensors
+        scale, window, softcap, keep = ctx.spec
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
         x, t, g, d = q_XTGD.shape
         do = head_major_one(grads[0], k.shape[2])
         dq, dk, dv = torch.empty_like(q_XTGD), torch.zeros_like(k_XND), torch.zeros_like(v_XND)
-        for chunk in chunks(0, t, window, g):
+        pieces = list(chunks(0, t, window, g))
+        kept = rest[2 * len(pieces) :]
+        for index, chunk in enumerate(pieces):
             rows, m, n = slice(chunk.first, chunk.first + chunk.tile), chunk.tile * g, chunk.keys
-            q_XMD, do_XMD = q_XTGD[:, rows].reshape(x, m, d), do[:, rows].reshape(x, m, d)
-            s = torch.bmm(q_XMD, k_XND[:, :n].transpose(1, 2))
-            slope = None
-            if softcap is not None:
-                s = s.div_(softcap).tanh_()
-                slope = 1 - s * s
-                s = s.mul_(softcap)
-            s[..., n - chunk.hidden.shape[-1] :].masked_fill_(chunk.hidden, -torch.inf)
-            p = s.sub_(lse[:, rows].reshape(x, m, 1)).exp_()
+            top, total = rest[2 * index], rest[2 * index + 1]
+            q_XMD = q_XTGD[:, rows].reshape(x, m, d)
+            do_XMD = do[:, rows].reshape(x, m, d) / total
+            p, slope = (kept[index], None) if keep else weights_again(q_XMD, k_XND[:, :n], top, chunk, softcap)
             dv[:, :n].baddbmm_(p.transpose(1, 2), do_XMD)
             inner = (do_XMD * out[:, rows].reshape(x, m, d)).sum(-1, keepdim=True)
             ds = torch.bmm(do_XMD, v_XND[:, :n].transpose(1, 2)).sub_(inner).mul_(p)
@@ -139,6 +141,18 @@ class PackedAttention(torch.autograd.Function):
             None,
             None,
         )
+
+
+def weights_again(q_XMD: Tensor, k_XND: Tensor, top: Tensor, chunk: Chunk, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """The weights of `fold` for the backward pass, and the slope of the soft cap."""
+    s = torch.bmm(q_XMD, k_XND.transpose(1, 2))
+    slope = None
+    if softcap is not None:
+        s = s.div_(softcap).tanh_()
+        slope = 1 - s * s
+        s = s.mul_(softcap)
+    s[..., s.shape[-1] - chunk.hidden.shape[-1] :].masked_fill_(chunk.hidden, -torch.inf)
+    return s.sub_(top).exp_(), slope
 
 
 def head_major_one(q_CTHD: Tensor, heads: int) -> Tensor:
@@ -161,8 +175,9 @@ def token_major(x_XTGD: Tensor, shape: torch.Size) -> Tensor:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
     """q [T,H,D], k/v [T,J,D], sequences back to back. Those of one padded length share a matrix product."""
-    if len(lengths) == 1 and lengths[0] % KEYS == 0:
-        return PackedAttention.apply(q[None], k[None], v[None], spec.scale, spec.window, spec.softcap)[0]  # pyright: ignore
+    if lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
+        even = (x.view(len(lengths), lengths[0], *x.shape[1:]) for x in (q, k, v))
+        return PackedAttention.apply(*even, spec.scale, spec.window, spec.softcap).view(q.shape)  # pyright: ignore
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)

@@ -132,7 +132,7 @@ def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bo
                 hidden[: tile * g] = chunk.hidden
                 for copies in (1, 3):
                     stacked = [t.repeat(copies, 1, 1) for t in (x, k_XND[:, : chunk.keys], v_XND[:, : chunk.keys])]
-                    out, _ = cpu_attention.fold(stacked[0], stacked[1], stacked[2], hidden, None)
+                    out = cpu_attention.fold(stacked[0], stacked[1], stacked[2], hidden, None)[0]
                     found = out[: j * copies, : tile * g].view(copies, j, tile, g, d)
                     if not same_bits(found, wanted[:, first : first + tile].expand(copies, j, tile, g, d)):
                         return False
