@@ -6,6 +6,7 @@ or listed in the coverage with its reason; log-probabilities are the engine's ow
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,15 +95,15 @@ class _Builder:
         self.tree, self.record, self.abandoned, self.coverage, self.metadata = tree, record, abandoned, coverage, metadata
 
     def sample(self, leaf: Node, path: list[Node], mine: set[str]) -> Sample:
-        token_ids: list[int] = []
+        token_ids = array("i")  # a list of Python integers would cost ten times the memory
         loss_mask: list[int] = []
         logprobs: list[float | None] = []
         spans: list[Span] = []
         for turn, node in enumerate(path):
             spans += self._spans(node, turn, len(token_ids), node.id in mine)
             given, sampled = len(node.given_ids), len(node.sampled_ids)
-            token_ids += node.given_ids.tolist()
-            token_ids += node.sampled_ids.tolist()
+            token_ids += node.given_ids
+            token_ids += node.sampled_ids
             loss_mask += [0] * given
             loss_mask += [1 if node.id in mine else 0] * sampled
             logprobs += [None] * given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -55,7 +56,7 @@ def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: st
             sample_id=head["sample_id"],
             session_id=head["session_id"],
             group=head.get("group"),
-            token_ids=columns[0],
+            token_ids=array("i", columns[0]),
             loss_mask=columns[1],
             rollout_logprobs=columns[2],
             spans=tuple(Span(**{name: span[name] for name in _SPAN}) for span in head["spans"]),
@@ -67,7 +68,7 @@ def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: st
         )
     except TokenContractError as error:
         raise FileFormatError(f"{where}: {error}") from error
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
         raise FileFormatError(f"{where}: not a sample: {error!r}") from error
 
 
