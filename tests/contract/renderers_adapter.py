@@ -1,0 +1,129 @@
+"""A pytest plugin: lets the tests of the PyPI package `renderers` examine our renderer instead of its own.
+
+Loaded with `-p renderers_adapter` into a process of its own (see test_outside_renderers.py), where `tests` is that package's folder.
+Tokenizers come from `PARTS`, a JSON file: model name to folder and template; models that are not in it are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tokentrue.errors import TokenTrueError
+from tokentrue.renderers.load import renderer_of
+from tokentrue.renderers.messages import filled_in, plain_messages, plain_tools
+from tokentrue.types import Extension
+
+PARTS: dict[str, dict[str, str]] = json.loads(Path(os.environ["PARTS"]).read_text())
+_tokenizers: dict[str, Any] = {}
+
+
+def load_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if model not in PARTS:
+        pytest.skip(f"no tokenizer for {model}")
+    if model not in _tokenizers:
+        _tokenizers.clear()
+        tokenizer = AutoTokenizer.from_pretrained(PARTS[model]["folder"])
+        if PARTS[model].get("template"):
+            tokenizer.chat_template = PARTS[model]["template"]
+        tokenizer.name_or_path = model
+        _tokenizers[model] = tokenizer
+    return _tokenizers[model]
+
+
+class Config(SimpleNamespace):
+    def model_copy(self, *, update: dict[str, Any]) -> Config:
+        return Config(**{**vars(self), **update})
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+class Adapter:
+    """`thinking_retention="all"` is our history "keep"; anything else follows the template."""
+
+    def __init__(self, tokenizer: Any, config: Any, kwargs: dict[str, Any]) -> None:
+        self.config = Config(**kwargs, thinking_retention=getattr(config, "thinking_retention", None))
+        keep = self.config.thinking_retention == "all"
+        self._renderer = renderer_of(
+            tokenizer,
+            chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+            template_kwargs={name: value for name, value in kwargs.items() if value is not None} | _defaults(tokenizer.name_or_path),
+            history="keep" if keep else "template",
+            injection="engine",
+        )
+        self._seen: dict[tuple[int, ...], list[Any]] = {}
+
+    def render_ids(self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
+        r = self._renderer
+        if add_generation_prompt:
+            ids = list(r.render(messages, tools).token_ids)
+        else:  # our renders always open the next turn: take the same path without that
+            plain, given = filled_in(plain_messages(messages, r.habits)), plain_tools(tools, r.habits)
+            ids = r.codec.encode(r.template.text(plain, given, r.template_kwargs, generate=False, habits=r.habits))
+        self._seen[tuple(ids)] = list(messages)
+        return ids
+
+    def get_stop_token_ids(self) -> list[int]:
+        return list(self._renderer.stop_token_ids)
+
+    def bridge_to_next_turn(self, previous_prompt_ids: Any, previous_completion_ids: Any, new_messages: Any, *, tools: Any = None) -> Any:
+        prefix = [*previous_prompt_ids, *previous_completion_ids]
+        if not previous_prompt_ids:
+            return None
+        past = self._seen.get(tuple(previous_prompt_ids), [{"role": "user", "content": "Hi."}])
+        turn = self._renderer.parse(previous_completion_ids, prompt_ids=previous_prompt_ids, tools=tools).message
+        result = self._renderer.extend(prefix, [*past, dict(turn)], list(new_messages), tools)
+        return result if isinstance(result, Extension) else None
+
+
+def _defaults(model: str) -> dict[str, Any]:
+    """Llama's template would write today's date; the suite's reference pins it."""
+    return {"date_string": "26 Jul 2024"} if model.startswith("meta-llama/") else {}
+
+
+def _set_fields(config: Any) -> dict[str, Any]:
+    """The template variables that the suite's own configuration object sets."""
+    names = getattr(type(config), "template_field_names", lambda: ())()
+    return {name: getattr(config, name) for name in names if name in config.model_fields_set}
+
+
+def create_renderer(tokenizer: Any, config: Any = None, *, chat_template_kwargs: dict[str, Any] | None = None, **_: Any) -> Adapter:
+    if tokenizer.name_or_path not in PARTS:
+        pytest.skip(f"no tokenizer for {tokenizer.name_or_path}")
+    try:
+        return Adapter(tokenizer, config, {**_set_fields(config), **(chat_template_kwargs or {})})
+    except TokenTrueError as error:
+        raise AssertionError(f"our renderer: {error}") from error
+
+
+def pytest_configure(config: Any) -> None:
+    import renderers
+    import renderers.base
+
+    renderers.create_renderer = create_renderer
+    renderers.base.load_tokenizer = load_tokenizer
+    Extension.token_ids = property(lambda self: [*self.prefix_ids, *self.added_ids])  # type: ignore[method-assign,assignment]  # the suite compares lists
+
+
+_counts: dict[str, Counter[str]] = {}
+_failures: list[str] = []
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+        _counts.setdefault(Path(report.nodeid.split("::")[0]).name, Counter())[report.outcome] += 1
+        if report.outcome == "failed":
+            _failures.append(report.nodeid + " | " + str(report.longrepr).strip().splitlines()[-1][:200])
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    Path(os.environ["REPORT"]).write_text(json.dumps({"counts": _counts, "failures": _failures}, indent=1))
