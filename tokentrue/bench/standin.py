@@ -1,8 +1,8 @@
 """An engine stand-in that answers at once: SGLang's /generate wire format over bare asyncio, in a process of its own.
 
-It only counts the prompt's ids, so that a benchmark sees what stands before it. Every answer carries a running number, so that a load test can tell
-each generation from every other. `fails` and `hangs` are shares of calls; `/v1/chat/completions` answers a bare proxy with as many bytes.
-Run: `python -m tokentrue.bench.standin SETTINGS.json`; it prints its port.
+It only counts the prompt's ids, so that a benchmark sees what stands before it. Every answer carries a running number, so that a
+load test can tell each generation from every other. `fails` and `hangs` are shares of calls; `/v1/chat/completions` answers a bare
+proxy with as many bytes. Run: `python -m tokentrue.bench.standin SETTINGS.json`; it prints its port.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class StandIn:
         self.head, self.digits, self.tail = settings["head"], settings["digits"], settings["tail"]
         self.fails, self.hangs = settings.get("fails", 0.0), settings.get("hangs", 0.0)
         self.hang_s, self.delay_s = settings.get("hang_s", 3600.0), settings.get("delay_s", 0.0)
+        self.token_delay_s = settings.get("token_delay_s", 0.0)
         self.chat = orjson.dumps(settings.get("chat", {}))
         self.random = random.Random(settings.get("seed", 0))
         self.number = settings.get("first", 10**6)
@@ -119,6 +120,8 @@ class Door(asyncio.Protocol):
             return
         self._start_events()
         for count in range(1, len(ids) + 1):
+            if engine.token_delay_s:
+                await asyncio.sleep(engine.token_delay_s)
             self._event(engine.event(ids[:count], 1, prompt_tokens, last=count == len(ids)))
         self._end_events()
 

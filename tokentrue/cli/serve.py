@@ -47,15 +47,15 @@ def command(
     check(settings)
     from tokentrue.gateway.server import listen, log_to_stderr, run_worker, supervise
 
-    public = listen(settings.server.host, settings.server.port, admin_key=bool(os.environ.get(ADMIN_KEY)))
-    port_bound = public.getsockname()[1]
-    base = settings.server.base_url.rstrip("/") or f"http://{shown_host(settings.server.host)}:{port_bound}"
-    if settings.server.workers > 1:
-        return supervise(start_worker, settings, public, settings.server.workers, ready=lambda: greet(settings, base))
-    log_to_stderr(enabled=settings.server.log == "json")
-    gateway = gateway_for(settings)
-    asyncio.run(reach(gateway.provider))
-    run_worker(gateway, public, ready=lambda: greet(settings, base))
+    with listen(settings.server.host, settings.server.port, admin_key=bool(os.environ.get(ADMIN_KEY))) as public:
+        port_bound = public.getsockname()[1]
+        base = settings.server.base_url.rstrip("/") or f"http://{shown_host(settings.server.host)}:{port_bound}"
+        if settings.server.workers > 1:
+            return supervise(start_worker, settings, public, settings.server.workers, ready=lambda: greet(settings, base))
+        log_to_stderr(enabled=settings.server.log == "json")
+        gateway = gateway_for(settings)
+        asyncio.run(reach(gateway.provider))
+        run_worker(gateway, public, ready=lambda: greet(settings, base))
     return 0
 
 

@@ -136,6 +136,7 @@ def journal_for(store: str) -> Journal:
 def gateway_for(config: ServeConfig, *, peers: Peers | None = None) -> Gateway:
     from tokentrue.gateway.app import Gateway
 
+    journal = journal_for(config.server.store)
     renderer = renderer_for(config.model)
     renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
     settings = GatewayConfig(
@@ -154,6 +155,6 @@ def gateway_for(config: ServeConfig, *, peers: Peers | None = None) -> Gateway:
         config=settings,
         renderer_for=renderer,
         provider=provider_for(config.engine, config.model, renderer),
-        journal=journal_for(config.server.store),
+        journal=journal,
         peers=peers,
     )

@@ -1,0 +1,77 @@
+"""Start-up errors are one line that says what to do, with exit code 2; never a stack trace."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.world import model_dir, write_script
+from tokentrue.cli.main import run
+
+
+def serve(*arguments: str) -> tuple[int, str]:
+    """The command, in this process: every one of these ends before a server runs."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = run("serve", ["--store", "memory", *arguments])
+    return code, errors.getvalue()
+
+
+def one_line(done: tuple[int, str], *words: str) -> None:
+    code, said = done
+    lines = said.strip().splitlines()
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("tokentrue serve: "), done
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+@pytest.fixture(autouse=True)
+def no_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENTRUE_ADMIN_KEY", raising=False)
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        one_line(serve("--port", str(port)), f"port {port}", "in use", "--port")
+
+
+def test_engine_unreachable() -> None:
+    one_line(serve("--engine", "sglang", "--url", "http://127.0.0.1:1", "--port", "0", "--model", str(model_dir())), "engine is not there")
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    script = write_script(tmp_path, ["x"])
+    one_line(serve("--engine", "scripted", "--script", str(script), "--port", "0", "--model", str(tmp_path / "nothing")), "nothing")
+
+
+def test_template_refused(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for m in messages %}")
+    script = write_script(tmp_path, ["x"])
+    flags = ("--engine", "scripted", "--script", str(script), "--port", "0", "--model", str(model_dir()))
+    one_line(serve(*flags, "--set", f"model.chat_template={broken}"), "template")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--host", "0.0.0.0"), ("TOKENTRUE_ADMIN_KEY", "127.0.0.1")),
+        (("--engine", "sglang"), ("--url",)),
+        (("--engine", "scripted"), ("--script",)),
+        (("--engine", "nonsense"), ("no engine 'nonsense'", "scripted")),
+        (("--workers", "2"), ("--workers", "sglang")),
+        (("--history", "sometimes"), ("model.history", "keep")),
+        (("--set", "server.prot=1"), ("server.prot", "unknown key", "port")),
+        (("--set", "server.port=high"), ("server.port", "int")),
+        (("--set", "limits.body_bytes=0"), ("limits.body_bytes", "positive")),
+        (("--config", "/nowhere.toml"), ("cannot read /nowhere.toml",)),
+        (("--store", "postgres:x"), ("sqlite:PATH",)),
+    ],
+)
+def test_wrong_settings(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    one_line(serve("--port", "0", *arguments), *words)
