@@ -119,9 +119,13 @@ def paged_batch(batch: Sequence[Work], size: int, device: torch.device) -> Paged
     width = max(len(work.request.blocks) for work in batch)
     for work in batch:
         blocks = work.request.blocks
-        at = range(work.start, work.start + work.count)
-        positions.extend(at)
-        slots.extend(blocks[p // size] * size + p % size for p in at)
+        if work.count == 1:
+            positions.append(work.start)
+            slots.append(blocks[work.start // size] * size + work.start % size)
+        else:
+            at = range(work.start, work.start + work.count)
+            positions.extend(at)
+            slots.extend(blocks[p // size] * size + p % size for p in at)
         ends.append(ends[-1] + work.count)
         contexts.append(work.start + work.count)
         tables.append(blocks + [0] * (width - len(blocks)))

@@ -6,6 +6,8 @@ softmax. Temperature 0 takes the argmax itself, and then reports log-probabiliti
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -37,14 +39,20 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
+@lru_cache(maxsize=8)
+def counters(vocabulary: int, device: torch.device) -> Tensor:
+    """Token t's place in every stream: (t + 1) * GOLDEN. Read only."""
+    return torch.arange(1, vocabulary + 1, device=device)[None, :] * signed(GOLDEN)
+
+
 def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torch.device) -> Tensor:
-    """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash."""
+    """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash (`mix`, on signed integers, so shifts are masked)."""
     keys = torch.tensor([signed(stream_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
-    z = keys[:, None] + torch.arange(1, vocabulary + 1, device=device)[None, :] * signed(GOLDEN)
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * signed(MIX[0])
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * signed(MIX[1])
-    z = z ^ ((z >> 31) & ((1 << 33) - 1))
-    uniform = ((z >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    z = keys[:, None] + counters(vocabulary, device)
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(signed(MIX[0]))
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(signed(MIX[1]))
+    z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+    uniform = z.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
     return uniform.log_().neg_().log_().neg_()
 
 
@@ -66,7 +74,8 @@ def sample(ops: Ops, logits_RV: Tensor, requests: list[Request]) -> list[Sampled
             table[i] = ops.log_softmax(scaled[i : i + 1])[0]
     chosen = choose(scaled, requests)
     at = chosen[:, None]
-    logprobs, raws = table.gather(-1, at).squeeze(-1).tolist(), raw_table.gather(-1, at).squeeze(-1).tolist()
+    raws = raw_table.gather(-1, at).squeeze(-1).tolist()
+    logprobs = table.gather(-1, at).squeeze(-1).tolist() if shaped else raws
     finite = torch.isfinite(raw_scaled.sum(-1)).tolist()
     results: list[Sampled | Exception] = []
     for i, (request, token) in enumerate(zip(requests, chosen.tolist(), strict=True)):
