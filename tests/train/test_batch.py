@@ -14,7 +14,8 @@ from tokentrue.types import Sample
 
 
 def one(name: str, reward: float, group: str = "g", version: int = 3) -> Sample:
-    return sample_of([5, 6, 7, 8], [True, False, True, False], [0.0, -0.5, 0.0, -0.25], name=name, group=group, reward=reward, version=version)
+    ids, given, values = [5, 6, 7, 8], [True, False, True, False], [0.0, -0.5, 0.0, -0.25]
+    return sample_of(ids, given, values, name=name, group=group, reward=reward, version=version)
 
 
 def test_a_row_keeps_what_was_recorded() -> None:

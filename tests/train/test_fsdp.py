@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent.parent
 def run(world: int, out: Path) -> dict[str, Any]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else [sys.executable]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*launch, "-m", "tests.train.fsdp_worker", str(out)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    command = [*launch, "-m", "tests.train.fsdp_worker", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 

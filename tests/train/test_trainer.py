@@ -23,7 +23,9 @@ def base() -> torch.nn.Module:
     return small_model()
 
 
-def trainer(base: torch.nn.Module, *, loss: LossConfig | None = None, reference: torch.nn.Module | None = None, **config: object) -> Trainer:
+def trainer(
+    base: torch.nn.Module, *, loss: LossConfig | None = None, reference: torch.nn.Module | None = None, **config: object
+) -> Trainer:
     settings = TrainConfig(**{"micro_tokens": 128, **config})  # type: ignore[arg-type]
     return Trainer(copy.deepcopy(base), config=settings, optim=OptimConfig(lr=1e-3), loss=loss or loss_named("dapo"), reference=reference)
 
@@ -124,7 +126,8 @@ def test_step_normalised_weights_do_not_depend_on_micro_batches(base: torch.nn.M
         for parameter in other.parameters():
             parameter.mul_(1.02)
     groups = groups_for(other)  # sampled by another policy: real ratios
-    loss = loss_named("reinforce", correction=Correction(surrogate="reinforce", weights=Weights(upper=2.0, normalise=Normalise(scope="step"))))
+    weights = Weights(upper=2.0, normalise=Normalise(scope="step"))
+    loss = loss_named("reinforce", correction=Correction(surrogate="reinforce", weights=weights))
     a = trainer(base, loss=loss, exact=False, micro_tokens=10_000).step(groups)
     b = trainer(base, loss=loss, exact=False, micro_tokens=70).step(groups)
     assert a.metrics["update/loss"] == pytest.approx(b.metrics["update/loss"], rel=1e-5)

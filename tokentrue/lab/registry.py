@@ -51,10 +51,8 @@ def run_experiment(
             on_result(result)
 
     (out / f"{name}.runs.jsonl").unlink(missing_ok=True)
-    if hasattr(module, "run_arms"):
-        results = guarded_many(module.run_arms, arms, scale, heard)
-    else:
-        results = run_study(arms, scale, on_result=heard)
+    together = hasattr(module, "run_arms")
+    results = guarded_many(module.run_arms, arms, scale, heard) if together else run_study(arms, scale, on_result=heard)
     table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=[f"claim: {module.CLAIM}", f"command: `{module.COMMAND}`"])
     write(out, name, scale, arms, results, table, module.CURVES)
     return table

@@ -21,7 +21,7 @@ COLUMNS = (
     ("kept", average("update/kept", ".3f")),
     ("gradient norm, largest", worst("update/grad_norm", ".2f")),
 )
-SOURCE = "int4"
+SOURCE = "int3"
 TAU_TOKEN, TAU_SEQUENCE = 2.0, 0.05
 
 

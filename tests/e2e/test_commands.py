@@ -1,0 +1,99 @@
+"""rollout, train and lab from the command line: resumable, reproducible, one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tokentrue.cli.main import run as command
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rollout(out: Path, *more: str) -> int:
+    return command("rollout", ["--out", str(out), "--set", "rollout.tasks=3", "--set", "rollout.group_size=2", "--json", *more])
+
+
+def test_a_rollout_is_resumed_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rollout(tmp_path) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["rollouts"], summary["groups"], summary["failed"], summary["coverage"]) == (6, 3, 0, 1.0)
+    samples, lines = rows(tmp_path / "samples.jsonl"), rows(tmp_path / "rollouts.jsonl")
+    # a crash in the middle of the third group: half a line of samples, one of two rollouts
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples[:5]) + '{"sample_id": "ha')
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
+    assert rollout(tmp_path) == 0
+    again = rows(tmp_path / "samples.jsonl")
+    key = "metadata"
+    assert {s[key]["rollout"]: s["token_ids"] for s in again} == {s[key]["rollout"]: s["token_ids"] for s in samples}  # type: ignore[index]
+    assert [s["session_id"] for s in again[:4]] == [s["session_id"] for s in samples[:4]], "a whole group was played again"
+    assert len(again) == 6 and len(rows(tmp_path / "rollouts.jsonl")) == 6
+
+
+def test_another_configuration_is_refused_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"rollout": {"tasks": 99}}))
+    assert rollout(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "rollout.tasks" in error and "--out" in error and "Traceback" not in error
+
+
+def test_an_unknown_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("train", ["--out", str(tmp_path), "--set", "optim.speed=9"]) == 2
+    assert "optim.speed" in capsys.readouterr().err
+    assert command("train", ["--out", str(tmp_path), "--set", "loss.correction=magic"]) == 2
+    assert "no preset 'magic'" in capsys.readouterr().err
+    assert command("lab", ["run", "alchemy"]) == 2
+    assert "retokenize" in capsys.readouterr().err
+
+
+SETS = ("rollout.tasks=3", "rollout.group_size=4", "train.checkpoint_every=1", "tensorboard=false")
+TRAIN = ("--json", *(part for text in SETS for part in ("--set", text)))
+
+
+def losses(text: str) -> list[dict[str, object]]:
+    found = [json.loads(line) for line in text.splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_live_training_run_resumes_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str], lag: int) -> None:
+    settings = (*TRAIN, "--set", f"train.lag={lag}", "--set", "train.steps=3")
+    assert command("train", ["--out", str(tmp_path / "whole"), *settings]) == 0
+    whole = losses(capsys.readouterr().out)
+    assert [row["step"] for row in whole] == [0, 1, 2]
+    assert all(row["exact_differing"] == 0 for row in whole)
+    assert [row["staleness_max"] for row in whole] == [0, min(1, lag), min(2, lag)]
+    folder = tmp_path / "whole" / "checkpoints"
+    broken = tmp_path / "broken"
+    (broken / "checkpoints").mkdir(parents=True)
+    (folder / "step-000002").rename(broken / "checkpoints" / "step-000002")
+    assert command("train", ["--out", str(broken), *settings]) == 0
+    assert losses(capsys.readouterr().out) == whole[2:]
+    a, b = (path / "model.safetensors" for path in (folder / "step-000003", broken / "checkpoints" / "step-000003"))
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_training_from_a_file_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rollout(tmp_path / "played", "--set", "rollout.group_size=4") == 0
+    capsys.readouterr()
+    source = str(tmp_path / "played" / "samples.jsonl")
+    settings = ("--samples", source, "--steps", "2", "--json", "--set", "train.groups_per_step=3", "--set", "tensorboard=false")
+    assert command("train", ["--out", str(tmp_path / "trained"), *settings]) == 0
+    found = losses(capsys.readouterr().out)
+    assert found[0]["exact_compared"] == found[0]["tokens_trained"] and found[0]["exact_differing"] == 0
+    assert found[1]["exact_compared"] == 0 and found[1]["staleness_max"] == 1
+
+
+@pytest.mark.parametrize("name", ["shop", "ledger"])
+def test_the_other_environments_are_covered_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert rollout(tmp_path, "--set", f"rollout.environment={name}") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["coverage"] == 1.0 and summary["failed"] == 0
+    samples = rows(tmp_path / "samples.jsonl")
+    assert len(samples) > 6 if name == "ledger" else max(len(s["token_ids"]) for s in samples) > 150  # type: ignore[arg-type]
