@@ -22,7 +22,8 @@ def grpo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, std
     if not std:
         return centred.to(_kind(rewards))
     variance = _per_group(centred * centred, index, counts) / (counts - 1).clamp(min=1)
-    return (centred / (variance.sqrt()[index] + eps)).to(_kind(rewards))
+    scaled = torch.where(centred == 0, 0.0, centred / (variance.sqrt()[index] + eps))  # also without eps
+    return scaled.to(_kind(rewards))
 
 
 def rloo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> Tensor:

@@ -1,0 +1,255 @@
+"""What must hold for any batch: identity, monotone thresholds, permutation, padding, exact merging; and the numerics of K3."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.mismatch.batches import Batch, make
+from tokentrue.mismatch import PRESETS, Correction, Metrics, Reject, Staleness, Veto, Weights, correct, diagnose
+from tokentrue.mismatch.bag import as_float, exact_total
+from tokentrue.mismatch.metrics import contribution, k1, k2, k3
+
+seeds = st.integers(0, 10**6)
+bounds = st.floats(1e-4, 5)
+quick = settings(max_examples=40, deadline=None)
+
+
+@quick
+@given(seeds, st.sampled_from(sorted(PRESETS)))
+@pytest.mark.filterwarnings("ignore:weights normalised over a single row")
+def test_identity(seed: int, preset: str) -> None:
+    """Trainer and rollout agree: weights are exactly 1, nothing is rejected, every divergence is exactly 0."""
+    batch = make(seed)
+    same = batch.trainer
+    found = diagnose(same, same, batch.mask, logprobs=same, advantages=batch.advantages, correction=PRESETS[preset])
+    assert found.corrected is not None
+    assert torch.equal(found.corrected.mask, batch.mask)
+    assert torch.equal(found.corrected.weights, batch.mask.double())
+    for key in ("k1", "k2", "k3"):
+        assert found[f"corr/{key}"] == found[f"ppo_train/{key}"] == found[f"ppo_rollout/{key}"] == 0.0
+    assert found["chi2/token"] == found["chi2/sequence"] == 0.0 and found["ppl/ratio"] == 1.0 and not found.worst
+    assert found["ratio/raw/ess"] == found["ratio/applied/ess"] == 1.0
+    for sign in ("positive", "negative"):
+        assert found[f"contribution/rollout/{sign}/mean"] == found[f"contribution/rollout/{sign}/skew"] == 0.0
+
+
+@quick
+@given(seeds, st.sampled_from(["token", "seq_sum", "seq_mean", "seq_max"]), st.sampled_from(["k2", "k3"]), bounds, st.floats(1, 10))
+def test_looser_thresholds_keep_more(seed: int, aggregate: str, estimator: str, bound: float, factor: float) -> None:
+    batch = make(seed)
+    rules = [Reject(estimator=estimator, aggregate=aggregate, upper=u) for u in (bound, bound * factor)]  # type: ignore[arg-type]
+    kept = [correct(batch.trainer, batch.rollout, batch.mask, Correction(reject=(rule,))).mask for rule in rules]
+    assert bool((~kept[0] | kept[1]).all())
+
+
+@quick
+@given(seeds, st.sampled_from(["token", "sequence", "geometric"]), st.floats(1.0, 5.0), st.floats(1.0, 5.0))
+def test_higher_caps_never_lower_a_weight(seed: int, level: str, upper: float, factor: float) -> None:
+    batch = make(seed)
+    low, high = (
+        correct(batch.trainer, batch.rollout, batch.mask, Correction(weights=Weights(level=level, upper=u))).weights  # type: ignore[arg-type]
+        for u in (upper, upper * factor)
+    )
+    assert bool((low <= high).all()) and float(high.max()) <= upper * factor
+
+
+@quick
+@given(seeds, st.randoms(use_true_random=False))
+def test_the_order_of_rows_changes_no_bit(seed: int, random: object) -> None:
+    batch = make(seed)
+    order = list(range(batch.mask.shape[0]))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    names = [f"row {i}" for i in range(len(order))]
+    straight = _diagnose(batch, names)
+    shuffled = _diagnose(_rows(batch, order), [names[i] for i in order])
+    assert shuffled == straight
+    assert dict(shuffled.metrics) == dict(straight.metrics)
+    assert torch.equal(shuffled.corrected.weights, straight.corrected.weights[order])  # type: ignore[index,union-attr]
+
+
+@quick
+@given(seeds, st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_merging_parts_is_the_whole(seed: int, sizes: list[int]) -> None:
+    batch = make(seed)
+    names = [f"row {i}" for i in range(batch.mask.shape[0])]
+    parts, start = [], 0
+    for size in [*sizes, len(names)]:
+        chosen = list(range(start, min(start + size, len(names))))
+        parts.append(_diagnose(_rows(batch, chosen), [names[i] for i in chosen]))
+        start += size
+    whole = _diagnose(batch, names)
+    assert parts[0].merge(*parts[1:]) == whole
+    assert parts[-1].merge(*parts[:-1]) == whole  # in any order
+    through_text = [Metrics.from_json(part.metrics.to_json()) for part in parts]
+    assert through_text[0].merge(*through_text[1:]) == whole.metrics
+
+
+def _rows(batch: Batch, chosen: list[int]) -> Batch:
+    return Batch(**{name: getattr(batch, name)[chosen] for name in ("trainer", "rollout", "current", "advantages", "mask")})
+
+
+def _diagnose(batch: Batch, names: list[str]):
+    return diagnose(
+        batch.trainer, batch.rollout, batch.mask, logprobs=batch.current, advantages=batch.advantages,
+        correction=PRESETS["decoupled_k3_rs_token_tis"], kinds=(batch.trainer < -3).long(), kind_names=["likely", "unlikely"],
+        row_names=names,
+    )  # fmt: skip
+
+
+@quick
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30))
+def test_exact_totals_are_exact(values: list[float]) -> None:
+    want = sum(map(Fraction, values), Fraction(0))
+    assert Fraction(exact_total(values), 1 << 1074) == want
+    assert exact_total(values) == exact_total(values[::-1])
+    if abs(want) < Fraction(2) ** 1023:
+        assert as_float(exact_total(values)) == float(want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_k3_keeps_its_digits_where_the_plain_formula_is_noise(dtype: torch.dtype) -> None:
+    x = torch.tensor([s * 10.0**e * m for e in range(-12, 1) for m in (1.0, 2.7, 9.9) for s in (1, -1)] + [5.0, -15.0, 15.0], dtype=dtype)
+    want = torch.tensor([_k3_exactly(float(v)) for v in x], dtype=torch.float64)
+    worst = ((k3(x).double() - want) / want).abs().max()
+    assert float(worst) < (1e-10 if dtype == torch.float64 else 1e-4)
+    assert bool((k3(x) >= 0).all())
+    if dtype == torch.float32:
+        plain = (x.exp() - 1 - x)[x.abs() < 1e-4].double()
+        assert float(((plain - want[x.abs() < 1e-4]) / want[x.abs() < 1e-4]).abs().median()) > 0.1
+    assert float(k3(torch.zeros(1))) == 0.0
+
+
+def _k3_exactly(x: float) -> float:
+    """The series in rational arithmetic."""
+    value, term, total = Fraction(x), Fraction(x), Fraction(0)
+    for n in range(2, 90):
+        term = term * value / n
+        total += term
+    return float(total)
+
+
+def test_estimators_by_hand() -> None:
+    x = torch.tensor([math.log(2.0), math.log(0.5)], dtype=torch.float64)
+    assert k1(x).tolist() == pytest.approx([-0.693147, 0.693147], abs=1e-6)
+    assert k2(x).tolist() == pytest.approx([0.240227, 0.240227], abs=1e-6)
+    assert k3(x).tolist() == pytest.approx([0.306853, 0.193147], abs=1e-6)
+    assert contribution(x, torch.tensor([3.0, -1.0])).tolist() == pytest.approx([-3.0, -0.5])
+
+
+def test_quantiles_are_within_their_stated_error() -> None:
+    scale = torch.tensor([[1e-6], [1e-3], [0.1], [1.0]])
+    delta = torch.randn(4, 5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * scale
+    found = diagnose(delta - 20, torch.full_like(delta, -20.0))
+    for share in (0.01, 0.5, 0.9, 0.99, 0.999):
+        exact = float(delta.view(-1).quantile(share, interpolation="lower"))
+        assert found[f"delta/quantile/p{share * 100:g}"] == pytest.approx(exact, rel=0.009)
+        size = float(delta.abs().view(-1).quantile(share, interpolation="lower"))
+        assert found[f"delta/quantile/abs_p{share * 100:g}"] == pytest.approx(size, rel=0.009)
+
+
+def test_contribution_by_sign_by_hand() -> None:
+    trainer = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], dtype=torch.float64)
+    rollout = trainer - torch.tensor([[0.5, -0.5, 1.0, 0.0]], dtype=torch.float64)
+    current = trainer + torch.tensor([[0.1, 0.1, 0.2, 0.3]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 1.0, -2.0, 0.0]], dtype=torch.float64)
+    found = diagnose(trainer, rollout, logprobs=current, advantages=advantages)
+    by_train = [-math.expm1(0.1), -math.expm1(0.1)]
+    by_roll = [-math.expm1(0.6), -math.expm1(-0.4)]
+    assert found["contribution/trainer/positive/mean"] == pytest.approx(sum(by_train) / 2)
+    assert found["contribution/rollout/positive/mean"] == pytest.approx(sum(by_roll) / 2)
+    assert found["contribution/rollout/positive/std"] == pytest.approx(abs(by_roll[0] - by_roll[1]) / 2)
+    assert found["contribution/rollout/negative/mean"] == pytest.approx(2 * math.expm1(1.2))
+    assert found["contribution/rollout/negative/count"] == 1
+    assert found["quadrant/positive_up"] == 0.5 and found["quadrant/negative_up"] == 1.0
+
+
+def test_skew_is_that_of_the_values() -> None:
+    batch = make(9, empty_rows=False)
+    advantages = batch.advantages.abs()
+    found = diagnose(batch.trainer, batch.rollout, batch.mask, advantages=advantages)
+    values = contribution(batch.delta.clamp(-20, 20), advantages)[batch.mask]
+    centred = values - values.mean()
+    want = float((centred**3).mean() / (centred**2).mean() ** 1.5)
+    assert found["contribution/rollout/positive/skew"] == pytest.approx(want, rel=1e-6)
+
+
+def test_buckets_hold_every_token() -> None:
+    trainer = torch.full((1, 300), -0.001, dtype=torch.float64)
+    trainer[0, 200:] = -3.0
+    rollout = trainer - 0.25
+    found = diagnose(trainer, rollout, kinds=torch.arange(300).view(1, -1) % 2, kind_names=["even", "odd"])
+    assert found["by_position/0-128"] == pytest.approx(0.25) and found["by_position/128-512"] == pytest.approx(0.25)
+    assert found["by_position/512-2048"] == 0.0
+    assert found["by_probability/0.5-0.9"] == pytest.approx(0.25) and found["by_probability/0.01-0.1"] == pytest.approx(0.25)
+    assert found["by_kind/even"] == pytest.approx(0.25)
+    counts = {k: s.count for k, s in found.metrics.statistics.items() if k.startswith("by_probability")}  # type: ignore[union-attr]
+    assert counts["by_probability/0.5-0.9"] == 200 and counts["by_probability/0.01-0.1"] == 100 and sum(counts.values()) == 300
+
+
+def test_clamp_hits_are_reported() -> None:
+    delta = torch.tensor([[30.0, 1.0, -25.0, 0.0]], dtype=torch.float64)
+    out = correct(delta, torch.zeros_like(delta), None, Correction(weights=Weights(mode="raw")))
+    assert out.metrics["fraction/clamped"] == 0.5 and float(out.weights[0, 0]) == pytest.approx(math.exp(20))
+    assert diagnose(delta, torch.zeros_like(delta))["delta/clamped"] == 0.5
+    assert math.isfinite(diagnose(delta * 30, torch.zeros_like(delta))["corr/k3"])
+
+
+def test_bounds_include_themselves() -> None:
+    ratio = torch.tensor([[0.5, 2.0, 0.4999999, 2.0000001]], dtype=torch.float64)
+    rule = Reject(estimator="ratio", aggregate="token", lower=0.5, upper=2.0)
+    assert correct(ratio.log(), torch.zeros_like(ratio), None, Correction(reject=(rule,))).mask.tolist() == [[True, True, False, False]]
+
+
+def test_drop_takes_from_the_mask_and_mask_from_the_weight() -> None:
+    delta = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    rule = Reject(estimator="k2", aggregate="token", upper=0.1)
+    dropped = correct(delta, torch.zeros_like(delta), None, Correction(reject=(rule,)))
+    masked = correct(delta, torch.zeros_like(delta), None, Correction(reject=(replace(rule, action="mask"),)))
+    assert dropped.mask.tolist() == [[False, True]] and dropped.weights.tolist() == [[1.0, 1.0]]
+    assert masked.mask.tolist() == [[True, True]] and masked.weights.tolist() == [[0.0, 1.0]]
+
+
+def test_veto_and_staleness() -> None:
+    trainer = torch.tensor([[-1.0, -20.0], [-1.0, -1.0]], dtype=torch.float64)
+    vetoed = correct(trainer, trainer, None, Correction(veto=Veto(below=1e-6)))
+    assert vetoed.mask.tolist() == [[False, False], [True, True]] and vetoed.metrics["fraction/vetoed_rows"] == 0.5
+    versions = torch.tensor([[3, 5], [7, 7]])
+    token = correct(trainer, trainer, None, Correction(staleness=Staleness(limit=2)), versions=versions, version=7)
+    assert token.mask.tolist() == [[False, True], [True, True]]
+    whole = correct(trainer, trainer, None, Correction(staleness=Staleness(limit=2, level="sequence")), versions=versions, version=7)
+    assert whole.mask.tolist() == [[False, False], [True, True]]
+    per_row = correct(trainer, trainer, None, Correction(staleness=Staleness(limit=2)), versions=torch.tensor([4, 6]), version=7)
+    assert per_row.mask.tolist() == [[False, False], [True, True]]
+
+
+def test_normalising_over_a_step_adds_up_micro_batches() -> None:
+    batch = make(14, empty_rows=False)
+    base = PRESETS["decoupled_token_is"]
+    assert base.weights is not None
+    from tokentrue.mismatch import Normalise
+
+    call = replace(base, weights=replace(base.weights, normalise=Normalise(scope="call")))
+    step = replace(base, weights=replace(base.weights, normalise=Normalise(scope="step")))
+    whole = correct(batch.trainer, batch.rollout, batch.mask, call)
+    parts = [correct(batch.trainer[i : i + 1], batch.rollout[i : i + 1], batch.mask[i : i + 1], step) for i in range(len(batch.mask))]
+    assert all(part.pending for part in parts)
+    total, count = (sum(part.totals[k] for part in parts) for k in (0, 1))  # type: ignore[index]
+    joined = torch.cat([part.normalised(total, int(count)).weights for part in parts])  # type: ignore[arg-type]
+    torch.testing.assert_close(joined, whole.weights, atol=1e-12, rtol=1e-12)
+    assert float(whole.weights[whole.mask].mean()) == pytest.approx(1.0)
+
+
+def test_a_single_row_at_sequence_level_warns_that_nothing_is_left() -> None:
+    from tokentrue.mismatch import Normalise
+
+    config = Correction(weights=Weights(level="sequence", upper=2.0, normalise=Normalise(scope="call", level="sequence")))
+    with pytest.warns(UserWarning, match="cancelled"):
+        out = correct(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), None, config)
+    assert out.weights.tolist() == [[1.0, 1.0]]
