@@ -8,6 +8,7 @@ The rooms behind the doors: `sessions/matching` (what is being continued), `sess
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import Counter
@@ -16,7 +17,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
 
-from tokentrue.errors import ConfigError, SamplingError, SessionConflict
+from tokentrue.errors import ConfigError, InputError, SamplingError, SessionConflict
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import assemble
 from tokentrue.sessions.client import Client
@@ -111,9 +112,10 @@ class Session:
         sampling: Sampling | None = None,
         template_kwargs: TemplateKwargs | None = None,
     ) -> Reply:
-        """An agent's next model call: the whole conversation in, the model's turn out."""
-        request = TurnRequest(messages=messages, tools=tools, sampling=sampling or Sampling(), template_kwargs=dict(template_kwargs or {}))
-        return (await self.turn(request))[0]
+        """An agent's next model call: the whole conversation in, the model's turn out. Several answers at once: `turn` with `n`."""
+        settings: dict[str, Any] = {"sampling": sampling or Sampling(), "template_kwargs": dict(template_kwargs or {})}
+        (reply,) = await self.turn(TurnRequest(messages=messages, tools=tools, **settings))
+        return reply
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
         """The n replies to one request. The same request in flight is the same turn; the same request key is the recorded answer."""
@@ -159,8 +161,7 @@ class Session:
             raise SessionConflict(f"session {self.id!r} has ended")
         plan = self._matcher.resolve(request.messages, request.tools, after=request.after)
         request = replace(request, sampling=self._settled(request.sampling))
-        parent = plan.node.id if isinstance(plan, Continue) else None
-        digest = request_digest(request, parent, plan.key)
+        digest = request_digest(request, plan.place, plan.key)
         if request.request_key is not None and (recorded := self.tree.keyed.get(request.request_key)):
             if recorded[0].request_digest != digest:
                 raise SessionConflict(f"request key {request.request_key!r} was used for another request; use a new key")
@@ -171,7 +172,7 @@ class Session:
             return flight, [], True
         self.limits.admit(n=request.n, nodes=len(self.tree), tokens=self._tokens, in_flight=len(self._airspace))
         started = self.tree.next_seq
-        turn_key = (parent, plan.key)
+        turn_key = (plan.node.id if isinstance(plan, Continue) else None, plan.key)
         self._matcher.flying[turn_key] = self._matcher.flying.get(turn_key, 0) + 1
         flight = self._airspace.launch(key, lambda me: self._fly(me, request, plan, started, digest), streamed=streamed)
         flight.task.add_done_callback(lambda task: self._landed(task, turn_key))
@@ -251,6 +252,8 @@ class Session:
         """Of the whole session, or of one leaf (a node's id)."""
         if leaf is not None:
             self.tree.get(leaf)
+        if not math.isfinite(reward):
+            raise InputError(f"reward: must be a finite number, got {reward!r}")
 
         def change(record: SessionRecord) -> SessionRecord:
             old = record.rewards

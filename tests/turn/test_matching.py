@@ -215,3 +215,23 @@ async def test_malformed_messages_are_refused_by_field_and_leave_no_trace(messag
     with pytest.raises(MessageError):
         await session.chat(messages)
     assert len(session.tree) == 0 and not engine.prompts
+
+
+async def test_a_request_key_is_honoured_where_siblings_are_ambiguous() -> None:
+    session, engine = session_of(*[said("Four.", f"way {i}") for i in range(2)], *[said("ok", "x")] * 2)
+    first, _ = await session.turn(TurnRequest(messages=OPENING, tools=TOOLS, n=2))
+    request = TurnRequest(messages=[*OPENING, bare(first.message), USER], tools=TOOLS, request_key="k")
+    (one,), (again,) = await session.turn(request), await session.turn(request)
+    assert one.node == again.node and again.replayed and len(engine.prompts) == 3
+
+
+async def test_going_back_before_a_new_root_gives_up_what_followed_it() -> None:
+    """A changed tool set begins a root that continues in meaning; asking the turn before it again gives up both."""
+    session, _ = session_of(*[said(f"a{i}", "r") for i in range(4)])
+    first = await session.chat(OPENING, TOOLS)
+    second = await session.chat([*OPENING, first.message, USER], OTHER_TOOLS)
+    assert session.tree.get(second.node).origin == first.node
+    third = await session.chat(OPENING, TOOLS)
+    account = session.coverage()
+    assert {item.node: item.why for item in account.untrained} == {first.node: "rolled_back", second.node: "rolled_back"}
+    assert [sample.metadata["tokentrue"]["leaf"] for sample in session.samples()] == [third.node]

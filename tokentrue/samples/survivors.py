@@ -26,10 +26,11 @@ def given_up(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
         if len(attempts) > 1:
             reasons |= {node_id: why for node_id, why in _losers(tree, attempts, newest).items() if node_id not in spoken_for}
     for node in tree.in_order():  # parents come before children
-        if node.parent in reasons and node.id not in spoken_for and node.id not in reasons:
-            reasons[node.id] = reasons[node.parent]
+        before = node.parent or node.origin
+        if before in reasons and node.id not in spoken_for and node.id not in reasons:
+            reasons[node.id] = reasons[before]
     for node in reversed(tree.in_order()):
-        alive = any(child.id not in reasons for child in tree.children.get(node.id, ()))
+        alive = any(child.id not in reasons for child in tree.followers.get(node.id, ()))
         if not alive and node.id not in reasons and node.id not in spoken_for and (why := _unheard(node)):
             reasons[node.id] = why
     return reasons
@@ -43,14 +44,14 @@ def _unheard(node: Node) -> str | None:
 
 def _losers(tree: Tree, attempts: list[Node], newest: dict[str, int]) -> dict[str, str]:
     """Of several attempts at one turn the one with the latest activity survives, and every parallel one that was gone on with."""
-    heard = [node for node in attempts if _unheard(node) is None or tree.children.get(node.id)]
+    heard = [node for node in attempts if _unheard(node) is None or tree.followers.get(node.id)]
     if not heard:
         return {}
     survivor = max(heard, key=lambda node: newest[node.id])
-    any_followed = any(tree.children.get(node.id) for node in heard)
+    any_followed = any(tree.followers.get(node.id) for node in heard)
     losers: dict[str, str] = {}
     for node in attempts:
-        followed = bool(tree.children.get(node.id))
+        followed = bool(tree.followers.get(node.id))
         if node is survivor or (not followed and _unheard(node)):
             continue
         if any(later.started > newest[node.id] for later in heard):

@@ -30,6 +30,12 @@ class Continue:
     key: bytes  # of the whole request: attempts at one turn share it
     why: str | None = None
     detail: str = ""
+    ambiguous: bool = False  # other nodes fit as well
+
+    @property
+    def place(self) -> str | None:
+        """What names the request besides its key: which node it continues, where that is beyond doubt."""
+        return None if self.ambiguous else self.node.id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,10 @@ class Root:
     why: str
     detail: str = ""
     origin: Node | None = None
+
+    @property
+    def place(self) -> None:
+        return None
 
 
 Plan = Continue | Root
@@ -136,7 +146,8 @@ class Matcher:
         tail = tuple(self._restore(node, message, self._reference(walk, index)) for index, message in enumerate(messages[depth:], depth))
         self._calls[node.id] = dict(walk.calls)
         why, detail = self._edge(node, walk.keys[-1], tail)
-        return Continue(node=node, tail=tail, projection=label(losses, ambiguous=ambiguous), key=walk.keys[-1], why=why, detail=detail)
+        how = label(losses, ambiguous=ambiguous)
+        return Continue(node=node, tail=tail, projection=how, key=walk.keys[-1], why=why, detail=detail, ambiguous=ambiguous)
 
     def _reference(self, walk: _Walk, index: int) -> CallRef | None:
         message = walk.messages[index]
@@ -230,7 +241,7 @@ class Matcher:
             return "edited", f"messages after node {node.id} are not what was served"
         if any(parent == node.id for parent, _ in self.flying):
             return "parallel", f"another continuation of node {node.id} was in flight"
-        if self._tree.children.get(node.id):
+        if self._tree.followers.get(node.id):
             return "branch", f"node {node.id} had already been continued otherwise"
         return None, ""
 

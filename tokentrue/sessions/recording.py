@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tokentrue.errors import EngineContractError
+from tokentrue.errors import EngineContractError, MessageError
 from tokentrue.protocols import Renderer
 from tokentrue.sessions import chain
 from tokentrue.sessions.journal import Journal
 from tokentrue.sessions.prompts import Prompt
-from tokentrue.sessions.rows import row_from_node
+from tokentrue.sessions.rows import Row, row_from_node
 from tokentrue.sessions.serve import served_message
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Completion, Parsed, Reply, Sampling, Status, TurnRequest
@@ -101,10 +101,17 @@ async def commit(drafts: Sequence[Draft], asked: Asked, *, tree: Tree, journal: 
     for node in nodes:
         tree.check(node, asked.prompt.ids)
     if journal is not None:
-        await journal.append_all(session_id, [row_from_node(node, asked.prompt.parent) for node in nodes])
+        await journal.append_all(session_id, [_row(node, asked.prompt.parent) for node in nodes])
     for node in nodes:
         tree.add(node, asked.prompt.ids)
     return nodes
+
+
+def _row(node: Node, parent: Node | None) -> Row:
+    try:
+        return row_from_node(node, parent)
+    except TypeError as error:
+        raise MessageError(f"messages and tools must be plain JSON values: {error}", field="messages") from error
 
 
 def reply_from(node: Node, parsed: Parsed, completion: Completion, *, replayed: bool = False) -> Reply:

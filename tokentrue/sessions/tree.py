@@ -101,6 +101,7 @@ class Tree:
         self.template, self.tokenizer = template, tokenizer
         self.nodes: dict[str, Node] = {}
         self.children: dict[str | None, list[Node]] = defaultdict(list)
+        self.followers: dict[str | None, list[Node]] = defaultdict(list)  # children, and roots that continue a node in meaning
         self.ends: dict[bytes, list[Node]] = defaultdict(list)  # key after the served message -> nodes
         self.asked: dict[tuple[str | None, bytes], list[Node]] = defaultdict(list)  # (parent, key before it) -> attempts at one turn
         self.passed: dict[bytes, Node] = {}  # key after any message -> the first node whose conversation leads through it
@@ -253,6 +254,7 @@ class Tree:
         self.nodes[node.id] = node
         self._places[node.id] = place
         self.children[node.parent].append(node)
+        self.followers[node.parent or node.origin].append(node)
         self.ends[place.after].append(node)
         self.asked[node.parent, place.before].append(node)
         self.passed.setdefault(place.after, node)
@@ -266,11 +268,12 @@ class Tree:
         return sorted(self.nodes.values(), key=lambda node: node.seq)
 
     def last_activity(self) -> dict[str, int]:
-        """For each node the newest `seq` in its subtree."""
+        """For each node the newest `seq` among all that followed it."""
         newest = {node.id: node.seq for node in self.nodes.values()}
         for node in reversed(self.in_order()):
-            if node.parent is not None:
-                newest[node.parent] = max(newest[node.parent], newest[node.id])
+            before = node.parent or node.origin
+            if before is not None:
+                newest[before] = max(newest[before], newest[node.id])
         return newest
 
 

@@ -1,0 +1,116 @@
+"""The tests bite: each mutation breaks the code on purpose, in a way that would cost tokens, and a test must fail."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.samples import test_audit
+from tests.turn import test_matching, test_turn
+from tokentrue import turn
+from tokentrue.errors import TokenTrueError
+from tokentrue.sessions import chain, journal, matching, prompts
+from tokentrue.sessions import tree as trees
+
+assembling, auditing = (import_module(f"tokentrue.samples.{name}") for name in ("assemble", "audit"))  # functions hide the modules
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def any_replay_fits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(matching, "projection", lambda served, replayed: ())
+
+
+def results_without_their_call(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trees.CallIds, "reference", lambda self, message: None)
+
+
+def oldest_sibling_first(patch: pytest.MonkeyPatch) -> None:
+    real = matching.Matcher._prefer
+    patch.setattr(matching.Matcher, "_prefer", lambda self, fits, key: real(self, sorted(fits, key=lambda fit: fit[1].seq)[:1], key))
+
+
+def nothing_is_given_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(assembling, "given_up", lambda tree, rewarded: {})
+
+
+def hash_without_logprobs(patch: pytest.MonkeyPatch) -> None:
+    real = chain.link
+    patch.setattr(chain, "link", lambda previous, **parts: real(previous, **{**parts, "logprobs": array("d")}))
+
+
+def seal_of_nothing(patch: pytest.MonkeyPatch) -> None:
+    for module in (assembling, auditing):
+        patch.setattr(module, "seal", lambda sample: "sha256:0")
+
+
+def served_before_written(patch: pytest.MonkeyPatch) -> None:
+    async def later(self: Any, session_id: str, rows: Any) -> None:
+        return None
+
+    patch.setattr(journal.Journal, "append_all", later)
+
+
+def prefix_decoded_and_encoded(patch: pytest.MonkeyPatch) -> None:
+    """The recorded split is healed, as re-rendering would: the classic loss."""
+    real = prompts._extend
+
+    async def healed(plan: Any, renderer: Any, tree: Any, tools: Any, kwargs: Any) -> Any:
+        made = await real(plan, renderer, tree, tools, kwargs)
+        text = renderer.decode(made.ids)
+        ids = array("i", test_matching.encode(text, "own"))
+        return prompts.Prompt(**{name: getattr(made, name) for name in made.__slots__} | {"ids": ids})
+
+    patch.setattr(prompts, "_extend", healed)
+
+
+def ids_not_restored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(matching.Matcher, "_restore", lambda self, node, message, reference: message)
+
+
+def joins_nobody(patch: pytest.MonkeyPatch) -> None:
+    numbers = count()
+    patch.setattr(turn, "request_digest", lambda request, place, key: str(next(numbers)))
+
+
+MUTATIONS: list[tuple[Patch, Callable[[Path], Any]]] = [
+    (any_replay_fits, lambda _: test_matching.test_an_edit_of_one_character_never_matches(1)),
+    (results_without_their_call, lambda _: test_matching.test_swapped_tool_results_fork()),
+    (oldest_sibling_first, lambda _: test_matching.test_siblings_that_differ_only_in_what_was_dropped_are_ambiguous_and_the_newest_wins()),
+    (nothing_is_given_up, lambda _: test_matching.test_going_back_before_a_new_root_gives_up_what_followed_it()),
+    (served_before_written, lambda path: test_turn.test_the_journal_has_a_turn_before_anyone_hears_of_it(path)),
+    (prefix_decoded_and_encoded, lambda _: test_turn.test_prompts_are_the_recorded_ids_and_nothing_else()),
+    (ids_not_restored, lambda _: test_matching.test_the_model_sees_the_ids_that_were_served()),
+    (joins_nobody, lambda _: test_turn.test_the_same_request_in_flight_is_one_turn_even_if_the_first_caller_leaves()),
+]
+
+
+@pytest.mark.parametrize(("mutate", "check"), MUTATIONS, ids=[mutate.__name__ for mutate, _ in MUTATIONS])
+async def test_a_broken_corridor_is_noticed(mutate: Patch, check: Callable[[Path], Any], tmp_path: Path) -> None:
+    (tmp_path / "healthy").mkdir()
+    await check(tmp_path / "healthy")
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch)
+        with pytest.raises((AssertionError, TokenTrueError, IndexError)):
+            await check(tmp_path)
+
+
+BLINDING = [(hash_without_logprobs, test_audit.flip_logprob), (seal_of_nothing, test_audit.other_reward)]
+
+
+@pytest.mark.parametrize(("mutate", "change"), BLINDING, ids=[mutate.__name__ for mutate, _ in BLINDING])
+async def test_a_broken_certificate_is_noticed(mutate: Patch, change: Callable[[Any], Any]) -> None:
+    async def found() -> list[Any]:
+        rows = [test_audit.sample_to_json(sample) for sample in (await test_audit.forest()).samples()]
+        change(rows)
+        return test_audit.findings(rows)
+
+    assert await found()
+    with pytest.MonkeyPatch.context() as patch:
+        mutate(patch)
+        assert not await found(), "the mutation should blind the audit: if it does not, this test shows nothing"
