@@ -105,6 +105,11 @@ def standin_tokenizer(template: str) -> Any:
 
 def templates() -> dict[str, str]:
     """Every real chat template at hand, by `carrier/file`; identical texts appear once."""
+    return dict(_distinct_templates())
+
+
+@cache
+def _distinct_templates() -> dict[str, str]:
     found: dict[str, str] = {}
     seen: set[str] = set()
     for name, text in _template_files():

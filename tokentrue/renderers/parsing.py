@@ -38,7 +38,7 @@ _FIELDS = {"content": "content", "final": "content", "preamble": "content"} | di
 )
 _SPACE = " \t\r\n"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ANCHOR_WINDOW = 4096
+_ANCHOR_WINDOW = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +331,8 @@ def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
 
     Only the end of the prompt is read. A prompt whose opener is not found there has opened nothing.
     """
+    if len(grammar.template.fields) == 1:
+        return ""
     window = 64
     while True:
         source = _Source(grammar)
@@ -342,7 +344,7 @@ def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
             return text[place:]
         if window >= min(len(prompt_ids), _ANCHOR_WINDOW):
             return ""
-        window *= 8
+        window *= 4
 
 
 def _seed(prompt_ids: Ids) -> bytes:
