@@ -47,17 +47,17 @@ def make_samples(model_dir: Path, noise: float, temperature: float = 1.0) -> lis
         length = ids.shape[1]
         spans = (
             Span(start=0, end=GIVEN, kind="given", role="user", turn=0, policy_version=None, trainable=False, why="prompt"),
-            Span(start=GIVEN, end=length, kind="sampled", role="assistant", turn=number % 2, policy_version=number // 4, trainable=True, why="sampled"),
+            Span(start=GIVEN, end=length, kind="sampled", role="assistant", turn=number % 2, policy_version=number // 4, trainable=True,
+                 why="sampled"),
         )  # fmt: skip
-        found.append(
-            Sample(
-                sample_id=f"s{number}", session_id=f"s{number}", group=f"g{number // 4}", token_ids=ids[0].tolist(),
-                loss_mask=[0] * GIVEN + [1] * (length - GIVEN), rollout_logprobs=[None] * GIVEN + values[GIVEN - 1 :].tolist(), spans=spans,
-                reward=float(number % 2), finish_reason="stop",
-                metadata={"tokentrue": {"nodes": [{"sampled": length - GIVEN, "temperature": temperature}]}},
-                certificate=Certificate(chain="", template="", tokenizer=""),
-            )  # fmt: skip
-        )
+        sample = Sample(
+            sample_id=f"s{number}", session_id=f"s{number}", group=f"g{number // 4}", token_ids=ids[0].tolist(),
+            loss_mask=[0] * GIVEN + [1] * (length - GIVEN), rollout_logprobs=[None] * GIVEN + values[GIVEN - 1 :].tolist(), spans=spans,
+            reward=float(number % 2), finish_reason="stop",
+            metadata={"tokentrue": {"nodes": [{"sampled": length - GIVEN, "temperature": temperature}]}},
+            certificate=Certificate(chain="", template="", tokenizer=""),
+        )  # fmt: skip
+        found.append(sample)
     return found
 
 
@@ -96,8 +96,8 @@ def test_noise_is_measured_and_shown(model_dir: Path, tmp_path: Path, capsys: py
     for title in ("|δ| per token", "Ratio tails, raw and as applied", "K1 and K3 over steps", "Contribution C(r)", "Worst sequences"):
         assert title in text
     assert "by kind" in text and "polyline" in text
-    shown = make_samples(model_dir, 0.05)[0].token_ids[GIVEN]
-    assert f">{shown}</span>" in text  # tokens as ids, without a tokenizer
+    firsts = [sample.token_ids[GIVEN] for sample in make_samples(model_dir, 0.05)]
+    assert sum(f">{first}</span>" in text for first in firsts) >= 5  # tokens as ids, without a tokenizer
 
 
 def test_a_gap_above_the_limit_is_found_wrong(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
