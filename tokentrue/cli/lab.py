@@ -1,4 +1,4 @@
-"""tokentrue lab list | run NAME: experiments with their claim, their table and their figure."""
+"""tokentrue lab list | run NAME | show NAME: experiments with their claim, their table and their figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokentrue.errors import ConfigError
 
 
 def command(
-    action: Annotated[str, typer.Argument(help="list, or run")],
+    action: Annotated[str, typer.Argument(help="list, run, or show (the runs on file)")],
     name: Annotated[str | None, typer.Argument(help="the experiment to run")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: a smoke test, not a result")] = False,
     model: Annotated[str | None, typer.Option(help="model directory (default: the small model that ships)")] = None,
@@ -38,8 +38,14 @@ def command(
             for each, facts in shown.items():
                 print(f"{each}\n  {facts['claim']}\n  {facts['command']}")
         return 0
-    if action != "run" or name is None:
-        raise ConfigError("say `tokentrue lab list`, or `tokentrue lab run NAME`")
+    if action not in {"run", "show"} or name is None:
+        raise ConfigError("say `tokentrue lab list`, `tokentrue lab run NAME`, or `tokentrue lab show NAME` for runs on file")
+    if action == "show":
+        from tokentrue.lab.arms import Scale
+        from tokentrue.lab.registry import shown as shown_table
+
+        print(shown_table(name, Scale(), out=out).as_text())
+        return 0
     changes = dict(model=model, device=device, steps=steps, groups=groups, lr=lr, seeds=tuple(range(seeds)), jobs=jobs)
     return run(name, quick, changes, only, out, as_json)
 

@@ -58,6 +58,22 @@ def run_experiment(
     return table
 
 
+def shown(name: str, scale: Scale, *, out: Path) -> Table:
+    """The table and the figure of the runs that are on file: of a study that was stopped, or while it runs."""
+    module = module_of(name)
+    path = out / f"{name}.runs.jsonl"
+    if not path.exists():
+        raise ConfigError(f"no runs of {name} in {out}; `{module.COMMAND} --out {out}` makes them")
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    names = {result["arm"] for result in results}
+    arms = [arm for arm in module.arms(quick=False) if arm.name in names]
+    steps = max((len(result["rows"]) for result in results), default=0)
+    seeds = tuple(sorted({result["seed"] for result in results}))
+    table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=[f"claim: {module.CLAIM}", f"command: `{module.COMMAND}`"])
+    write(out, name, replace(scale, steps=steps, seeds=seeds), arms, results, table, module.CURVES)
+    return table
+
+
 def runs_of(name: str, scale: Scale, *, quick: bool, only: str | None = None) -> int:
     module = module_of(name)
     arms = chosen(module, quick=quick, only=only)
