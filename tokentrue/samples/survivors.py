@@ -2,7 +2,7 @@
 
 * `retried`: the same turn was asked again after this answer was complete, and this answer was never gone on with.
 * `rolled_back`: it had been gone on with, then the agent went back and asked the same turn again.
-* `not_chosen`: one of several parallel answers (n > 1, or requests in flight together), of which others were gone on with.
+* `not_chosen`: another answer to the same turn was gone on with (n > 1, requests in flight together, or an earlier attempt after all).
 * `disconnected`, `aborted`: nobody heard the end of it, and nothing follows.
 
 Giving up reaches down: what follows a given-up node is given up for the same reason. A reward on the leaf itself speaks for it:
