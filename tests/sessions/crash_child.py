@@ -1,6 +1,6 @@
 """The victim of the crash test: many sessions at once on one journal, each acknowledged turn printed after it was acknowledged.
 
-`python -m tests.sessions.crash_child JOURNAL SEED`
+`python -m tests.sessions.crash_child JOURNAL SEED [LINES]`; with LINES it kills itself in the instant after that many acknowledgements.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import os
 import random
+import signal
 import sys
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokentrue.sessions import Journal
 from tokentrue.types import TurnRequest
 
 SESSIONS = 12
+lines_left = 0
 
 
 def fingerprint(node: Any, prompt: Any) -> str:
@@ -29,7 +31,11 @@ def fingerprint(node: Any, prompt: Any) -> str:
 
 
 def acknowledge(line: str) -> None:
+    global lines_left
     os.write(1, line.encode() + b"\n")
+    lines_left -= 1
+    if lines_left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def live(session: tt.Session, engine: Engine, rng: random.Random) -> None:
@@ -67,4 +73,5 @@ async def main(path: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    lines_left = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     asyncio.run(main(sys.argv[1], int(sys.argv[2])))

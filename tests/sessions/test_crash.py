@@ -21,10 +21,15 @@ from tokentrue.sessions import Journal
 from tokentrue.sessions.store import load_tree
 
 
-def life(journal: Path, seed: int, moment_s: float, log: Path) -> list[str]:
-    """Start the child, kill it `moment_s` after its first sign of life; the lines it had acknowledged."""
+def life(journal: Path, seed: int, rng: random.Random, log: Path) -> list[str]:
+    """Start the child and let it die: half of the times we kill it at a random moment after its first sign of life, half of the times it
+    kills itself in the very instant after an acknowledgement. The lines it had acknowledged."""
+    lines, moment_s = rng.choice([0, rng.randrange(1, 120)]), rng.random() ** 2 * 0.25
     with log.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-m", "tests.sessions.crash_child", str(journal), str(seed)], stdout=out)
+        child = subprocess.Popen([sys.executable, "-m", "tests.sessions.crash_child", str(journal), str(seed), str(lines)], stdout=out)
+        if lines:
+            child.wait(60)
+            return log.read_text().splitlines(keepends=True)
         deadline = time.monotonic() + 60
         while log.stat().st_size == 0 and time.monotonic() < deadline:
             assert child.poll() is None, "the child ended by itself"
@@ -65,7 +70,7 @@ def kill_again_and_again(folder: Path, kills: int) -> tuple[int, int]:
         if number % 20 == 0:
             told, rewards = {}, {}
         path = folder / f"journal-{number // 20}.db"
-        for line in life(path, number, rng.random() ** 2 * 0.25, folder / "out.txt"):
+        for line in life(path, number, rng, folder / "out.txt"):
             kind, session, *rest = line.split()
             told.setdefault(session, {})
             if kind == "turn":
