@@ -38,7 +38,7 @@ def _operation(
     kinds = {"json": "application/json", "text": "text/plain", "either": "application/json"}
     good: Json = {"description": summary, "content": {kinds[media]: {"schema": {}}}}
     if media == "either":
-        good["content"]["text/event-stream"] = {"schema": TEXT}
+        good["content"]["text/event-stream"] = {"schema": FREE}
     operation: Json = {"summary": summary, "responses": {status: good, **dict.fromkeys(ERRORS, error)}}
     if parameters:
         operation["parameters"] = list(parameters)

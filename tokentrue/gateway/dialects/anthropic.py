@@ -28,7 +28,7 @@ from tokentrue.gateway.dialects.base import (
 from tokentrue.gateway.dialects.openai_chat import check_function
 from tokentrue.types import Delta, Message, Reply, Sampling, TurnEvent
 
-TEXT_BLOCKS = frozenset({"text"})
+TEXT_BLOCKS = ("text",)
 BILLING = "x-anthropic-billing-header:"
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -290,7 +290,7 @@ def constraints(
         return {}, tools
     if kind == "none":
         return {}, None
-    if kind not in {"any", "tool"}:
+    if kind not in ("any", "tool"):
         raise MessageError(f"must be auto, any, tool or none, not {shown(kind)}", field="tool_choice.type")
     if not tools:
         raise MessageError("needs tools", field="tool_choice")

@@ -156,7 +156,7 @@ def complaint(text: str, path: str) -> MessageError:
     return MessageError(what, field=where or None)
 
 
-def joined_text(parts: Any, kinds: frozenset[str], path: str, *, glue: str) -> str | None:
+def joined_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
     """Content as one string: a string stays, text parts are joined, anything that is not text is refused by name."""
     if parts is None or isinstance(parts, str):
         return parts

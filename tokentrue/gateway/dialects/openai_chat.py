@@ -15,8 +15,8 @@ from tokentrue.errors import MessageError, SamplingError
 from tokentrue.gateway.dialects.base import Call, Problem, TextOf, convert, encode, is_open, joined_text, shown
 from tokentrue.types import Message, Reply, Sampling, TurnEvent
 
-ROLES = {"system", "developer", "user", "assistant", "tool"}
-TEXT_PARTS = frozenset({"text", "refusal"})
+ROLES = ("system", "developer", "user", "assistant", "tool")  # tuples: what is compared with them may be unhashable
+TEXT_PARTS = ("text", "refusal")
 NOT_ENFORCED = ("parallel_tool_calls", "reasoning_effort", "verbosity")  # wishes that only the model itself can fulfil
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -184,7 +184,7 @@ def constraints(
             raise MessageError("needs tools", field="tool_choice")
         extra["tool_choice"] = choice
     if format_ is not None and format_.get("type") != "text":
-        if format_.get("type") not in {"json_object", "json_schema"}:
+        if format_.get("type") not in ("json_object", "json_schema"):
             raise MessageError(f"type {shown(format_.get('type'))} is not supported", field="response_format.type")
         extra["response_format"] = format_
     return extra, tools

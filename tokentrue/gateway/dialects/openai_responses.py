@@ -22,8 +22,8 @@ from tokentrue.gateway.dialects.responses_events import ResponsesEncoder
 from tokentrue.gateway.dialects.responses_items import Served, call_item, message_item, reasoning_item, shown_name
 from tokentrue.types import Message, Reply, Sampling
 
-TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
-REASONING_PARTS = frozenset({"reasoning_text", "summary_text", "text"})
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+REASONING_PARTS = ("reasoning_text", "summary_text", "text")
 INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}
 UNSTORED = "resp_ns_"
 STORED = "resp_"
@@ -117,7 +117,7 @@ class OpenAIResponses:
             if not isinstance(item, dict):
                 raise MessageError("must be an object", field=path)
             kind = item.get("type") or ("message" if "role" in item else None)
-            if kind in {"reasoning", "function_call", "custom_tool_call"} or (kind == "message" and item.get("role") == "assistant"):
+            if kind in ("reasoning", "function_call", "custom_tool_call") or (kind == "message" and item.get("role") == "assistant"):
                 if turn is None:
                     turn = {"role": "assistant", "content": None}
                     out.append(turn)
@@ -228,7 +228,7 @@ def flattened(tools: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str | None
 
 def custom_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
     format_ = tool.get("format") or {"type": "text"}
-    if not isinstance(format_, dict) or format_.get("type") not in {"text", "grammar"}:
+    if not isinstance(format_, dict) or format_.get("type") not in ("text", "grammar"):
         raise MessageError("must be text or grammar", field=f"{where}.format.type")
     described = tool.get("description") or ""
     if not isinstance(tool.get("name"), str) or not isinstance(described, str):
@@ -242,7 +242,7 @@ def custom_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
 def choice_from_responses(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") not in {"function", "custom"}:
+    if choice.get("type") not in ("function", "custom"):
         raise MessageError(f"type {shown(choice.get('type'))} is not supported", field="tool_choice.type")
     return {"type": "function", "function": {"name": choice.get("name")}}
 
@@ -258,13 +258,13 @@ def format_from_text(text: TextConfig | None) -> dict[str, Any] | None:
 def given_message(kind: str | None, item: dict[str, Any], path: str) -> dict[str, Any]:
     if kind == "message":
         role = item.get("role")
-        if role not in {"user", "system", "developer"}:
+        if role not in ("user", "system", "developer"):
             raise MessageError(f"role {shown(role)} is not supported", field=f"{path}.role")
         text = joined_text(item.get("content"), TEXT_PARTS, f"{path}.content", glue="\n")
         if text is None:
             raise MessageError("must be a string or a list of parts", field=f"{path}.content")
         return {"role": "user" if role == "user" else "system", "content": text}
-    if kind in {"function_call_output", "custom_tool_call_output"}:
+    if kind in ("function_call_output", "custom_tool_call_output"):
         text = joined_text(item.get("output"), TEXT_PARTS, f"{path}.output", glue="\n")
         if text is None or not isinstance(item.get("call_id"), str):
             raise MessageError("needs a call_id and an output of text", field=path)
