@@ -136,7 +136,8 @@ def test_each_operator_that_the_trainer_leaves_out_is_caught(left_out: str, kind
 
 @pytest.mark.parametrize("other", ["rms_norm", "experts", "act_mul", "log_softmax", "store_kv"])
 def test_another_formula_on_one_side_is_caught(other: str) -> None:
-    run = random_run(build("qwen3_moe" if other == "experts" else "qwen3"), "float32", 3, tokens=150, ops=Other(other), loads=0, unproven=True)
+    model = build("qwen3_moe" if other == "experts" else "qwen3")
+    run = random_run(model, "float32", 3, tokens=150, ops=Other(other), loads=0, unproven=True)
     compared, different, _ = judge(run)
     assert different > 0, f"none of {compared} differ"
     run.engine.close()

@@ -47,7 +47,7 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     }
     model = makers[kind]().eval()
     with torch.no_grad():  # biases and norms as training leaves them, not as they are born
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
@@ -74,7 +74,8 @@ def random_sampling(rng: random.Random) -> Sampling:
         [{}, {}, {}, {"top_k": rng.randint(2, 40)}, {"top_p": rng.uniform(0.3, 0.95)}, {"min_p": 0.05}, {"temperature": 0.0}]
     )
     temperature = shape.pop("temperature", rng.choice([1.0, 1.0, 0.6, 1.4]))
-    return Sampling(temperature=temperature, max_tokens=rng.randint(1, 60), seed=rng.getrandbits(40), top_logprobs=rng.choice([0, 0, 3]), **shape)
+    most, seed, top = rng.randint(1, 60), rng.getrandbits(40), rng.choice([0, 0, 3])
+    return Sampling(temperature=temperature, max_tokens=most, seed=seed, top_logprobs=top, **shape)
 
 
 def random_prompt(rng: random.Random, past: list[Request]) -> list[int]:
@@ -89,12 +90,12 @@ def random_prompt(rng: random.Random, past: list[Request]) -> list[int]:
     return fresh
 
 
-def engine_of(model: Any, dtype: str, rng: random.Random | None, *, ops: Ops | None = None, kv_tokens: int = 1200, unproven: bool = False) -> ExactEngine:
+def engine_of(model: Any, dtype: str, rng: random.Random | None, *, ops: Ops | None = None, unproven: bool = False) -> ExactEngine:
     chaos = None
     if rng is not None:
         chaos = Chaos(pages=rng, chunk=lambda request, most: rng.choice([most, rng.randint(1, most)]), unproven=unproven)
     limits = Limits(max_requests=7, step_tokens=150, chunk_tokens=90)
-    return ExactEngine(copy.deepcopy(model), dtype=dtype, limits=limits, max_len=400, kv_tokens=kv_tokens, chaos=chaos, ops=ops)
+    return ExactEngine(copy.deepcopy(model), dtype=dtype, limits=limits, max_len=400, kv_tokens=1200, chaos=chaos, ops=ops)
 
 
 def random_run(model: Any, dtype: str, seed: int, *, tokens: int, ops: Ops | None = None, loads: int = 2, unproven: bool = False) -> Run:

@@ -67,7 +67,7 @@ def median_ratio(numerators: list[float], denominators: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-# ---- generation ---------------------------------------------------------------------------------------------------------------------------
+# ---- generation ----------------------------------------------------------------------------------------------------
 def generation(quick: bool) -> Report:
     from tokentrue.engine import ExactEngine
 
@@ -77,7 +77,8 @@ def generation(quick: bool) -> Report:
         output = OUTPUT if not quick and "100M" not in name else OUTPUT // 2
         rounds = 2 if quick else 3 if "100M" in name else 5
         for count, shared in ((1, False), (16, False), (16, True)):
-            rows.append((name, f"{count} x {'one prompt' if shared else 'own prompt'}", *race(model, engine, count, shared, output, rounds)))
+            label = f"{count} x {'one prompt' if shared else 'own prompt'}"
+            rows.append((name, label, *race(model, engine, count, shared, output, rounds)))
         engine.close()
     return Report(
         title=f"Generation on the CPU, float32: prompt {PROMPT}, sampled at temperature 1",
@@ -100,9 +101,8 @@ def race(model: Any, engine: Any, count: int, shared: bool, output: int, rounds:
 
     def plain() -> float:
         start = time.perf_counter()
-        out = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=output, min_new_tokens=output, pad_token_id=0
-        )
+        length = {"max_new_tokens": output, "min_new_tokens": output}
+        out = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, pad_token_id=0, **length)
         assert out.shape == (count, PROMPT + output)
         return time.perf_counter() - start
 
@@ -144,7 +144,7 @@ def check(engine: Any, prompts: list[list[int]], completions: list[Any]) -> tupl
     return equal, compared
 
 
-# ---- training -----------------------------------------------------------------------------------------------------------------------------
+# ---- training ----------------------------------------------------------------------------------------------------
 def training(quick: bool) -> Report:
     rows = []
     for name, model in models(quick):

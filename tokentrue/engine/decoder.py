@@ -110,11 +110,13 @@ def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int]) -> Laye
     if strange or not hasattr(attention, "q_proj"):
         raise ExactnessError(f"{name}.self_attn ({type(attention).__name__}) has parts without an exact form: {sorted(strange)}")
     qkv, qkv_bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
-    roles = {role: None if child is None else read_norm(f"{name}.{child}", children[child]) for role, child in zip(ROLES, LAYOUTS[norms], strict=True)}  # noqa: E501
+    pairs = zip(ROLES, LAYOUTS[norms], strict=True)
+    roles = {role: None if child is None else read_norm(f"{name}.{child}", children[child]) for role, child in pairs}
+    rope = (getattr(attention, "layer_type", None) or "") if getattr(attention, "use_rope", True) else None
     return Layer(
         **roles, qkv=qkv, qkv_bias=qkv_bias, out=attention.o_proj.weight.data, out_bias=data_of(attention.o_proj.bias),
         head_norm=read_head_norm(name, attention, heads), spec=read_attention(attention, heads[2]),
-        rope=(getattr(attention, "layer_type", None) or "") if getattr(attention, "use_rope", True) else None, mlp=read_mlp(f"{name}.mlp", children["mlp"]),
+        rope=rope, mlp=read_mlp(f"{name}.mlp", children["mlp"]),
     )  # fmt: skip
 
 

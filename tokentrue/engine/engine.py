@@ -50,12 +50,12 @@ class ExactEngine:
         self.limits = limits or Limits()
         self.model = load_model(model_dir, device=where, dtype=DTYPES[dtype])
         self.contract: Contract = self._undo.enter_context(exact(self.model, ops=ops))
-        ops = self.model.__dict__[STATE].ops
+        used: Ops = self.model.__dict__[STATE].ops
         positions = max_len or self.model.config.get_text_config().max_position_embeddings
         decoder = read_decoder(self.model, max_positions=positions)
-        num_blocks = blocks_for(decoder, ops, limits=self.limits, kv_tokens=kv_tokens, device=where)
+        num_blocks = blocks_for(decoder, used, limits=self.limits, kv_tokens=kv_tokens, device=where)
         self.core = Core(
-            self.model, decoder, ops, self.contract, num_blocks=num_blocks, limits=self.limits, version=version, read=read, chaos=chaos
+            self.model, decoder, used, self.contract, num_blocks=num_blocks, limits=self.limits, version=version, read=read, chaos=chaos
         )
         if chaos is None or not chaos.unproven:
             prove(self.core)

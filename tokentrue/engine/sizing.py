@@ -18,7 +18,9 @@ def blocks_for(decoder: Decoder, ops: Ops, *, limits: Limits, kv_tokens: int | N
     """Enough for every request at full length if memory allows, else what memory allows; one more for the null block."""
     _, heads, head_dim = decoder.heads
     token_bytes = 2 * len(decoder.layers) * heads * head_dim * decoder.head.element_size()
-    wanted = kv_tokens if kv_tokens is not None else min(limits.max_requests * decoder.max_positions, free_bytes(decoder, limits, device) // token_bytes)
+    wanted = kv_tokens
+    if wanted is None:
+        wanted = min(limits.max_requests * decoder.max_positions, free_bytes(decoder, limits, device) // token_bytes)
     return max(2, -(-wanted // ops.block_size)) + 1
 
 

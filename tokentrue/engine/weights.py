@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: t
         from transformers import AutoModelForCausalLM
 
         try:
-            model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation="eager").to(device)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation="eager")
+            model = loaded.to(device)
         except (OSError, ValueError, KeyError) as error:
             raise FileFormatError(f"cannot load a model from {source}: {one_line(error)}") from error
     return model.eval().requires_grad_(False)
@@ -43,9 +44,11 @@ def load_weights(model: nn.Module, source: Weights) -> None:
     targets = targets_of(model)
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
+    pairs: Iterable[tuple[str, Any]]
     if isinstance(source, Mapping):
-        check_names(targets, source)
-        pairs: Iterable[tuple[str, Any]] = source.items()
+        whole = cast(Mapping[str, Any], source)
+        check_names(targets, whole)
+        pairs = whole.items()
     else:
         pairs = source
     covered: set[int] = set()
@@ -103,10 +106,3 @@ def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Map
     if type(other) is not type(model):
         raise ExactnessError(f"{path} holds a {type(other).__name__}, the engine runs a {type(model).__name__}")
     return dict(other.state_dict())
-
-
-def named(weights: Weights) -> Iterator[tuple[str, Any]]:
-    """The pairs of a mapping or stream."""
-    if isinstance(weights, str | Path):
-        raise TypeError("a directory is not a stream")
-    yield from weights.items() if isinstance(weights, Mapping) else weights

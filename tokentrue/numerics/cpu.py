@@ -301,7 +301,7 @@ class CpuOps(Ops):
             padded = q_JSGD.float() * spec.scale
         else:
             padded = q.new_zeros(j, s, rows, d, dtype=torch.float32)
-            torch.mul(q_JSGD, spec.scale, out=padded[:, :, :g]) if q.dtype == torch.float32 else padded[:, :, :g].copy_(q_JSGD).mul_(spec.scale)
+            padded[:, :, :g].copy_(q_JSGD).mul_(spec.scale)
         out = cpu_attention.fold(padded.reshape(j * s, rows, d), k, v, plan.hidden, spec.softcap)[0]
         return out.view(j, s, rows, d)[:, :, :g].transpose(0, 1).reshape(s, h, d).to(q.dtype)
 

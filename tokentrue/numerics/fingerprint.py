@@ -42,7 +42,8 @@ def machine_of(device: torch.device) -> dict[str, str]:
         import triton
 
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        return {"torch": torch.__version__, "device": name, "capability": f"{capability[0]}.{capability[1]}", "triton": triton.__version__}
+        version = str(vars(triton)["__version__"])
+        return {"torch": torch.__version__, "device": name, "capability": f"{capability[0]}.{capability[1]}", "triton": version}
     return {
         "torch": torch.__version__,
         "device": torch.backends.cpu.get_cpu_capability(),

@@ -29,6 +29,7 @@ from tokentrue.numerics.ops import AttentionSpec, Ops, Packed, ops_for
 ATTENTION = "tokentrue_exact"
 SWITCHES = ("linear", "rms_norm", "activation", "experts", "attention")
 STATE = "_tokentrue_exact"
+HARMLESS = (nn.Embedding, nn.Dropout, nn.Identity)
 
 
 @dataclass(slots=True)
@@ -90,6 +91,8 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
             raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form; its parameters are {own_parameters(module)}")
         elif isinstance(module, nn.Dropout) and module.p > 0 and module.training:
             raise ExactnessError(f"{name} drops activations with p={module.p}: call model.eval() or set the dropout to 0")
+        elif not any(module.children()) and not isinstance(module, HARMLESS) and "RotaryEmbedding" not in type(module).__name__:
+            raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form")
     return plan
 
 
@@ -102,7 +105,7 @@ def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None
         return module, "linear", lambda x, m=module: ops.linear(x, m.weight, m.bias)
     if type(module).__name__.endswith("RMSNorm"):
         eps, offset = norm_kind(name, module)
-        return module, "rms_norm", lambda x, m=module: ops.rms_norm(x, m.weight, eps, unit_offset=offset)
+        return module, "rms_norm", lambda x, m=module: ops.rms_norm(x, m.weight, eps, unit_offset=offset)  # pyright: ignore
     kind = activation_kind(module)
     if kind is not None:
         return module, "activation", lambda x: ops.activation(x, kind)
@@ -154,7 +157,8 @@ def experts_forward(name: str, module: nn.Module, ops: Ops) -> Forward:
     plain = getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
     kind = activation_kind(getattr(module, "act_fn", nn.Identity()))
     if extra or not plain or kind is None:
-        raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: experts with {sorted(extra) or 'another layout or activation'}")
+        what = f"with {sorted(extra)}" if extra else "in another layout or with another activation"
+        raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: experts {what}")
 
     def forward(hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         return ops.experts(hidden, index, weight, module.gate_up_proj, module.down_proj, kind)  # pyright: ignore
@@ -190,7 +194,8 @@ def router_forward(module: nn.Module, ops: Ops) -> Forward:
 def attach_attention(model: nn.Module, ops: Ops, undo: ExitStack) -> None:
     AttentionInterface.register(ATTENTION, exact_attention)
     AttentionMaskInterface.register(ATTENTION, padding_mask)
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")}
+    owners: list[Any] = [m for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")]
+    configs = {id(m.config): m.config for m in owners}
     for config in configs.values():
         undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
         config._attn_implementation = ATTENTION

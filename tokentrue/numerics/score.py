@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -52,7 +54,7 @@ def logits_of(model: nn.Module, ids_BT: Tensor, packed: Packed | None = None) ->
 
 def packed_of(ids: Tensor, cu_seqlens: Tensor) -> Packed:
     ends = cu_seqlens.tolist()
-    if ids.shape[0] != 1 or ends[0] != 0 or ends[-1] != ids.shape[1] or any(b <= a for a, b in zip(ends, ends[1:], strict=False)):
+    if ids.shape[0] != 1 or ends[0] != 0 or ends[-1] != ids.shape[1] or any(b <= a for a, b in pairwise(ends)):
         raise InputError(f"score: cu_seqlens must rise from 0 to {ids.shape[1]} over one row of ids, got {ends}")
-    lengths = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+    lengths = tuple(b - a for a, b in pairwise(ends))
     return Packed(cu_seqlens=cu_seqlens.to(device=ids.device, dtype=torch.int32), lengths=lengths)
