@@ -23,7 +23,7 @@ VERL = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "seq_m
 
 
 def run(*, quick: bool) -> list[Report]:
-    rows, width, rounds = (16, 2048, 5) if quick else (64, 8192, 25)
+    rows, width, rounds = (16, 2048, 5) if quick else (64, 8192, 60)
     helper, why = _verl_helper()
     calls = _calls(rows, width, helper)
     agree = _agreement(calls) if helper is not None else "not compared"

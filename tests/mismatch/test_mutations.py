@@ -1,0 +1,201 @@
+"""Breaks the code on purpose, one place at a time, and demands that closed-form checks notice: the tests bite.
+
+Each mutant is a copy of the room with one line changed, imported in place of the real one for the length of a probe.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import tokentrue
+from tests.mismatch.batches import make
+
+ROOM = Path(tokentrue.__file__).parent / "mismatch"
+D = torch.float64
+
+
+@contextmanager
+def room(folder: Path | None) -> Iterator[Any]:
+    """The mismatch room from `folder`, or the real one; sys.modules is put back afterwards."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith("tokentrue.mismatch")}
+    for name in before:
+        del sys.modules[name]
+    path = list(tokentrue.__path__)
+    real = tokentrue.__dict__.get("mismatch")
+    if folder is not None:
+        tokentrue.__path__.insert(0, str(folder))  # type: ignore[attr-defined]
+    importlib.invalidate_caches()
+    try:
+        yield importlib.import_module("tokentrue.mismatch")
+    finally:
+        tokentrue.__path__[:] = path  # type: ignore[index]
+        for name in [name for name in sys.modules if name.startswith("tokentrue.mismatch")]:
+            del sys.modules[name]
+        sys.modules.update(before)
+        if isinstance(real, ModuleType):
+            tokentrue.mismatch = real  # type: ignore[attr-defined]
+
+
+def near(a: Any, b: Any, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(torch.as_tensor(a, dtype=D), torch.as_tensor(b, dtype=D), atol=tolerance, rtol=tolerance)
+
+
+def probe(m: Any) -> None:
+    """Expectations written out by hand or by plain torch on the flat tokens; nothing here is taken from the code under test."""
+    delta = torch.tensor([[0.7, -0.4, 0.1, 5.0], [-0.2, 0.3, 99.0, 99.0], [-3.0, 99.0, 99.0, 99.0]], dtype=D)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    zeros = torch.where(mask, 0.0, torch.nan).to(D)
+    flat = delta[mask]
+
+    def weights(**options: Any) -> torch.Tensor:
+        return m.correct(delta, zeros, mask, m.Correction(weights=m.Weights(**options))).weights
+
+    def kept(**options: Any) -> list[list[bool]]:
+        return m.correct(delta, zeros, mask, m.Correction(reject=(m.Reject(**options),))).mask.tolist()
+
+    near(weights(upper=2.0)[mask], flat.exp().clamp(max=2.0))
+    near(weights(mode="clip", lower=0.5, upper=2.0)[mask], flat.exp().clamp(0.5, 2.0))
+    near(weights(mode="mask", lower=0.5, upper=2.0)[mask], torch.where((flat.exp() >= 0.5) & (flat.exp() <= 2.0), flat.exp(), 0.0))
+    near(weights(level="sequence", mode="raw")[:, 0], torch.tensor([5.4, 0.1, -3.0], dtype=D).exp())
+    near(weights(level="geometric", mode="raw")[:, 0], torch.tensor([1.35, 0.05, -3.0], dtype=D).exp())
+    assert not weights(upper=2.0)[~mask].any()
+    inner = [True, True, False, False]
+    assert kept(estimator="ratio", aggregate="token", lower=0.5, upper=2.1) == [[True, True, True, False], inner, [False] * 4]
+    assert kept(estimator="k1", aggregate="seq_sum", upper=0.0) == [[True] * 4, [True, True, False, False], [False] * 4]
+    assert kept(estimator="k1", aggregate="seq_sum", upper=0.0, inverse=True) == [[False] * 4, [False] * 4, [True, False, False, False]]
+    assert kept(estimator="k2", aggregate="seq_max", upper=0.06) == [[False] * 4, [True, True, False, False], [False] * 4]
+    assert kept(estimator="ratio", aggregate="geometric", lower=0.9, upper=1.1) == [[False] * 4, [True, True, False, False], [False] * 4]
+    assert kept(estimator="k3", aggregate="seq_mean", upper=2.1) == [[False] * 4, [True, True, False, False], [True, False, False, False]]
+
+    found = m.diagnose(delta, zeros, mask, advantages=torch.tensor([1.0, -1.0, 0.0], dtype=D))
+    near(found["corr/k1"], -flat.mean())
+    near(found["corr/k2"], (flat**2).mean() / 2)
+    near(found["corr/k3"], (flat.exp() - 1 - flat).mean())
+    near(found["chi2/token"], (2 * flat).exp().mean() - 1)
+    near(found["chi2/sequence"], (2 * torch.tensor([5.4, 0.1, -3.0], dtype=D)).exp().mean() - 1)
+    near(found["ratio/raw/ess"], flat.exp().sum() ** 2 / (7 * (2 * flat).exp().sum()))
+    near(found["ppl/ratio"], (-torch.tensor([1.35, 0.05, -3.0], dtype=D)).exp().mean())
+    near(found["contribution/rollout/positive/mean"], -(delta[0].exp() - 1).mean())
+    near(found["contribution/rollout/negative/mean"], (delta[1, :2].exp() - 1).mean())
+    assert found["tail/raw/above_2"] == 2 / 7 and found["tail/raw/below_1/2"] == 1 / 7
+    assert found.worst[0].row == "row 0" and found.worst[0].position == 3
+    near(m.diagnose(torch.tensor([[1e-5]], dtype=D), torch.zeros(1, 1, dtype=D))["corr/k3"] / 0.5e-10, 1.0, 1e-5)
+    rule = m.Reject(estimator="k3", aggregate="seq_mean", upper=1.0)
+    fractions = m.correct(delta, zeros, mask, m.Correction(reject=(rule,))).metrics
+    assert fractions["fraction/corr_seq_mean_k3_tokens"] == 5 / 7 and fractions["fraction/corr_seq_mean_k3_rows"] == 2 / 3
+    parts = ((slice(0, 1), ["row 0"]), (slice(1, 3), ["row 1", "row 2"]))
+    halves = [m.diagnose(delta[s], zeros[s], mask[s], row_names=n) for s, n in parts]
+    assert halves[0].merge(halves[1]).metrics == m.diagnose(delta, zeros, mask).metrics
+
+    _probe_losses(m)
+    near(m.grpo_advantages(torch.tensor([3.0, 1.0]), [0, 0], eps=0.0), [math.sqrt(0.5), -math.sqrt(0.5)], 1e-6)
+    near(m.rloo_advantages(torch.tensor([3.0, 1.0, 2.0]), [0, 0, 0]), [1.5, -1.5, 0.0], 1e-6)
+    gae, _ = m.gae_advantages(torch.tensor([[0.0, 1.0]], dtype=D), torch.tensor([[0.5, 0.25]], dtype=D), gamma=0.5, lam=0.5)
+    near(gae, [[0.5 * 0.25 - 0.5 + 0.25 * 0.75, 0.75]])
+
+
+def _probe_losses(m: Any) -> None:
+    ratio, a = torch.tensor([[0.5, 1.0, 1.5, 4.0]], dtype=D), torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=D)
+    old = torch.full_like(ratio, -2.0)
+    current = (old + ratio.log()).requires_grad_()
+
+    def loss(**options: Any) -> tuple[float, list[float]]:
+        value, _ = m.policy_loss(current, old, old, a, None, m.LossConfig(**options))
+        (grad,) = torch.autograd.grad(value, current)
+        return float(value.detach()), grad[0].tolist()
+
+    near(loss()[0], (-0.5 + 1.0 - 1.2 + 4.0) / 4)
+    near(loss()[1], [-0.125, 0.25, 0.0, 1.0])
+    near(loss(dual_clip=3.0)[0], (-0.5 + 1.0 - 1.2 + 3.0) / 4)
+    near(loss(surrogate="reinforce")[1], [-0.25, 0.25, -0.25, 0.25])
+    near(loss(surrogate="cispo", clip_low=None, clip_high=1.0)[1], [-0.125, 0.25, -0.375, 0.5])
+    mean = float(ratio.log().mean().exp())
+    near(loss(surrogate="gspo", clip_low=0.9, clip_high=0.9)[1], [-mean / 4, mean / 4, -mean / 4, mean / 4])
+    near(loss(surrogate="dppo_tv", clip_low=0.05, clip_high=0.05)[1], [-0.125, 0.25, 0.0, 1.0])
+    near(loss(aggregate="fixed_length", fixed_length=8)[0], (-0.5 + 1.0 - 1.2 + 4.0) / 8)
+    dropped = m.Correction(reject=(m.Reject(estimator="k3", aggregate="token", upper=0.5),))
+    far = old - torch.tensor([[0.0, 3.0, 0.0, 0.0]], dtype=D)
+    for counts, by in (("original", 4), ("kept", 3)):
+        correction = m.Correction(reject=dropped.reject, loss_counts=counts)
+        value, _ = m.policy_loss(current, old, far, a, None, correction)
+        near(float(value.detach()), (-0.5 - 1.2 + 4.0) / by)
+    batch = make(3)
+    penalised, _ = m.policy_loss(
+        batch.current, batch.trainer, None, batch.advantages * 0, batch.mask, m.LossConfig(penalty=m.Penalty(coefficient=2.0)),
+        reference_logprobs=batch.trainer,
+    )  # fmt: skip
+    x = (batch.trainer - batch.current)[batch.mask]
+    near(penalised, 2 * (x.exp() - 1 - x).mean())
+
+
+MUTANTS = [
+    ("metrics.py", "    return -log_ratio\n", "    return log_ratio\n"),
+    ("metrics.py", "return 0.5 * log_ratio * log_ratio", "return log_ratio * log_ratio"),
+    ("metrics.py", "return torch.where(square < 1e-4, series, expm1 - x)", "return torch.where(square < 1e-4, series, expm1 + x)"),
+    ("metrics.py", ".add_(1 / 2).mul_(square)", ".add_(1 / 3).mul_(square)"),
+    ("metrics.py", "return -torch.expm1(log_ratio) * advantages", "return torch.expm1(log_ratio) * advantages"),
+    ("signals.py", "corr = trainer - rollout", "corr = rollout - trainer"),
+    ("layout.py", "        return self.sum(slots) / self.lengths.clamp(min=1)", "        return self.sum(slots) / (self.lengths + 1)"),
+    ("layout.py", "return slots.masked_fill(self.padding, 0) if", "return slots if"),
+    ("layout.py", "return self.valid & per_row.repeat_interleave", "return torch.ones_like(self.valid) & per_row.repeat_interleave"),
+    ("correct.py", "total / count if how.level == \"geometric\" else total", "total"),
+    ("correct.py", "raw.clamp(min=how.lower, max=how.upper)", "raw.clamp(min=how.lower, max=2 * how.upper)"),
+    ("correct.py", "raw.masked_fill(~inside(log_weight, low, high), 0), raw", "raw.masked_fill(inside(log_weight, low, high), 0), raw"),
+    ("correct.py", "good & (values <= upper)", "good & (values >= upper)"),
+    ("correct.py", "values >= lower", "values > lower - 9"),
+    ("correct.py", "self.keep = self.keep & ~bad\n        else", "self.keep = self.keep\n        else"),
+    ("correct.py", "        if rule.inverse:\n            log_ratio = -log_ratio\n", ""),
+    ("correct.py", "return total if rule.aggregate == \"seq_sum\" else total / count", "return total"),
+    ("sums.py", "Mean(total=2 * one + two, count=tokens)", "Mean(total=one + two, count=tokens)"),
+    ("sums.py", "second=unit + 2 * one + two", "second=unit + one + two"),
+    ("sums.py", "gap = per_row[\"rollout\"] - per_row[\"trainer\"]", "gap = per_row[\"trainer\"] - per_row[\"rollout\"]"),
+    ("sums.py", "(advantages > 0, advantages < 0)", "(advantages < 0, advantages > 0)"),
+    ("sums.py", "delta > edge if most > edge else 0", "delta > 2 * edge if most > edge else 0"),
+    ("bag.py", "merged[name] = stat if mine is None else mine.merge(stat)", "merged[name] = stat"),
+    ("diagnose.py", "valid[: int(gap", "valid[1 : int(gap"),
+    ("loss.py", "loss = torch.maximum(plain, bounded)", "loss = torch.minimum(plain, bounded)"),
+    ("loss.py", "torch.where(t.advantages < 0, torch.minimum(loss, cap), loss)", "torch.minimum(loss, cap)"),
+    ("loss.py", "return -t.advantages * t.current, {}", "return -t.advantages * t.log_ratio.exp(), {}"),
+    ("loss.py", "ratio = t.log_ratio.detach().exp()\n    low", "ratio = t.log_ratio.exp()\n    low"),
+    ("loss.py", "carrier = t.current - t.current.detach()", "carrier = t.current.detach() - t.current.detach()"),
+    ("loss.py", "change > config.clip_high, change < -config.clip_low", "change < -config.clip_low, change > config.clip_high"),
+    ("loss.py", "counted = rows.valid if config.correction.loss_counts == \"original\" else keep", "counted = rows.valid"),
+    ("loss.py", "sums / float(self.config.fixed_length or 1)", "sums"),
+    ("loss.py", "loss = loss + config.penalty.coefficient * reduce(value, paid)", "loss = loss + reduce(value, paid)"),
+    ("advantages.py", "/ (counts - 1).clamp(min=1)\n    scaled", "/ counts\n    scaled"),
+    ("advantages.py", "centred * (counts / (counts - 1).clamp(min=1))[index]", "centred"),
+    ("advantages.py", "carried = errors[t] + gamma * lam * carried", "carried = errors[t] + gamma * carried"),
+]
+
+
+def test_the_probe_holds_for_the_code_as_it_is() -> None:
+    with room(None) as m:
+        probe(m)
+
+
+@pytest.mark.parametrize(("file", "old", "new"), MUTANTS, ids=[f"{file}-{n}" for n, (file, _, _) in enumerate(MUTANTS)])
+def test_a_broken_line_is_noticed(tmp_path: Path, file: str, old: str, new: str) -> None:
+    folder = tmp_path / "tokentrue"
+    shutil.copytree(ROOM, folder / "mismatch", ignore=shutil.ignore_patterns("__pycache__"))
+    source = (ROOM / file).read_text()
+    assert source.count(old) == 1, f"{file}: the line to break is there {source.count(old)} times"
+    (folder / "mismatch" / file).write_text(source.replace(old, new))
+    with room(folder) as m:
+        assert str(folder) in m.__file__
+        noticed = False
+        try:
+            probe(m)
+        except Exception:
+            noticed = True
+        assert noticed, f"{file}: nothing noticed that {old!r} became {new!r}"
