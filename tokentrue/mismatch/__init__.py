@@ -16,6 +16,9 @@ from tokentrue.mismatch.correct import Corrected, correct
 from tokentrue.mismatch.diagnose import Diagnosis, WorstRow, diagnose
 from tokentrue.mismatch.loss import LOSSES, LossConfig, Penalty, loss_named, policy_loss
 from tokentrue.mismatch.presets import PRESETS
+from tokentrue.mismatch.report import Excerpt, Token, report_html
+from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of
+from tokentrue.mismatch.support import support_log_mass
 
 __all__ = [
     "LOSSES",
@@ -23,6 +26,7 @@ __all__ = [
     "Corrected",
     "Correction",
     "Diagnosis",
+    "Excerpt",
     "LossConfig",
     "Metrics",
     "Normalise",
@@ -31,6 +35,7 @@ __all__ = [
     "Penalty",
     "Reject",
     "Staleness",
+    "Token",
     "Veto",
     "Weights",
     "WorstRow",
@@ -40,6 +45,11 @@ __all__ = [
     "grpo_advantages",
     "loss_named",
     "policy_loss",
+    "record_routing",
+    "replay_routing",
+    "report_html",
     "rloo_advantages",
+    "routing_of",
+    "support_log_mass",
     "whitened_advantages",
 ]
