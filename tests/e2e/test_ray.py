@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 
 from tokentrue.cli.rollout import RolloutRun, planned
 from tokentrue.environments import Rollout, RolloutConfig
 
-ray = pytest.importorskip("ray", reason="the extra tokentrue[ray] is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own: unclosed sockets, a future default
 
 

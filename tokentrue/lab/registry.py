@@ -19,7 +19,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "tim-grpo": "tokentrue.lab.tim_grpo",
     "thresholds": "tokentrue.lab.thresholds",
 }
-QUICK = {"groups": 3, "size": 8, "steps": 2, "heldout": 8, "seeds": (0,), "jobs": 1}
+QUICK = {"groups": 2, "size": 4, "steps": 2, "heldout": 4, "seeds": (0,), "jobs": 1}
 
 
 def module_of(name: str) -> Any:

@@ -1,0 +1,100 @@
+"""The lab: quick versions of every experiment as smoke tests, and the pieces that their claims rest on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tokentrue.environments import SMALL_MODEL
+from tokentrue.lab import EXPERIMENTS, SOURCES, Scale, run_experiment
+from tokentrue.lab.play import compact, given, reencoded, rerendered, sampled, stringified, unchanged
+from tokentrue.lab.registry import chosen, module_of, shown
+from tokentrue.lab.sources import quantised, rollout_weights
+from tokentrue.types import Certificate, Sample
+
+pytestmark = pytest.mark.timeout(280)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_quick_runs_end_with_a_table(name: str, tmp_path: Path) -> None:
+    table = run_experiment(name, Scale(), quick=True, out=tmp_path)
+    assert not [row for row in table.rows if "stopped" in row[0]]
+    assert len(table.rows) == len(chosen(module_of(name), quick=True, only=None))
+    saved = json.loads((tmp_path / f"{name}.json").read_text())
+    assert saved["results"] and saved["machine"]
+    assert (tmp_path / f"{name}.png").exists() == bool(module_of(name).CURVES)
+    for run in saved["results"]:
+        if run["arm"].startswith("exact") or run["arm"] == "token-in, token-out":
+            assert all(row["exact_differing"] == 0 and row["exact_compared"] > 0 for row in run["rows"])
+        elif "int" in run["arm"] and run["rows"]:
+            assert all(row["mismatch/delta_abs_mean"] > 1e-4 for row in run["rows"])
+
+
+def test_runs_on_file_are_shown(tmp_path: Path) -> None:
+    row = {"reward": 0.5, "update/grad_norm": 1.0, "mismatch/log_ppl_trainer": 0.1}
+    run = {"arm": "text encoded again", "seed": 4, "before": 0.4, "after": 0.75, "seconds": 1.0, "rows": [row, row]}
+    (tmp_path / "retokenize.runs.jsonl").write_text(json.dumps(run) + "\n")
+    table = shown("retokenize", Scale(), out=tmp_path)
+    assert table.rows == [["text encoded again", "0.75", "0.50", "0.100", "1.00"]]
+
+
+def test_every_source_keeps_norms_and_errs_within_its_step() -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    norm = torch.ones(64)
+    for source in SOURCES:
+        changed = dict(rollout_weights([("a.weight", weight), ("norm.weight", norm)], source))
+        assert torch.equal(changed["norm.weight"], norm)
+        assert torch.equal(changed["a.weight"], weight) == (source == "none")
+    for bits in (3, 4, 8):
+        step = weight.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+        assert bool(((quantised(weight, bits) - weight).abs() <= step / 2 + 1e-6).all())
+        assert len(np.unique((quantised(weight, bits) / step).round().numpy())) <= 2**bits - 1
+
+
+def recorded(renderer: object) -> Sample:
+    """A conversation with a split that the tokenizer would not make: "1" + "2" for "12"."""
+    from tokentrue.environments.tools import CALCULATOR
+
+    question = {"role": "user", "content": "Tom has 7 pens. Tom gets 5 more. How many now?"}
+    prompt = list(renderer.render([question], tools=[CALCULATOR]).token_ids)  # type: ignore[attr-defined]
+    encode = renderer.encode_sampled  # type: ignore[attr-defined]
+    said = [*encode("<think>\ndone\n</think>\n\nThe answer is "), *encode("1"), *encode("2"), *encode(".<|im_end|>")]
+    spans = (given(0, len(prompt), 0), sampled(len(prompt), len(prompt) + len(said), 0, 0))
+    answer = {"role": "assistant", "content": "The answer is 12.", "reasoning_content": "done"}
+    return Sample(
+        sample_id="s",
+        session_id="s",
+        group="g",
+        token_ids=[*prompt, *said],
+        loss_mask=[0] * len(prompt) + [1] * len(said),
+        rollout_logprobs=[None] * len(prompt) + [-0.1] * len(said),
+        spans=spans,
+        reward=1.0,
+        finish_reason="stop",
+        metadata={"messages": [question, answer]},
+        certificate=Certificate(chain="", template="", tokenizer=""),
+    )
+
+
+def test_what_a_round_trip_through_text_does_to_a_sample() -> None:
+    from tokentrue.renderers import load_renderer
+
+    renderer = load_renderer(str(SMALL_MODEL))
+    sample = recorded(renderer)
+    healed = reencoded(sample, renderer)
+    assert renderer.decode(healed.token_ids) == renderer.decode(sample.token_ids)
+    assert len(healed.token_ids) == len(sample.token_ids) - 1, "the split was not healed"
+    again = rerendered(sample, renderer, unchanged)
+    assert list(again.token_ids) == list(healed.token_ids) and list(again.loss_mask) == list(healed.loss_mask)
+    dropped = rerendered(sample, renderer, stringified)
+    assert "done" not in renderer.decode(dropped.token_ids)
+    assert sum(dropped.loss_mask) < sum(healed.loss_mask)
+
+
+def test_compact_is_what_json_stringify_writes() -> None:
+    assert compact('{"expression": "1 + 2", "n": [1, 2]}') == '{"expression":"1 + 2","n":[1,2]}'
+    assert compact("not json") == "not json"
