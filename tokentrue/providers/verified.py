@@ -1,0 +1,149 @@
+"""Exactness over any engine: it proposes, the trainer's forward pass decides.
+
+A chunk of proposed tokens is scored in one exact forward over the whole sequence, and every position is drawn again with the engine's own
+counter-based Gumbel noise from the trainer's logits. The longest prefix that agrees is accepted, the first disagreement is replaced by the
+trainer's own draw, and the proposer goes on from there. So tokens and log-probabilities are those of the exact engine with the same seed, whatever
+proposed them; a poor proposer costs time, never exactness. `accepted / proposed` says how good it is.
+
+The proposer has to be asked for what the trainer would draw: with the same noise if it is ours, else greedily (temperature 0) or by its own
+sampling, where agreement is a matter of probability.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokentrue.engine import ExactEngine
+from tokentrue.engine.verify import Draw, redraw
+from tokentrue.errors import SamplingError
+from tokentrue.protocols import Provider
+from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan
+
+CHUNK = 32
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Counts over the provider's life."""
+
+    proposed: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+
+class VerifiedProvider:
+    name = "verified"
+    truthful_filters = frozenset({"top_p", "top_k", "min_p"})
+
+    def __init__(
+        self,
+        proposer: Provider,
+        model: str | Path | Any,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        version: int = UNVERSIONED,
+        chunk: int = CHUNK,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.proposer = proposer
+        self.engine = ExactEngine(model, device=device, dtype=dtype, version=version, read=decode)
+        self.chunk = chunk
+        self.acceptance = Acceptance()
+
+    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        final = None
+        async for chunk in self.stream(prompt_ids, sampling, session=session):
+            final = chunk.final
+        assert final is not None
+        return final
+
+    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+        if sampling.stop or set(sampling.filters) - self.truthful_filters:
+            raise SamplingError("the verified provider takes stop_token_ids, top_k, top_p and min_p; no stop strings and no penalties")
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        request = self.engine.request(prompt_ids, replace(sampling, seed=seed))
+        draws: list[Draw] = []
+        versions: list[int] = []
+        finish, by = Finish.LENGTH, None
+        while len(draws) < request.max_tokens and finish is Finish.LENGTH:
+            room = min(self.chunk, request.max_tokens - len(draws))
+            ids = [*prompt_ids, *(d.token_id for d in draws)]
+            proposed = await self.propose(ids, replace(sampling, seed=seed), room, session)
+            found, version = await asyncio.to_thread(self.verify, ids, proposed, sampling, seed)
+            self.count(proposed, found)
+            for draw in found[: request.max_tokens - len(draws)]:
+                draws.append(draw)
+                versions.append(version)
+                yield Chunk(token_ids=(draw.token_id,), logprobs=(draw.logprob,), policy_version=version)
+                if draw.token_id in request.stop_ids:
+                    finish, by = Finish.STOP, draw.token_id
+                    break
+        yield Chunk(final=self.completion(prompt_ids, sampling, draws, versions, finish, by))
+
+    async def propose(self, ids: list[int], sampling: Sampling, room: int, session: str | None) -> list[int]:
+        asked = replace(sampling, max_tokens=room, top_logprobs=0, extra={})
+        return list((await self.proposer.generate(ids, asked, session=session)).token_ids)
+
+    def verify(self, ids: list[int], proposed: list[int], sampling: Sampling, seed: int) -> tuple[list[Draw], int]:
+        """Between two steps of the engine, so that no weight load falls into it."""
+        with self.engine.paused():
+            return redraw(self.engine.core, ids, proposed, sampling, seed), self.engine.version
+
+    def count(self, proposed: list[int], found: list[Draw]) -> None:
+        agreed = sum(draw.token_id == token for draw, token in zip(found, proposed, strict=False))
+        self.acceptance.proposed += len(proposed)
+        self.acceptance.accepted += agreed
+        self.acceptance.rounds += 1
+
+    def completion(
+        self, prompt_ids: Ids, sampling: Sampling, draws: list[Draw], versions: list[int], finish: Finish, by: int | None
+    ) -> Completion:
+        spans: list[VersionSpan] = []
+        for index, version in enumerate(versions):
+            if spans and spans[-1].version == version:
+                spans[-1] = replace(spans[-1], end=index + 1)
+            else:
+                spans.append(VersionSpan(start=index, end=index + 1, version=version))
+        return Completion(
+            token_ids=tuple(d.token_id for d in draws),
+            logprobs=tuple(d.logprob for d in draws),
+            finish=finish,
+            versions=tuple(spans),
+            prompt_tokens=len(prompt_ids),
+            stopped_by=by,
+            top_logprobs=tuple(d.top for d in draws) if sampling.top_logprobs else None,
+            raw_logprobs=tuple(d.raw_logprob for d in draws) if sampling.filters else None,
+            fingerprint=self.engine.fingerprint,
+        )
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        """To the verifier, and to the proposer where it takes weights; a proposer with old ones is only slower."""
+        pairs = list(weights)
+        await self.engine.publish(dict(pairs), version=version)
+        publish = getattr(self.proposer, "publish", None)
+        if publish is not None:
+            await publish(pairs, version=version)
+
+    async def health(self) -> Mapping[str, Any]:
+        facts = await self.proposer.health()
+        return {
+            "engine": self.name,
+            "version": self.engine.version,
+            "fingerprint": self.engine.fingerprint,
+            "proposer": facts,
+            "acceptance": self.acceptance.rate,
+        }
+
+    async def close(self) -> None:
+        await self.proposer.close()
+        self.engine.close()
