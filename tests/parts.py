@@ -140,7 +140,7 @@ def wheel(package: str) -> Path | None:
 
 # What a template may use as a token: the bracket forms of the known families. Ordinary HTML-like words (<tools>, <function>) are text
 # in every real tokenizer we know, so only the listed tags count.
-_RECIPE = rb"v4"
+_RECIPE = rb"v5"
 _MARKS = re.compile(
     r"<\|[^<>|\s'\"{}]{1,48}\|>|<｜[^<>｜\s'\"{}]{1,48}｜>|<\|[a-z_\"]{1,24}>|<[a-z_\"]{1,24}\|>|\]~b\]|\]~!b\[|\[e~\["
     r"|\[/?(?:INST|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|SYSTEM_PROMPT|THINK|ARGS|CALL_ID|gMASK|sMASK)\]"
@@ -171,7 +171,7 @@ def _named_tokens(template: str) -> set[str]:
 def _stop_of(template: str, marks: list[str]) -> str:
     """The stop by the family's custom; a template that writes `eos_token` decides for itself."""
     order = ("<|im_end|>", "<|return|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "[e~[", "<｜end▁of▁sentence｜>", "<|end|>",
-             "<|END_OF_TURN_TOKEN|>", "<|endofturn|>", "<|end_of_text|>", "<|user|>", "</s>")  # fmt: skip
+             "<|END_OF_TURN_TOKEN|>", "<|content_model_end_sampling|>", "<|endofturn|>", "<|end_of_text|>", "<|user|>", "</s>")  # fmt: skip
     if "eos_token" in template:
         return "<｜end▁of▁sentence｜>" if any("▁of▁sentence" in mark for mark in marks) and "<｜end▁of▁sentence｜>" in marks else "</s>"
     return next((mark for mark in order if mark in marks), "<|endoftext|>")

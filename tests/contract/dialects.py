@@ -152,6 +152,23 @@ class Dialect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inkling(Dialect):
+    """A block per part; the prompt has opened the first one."""
+
+    def write(self, message: Mapping[str, Any], *, prompt: str) -> str:
+        parts: list[str] = []
+        if message.get("reasoning_content"):
+            parts.append(f"<|content_thinking|>{message['reasoning_content']}<|end_message|>")
+        if message.get("content"):
+            parts.append(f"<|content_text|>{message['content']}<|end_message|>")
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+            body = json.dumps({"name": name, "args": arguments}, ensure_ascii=False, separators=(",", ":"))
+            parts.append(f"{name}<|content_invoke_tool_json|>{body}<|end_message|>")
+        return "<|message_model|>".join(parts) + self.stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Harmony(Dialect):
     """Every message has its channel and its end; the stop token ends the last one."""
 

@@ -17,7 +17,7 @@ import pytest
 import tokentrue as tt
 from tests import parts
 from tests.contract import dialects as d
-from tests.contract.dialects import Dialect, Harmony
+from tests.contract.dialects import Dialect, Harmony, Inkling
 from tokentrue.renderers.load import renderer_of
 
 CHATML = "<|im_end|>"
@@ -109,6 +109,7 @@ _ds4 = Dialect(calls=partial(d.dsml, block="tool_calls"), stop=_EOS, think=("<th
 _nemotron = Dialect(calls=d.function_xml, stop=CHATML, think=("<think>\n", "\n</think>\n"))
 _harmony = Harmony(calls=d.harmony_call, stop="<|return|>", call_stop="<|call|>", parallel=False, text_with_calls=False,
                    closes={"<|return|>": "<|end|>"})  # fmt: skip
+_inkling = Inkling(calls=d.hermes, stop="<|content_model_end_sampling|>")
 _llama = Dialect(calls=d.llama, stop="<|eot_id|>", think=None, parallel=False, text_with_calls=False)
 _nemo = Dialect(calls=d.mistral_list, stop="</s>", think=None, text_with_calls=False, ids=_short)
 _mistral_each = Dialect(calls=d.mistral_each, stop="</s>", think=None, before_calls="", ids=_short)
@@ -121,6 +122,7 @@ OWN = (
     Subject(name="own-minimax", family="minimax-m2", tokenizer="own:minimax-like", dialect=_minimax),
     Subject(name="own-kimi", family="kimi-k2", tokenizer="own:kimi-like", dialect=_kimi25),
     Subject(name="own-deepseek", family="deepseek-v3.1", tokenizer="own:deepseek-like", dialect=_ds31_thinking),
+    Subject(name="own-inkling", family="inkling", tokenizer="own:inkling-like", dialect=_inkling),
     Subject(name="own-harmony", family="harmony", tokenizer="own:harmony-like", dialect=_harmony),
 )
 REAL = (

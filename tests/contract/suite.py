@@ -158,13 +158,22 @@ class Walk:
         text = self._rendered([*self.messages, *new])
         stop = self.subject.dialect.closes.get(self.stop, self.stop)
         end = text.rfind(f"end{self.last}q")
-        cut = text.find(stop, end)
+        cut = self._cut(text, end, stop, marks_of(new)[0])
         if end < 0 or cut < 0:
             raise NoTruth("the last turn is not in the render, or not closed")
         marks = [text.find(mark, cut) for mark in marks_of(new)]
         if -1 in marks or marks != sorted(marks) or any(text.count(mark) != 1 for mark in marks_of(new)):
             raise NoTruth("the new messages are not rendered in order after the last turn")
-        return judge.encode(text[cut + len(stop) :], add_special_tokens=False)
+        return judge.encode(text[cut:], add_special_tokens=False)
+
+    def _cut(self, text: str, end: int, stop: str, first: str) -> int:
+        """Right after the stop that was sampled. A stop that opens another role than the one that follows is no part of the render:
+        then right before the opener that is."""
+        found = text.find(stop, end)
+        if 0 <= found < text.find(first, end):
+            return found + len(stop)
+        others = [text.find(other, end) for other in (self.subject.dialect.stop, self.subject.dialect.call_stop) if other and other != stop]
+        return max(others, default=-1)
 
     def _renders(self, messages: list[Message]) -> bool:
         try:

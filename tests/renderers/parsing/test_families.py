@@ -69,7 +69,7 @@ def test_switches_against_forgetting_are_pinned(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "family"),
     [("qwen3-like", "qwen3"), ("k2v3-like", "k2v3"), ("glm-like", "glm"), ("kimi-like", "kimi-k2"), ("minimax-like", "minimax-m2"),
-     ("deepseek-like", "deepseek-v3.1"), ("harmony-like", "harmony")],
+     ("deepseek-like", "deepseek-v3.1"), ("harmony-like", "harmony"), ("inkling-like", "inkling")],
 )  # fmt: skip
 def test_own_templates_are_recognised(name: str, family: str) -> None:
     template = (parts.FIXTURES / "templates" / f"{name}.jinja").read_text()

@@ -12,6 +12,7 @@ from tokentrue.renderers.families import (
     glm,
     harmony,
     hermes,
+    inkling,
     k2v3,
     kimi,
     llama,
@@ -24,6 +25,7 @@ from tokentrue.renderers.families.base import Clues, Family, Recognise
 
 FAMILIES: tuple[Recognise, ...] = (
     harmony.recognise,
+    inkling.recognise,
     kimi.recognise,
     minimax.recognise,
     deepseek.recognise,
