@@ -136,6 +136,8 @@ class Codec:
         return ids + self._encode_bare(text[done:], at_start=at_start and done == 0)
 
     def _encode_bare(self, text: str, *, at_start: bool) -> list[int]:
+        if self._words is not None and text.isascii() and (found := self._words.encode(text)) is not None:
+            return found
         if at_start:
             return self._bare.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._bare.encode_batch_fast([_EDGE + text], add_special_tokens=False)[0].ids[1:]

@@ -61,7 +61,8 @@ def renderer_of(
     declared = declared_stops(directory, codec, tokenizer.eos_token)
     tokenizer_hash = _tokenizer_hash(directory, tokenizer)
     names = tokenizer.special_tokens_map
-    key = cache.key_of({"template": template.hash, "tokenizer": tokenizer_hash, "tokens": names, "kwargs": kwargs, "stops": declared})
+    facts = {"template": template.hash, "tokenizer": tokenizer_hash, "tokens": names, "kwargs": kwargs, "stops": declared}
+    key = cache.key_of({**facts, "code": cache.code_hash()})
 
     def made(habits: Habits, stops: Stops, proof: Proof | None, history: History = history, injection: Injection = injection) -> Renderer:
         if not stops.all:

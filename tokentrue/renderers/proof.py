@@ -83,8 +83,9 @@ class Proof:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Proof:
-        fields = {key: data[key] for key in ("roles", "why", "stops", "boundary", "rewrites", "habits", "template_hash", "tokenizer_hash")}
-        return cls(**fields, cases=tuple(Case(**case) for case in data["cases"]), warnings=tuple(data["warnings"]))
+        fields = {key: data[key] for key in ("roles", "why", "boundary", "rewrites", "habits", "template_hash", "tokenizer_hash")}
+        stops = {kind: tuple(texts) for kind, texts in data["stops"].items()}
+        return cls(**fields, stops=stops, cases=tuple(Case(**case) for case in data["cases"]), warnings=tuple(data["warnings"]))
 
 
 # conversations

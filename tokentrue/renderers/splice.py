@@ -254,11 +254,11 @@ class Splicer:
             raise Refused("no_stop", "the template closes the assistant's turn with no token of its own")
         if call.stop is not None:
             hits = [end for literal, end in ends if literal == call.stop]
+            own = self._own_stop_end(ends, call)
             if not call.is_stop:  # cut off inside the closing: what it already has of it is not written again
-                own = self._own_stop_end(ends, call)
-                hits = [end for end in hits if end < own]
+                hits = [end for end in hits if end <= own]
             if len(hits) == 1:
-                return "stop" if call.is_stop else "open", region[: hits[0]], call.stop
+                return "stop" if call.is_stop or hits[0] == own else "open", region[: hits[0]], call.stop
             if hits:
                 raise Refused("ambiguous_stop", f"the template writes {call.stop!r} {len(hits)} times at the end of the assistant's turn")
             if call.is_stop and (found := self._alias(region, ends, call.stop, probe)):
@@ -289,8 +289,11 @@ class Splicer:
         """Text turns are closed from the end of the text on; behind complete calls only the turn itself is closed."""
         if not call.last.get("tool_calls"):
             return 0
-        own = self._stops.call or self._stops.text
-        return next((end - len(literal) for literal, end in ends if literal in own), 0)
+        for stops in (self._stops.call or self._stops.text, self._stops.all):  # GLM: what follows may open with another stop token
+            for literal, end in ends:
+                if literal in stops:
+                    return end - len(literal)
+        raise Refused("no_stop", "behind the assistant's calls the template writes no token that ends a turn")
 
     def reasoning_end(self, kwargs: Mapping[str, Any]) -> str:
         """What the template writes between reasoning and content, for a turn that was cut off while reasoning."""

@@ -1,0 +1,122 @@
+"""Bad input gives one clear typed error that names the field, and never a stack trace of somebody else."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokentrue as tt
+from tests import parts
+from tests.renderers.talk import TOOLS, extended, loaded, says, stop_id, user
+from tokentrue.errors import ConfigError, MessageError, TemplateError, TokenizerError
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        ({"role": "user"}, "messages"),
+        ([user("a"), "b"], "messages[1]"),
+        ([user("a"), {"role": "wizard", "content": "b"}], "messages[1].role"),
+        ([user("a"), {"content": "b"}], "messages[1].role"),
+        ([user(7)], "messages[0].content"),
+        ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content[0]"),
+        ([user([7])], "messages[0].content[0]"),
+        ([user("a"), says("b", tool_calls="x")], "messages[1].tool_calls"),
+        ([user("a"), says("b", tool_calls=[7])], "messages[1].tool_calls[0]"),
+        ([user("a"), says("b", tool_calls=[{"function": {"arguments": "{}"}}])], "messages[1].tool_calls[0].function.name"),
+        ([user("a"), says("b", reasoning_content=7)], "messages[1].reasoning_content"),
+    ],
+)
+def test_messages(messages: Any, field: str) -> None:
+    with pytest.raises(MessageError) as caught:
+        loaded("qwen3-like").render(messages)
+    assert caught.value.field == field and str(caught.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("tools", "field"),
+    [
+        ("x", "tools"),
+        ({"name": "f"}, "tools"),
+        (["f"], "tools[0]"),
+        ([{"type": "function", "function": "f"}], "tools[0].function"),
+        ([TOOLS[0], {"type": "function", "function": {"description": "no name"}}], "tools[1].function.name"),
+    ],
+)
+def test_tools(tools: Any, field: str) -> None:
+    renderer = loaded("qwen3-like")
+    with pytest.raises(MessageError) as caught:
+        renderer.render([user("a")], tools)
+    assert caught.value.field == field
+    with pytest.raises(MessageError):
+        renderer.extend([7, stop_id(renderer)], [user("a"), says("b")], [user("c")], tools)
+
+
+def test_new_messages_name_their_own_field() -> None:
+    renderer = loaded("qwen3-like")
+    with pytest.raises(MessageError) as caught:
+        renderer.extend([7, stop_id(renderer)], [user("a"), says("b")], [user("c"), {"role": "?"}])
+    assert caught.value.field == "new[1].role"
+
+
+def _model(tmp_path: Path, **config: Any) -> Path:
+    source = parts.own_dir("qwen3-like")
+    (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    own = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    return tmp_path
+
+
+def test_no_template(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match="chat_template"):
+        tt.load_renderer(_model(tmp_path, eos_token="<|im_end|>"))
+
+
+def test_template_that_does_not_compile(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match="does not compile"):
+        tt.load_renderer(_model(tmp_path, eos_token="<|im_end|>"), chat_template="{% for %}")
+
+
+def test_template_that_raises(tmp_path: Path) -> None:
+    renderer = tt.load_renderer(_model(tmp_path, eos_token="<|im_end|>"), chat_template="{{ raise_exception('no, never') }}")
+    with pytest.raises(TemplateError, match="no, never"):
+        renderer.render([user("a")])
+    found = renderer.extend([7], [user("a"), says("b")], [user("c")])
+    assert isinstance(found, tt.Refusal) and found.why == "template_raises" and "no, never" in found.detail
+    assert not renderer.proof.ok
+
+
+def test_no_stop_token(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="eos_token"):
+        tt.load_renderer(_model(tmp_path), chat_template="{% for m in messages %}{{ m.content }}\n{% endfor %}")
+
+
+@pytest.mark.parametrize("name", ["no/such/model/here", "/nonexistent"])
+def test_no_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(TokenizerError, match="model"):
+        tt.load_renderer(name)
+
+
+@pytest.mark.parametrize("setting", [{"history": "forget"}, {"injection": "maybe"}])
+def test_unknown_settings(setting: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        tt.load_renderer(parts.own_dir("qwen3-like"), **setting)
+
+
+def test_ten_megabytes() -> None:
+    """Rendered, shielded and spliced in time that grows with the text and no faster."""
+    renderer = loaded("qwen3-like")
+    text = "some words <|im_end|> and a line of numbers 12345\n" * 200_000
+    assert len(text) == 10_000_000
+    started = time.monotonic()
+    found = extended(renderer, [7, stop_id(renderer)], [user("a"), says("b")], [user(text)])
+    assert time.monotonic() - started < 120
+    assert renderer.codec.literals["<|im_end|>"] in found.added_ids
+    assert found.added_ids.count(renderer.codec.literals["<|im_end|>"]) == 1
