@@ -160,16 +160,12 @@ class Matcher:
             if candidate.base == base and (length := _common(candidate.messages, messages)) > shared:
                 old, shared = candidate, length
         calls = CallIds(self._tree, None)
-        walk = _Walk(base, [], [], calls.seen)
-        if old is not None:
-            walk.messages, walk.keys = old.messages[:shared], old.keys[:shared]
-            walk.known = {k: v for k, v in old.known.items() if self._tree.place(self._tree.nodes[k]).depth <= shared}
-            if shared == len(old.messages):
-                calls.seen.update(old.calls)
-                self._walks.remove(old)
-            else:
-                for index, message in enumerate(walk.messages):
-                    calls.saw(index, message)
+        if old is not None and shared == len(old.messages):
+            walk = old  # it only grows
+            calls.seen = walk.calls
+            self._walks.remove(old)
+        else:
+            walk = self._cut(old, shared, calls) if old is not None else _Walk(base, [], [], calls.seen)
         for index, message in enumerate(messages[shared:], shared):
             role_of(message, f"messages[{index}]")
             walk.keys.append(next_key(walk.keys[-1] if walk.keys else base, message, calls.reference(message)))
@@ -178,6 +174,13 @@ class Matcher:
         self._walks.insert(0, walk)
         del self._walks[_REMEMBERED_BRANCHES:]
         return walk
+
+    def _cut(self, old: _Walk, shared: int, calls: CallIds) -> _Walk:
+        """What of a history seen before still holds when only its first `shared` messages are there."""
+        for index, message in enumerate(old.messages[:shared]):
+            calls.saw(index, message)
+        known = {k: v for k, v in old.known.items() if self._tree.place(self._tree.nodes[k]).depth <= shared}
+        return _Walk(old.base, old.messages[:shared], old.keys[:shared], calls.seen, known)
 
     def _deepest(self, walk: _Walk) -> tuple[Node, tuple[str, ...], bool] | None:
         for index in range(len(walk.messages) - 1, -1, -1):
