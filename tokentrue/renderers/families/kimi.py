@@ -6,14 +6,12 @@ from tokentrue.renderers.families.base import Clues, Family, keeping
 from tokentrue.renderers.families.shapes import bracketed, response
 
 _ID = r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)"
-_FIELDS = bracketed(
+_CALLS = bracketed(
     section=(r"<\|tool_calls_section_begin\|>", r"<\|tool_calls_section_end\|>"),
     call=(r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>"),
     head=rf"\s*{_ID}\s*<\|tool_call_argument_begin\|>",
+    transform={"type": "function", "id": "{id}", "function": {"name": "{name}", "arguments": "{content}"}},
 )
-_CALLS = _FIELDS | {"tool_calls": _FIELDS["tool_calls"] | {
-    "transform": {"type": "function", "id": "{id}", "function": {"name": "{name}", "arguments": "{content}"}}
-}}  # fmt: skip
 
 
 def recognise(clues: Clues) -> Family | None:

@@ -73,7 +73,9 @@ def invocations(block: str, *, tag: str = "", attribute: str = "") -> Fields:
     }
 
 
-def bracketed(*, section: tuple[str, str], call: tuple[str, str], head: str, tail: str = "") -> Fields:
+def bracketed(
+    *, section: tuple[str, str], call: tuple[str, str], head: str, tail: str = "", transform: Mapping[str, Any] = NAMED
+) -> Fields:
     """Calls in JSON between two marker tokens, all of them between two section tokens that belong to the first and the last call.
 
     Patterns: `head` reads what stands between the call's opening token and its arguments and captures the name, `tail` what follows them.
@@ -85,7 +87,7 @@ def bracketed(*, section: tuple[str, str], call: tuple[str, str], head: str, tai
             "close_pattern": tail + end,
             "content": "json",
             "repeats": True,
-            "transform": NAMED,
+            "transform": transform,
         },
         "broken_calls": {"open_pattern": begin, "close_pattern": end, "repeats": True},
     }
