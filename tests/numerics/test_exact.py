@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,17 @@ def mask_of(length: int, *seen: range) -> Tensor:
     for row, kept in zip(mask, seen, strict=True):
         row[list(kept)] = 1
     return mask
+
+
+def test_a_model_cast_to_bfloat16_has_the_bits_of_one_loaded_in_it(tmp_path: Path) -> None:
+    """Casting rounds the rotary frequencies too; under exact they are float32 either way."""
+    from transformers import AutoModelForCausalLM
+
+    model, ids = build("llama"), ids_of(1, 90)
+    model.save_pretrained(tmp_path)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert same_bits(score(model.bfloat16(), ids), score(loaded, ids))
 
 
 def test_thread_count_does_not_change_float32_bits() -> None:

@@ -1,6 +1,7 @@
 """Batch-invariant operators and THE ONE log-probability function, shared by engine and trainer."""
 
 from tokentrue.numerics.fingerprint import Contract
+from tokentrue.numerics.gradient import deterministic_grad
 from tokentrue.numerics.logprob import filtered, logprobs_of, scaled_logits
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch, ops_for
 from tokentrue.numerics.patch import SWITCHES, exact
@@ -15,6 +16,7 @@ __all__ = [
     "Ops",
     "Packed",
     "PagedBatch",
+    "deterministic_grad",
     "exact",
     "filtered",
     "logits_of",

@@ -27,7 +27,7 @@ from tokentrue.numerics.fingerprint import Contract, contract_of
 from tokentrue.numerics.ops import AttentionSpec, Ops, Packed, ops_for
 
 ATTENTION = "tokentrue_exact"
-SWITCHES = ("linear", "rms_norm", "activation", "experts", "attention")
+SWITCHES = ("linear", "rms_norm", "activation", "rotary", "experts", "attention")
 STATE = "_tokentrue_exact"
 HARMLESS = (nn.Embedding, nn.Dropout, nn.Identity)
 
@@ -106,6 +106,8 @@ def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None
     if type(module).__name__.endswith("RMSNorm"):
         eps, offset = norm_kind(name, module)
         return module, "rms_norm", lambda x, m=module: ops.rms_norm(x, m.weight, eps, unit_offset=offset)  # pyright: ignore
+    if "RotaryEmbedding" in type(module).__name__:
+        return rounded_rotary(name, module)
     kind = activation_kind(module)
     if kind is not None:
         return module, "activation", lambda x: ops.activation(x, kind)
@@ -136,6 +138,17 @@ def norm_kind(name: str, module: nn.Module) -> tuple[float, bool]:
         if torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
             return eps, offset
     raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: its formula is neither x·w nor x·(1+w) over the RMS")
+
+
+def rounded_rotary(name: str, module: Any) -> Replacement | None:
+    """`model.bfloat16()` rounds the frequencies, a model loaded in bfloat16 keeps them in float32: always the latter, made anew."""
+    if all(buffer.dtype == torch.float32 for buffer in module.buffers(recurse=False)):
+        return None
+    if not hasattr(module, "config"):
+        raise ExactnessError(f"{name} ({type(module).__name__}) has rounded frequencies: load the model with dtype=, do not cast it")
+    device = next(module.buffers(recurse=False)).device
+    fresh = type(module)(module.config).to(device)
+    return module, "rotary", fresh.forward
 
 
 def activation_kind(module: nn.Module) -> str | None:

@@ -1,9 +1,9 @@
 """Exactness over any engine: it proposes, the trainer's forward pass decides.
 
 A chunk of proposed tokens is scored in one exact forward over the whole sequence, and every position is drawn again with the engine's own
-counter-based Gumbel noise from the trainer's logits. The longest prefix that agrees is accepted, the first disagreement is replaced by the
-trainer's own draw, and the proposer goes on from there. So tokens and log-probabilities are those of the exact engine with the same seed, whatever
-proposed them; a poor proposer costs time, never exactness. `accepted / proposed` says how good it is.
+counter-based Gumbel noise from the trainer's logits. The longest prefix that agrees is accepted, the first disagreement is replaced by
+the trainer's own draw, and the proposer goes on from there. So tokens and log-probabilities are those of the exact engine with the same
+seed, whatever proposed them; a poor proposer costs time, never exactness. `accepted / proposed` says how good it is.
 
 The proposer has to be asked for what the trainer would draw: with the same noise if it is ours, else greedily (temperature 0) or by its own
 sampling, where agreement is a matter of probability.
