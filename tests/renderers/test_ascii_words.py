@@ -1,4 +1,4 @@
-"""The fast way splits as the tokenizer's own pre-tokenizer does: every string of four characters over all classes that patterns tell apart."""
+"""The fast way splits as the tokenizer's own pre-tokenizer does: every string of four characters over all classes of characters."""
 
 from __future__ import annotations
 

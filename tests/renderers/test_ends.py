@@ -65,7 +65,8 @@ def test_cut_inside_a_character(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3-like", "k2v3-like", "real:qwen3", "real:glm-4.6"])
 def test_cut_while_reasoning_closes_the_reasoning(name: str) -> None:
     renderer = loaded(name)
-    found = extended(renderer, renderer.encode_sampled("<think>\nlet me"), [user("a"), says(None, reasoning_content="let me")], [user("NEW")])
+    cut = renderer.encode_sampled("<think>\nlet me")
+    found = extended(renderer, cut, [user("a"), says(None, reasoning_content="let me")], [user("NEW")])
     assert renderer.decode(found.added_ids).lstrip().startswith("</think>") and found.join == "open"
     finished = renderer.encode_sampled("<think>\nlet me\n</think>\n\n")
     again = extended(renderer, finished, [user("a"), says(None, reasoning_content="let me")], [user("NEW")])

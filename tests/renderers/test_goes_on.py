@@ -72,7 +72,8 @@ def test_system_in_the_middle(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("real:deepseek-v3.1", "message_moved"), ("real:gpt-oss", "message_dropped"), ("real:mistral-nemo", "template_raises")]
+    ("name", "why"),
+    [("real:deepseek-v3.1", "message_moved"), ("real:gpt-oss", "message_dropped"), ("real:mistral-nemo", "template_raises")],
 )
 def test_system_in_the_middle_is_refused_where_the_template_hoists_drops_or_raises(name: str, why: str) -> None:
     renderer = loaded(name)
@@ -105,14 +106,15 @@ def test_late_tool_result_is_rendered_on_the_real_history(name: str) -> None:
 STATEFUL = """{%- set ns = namespace(first=true) -%}
 {%- for m in messages -%}
 {%- if m.role == 'tool' -%}{%- if ns.first -%}<|im_start|>results{%- set ns.first = false -%}{%- endif -%}<|im_start|>{{ m.content }}
-{%- elif m.tool_calls -%}<|im_start|>assistant {{ m.tool_calls[0].function.arguments.city }}<|im_end|>
+{%- elif m.tool_calls -%}<|im_start|>assistant {{ m.tool_calls[0].function.arguments | tojson }}<|im_end|>
 {%- else -%}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{%- endif -%}
 {%- endfor -%}<|im_start|>assistant"""
 
 
 FORGETFUL = """{%- for m in messages -%}<|im_start|>{{ m.role }} {% if m.reasoning_content and not
-(messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list) %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
-{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}<|im_end|>{%- endfor -%}<|im_start|>assistant"""
+(messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list) %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content }}{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>
+{%- endfor -%}<|im_start|>assistant"""
 
 
 def of_template(text: str, **more: Any) -> Renderer:
@@ -155,7 +157,8 @@ def test_call_ids_that_the_template_cannot_take_are_shortened_alike() -> None:
     renderer = loaded("real:mistral-nemo")
     assert renderer.habits.short_ids
     found = extended(renderer, [7, stop_id(renderer, call=True)], [user("a"), calls("Paris")], [result("NEW")], TOOLS)
-    text, head = renderer.decode(found.added_ids), renderer.decode(renderer.render([user("a"), calls("Paris"), result("x")], TOOLS).token_ids)
+    text = renderer.decode(found.added_ids)
+    head = renderer.decode(renderer.render([user("a"), calls("Paris"), result("x")], TOOLS).token_ids)
     call_id = text.partition('"call_id": "')[2][:9]
     assert len(call_id) == 9 and f'"id": "{call_id}"' in head
 
@@ -199,5 +202,6 @@ def test_a_refusal_of_one_content_is_not_remembered_for_others() -> None:
     stop = stop_id(renderer, call=True)
     broken = calls("Paris")
     broken["tool_calls"][0]["function"]["arguments"] = "not json"
-    assert isinstance(renderer.extend([7, stop], [user("a"), broken, result("x"), says("b"), user("c"), broken], [result("NEW", 9)], TOOLS), tt.Refusal)
+    history = [user("a"), broken, result("x"), says("b"), user("c"), broken]
+    assert isinstance(renderer.extend([7, stop], history, [result("NEW", 9)], TOOLS), tt.Refusal)
     check(renderer, [user("a"), calls("Rome", first=9), result("x", 9), calls("Paris")], [result("NEW")], TOOLS)

@@ -1,6 +1,7 @@
 """Sampled tokens are never canonical: whatever ids a turn was recorded with, `extend` keeps them and adds what the template adds.
 
-TOKENTRUE_CASES sets the number of cases per property (10,000 and more for the full run, `make test-slow`); the default keeps the suite short.
+TOKENTRUE_CASES sets the number of cases per property: with 1100 the ten properties below see 11,000 cases. The default keeps the suite
+short.
 """
 
 from __future__ import annotations

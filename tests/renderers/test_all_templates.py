@@ -1,0 +1,60 @@
+"""Every real template that can be had offline: none crashes, each is proven or refused with a reason, none is silently wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests import parts
+from tests.renderers.templates_page import Row, reasons, rows
+
+# one of each kind: hoists, drops, raises, carries state, opener as stop, alias, no stop, parts, short ids, tools at the last user
+SAMPLE = {
+    f"llama.cpp/{name}.jinja"
+    for name in (
+        "Qwen-Qwen3-0.6B", "Qwen3-Coder", "Qwen3.5-4B", "GLM-4.6", "Kimi-K3", "MiniMax-M2", "deepseek-ai-DeepSeek-V3.1", "Cohere2MoE",
+        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "openai-gpt-oss-120b", "meta-llama-Llama-3.1-8B-Instruct", "google-gemma-4-31B-it",
+        "mistralai-Mistral-Nemo-Instruct-2407", "HuggingFaceTB-SmolLM3-3B", "microsoft-Phi-3.5-mini-instruct", "llama-cpp-rwkv-world",
+        "unsloth-Apriel-1.5", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "meetkai-functionary-medium-v3.1", "tencent-Hy3",
+    )
+}  # fmt: skip
+
+
+def _sound(found: list[Row]) -> None:
+    for row in found:
+        if row.proof is None:
+            assert row.error, row.name
+            continue
+        assert not [case for case in row.proof.cases if case.outcome == "wrong"], row.name
+        refused = [case for case in row.proof.cases if case.outcome in {"refused", "unsupported"}]
+        assert all(case.why for case in refused), row.name
+        assert bool(refused) == bool(reasons(row))
+
+
+def test_a_sample_of_templates() -> None:
+    if parts.shared() is None:
+        pytest.skip("the sample is from ../shared/templates, which is not here")
+    found = list(rows(SAMPLE, real=False))
+    assert {row.name for row in found} == SAMPLE
+    _sound(found)
+    verdicts = {row.name.partition("/")[2].removesuffix(".jinja"): row.proof.roles if row.proof else {} for row in found}
+    assert verdicts["Qwen3-Coder"]["tool"] == "proven"
+    assert verdicts["deepseek-ai-DeepSeek-R1-Distill-Llama-8B"]["tool"] == "history"  # its opener of results comes once in a conversation
+    assert verdicts["deepseek-ai-DeepSeek-V3.1"]["system"] == "refused"  # hoisted to the top
+    assert verdicts["MiniMax-M2"]["system"] == "refused"  # dropped in silence
+    assert verdicts["Qwen3.5-4B"]["system"] == "refused"  # raises
+    assert verdicts["llama-cpp-rwkv-world"]["user"] == "refused"  # no stop token
+    assert verdicts["deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"]["tool"] == "refused"  # writes its stop twice
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_templates() -> None:
+    found = list(rows())
+    if len(found) < 100:
+        pytest.skip(f"only {len(found)} templates can be had here")
+    _sound(found)
+    users = Counter(row.proof.roles["user"] if row.proof else "refused" for row in found)
+    tools = Counter(row.proof.roles["tool"] if row.proof else "refused" for row in found)
+    assert users["proven"] >= 0.95 * len(found) and tools["proven"] + tools["history"] >= 0.75 * len(found), (users, tools)
