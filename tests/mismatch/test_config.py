@@ -25,6 +25,8 @@ TOKEN = Weights(upper=2.0)
         (lambda: Weights(level="row", upper=2.0), "'token', 'sequence', 'geometric'"),
         (lambda: Weights(upper=-1.0), "must be > 0"),
         (lambda: Weights(upper=2.0, normalise=Normalise(scope="call", over="raw")), "mode 'mask'"),
+        (lambda: Weights(upper=0.55), "must hold 1"),
+        (lambda: Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": 0.55}), "0.5_5 reads as 0.55"),
         (lambda: Normalise(scope="world"), "'call', 'step'"),
         (lambda: Reject(estimator="k3", aggregate="seq_mean"), "nothing can be rejected"),
         (lambda: Reject(estimator="k3", aggregate="seq_mean", lower=0.1, upper=1.0), "0 is perfect agreement"),

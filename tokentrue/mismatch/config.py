@@ -92,6 +92,11 @@ class Weights:
             raise ConfigError("Weights: mode 'truncate' needs an upper bound")
         if self.mode != "raw" and self.lower is None and self.upper is None:
             raise ConfigError(f"Weights: mode {self.mode!r} needs a lower or an upper bound")
+        if (self.lower or 0) > 1 or (self.upper is not None and self.upper < 1):
+            raise ConfigError(
+                f"Weights: the bounds [{self.lower}, {self.upper}] change tokens on which both sides agree exactly; they must hold 1 "
+                "(in YAML, an unquoted 0.5_5 reads as 0.55)"
+            )
         if self.normalise is not None and self.normalise.over == "raw" and self.mode != "mask":
             raise ConfigError("Weights.normalise: over='raw' only means something with mode 'mask'")
 

@@ -24,6 +24,27 @@ from tokentrue.mismatch.layout import Layout, Values
 from tokentrue.mismatch.signals import Policies, read_per_token, read_signals
 from tokentrue.mismatch.sums import Sums
 
+VERL_NAMES = {
+    "kl": "corr/k1",
+    "k3_kl": "corr/k3",
+    "chi2_token": "chi2/token",
+    "chi2_seq": "chi2/sequence",
+    "training_ppl": "ppl/trainer",
+    "training_log_ppl": "log_ppl/trainer",
+    "rollout_ppl": "ppl/rollout",
+    "rollout_log_ppl": "log_ppl/rollout",
+    "ppl_ratio": "ppl/ratio",
+    "log_ppl_diff": "log_ppl/gap_mean",
+    "log_ppl_abs_diff": "log_ppl/abs_gap_mean",
+    "log_ppl_diff_max": "log_ppl/gap/max",
+    "log_ppl_diff_min": "log_ppl/gap/min",
+    "rollout_is_mean": "ratio/applied/mean",
+    "rollout_is_std": "ratio/applied/std",
+    "rollout_is_max": "ratio/applied_range/max",
+    "rollout_is_min": "ratio/applied_range/min",
+    "rollout_is_eff_sample_size": "ratio/applied/ess",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstRow:
@@ -51,6 +72,10 @@ class Diagnosis:
     def __getitem__(self, key: str) -> float:
         return self.metrics[key]
 
+    def as_verl(self) -> dict[str, float]:
+        """The metrics that verl logs too, under its names, for dashboards that have them."""
+        return {f"rollout_corr/{theirs}": self.metrics[mine] for theirs, mine in VERL_NAMES.items()}
+
     def merge(self, *others: Diagnosis) -> Diagnosis:
         rows = [row for part in (self, *others) for row in part.worst]
         metrics = self.metrics.merge(*(other.metrics for other in others))
@@ -73,6 +98,8 @@ def diagnose(
     kind_names: Sequence[str] = (),
     trainer_top_ids: Values | None = None,
     rollout_top_ids: Values | None = None,
+    trainer_top_logprobs: Values | None = None,
+    rollout_top_logprobs: Values | None = None,
     row_names: Sequence[str] | None = None,
     worst: int = 10,
     non_finite: str = "raise",
@@ -80,8 +107,9 @@ def diagnose(
     """Everything that can be said from these inputs; what is not given has its keys all the same, with nothing counted.
 
     `logprobs` is the current policy (the trainer's own if left out); `kinds` numbers each token's kind, an index into `kind_names`;
-    `*_top_ids` are the most likely token ids of each side. `correction` is made in the same pass and comes back as `.corrected`;
-    `corrected` is what `correct` returned for this batch before.
+    `*_top_ids` are the most likely token ids of each side; with only their log-probabilities, `*_top_logprobs`, a flip is where the
+    sampled token is the top of one side alone, out of the tokens that are the top of at least one.
+    `correction` is made in the same pass and comes back as `.corrected`; `corrected` is what `correct` returned before.
     """
     if correction is not None and corrected is not None:
         raise InputError("correction, corrected: pass the one to be made, or the one already made, not both")
@@ -109,6 +137,8 @@ def diagnose(
                 sums.add_kinds(layout, signals, kinds)
             if trainer_top_ids is not None and rollout_top_ids is not None:
                 sums.add_flips(layout, signals.rows, trainer_top_ids, rollout_top_ids)
+            elif trainer_top_logprobs is not None and rollout_top_logprobs is not None:
+                sums.add_flips_by_logprob(layout, signals, trainer_top_logprobs, rollout_top_logprobs)
         metrics = sums.finish()
         found = worst_rows(policies, sums.by_row(), worst, row_names)
     corrected = corrected if collector is None else collector.finish()

@@ -143,6 +143,15 @@ class Sums:
         self.count("flips", rows.read(trainer, torch.long) != rows.read(rollout, torch.long))
         self.count("flips_of", rows.tokens)
 
+    def add_flips_by_logprob(self, layout: Layout, signals: Signals, trainer: Values, rollout: Values) -> None:
+        layout.check("trainer_top_logprobs", trainer)
+        layout.check("rollout_top_logprobs", rollout)
+        rows, dtype = signals.rows, signals.corr.dtype
+        best_there = signals.trainer >= rows.read(trainer, dtype)
+        best_here = signals.rollout >= rows.read(rollout, dtype)
+        self.count("flips", rows.valid & (best_there != best_here))
+        self.count("flips_of", rows.valid & (best_there | best_here))
+
     def finish(self) -> Metrics:
         self._reduce()
         tokens, rows = self.counts.get("tokens", 0), self.counts.get("rows", 0)
