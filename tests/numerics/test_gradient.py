@@ -88,7 +88,8 @@ def test_fsdp2_scores_have_the_same_bits_and_gradients_flow() -> None:
 
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable, "-c", FSDP]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    command = [*launch, sys.executable, "-c", FSDP]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ok 0" in done.stdout and "ok 1" in done.stdout
