@@ -10,11 +10,9 @@ Bytes that are not UTF-8 are lone surrogates in `raw` and `Attempt.raw` (`errors
 from __future__ import annotations
 
 import codecs
-import hashlib
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import regex
@@ -23,21 +21,15 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from tokentrue.errors import TemplateError, TokenTrueError
 from tokentrue.renderers.families import PLAIN, Family
 from tokentrue.renderers.parsing_bytes import TokenBytes
-from tokentrue.renderers.parsing_calls import Call, NoCall, parameter_schemas, read_calls
+from tokentrue.renderers.parsing_message import TEXT_FIELDS, Message
 from tokentrue.renderers.parsing_regions import Closed, Places, Regions, Shield, Text, unshield
-from tokentrue.types import Attempt, Delta, Ended, Ids, Parsed, Status, Tools
+from tokentrue.types import Delta, Ended, Ids, Parsed, Tools
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tokentrue.renderers.renderer import Renderer
 
-CALLS, BROKEN = "tool_calls", "broken_calls"
-_FIELDS = {"content": "content", "final": "content", "preamble": "content"} | dict.fromkeys(
-    ("reasoning_content", "reasoning", "thinking"), "reasoning_content"
-)
-_SPACE = " \t\r\n"
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _ANCHOR_WINDOW = 1024
 
 
@@ -110,8 +102,8 @@ class Parser:
         self._grammar = grammar
         self._source = _Source(grammar)
         prompt_ids = prompt_ids or grammar.generation_ids
-        self._message = _Message(grammar, tools, seed=_seed(prompt_ids))
-        texts = frozenset(name for name in grammar.template.fields if name in _FIELDS)
+        self._message = Message(grammar, tools, seed=_seed(prompt_ids))
+        texts = frozenset(name for name in grammar.template.fields if name in TEXT_FIELDS)
         self._regions = Regions(grammar.template, prefix=opened_by(grammar, prompt_ids), texts=texts)
         self._places = Places()
         self._length = 0
@@ -154,9 +146,9 @@ class Parser:
         deltas: list[Delta] = []
         for part in found:
             if isinstance(part, Text):
-                deltas += self._message.add_text(_FIELDS[part.field], unshield(part.text))
-            elif part.field in _FIELDS:
-                self._message.end_segment(_FIELDS[part.field])
+                deltas += self._message.add_text(TEXT_FIELDS[part.field], unshield(part.text))
+            elif part.field in TEXT_FIELDS:
+                self._message.end_segment(TEXT_FIELDS[part.field])
             else:
                 start, end = self._places.true(part.start), self._places.true(part.end)
                 deltas += self._message.add_region(part, raw=self._source.slice(start, end), span=self._source.tokens(start, end))
@@ -212,118 +204,6 @@ class _Source:
             self._starts.append(self._length)
             self._length += len(text)
         return text
-
-
-@dataclass(slots=True)
-class _TextOut:
-    """One text field of the message. Whitespace at its ends is structure and dropped; inside it is kept, and held until more text follows.
-
-    With `join`, each segment is trimmed by itself and the segments are joined by that string.
-    """
-
-    strip: bool
-    join: str | None
-    parts: list[str] = field(default_factory=list[str])
-    held: str = ""
-    begun: bool = False  # this segment has text
-
-    def add(self, text: str) -> str:
-        if not self.strip:
-            shown = text
-        else:
-            text = self.held + text
-            if not self.begun and (self.join is not None or not self.parts):
-                text = text.lstrip(_SPACE)
-            shown = text.rstrip(_SPACE)
-            self.held = text[len(shown) :]
-        if shown and not self.begun and self.parts and self.join is not None:
-            shown = self.join + shown
-        self.begun = self.begun or bool(shown)
-        if shown:
-            self.parts.append(shown)
-        return shown
-
-    def end(self) -> None:
-        self.begun = False
-        if self.join is not None:
-            self.held = ""
-
-
-class _Message:
-    """The message that the client sees, and every call that the model tried to write."""
-
-    def __init__(self, grammar: Grammar, tools: Tools | None, *, seed: bytes) -> None:
-        self._grammar = grammar
-        self._schemas = parameter_schemas(tools)
-        self._known = set(self._schemas) if tools is not None else None
-        self._seed = seed
-        self._texts: dict[str, _TextOut] = {}
-        self._calls: list[dict[str, Any]] = []
-        self._extra: dict[str, Any] = {}
-        self.attempts: list[Attempt] = []
-        for name, declared in grammar.template.fields.items():
-            if name in _FIELDS:
-                out = self._texts.setdefault(_FIELDS[name], _TextOut(strip=declared.content_args.get("strip", True), join=None))
-                out.join = out.join or declared.join
-
-    def add_text(self, name: str, text: str) -> list[Delta]:
-        shown = self._texts.setdefault(name, _TextOut(strip=True, join=None)).add(_SURROGATE.sub("\ufffd", text))
-        if not shown:
-            return []
-        return [Delta(content=shown) if name == "content" else Delta(reasoning=shown)]
-
-    def end_segment(self, name: str) -> None:
-        self._texts[name].end()
-
-    def add_region(self, region: Closed, *, raw: str, span: tuple[int, int]) -> list[Delta]:
-        if region.field not in {CALLS, BROKEN}:
-            self._extra[region.field] = _SURROGATE.sub("\ufffd", unshield(region.body))
-            return []
-        calls = self._read(region)
-        start, end = span
-        if isinstance(calls, NoCall):
-            self.attempts.append(Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail))
-            return self.add_text("content", raw)
-        deltas: list[Delta] = []
-        for call in calls:
-            unknown = self._known is not None and call.name not in self._known
-            status, detail = (Status.UNKNOWN_TOOL, f"no tool is named {call.name!r}") if unknown else (Status.OK, "")
-            self.attempts.append(
-                Attempt(status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail)
-            )
-            deltas += self._add_call(call)
-        return deltas
-
-    def whole(self) -> dict[str, Any]:
-        text = {name: "".join(out.parts) for name, out in self._texts.items()}
-        message: dict[str, Any] = {"role": "assistant", "content": text.pop("content", "") or (None if self._calls else "")}
-        message |= {name: value for name, value in text.items() if value} | self._extra
-        return message | ({"tool_calls": self._calls} if self._calls else {})
-
-    def _read(self, region: Closed) -> list[Call] | NoCall:
-        body = _SURROGATE.sub("\ufffd", unshield(region.body))
-        captures = {name: unshield(value) for name, value in region.captures.items()}
-        declared = self._grammar.template.fields[region.field]
-        unclosed = NoCall(status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name"))
-        if region.field == BROKEN:
-            status = Status.MALFORMED if body.strip() else Status.MISSING_NAME
-            return NoCall(status=status, detail="not written as this model writes a call") if region.closed else unclosed
-        if not region.closed and declared.close_re is not None:
-            return unclosed
-        calls = read_calls(declared, body, captures, self._schemas)
-        return unclosed if isinstance(calls, NoCall) and not region.closed else calls
-
-    def _add_call(self, call: Call) -> list[Delta]:
-        index = len(self._calls)
-        call_id = call.call_id or self._new_id(index)
-        function = {"name": call.name, "arguments": call.arguments}
-        self._calls.append({"id": call_id, "type": "function", "function": function})
-        return [Delta(call=index, call_id=call_id, name=call.name), Delta(call=index, arguments=call.arguments)]
-
-    def _new_id(self, index: int) -> str:
-        """The same turn gives the same id, another turn of the conversation another one."""
-        digest = hashlib.blake2b(self._seed + index.to_bytes(4, "big"), digest_size=12).hexdigest()
-        return digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
 
 
 def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:

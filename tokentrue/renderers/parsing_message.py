@@ -1,0 +1,134 @@
+"""The message that a client sees, put together region by region, and every call that the model tried to write."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.renderers.parsing_calls import Call, NoCall, parameter_schemas, read_calls
+from tokentrue.renderers.parsing_regions import Closed, unshield
+from tokentrue.types import Attempt, Delta, Status, Tools
+
+if TYPE_CHECKING:
+    from tokentrue.renderers.parsing import Grammar
+
+CALLS, BROKEN = "tool_calls", "broken_calls"
+TEXT_FIELDS = {"content": "content", "final": "content", "preamble": "content"} | dict.fromkeys(
+    ("reasoning_content", "reasoning", "thinking"), "reasoning_content"
+)
+_SPACE = " \t\r\n"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(slots=True)
+class TextOut:
+    """One text field of the message. Whitespace at its ends is structure and dropped; inside it is kept, and held until more text follows.
+
+    With `join`, each segment is trimmed by itself and the segments are joined by that string.
+    """
+
+    strip: bool
+    join: str | None
+    parts: list[str] = field(default_factory=list[str])
+    held: str = ""
+    begun: bool = False  # this segment has text
+
+    def add(self, text: str) -> str:
+        if not self.strip:
+            shown = text
+        else:
+            text = self.held + text
+            if not self.begun and (self.join is not None or not self.parts):
+                text = text.lstrip(_SPACE)
+            shown = text.rstrip(_SPACE)
+            self.held = text[len(shown) :]
+        if shown and not self.begun and self.parts and self.join is not None:
+            shown = self.join + shown
+        self.begun = self.begun or bool(shown)
+        if shown:
+            self.parts.append(shown)
+        return shown
+
+    def end(self) -> None:
+        self.begun = False
+        if self.join is not None:
+            self.held = ""
+
+
+class Message:
+    """The message that the client sees, and every call that the model tried to write."""
+
+    def __init__(self, grammar: Grammar, tools: Tools | None, *, seed: bytes) -> None:
+        self._grammar = grammar
+        self._schemas = parameter_schemas(tools)
+        self._known = set(self._schemas) if tools is not None else None
+        self._seed = seed
+        self._texts: dict[str, TextOut] = {}
+        self._calls: list[dict[str, Any]] = []
+        self._extra: dict[str, Any] = {}
+        self.attempts: list[Attempt] = []
+        for name, declared in grammar.template.fields.items():
+            if name in TEXT_FIELDS:
+                out = self._texts.setdefault(TEXT_FIELDS[name], TextOut(strip=declared.content_args.get("strip", True), join=None))
+                out.join = out.join or declared.join
+
+    def add_text(self, name: str, text: str) -> list[Delta]:
+        shown = self._texts.setdefault(name, TextOut(strip=True, join=None)).add(_SURROGATE.sub("\ufffd", text))
+        if not shown:
+            return []
+        return [Delta(content=shown) if name == "content" else Delta(reasoning=shown)]
+
+    def end_segment(self, name: str) -> None:
+        self._texts[name].end()
+
+    def add_region(self, region: Closed, *, raw: str, span: tuple[int, int]) -> list[Delta]:
+        if region.field not in {CALLS, BROKEN}:
+            self._extra[region.field] = _SURROGATE.sub("\ufffd", unshield(region.body))
+            return []
+        calls = self._read(region)
+        start, end = span
+        if isinstance(calls, NoCall):
+            self.attempts.append(Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail))
+            return self.add_text("content", raw)
+        deltas: list[Delta] = []
+        for call in calls:
+            unknown = self._known is not None and call.name not in self._known
+            status, detail = (Status.UNKNOWN_TOOL, f"no tool is named {call.name!r}") if unknown else (Status.OK, "")
+            self.attempts.append(
+                Attempt(status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail)
+            )
+            deltas += self._add_call(call)
+        return deltas
+
+    def whole(self) -> dict[str, Any]:
+        text = {name: "".join(out.parts) for name, out in self._texts.items()}
+        message: dict[str, Any] = {"role": "assistant", "content": text.pop("content", "") or (None if self._calls else "")}
+        message |= {name: value for name, value in text.items() if value} | self._extra
+        return message | ({"tool_calls": self._calls} if self._calls else {})
+
+    def _read(self, region: Closed) -> list[Call] | NoCall:
+        body = _SURROGATE.sub("\ufffd", unshield(region.body))
+        captures = {name: unshield(value) for name, value in region.captures.items()}
+        declared = self._grammar.template.fields[region.field]
+        unclosed = NoCall(status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name"))
+        if region.field == BROKEN:
+            status = Status.MALFORMED if body.strip() else Status.MISSING_NAME
+            return NoCall(status=status, detail="not written as this model writes a call") if region.closed else unclosed
+        if not region.closed and declared.close_re is not None:
+            return unclosed
+        calls = read_calls(declared, body, captures, self._schemas)
+        return unclosed if isinstance(calls, NoCall) and not region.closed else calls
+
+    def _add_call(self, call: Call) -> list[Delta]:
+        index = len(self._calls)
+        call_id = call.call_id or self._new_id(index)
+        function = {"name": call.name, "arguments": call.arguments}
+        self._calls.append({"id": call_id, "type": "function", "function": function})
+        return [Delta(call=index, call_id=call_id, name=call.name), Delta(call=index, arguments=call.arguments)]
+
+    def _new_id(self, index: int) -> str:
+        """The same turn gives the same id, another turn of the conversation another one."""
+        digest = hashlib.blake2b(self._seed + index.to_bytes(4, "big"), digest_size=12).hexdigest()
+        return digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
