@@ -24,7 +24,8 @@ from tokentrue.types import Certificate, Sample, Span
 class Engine:
     """A stand-in engine: holds published weights, plays rounds with them, remembers which version played which round."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
         self.model = small_model()
         self.version = 0
         self.played: list[tuple[int, int]] = []
@@ -35,7 +36,10 @@ class Engine:
 
     async def play(self, number: int) -> Groups:
         began = self.version
-        await asyncio.sleep(0.01)
+        ahead = number > self.trainer.version
+        while ahead and self.trainer.version == began:  # a slow round: the step beside it has ended, its weights want to be published
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
         groups = groups_for(self.model, groups=2, size=3, seed=number, version=self.version)
         assert self.version == began, "weights changed under a round"
         self.played.append((number, began))
@@ -57,7 +61,7 @@ def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tupl
     torch.set_num_threads(1)
     config = TrainConfig(steps=6, lag=lag, checkpoint_every=every, groups_per_step=2)
     trainer = Trainer(small_model(), config=config, optim=OptimConfig(schedule="cosine", warmup=2), loss=loss_named("dapo"))
-    engine = Engine()
+    engine = Engine(trainer)
     store = None if directory is None else Store(directory=directory, run_hash="h", model_dir=None, to_json=to_json, from_json=from_json)
 
     def stop(report: Any, seconds: Any) -> None:

@@ -82,7 +82,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
 
     began = time.perf_counter()
     fresh(out)
-    rollout = RolloutConfig(tasks=tasks, group_size=8, seed=seed)
+    rollout = RolloutConfig(tasks=tasks, group_size=8, seed=seed, timeout_s=600.0)
     config = TrainConfig(steps=steps, groups_per_step=tasks, seed=seed)
     optim, loss = OptimConfig(lr=4e-4), loss_named("dapo")
     settings = ServeConfig(server=ServerConfig(port=0, store=f"sqlite:{out / 'sessions.sqlite'}"))
