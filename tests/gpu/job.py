@@ -1,6 +1,6 @@
 """Runs every test of this folder without pytest, for GPU machines that have torch, triton and transformers alone.
 
-    python -m tests.gpu.job [name …]
+python -m tests.gpu.job [name …]
 """
 
 from __future__ import annotations

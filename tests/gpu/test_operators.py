@@ -1,4 +1,4 @@
-"""The CUDA operators: rows do not depend on the batch, fused equals apart, values are right, gradients repeat. Bits are compared as integers."""
+"""The CUDA operators: rows do not depend on the batch, fused equals apart, values are right, gradients repeat; compared as integers."""
 
 from __future__ import annotations
 
@@ -66,8 +66,18 @@ def test_every_tile_gives_the_same_bits() -> None:
     for k, n in ((1024, 4096), (3072, 1024), (1024, 2000)):
         x, w = randn(130, k), weight(n, k, torch.bfloat16)
         whole = product(x, w)
-        for m, bn, bk, warps in ((16, 16, 256, 4), (16, 32, 128, 2), (16, 64, 64, 4), (32, 32, 128, 4), (64, 64, 64, 4), (128, 64, 64, 4), (128, 128, 64, 8)):
-            assert same(product(x, w, tile=Tile(m=m, n=bn, k=bk, warps=warps, stages=3)), whole), f"tile {m}x{bn}x{bk}/{warps} differs at {k}x{n}"
+        for m, bn, bk, warps in (
+            (16, 16, 256, 4),
+            (16, 32, 128, 2),
+            (16, 64, 64, 4),
+            (32, 32, 128, 4),
+            (64, 64, 64, 4),
+            (128, 64, 64, 4),
+            (128, 128, 64, 8),
+        ):
+            assert same(product(x, w, tile=Tile(m=m, n=bn, k=bk, warps=warps, stages=3)), whole), (
+                f"tile {m}x{bn}x{bk}/{warps} differs at {k}x{n}"
+            )
 
 
 def test_cublas_rows_do_depend_on_the_batch() -> None:
@@ -200,8 +210,10 @@ def test_attention_rows_do_not_depend_on_the_batch() -> None:
             for split in (True, False):
                 o.split_decode = split
                 for position in (0, 1, 31, 32, 63, 64, 65, 127, 300, 511, 699):
-                    for copies in (1, 3):
-                        found = o.paged_attention(q[position].expand(copies, -1, -1).contiguous(), k_cache, v_cache, one_decode(position, table, copies), spec)
+                    for copies in (1, 3, 600 // shape[1] + 1):
+                        found = o.paged_attention(
+                            q[position].expand(copies, -1, -1).contiguous(), k_cache, v_cache, one_decode(position, table, copies), spec
+                        )
                         assert all(same(row, whole[position]) for row in found), (*case, "decode", position, split, copies)
             for cut in (1, 37, 64, 400):  # chunked prefill beside a decode
                 batch = mixed_batch([1, cut, 700 - cut], [301, cut, 700], 1, table)
@@ -231,14 +243,15 @@ def test_too_few_rows_a_warp_are_caught() -> None:
     q, k, v = (randn(700, n, 128, seed=i) for i, n in enumerate((16, 8, 8)))
     spec, packed = AttentionSpec(scale=128**-0.5), Packed.of((700,), "cuda")
     whole = ops().attention(q, k, v, packed, spec)
-    real = attention.blocks_for
+    tile, keys = attention.tall_tile, attention.key_block
     try:
-        attention.blocks_for = lambda dtype: attention.Blocks(keys=64, tall=(16, 4), flat=(16, 4))
+        attention.tall_tile = lambda dtype: attention.QueryTile(rows=16, warps=4, stages=2)
         assert not same(ops().attention(q, k, v, packed, spec), whole)
-        attention.blocks_for = lambda dtype: attention.Blocks(keys=32, tall=(64, 4), flat=(16, 1))
+        attention.tall_tile = tile
+        attention.key_block = lambda dtype: 32
         assert not same(ops().attention(q, k, v, packed, spec), whole), "the key block must be part of the bits"
     finally:
-        attention.blocks_for = real
+        attention.tall_tile, attention.key_block = tile, keys
 
 
 # ---- experts ----------------------------------------------------------------------------------------------------------------------

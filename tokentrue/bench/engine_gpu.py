@@ -1,7 +1,7 @@
 """The exact engine on a CUDA device: speed and bits in one job, never one without the other.
 
-Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an integer, with one plain trainer
-forward over its sequence. Side by side: the same engine with exactness off, and VeXact where TOKENTRUE_VEXACT names a checkout of it.
+Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an integer, with a plain
+trainer forward over its sequence. Side by side: the same engine with exactness off, and VeXact where TOKENTRUE_VEXACT names a checkout.
 
     python -m tokentrue.bench.engine_gpu [--quick]
 """
@@ -84,6 +84,9 @@ class Run:
     def rate(self) -> float:
         return sum(len(c.token_ids) for c in self.completions) / self.seconds
 
+    def first(self, count: int) -> Run:
+        return Run(self.prompts[:count], self.completions[:count], self.seconds, self.temperatures[:count])
+
 
 def generate(engine: ExactEngine, prompts: Prompts, samplings: Sequence[Sampling]) -> Run:
     """All at once through the public call."""
@@ -106,7 +109,9 @@ def differing(model: Any, run: Run) -> tuple[int, int]:
             for part in batches(list(group)):
                 rows = [[*run.prompts[i], *run.completions[i].token_ids] for i in part]
                 width = max(map(len, rows))
-                trainer = score(model, torch.tensor([row + [0] * (width - len(row)) for row in rows], device="cuda"), temperature=temperature)
+                trainer = score(
+                    model, torch.tensor([row + [0] * (width - len(row)) for row in rows], device="cuda"), temperature=temperature
+                )
                 for i, row, found in zip(part, rows, trainer, strict=True):
                     rollout = torch.tensor(run.completions[i].logprobs, dtype=torch.float32, device="cuda")
                     kept = found[len(run.prompts[i]) - 1 : len(row) - 1]
@@ -146,7 +151,18 @@ def vexact(model: Any, counts: Sequence[int]) -> dict[int, float]:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        command = [sys.executable, "-W", "ignore", "-m", "tokentrue.bench.vexact_peer", checkout, folder, str(PROMPT), str(OUTPUT), *map(str, counts)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tokentrue.bench.vexact_peer",
+            checkout,
+            folder,
+            str(PROMPT),
+            str(OUTPUT),
+            *map(str, counts),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
@@ -183,16 +199,17 @@ def speed(quick: bool) -> list[Report]:
     bits = {count: differing(model, run) for count, run in ours.items()}
     with engine_of(model, inexact=True) as engine:
         off = {count: measured(engine, count, repeats) for count in counts}
-    off_bits = {count: differing(model, run) for count, run in off.items()}
+    off_bits = {count: differing(model, run.first(32)) for count, run in off.items()}
     rows = []
     for count in counts:
         rate, wrong, total = ours[count].rate, *bits[count]
         against = f"{peer[count]:.0f} ({rate / peer[count]:.1f}x)" if count in peer else "not run"
-        rows.append((count, f"{rate:.0f}", f"{wrong} of {total}", against, f"{off[count].rate:.0f}", f"{100 * (off[count].rate / rate - 1):+.1f}%",
-                     f"{off_bits[count][0]} of {off_bits[count][1]}"))  # fmt: skip
+        price = f"{100 * (off[count].rate / rate - 1):+.1f}%"
+        moved = f"{off_bits[count][0]} of {off_bits[count][1]}"
+        rows.append((count, f"{rate:.0f}", f"{wrong} of {total}", against, f"{off[count].rate:.0f}", price, moved))
     one = ours[counts[0]].rate
     notes = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random Qwen3-0.6B shape, bf16, prompt {PROMPT}, output {OUTPUT}, temperature 1",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random Qwen3-0.6B, bf16, prompt {PROMPT}, output {OUTPUT}",
         f"one sequence: {100 * one / limit:.0f}% of the {limit:.0f} tok/s at which memory bandwidth would limit it",
         "bits: tokens whose recorded log-probability differs from one plain trainer forward, compared as integers",
     ]
@@ -211,6 +228,7 @@ def sharing(engine: ExactEngine, quick: bool) -> Shared:
     """32 prompts × 8 samples of 1,024 prompt tokens, against as many distinct prompts."""
     prompts, samples, output = (4, 4, 16) if quick else (32, 8, 128)
     count = prompts * samples
+    generate(engine, prompts_of(4, 1024, seed=6), [plain(4, seed=0)] * 4)  # warms up
     base = prompts_of(prompts, 1024, seed=7)
     before = engine.core.scheduler.prefix_hits
     groups = generate(engine, [p for p in base for _ in range(samples)], [plain(output, seed=i) for i in range(count)])
@@ -230,9 +248,10 @@ def replace_bits(shared: Shared, model: Any) -> Report:
 
 
 def storm(model: Any, count: int, seed: int) -> tuple[int, int, int, int]:
-    """Random lengths, temperatures, chunks, pages and preemptions, with new weights in the middle.
+    """Random lengths, temperatures, chunks, pages and preemptions.
 
-    Returns (log-probabilities that differ, tokens, requests whose tokens differ from the same request alone, requests asked again alone)."""
+    Returns (log-probabilities that differ, tokens, requests that differ from the same request alone, requests asked again alone).
+    """
     chance = random.Random(seed)
     chaos = Chaos(pages=random.Random(seed + 1), chunk=lambda request, most: chance.randint(1, most))
     prefix = prompts_of(1, 300, seed)[0]
@@ -250,22 +269,27 @@ def storm(model: Any, count: int, seed: int) -> tuple[int, int, int, int]:
     return wrong, total, moved, len(alone)
 
 
-def bits(quick: bool) -> Report:
+def bits(quick: bool) -> list[Report]:
     rows = []
     for shape in ("0.6B",) if quick else tuple(SHAPES):
         model = model_of(shape, seed=3)
-        wrong, total, moved, asked = storm(model, 24 if quick else 320, seed=11)
+        wrong, total, moved, asked = storm(model, 24 if quick else 240, seed=11)
         rows.append((shape, f"{wrong} of {total}", f"{moved} of {asked}"))
+        print(f"{shape}: {wrong} of {total} log-probabilities differ", file=sys.stderr, flush=True)
         del model
         torch.cuda.empty_cache()
-    notes = ["random lengths, arrivals, temperatures, chunk sizes, page order, shared prefixes and preemptions in one run per shape"]
-    return Report(title="Bits under a random schedule, bf16", columns=("shape", "log-probabilities differ", "requests that differ alone"), rows=rows, notes=notes)
+    columns = ("shape", "log-probabilities differ", "requests that differ alone")
+    notes = ["random lengths, temperatures, chunk sizes, page order, shared prefixes and preemptions in one run per shape"]
+    return [Report(title="Bits under a random schedule, bf16", columns=columns, rows=rows, notes=notes)]
+
+
+PARTS = (speed, bits)
 
 
 def run(*, quick: bool) -> list[Report]:
     if not torch.cuda.is_available():
         raise RuntimeError("this benchmark needs a CUDA device")
-    return [*speed(quick), bits(quick)]
+    return [report for part in PARTS for report in part(quick)]
 
 
 def text_of(report: Report) -> str:
@@ -277,5 +301,6 @@ def text_of(report: Report) -> str:
 
 
 if __name__ == "__main__":
-    for each in run(quick="--quick" in sys.argv):
-        print(text_of(each), flush=True)
+    for measure in PARTS:
+        for each in measure("--quick" in sys.argv):
+            print(text_of(each), flush=True)

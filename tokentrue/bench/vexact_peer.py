@@ -2,9 +2,9 @@
 
     python -m tokentrue.bench.vexact_peer CHECKOUT MODEL_DIR PROMPT OUTPUT COUNT [COUNT …]
 
-CHECKOUT holds the package `vexact` and, under `deps`, what it imports beyond torch and transformers (msgspec, pyzmq). Its dense path is used as
-it stands, with its Triton attention and CUDA graphs; flash-attn's cross entropy, which it asks for, is stood in for by a log-softmax. Prints
-one JSON line: {"count": tokens per second, …}.
+CHECKOUT holds the package `vexact` and, under `deps`, what it imports beyond torch and transformers (msgspec, pyzmq). Its dense path is
+used as it stands, with its Triton attention and CUDA graphs; flash-attn's cross entropy, which it asks for, is stood in for by a
+log-softmax. Prints one JSON line: {"count": tokens per second, …}.
 """
 
 from __future__ import annotations

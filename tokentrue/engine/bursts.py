@@ -1,8 +1,9 @@
 """Several decode steps at a time: the host hears the tokens of one burst while the device computes the next.
 
-A burst holds requests that are all decoding, and whose distribution is shaped by temperature and seed alone. Tokens past a request's end are
-dropped; blocks that a finished request gives back may still be written by the burst under way, but only before their next owner's first write,
-because the device works in order. Anything that changes who runs (an arrival, a cancellation, new weights) first hears out what is under way.
+A burst holds requests that are all decoding, and whose distribution is shaped by temperature and seed alone. Tokens past a request's end
+are dropped; blocks that a finished request gives back may still be written by the burst under way, but only before their next owner's
+first write, because the device works in order. Anything that changes who runs (an arrival, a cancellation, new weights) first hears out
+what is under way.
 """
 
 from __future__ import annotations

@@ -143,7 +143,8 @@ class DecodeGraphs:
         return self._rows(
             ids=zeros(size), positions=zeros(size), slots=zeros(size), contexts=zeros(size, dtype=torch.int32) + 1,
             tables=zeros(size, self.width, dtype=torch.int32), starts=zeros(size), keys=zeros(size), noisy=zeros(size, dtype=torch.int32),
-            temperatures=zeros(size, dtype=torch.float32) + 1.0, out_ids=zeros(MOST_STEPS, size), out_logprobs=zeros(MOST_STEPS, size, dtype=torch.float32),
+            temperatures=zeros(size, dtype=torch.float32) + 1.0, out_ids=zeros(MOST_STEPS, size),
+            out_logprobs=zeros(MOST_STEPS, size, dtype=torch.float32),
         )  # fmt: skip
 
     def step(self, rows: Rows) -> None:
@@ -160,7 +161,15 @@ class DecodeGraphs:
         from tokentrue.numerics.triton import TritonOps
 
         f, d = self.forward, self.forward.decoder
-        plain = all(isinstance(x.mlp, Dense) and x.before_attention and x.before_mlp and not x.after_attention and not x.after_mlp for x in d.layers)
+        plain = all(
+            isinstance(x.mlp, Dense)
+            and x.before_attention
+            and x.before_mlp
+            and not x.after_attention
+            and not x.after_mlp
+            and x.rope is not None
+            for x in d.layers
+        )
         if not plain or d.logit_softcap is not None:
             return f.logits(f.hidden(ids, batch))
         ropes = {key: (cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)) for key, (cos, sin) in d.ropes.items()}

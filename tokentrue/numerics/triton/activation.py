@@ -1,5 +1,6 @@
 """Elementwise activations, computed in float32 and rounded once to the model's dtype, by one device function that every kernel shares."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 import math
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.triton.launch import after_previous, aligned, strict
+from tokentrue.numerics.triton.launch import STRICT, aligned
 
 # Name in a model's configuration -> branch of `activate`.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -39,16 +40,14 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    after_previous(PDL)
+def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     tl.store(y_ptr + at, activate(tl.load(x_ptr + at, mask=inside, other=0.0), ACT), mask=inside)
 
 
 @triton.jit
-def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    after_previous(PDL)
+def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < D
@@ -82,7 +81,7 @@ class _Act(torch.autograd.Function):
         ctx.kind = kind
         y = torch.empty_like(x)
         if x.numel():
-            _act_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **strict())
+            _act_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **STRICT)
         return y
 
     @staticmethod
@@ -105,6 +104,6 @@ def act_mul(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     y = torch.empty(flat_gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
         _act_mul_kernel[(y.shape[0], triton.cdiv(width, 1024))](
-            flat_gate, flat_up, y, width, flat_gate.stride(0), flat_up.stride(0), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **strict()
+            flat_gate, flat_up, y, width, flat_gate.stride(0), flat_up.stride(0), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **STRICT
         )
     return y.reshape(gate.shape)

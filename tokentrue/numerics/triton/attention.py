@@ -1,12 +1,13 @@
 """Causal attention whose rows do not depend on what else is computed: one kernel for prefill, decode and training.
 
-A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its sequence. Each block is summed
-under its own maximum and then folded in, so that blocks may be computed apart (decode of few long sequences) and folded by `_fold_kernel` with
-the same bits. A tile packs the query heads of one key head; with at least 16 rows a warp the sums of a row stay inside one warp, which makes
-the tile's height free. Whole blocks in a row's future are exact no-ops.
+A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its sequence. Each block is
+summed under its own maximum and then folded in, so that blocks may be computed apart (decode of few long sequences) and folded later with
+the same bits. A tile packs the query heads of one key head; with at least 16 rows a warp the sums of a row stay inside one warp, which
+makes the tile's height free. Whole blocks in a row's future are exact no-ops.
 Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM rows of a query tile, BN keys of a block.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,26 +18,38 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import AttentionSpec
-from tokentrue.numerics.triton.launch import after_previous, aligned, power_of_two, strict
+from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
 from tokentrue.numerics.triton.matmul import precision_of
 
 LOG2E = 1.4426950408889634
-STAGES = None
+MANY_PROGRAMS = 512  # sequences × key heads from which a decode fills an H200 with one-warp programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """Key block, and rows and warps of the query tile, by dtype. The key block is part of the bits; the tile's height is not (16-bit only)."""
+class QueryTile:
+    """Rows, warps and pipeline depth of a program. Free for bits while a warp has at least 16 rows (16-bit dtypes)."""
 
-    keys: int
-    tall: tuple[int, int]
-    flat: tuple[int, int]
+    rows: int
+    warps: int
+    stages: int
 
 
-def blocks_for(dtype: torch.dtype) -> Blocks:
-    if dtype == torch.float32:  # plain multiply-adds: no free tiles, so prefill and decode use the same
-        return Blocks(keys=32, tall=(16, 4), flat=(16, 4))
-    return Blocks(keys=64, tall=(64, 4), flat=(16, 1))
+def key_block(dtype: torch.dtype) -> int:
+    """Keys of a block: part of the bits."""
+    return 32 if dtype == torch.float32 else 64
+
+
+def tall_tile(dtype: torch.dtype) -> QueryTile:
+    """For prefill, training, and decodes of few sequences."""
+    if dtype == torch.float32:  # plain multiply-adds spread a row over threads by the tile's shape: one tile for everything
+        return QueryTile(rows=16, warps=4, stages=2)
+    return QueryTile(rows=64, warps=4, stages=2)
+
+
+def decode_tile(dtype: torch.dtype, programs: int) -> QueryTile:
+    if dtype == torch.float32 or programs <= MANY_PROGRAMS:
+        return tall_tile(dtype)
+    return QueryTile(rows=16, warps=1, stages=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,18 +135,20 @@ def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, lowest, num_block
         o = tl.load(part_ptr + (slot + g)[:, None] * BD + d[None, :], mask=(g < G)[:, None], other=0.0, cache_modifier=".cg")
         top, total, out = _fold(top, total, out, m, partial, o)
     at_out = s * H + j * G + g
-    tl.store(o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+    tl.store(
+        o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :]
+    )
 
 
 @triton.jit
 def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
-                    stride_qt, stride_page, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
+                    stride_qt, stride_page, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr,
+                    max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-                    SPLITS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Grid (tiles, J, SPLITS). With SPLITS > 0 (one query a sequence) the programs of a sequence leave their blocks in `part_*`, and the last
-    one to arrive folds them all, in the same order as a program that has them alone."""
-    after_previous(PDL)
+                    SPLITS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (tiles, J, SPLITS). With SPLITS > 0 (one query a sequence) the programs of a sequence leave their blocks in `part_*`, and the
+    last one to arrive folds them all, in the same order as a program that has them alone."""
     tile = tl.program_id(0)
     j = tl.program_id(1)
     G: tl.constexpr = H // J
@@ -145,7 +160,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
         query0 = tl.load(tile_query_ptr + tile)
     start = tl.load(starts_ptr + s)
     count = tl.load(starts_ptr + s + 1) - start
-    if PAGE > 0:
+    if PAGE > 0:  # noqa: SIM108
         length = tl.load(context_ptr + s)
     else:
         length = count
@@ -157,7 +172,9 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
     row_pos = first + tl.minimum(query, count - 1)
     d = tl.arange(0, BD)
     token = (start + query).to(tl.int64)
-    q = tl.load(q_ptr + token[:, None] * stride_qt + ((j * G + g) * D)[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
+    q = tl.load(
+        q_ptr + token[:, None] * stride_qt + ((j * G + g) * D)[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0
+    )
     last = first + tl.minimum(query0 + BM // GP, count)
     num_blocks = tl.cdiv(last, BN)
     lowest = 0
@@ -193,15 +210,17 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
             _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, first_block, num_blocks, max_blocks, H, J, D, BD, GP)
             tl.store(arrived_ptr + s * J + j, 0)
     else:
-        at_out = (token * H + j * G + g)
-        tl.store(o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=row_ok[:, None] & (d < D)[None, :])
+        at_out = token * H + j * G + g
+        tl.store(
+            o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=row_ok[:, None] & (d < D)[None, :]
+        )
         if LSE:
             tl.store(lse_ptr + at_out, top + tl.log2(total), mask=row_ok)
 
 
 def tiles_of(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tall tiles over sequences with `counts` queries each, without the first `skip` sequences; one copy to the device."""
-    per_tile = blocks_for(dtype).tall[0] // power_of_two(heads // key_heads)
+    per_tile = tall_tile(dtype).rows // power_of_two(heads // key_heads)
     pairs = [(s, first) for s in range(skip, len(counts)) for first in range(0, counts[s], per_tile)]
     flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
     if device.type == "cuda":
@@ -221,10 +240,12 @@ class Parts:
     splits: int
 
 
-def parts_for(arrived: torch.Tensor, sequences: int, context: int, splits: int, *, shape: tuple[int, int, int], dtype: torch.dtype) -> Parts:
+def parts_for(
+    arrived: torch.Tensor, sequences: int, context: int, splits: int, *, shape: tuple[int, int, int], dtype: torch.dtype
+) -> Parts:
     """Room for sequences of up to `context` keys and (H, J, D) heads; `arrived` is lent by the caller."""
     heads, key_heads, size = shape
-    blocks = triton.cdiv(context, blocks_for(dtype).keys)
+    blocks = triton.cdiv(context, key_block(dtype))
     rows = sequences * key_heads * blocks * power_of_two(heads // key_heads)
     out = torch.empty((rows, power_of_two(size)), dtype=torch.float32, device=arrived.device)
     top, total = torch.empty((2, rows), dtype=torch.float32, device=arrived.device)
@@ -233,7 +254,7 @@ def parts_for(arrived: torch.Tensor, sequences: int, context: int, splits: int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Where keys and values are: dense [T, J, D] beside the queries, or pages [blocks, J, page, D] found through `table`, `context` keys long."""
+    """Where keys and values are: dense [T, J, D] beside the queries, or pages [blocks, J, page, D] found through `table`."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -264,27 +285,38 @@ def dense_heads(q: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    q: torch.Tensor, keys: Keys, out: torch.Tensor, spec: AttentionSpec, *, tiles: Tiles | None, sequences: int, lse: torch.Tensor | None = None, parts: Parts | None = None,
-    warps: int | None = None,
+    q: torch.Tensor,
+    keys: Keys,
+    out: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    tiles: Tiles | None,
+    sequences: int,
+    lse: torch.Tensor | None = None,
+    parts: Parts | None = None,
+    tile: QueryTile | None = None,
 ) -> None:
     """Attention of q [T, H, D] into out [T, H, D]: the queries of `tiles`, or (None) one decode query of each of the first `sequences`.
 
-    `warps` other than the tile's own gives other bits: it is for engines with exactness off."""
+    A `tile` with fewer than 16 rows a warp gives other bits: it is for engines with exactness off.
+    """
     _, heads, size = q.shape
     key_heads = keys.k.shape[1]
-    blocks = blocks_for(q.dtype)
-    rows, safe = blocks.flat if tiles is None else blocks.tall
     programs = sequences if tiles is None else tiles.sequence.shape[0]
     if programs == 0:
         return
+    if tile is None:
+        tile = tall_tile(q.dtype) if tiles is not None else decode_tile(q.dtype, sequences * key_heads)
     table = keys.table if keys.table is not None else keys.starts
     context = keys.context if keys.context is not None else keys.starts
-    common = {"H": heads, "J": key_heads, "D": size, "BD": power_of_two(size), "GP": power_of_two(heads // key_heads), "BN": blocks.keys, "WINDOW": spec.window or 0}
     _forward_kernel[(programs, key_heads, parts.splits if parts else 1)](
-        q, keys.k, keys.v, out, lse if lse is not None else out, keys.starts, context, tiles.sequence if tiles else table, tiles.query if tiles else table,
-        table, spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *keys.strides, table.stride(0) if keys.page else 0,
+        q, keys.k, keys.v, out, lse if lse is not None else out, keys.starts, context,
+        tiles.sequence if tiles else table, tiles.query if tiles else table, table,
+        spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *keys.strides, table.stride(0) if keys.page else 0,
         parts.out if parts else out, parts.top if parts else out, parts.total if parts else out,
         parts.arrived if parts else keys.starts, parts.max_blocks if parts else 0,
-        BM=rows, PAGE=keys.page, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None, SPLITS=parts.splits if parts else 0,
-        DECODE=tiles is None, PRECISION=precision_of(q.dtype), num_warps=warps or safe, num_stages=STAGES or (3 if q.dtype != torch.float32 else 2), **common, **strict(),
+        H=heads, J=key_heads, D=size, BD=power_of_two(size), GP=power_of_two(heads // key_heads), BM=tile.rows, BN=key_block(q.dtype),
+        PAGE=keys.page, WINDOW=spec.window or 0, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None,
+        SPLITS=parts.splits if parts else 0, DECODE=tiles is None, PRECISION=precision_of(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages, **STRICT,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 dQ and dK/dV are two kernels, each a fixed fold; so gradients are the same bits in every run. Legend as in `attention.py`.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from tokentrue.numerics.ops import AttentionSpec, Packed
 from tokentrue.numerics.triton.attention import LOG2E, Tiles, attend, dense_heads, dense_keys, scores, tiles_of
-from tokentrue.numerics.triton.launch import after_previous, aligned, power_of_two, strict
+from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
 from tokentrue.numerics.triton.matmul import precision_of
 
 
@@ -31,9 +32,8 @@ def _score_grad(s, lse, dp, delta, SOFTCAP: tl.constexpr):
 @triton.jit
 def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_ptr, tile_seq_ptr, tile_query_ptr, scale, grad_scale,
                stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-               BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+               BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles of BM queries, H)."""
-    after_previous(PDL)
     h = tl.program_id(1)
     s_id = tl.load(tile_seq_ptr + tl.program_id(0)).to(tl.int64)
     start = tl.load(starts_ptr + s_id)
@@ -67,9 +67,8 @@ def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_p
 @triton.jit
 def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, starts_ptr, tile_seq_ptr, tile_key_ptr, scale, grad_scale,
                 stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-                BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles of BN keys, J); folds over the heads of the group, then over query tiles from the diagonal on."""
-    after_previous(PDL)
     j = tl.program_id(1)
     G: tl.constexpr = H // J
     s_id = tl.load(tile_seq_ptr + tl.program_id(0)).to(tl.int64)
@@ -109,7 +108,9 @@ def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles
+    ) -> torch.Tensor:
         keys = dense_keys(k, v, packed.cu_seqlens)
         q = aligned(q.contiguous())
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -133,7 +134,8 @@ class _Attention(torch.autograd.Function):
         sequence, first = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous().to(q.device)
         scale = spec.scale if spec.softcap else spec.scale * LOG2E
         shape = {"H": heads, "J": key_heads, "D": size, "BD": power_of_two(size), "BM": side, "BN": side, "WINDOW": spec.window or 0,
-                 "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype), "num_warps": 4, "num_stages": 2, **strict()}  # fmt: skip
+                 "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype),
+                 "num_warps": 4, "num_stages": 2, **STRICT}  # fmt: skip
         args = (packed.cu_seqlens, sequence, first, scale, spec.scale, q.stride(0), k.stride(0), k.stride(1))
         if pairs:
             _dq_kernel[(len(pairs), heads)](q, k, v, do, lse, delta, dq, *args, **shape)
@@ -141,7 +143,9 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles | None = None) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles | None = None
+) -> torch.Tensor:
     """Causal attention inside each packed sequence, q [T, H, D], k and v [T, J, D]; differentiable."""
     if tiles is None:
         tiles = tiles_of(packed.lengths, heads=q.shape[1], key_heads=k.shape[1], dtype=q.dtype, device=q.device)

@@ -5,6 +5,7 @@ Planning stays on the device and has a fixed size, so that a decode step can be 
 Legend: T tokens, k slots a token, P = T·k pairs, E experts, I expert width, K model width.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.triton.activation import activate, activation_grad, branch_of
-from tokentrue.numerics.triton.launch import after_previous, aligned, strict
+from tokentrue.numerics.triton.launch import STRICT, aligned
 from tokentrue.numerics.triton.matmul import precision_of
 
 
@@ -46,9 +47,8 @@ def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
 
 @triton.jit
 def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs."""
-    after_previous(PDL)
     e = tl.load(expert_ptr + tl.program_id(0))
     if e >= E:
         return
@@ -80,9 +80,8 @@ def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: 
 
 
 @triton.jit
-def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """y[t] = Σ_s x[t·k+s] · weight[t, s], rounded after each product and each sum, slots in order."""
-    after_previous(PDL)
     t = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kind = y_ptr.dtype.element_ty
@@ -90,7 +89,10 @@ def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: t
         w = tl.load(weight_ptr + t * SLOTS + s).to(tl.float32)
         x = tl.load(x_ptr + (t * SLOTS + s) * K + at, mask=at < K, other=0.0).to(tl.float32)
         part = (x * w).to(kind)
-        total = part if s == 0 else (total.to(tl.float32) + part.to(tl.float32)).to(kind)
+        if s == 0:  # noqa: SIM108
+            total = part
+        else:
+            total = (total.to(tl.float32) + part.to(tl.float32)).to(kind)
     tl.store(y_ptr + t * K + at, total, mask=at < K)
 
 
@@ -102,12 +104,14 @@ def _grouped(x: torch.Tensor, weight: torch.Tensor, groups: Groups, num_pairs: i
     deep = 64 if x.dtype != torch.float32 else 32
     _group_kernel[(groups.experts.shape[0], triton.cdiv(outputs, wide))](
         x, weight, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, experts, SLOTS=slots, BM=groups.rows, BN=wide, BK=deep,
-        GATED=gated, ACT=act, PRECISION=precision_of(x.dtype), num_warps=4, num_stages=3, **strict(),
+        GATED=gated, ACT=act, PRECISION=precision_of(x.dtype), num_warps=4, num_stages=3, **STRICT,
     )  # fmt: skip
     return y
 
 
-def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str) -> torch.Tensor:
+def _forward(
+    x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str
+) -> torch.Tensor:
     tokens, slots = index.shape
     y = torch.empty_like(x)
     if tokens == 0:
@@ -117,13 +121,17 @@ def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up
     groups = group(index, experts, 64 if tall else 16)
     hidden = _grouped(x, gate_up, groups, tokens * slots, slots, gated=True, act=branch_of(kind))
     out = _grouped(hidden, down, groups, tokens * slots, slots, gated=False, act=0)
-    _add_slots_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4, **strict())
+    _add_slots_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](
+        out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4, **STRICT
+    )
     return y
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, index, weight, gate_up, down)
         ctx.kind = kind
         return _forward(x, index, weight, gate_up, down, kind)
@@ -161,7 +169,9 @@ class _Experts(torch.autograd.Function):
         return d_x, None, dw[back].reshape(tokens, slots).to(weight.dtype), d_gate_up, d_down, None
 
 
-def experts(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str) -> torch.Tensor:
+def experts(
+    x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str
+) -> torch.Tensor:
     """x [T, K], index and weight [T, k], gate_up [E, 2I, K], down [E, K, I] -> [T, K]; differentiable."""
     x = aligned(x.contiguous())
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, gate_up, down)):

@@ -1,10 +1,11 @@
 """Log-softmax over a vocabulary, and the log-probability of one token a row, from the same two numbers a row.
 
-A row is cut into chunks of fixed size; each gives its maximum and its sum of exponentials, and one program folds them. Everything after that
-is elementwise, so the whole row (`log_softmax`) and one gathered element (`token_logprobs`) have equal bits. Input is float32, always.
+A row is cut into chunks of fixed size; each gives its maximum and its sum of exponentials, and one program folds them. All after that is
+elementwise, so the whole row (`log_softmax`) and one gathered element (`token_logprobs`) have equal bits. Input is float32, always.
 Legend: R rows, V vocabulary.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from typing import Any
@@ -13,14 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.launch import after_previous, power_of_two, rows_of, strict
+from tokentrue.numerics.triton.launch import STRICT, power_of_two, rows_of
 
 CHUNK = 4096
 
 
 @triton.jit
-def _chunk_kernel(z_ptr, top_ptr, total_ptr, V, stride, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    after_previous(PDL)
+def _chunk_kernel(z_ptr, top_ptr, total_ptr, V, stride, chunks, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -32,9 +32,8 @@ def _chunk_kernel(z_ptr, top_ptr, total_ptr, V, stride, chunks, CHUNK: tl.conste
 
 
 @triton.jit
-def _fold_kernel(top_ptr, total_ptr, out_ptr, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _fold_kernel(top_ptr, total_ptr, out_ptr, chunks, BLOCK: tl.constexpr):
     """out[row] = (maximum, log of the sum of exponentials under it)."""
-    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     tops = tl.load(top_ptr + row * chunks + at, mask=at < chunks, other=float("-inf"))
@@ -45,8 +44,7 @@ def _fold_kernel(top_ptr, total_ptr, out_ptr, chunks, BLOCK: tl.constexpr, PDL: 
 
 
 @triton.jit
-def _whole_kernel(z_ptr, stats_ptr, out_ptr, V, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    after_previous(PDL)
+def _whole_kernel(z_ptr, stats_ptr, out_ptr, V, stride, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     top = tl.load(stats_ptr + row * 2)
@@ -56,8 +54,7 @@ def _whole_kernel(z_ptr, stats_ptr, out_ptr, V, stride, CHUNK: tl.constexpr, PDL
 
 
 @triton.jit
-def _gather_kernel(z_ptr, stats_ptr, token_ptr, out_ptr, R, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    after_previous(PDL)
+def _gather_kernel(z_ptr, stats_ptr, token_ptr, out_ptr, R, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = row < R
     token = tl.load(token_ptr + row, mask=ok, other=0)
@@ -74,8 +71,8 @@ def row_stats(z: torch.Tensor) -> torch.Tensor:
     top, total = torch.empty((2, rows, chunks), dtype=torch.float32, device=z.device)
     stats = torch.empty((rows, 2), dtype=torch.float32, device=z.device)
     if rows:
-        _chunk_kernel[(rows, chunks)](z, top, total, vocabulary, z.stride(0), chunks, CHUNK=CHUNK, num_warps=4, **strict())
-        _fold_kernel[(rows,)](top, total, stats, chunks, BLOCK=power_of_two(chunks), num_warps=1, **strict())
+        _chunk_kernel[(rows, chunks)](z, top, total, vocabulary, z.stride(0), chunks, CHUNK=CHUNK, num_warps=4, **STRICT)
+        _fold_kernel[(rows,)](top, total, stats, chunks, BLOCK=power_of_two(chunks), num_warps=1, **STRICT)
     return stats
 
 
@@ -86,7 +83,9 @@ class _LogSoftmax(torch.autograd.Function):
         out = torch.empty_like(z)
         stats = row_stats(z)
         if rows:
-            _whole_kernel[(rows, triton.cdiv(vocabulary, CHUNK))](z, stats, out, vocabulary, z.stride(0), CHUNK=CHUNK, num_warps=4, **strict())
+            _whole_kernel[(rows, triton.cdiv(vocabulary, CHUNK))](
+                z, stats, out, vocabulary, z.stride(0), CHUNK=CHUNK, num_warps=4, **STRICT
+            )
         ctx.save_for_backward(out)
         return out
 
@@ -102,7 +101,9 @@ class _TokenLogprobs(torch.autograd.Function):
         stats = row_stats(z)
         out = torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
         if z.shape[0]:
-            _gather_kernel[(triton.cdiv(z.shape[0], 128),)](z, stats, tokens, out, z.shape[0], z.stride(0), BLOCK=128, num_warps=4, **strict())
+            _gather_kernel[(triton.cdiv(z.shape[0], 128),)](
+                z, stats, tokens, out, z.shape[0], z.stride(0), BLOCK=128, num_warps=4, **STRICT
+            )
         ctx.save_for_backward(z, tokens, stats)
         return out
 

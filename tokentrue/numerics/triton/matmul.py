@@ -1,13 +1,13 @@
 """y = x @ w.T + b with bits that do not depend on the number of rows.
 
-Every output element is one float32 sum over k in ascending order: no split of K, whatever the tile. The tile is chosen by the number of rows
-for speed alone; `selftest.py` checks on the machine at hand that all tiles agree. Backward products are cuBLAS's (run-to-run deterministic).
-Legend: M rows, N outputs, K inputs. `gated` computes act(gate) * up of two stacked weights in the epilogue, rounding where the plain modules round.
+Every output element is one float32 sum over k in ascending order: no split of K, whatever the tile. The tile is chosen by the number of
+rows for speed alone; `selftest.py` checks on the machine at hand that tiles agree. Backward products are cuBLAS's (deterministic).
+Legend: M rows, N outputs, K inputs. `gated` computes act(gate) * up of two stacked weights, rounding where the plain modules round.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.triton.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import after_previous, aligned, prefetch, strict
-
-
-MOST_AHEAD = int(os.environ.get("TOKENTRUE_AHEAD", 600))
+from tokentrue.numerics.triton.launch import STRICT, aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +30,10 @@ class Tile:
     stages: int
 
 
+LARGE = 16384
+"""Outputs from which a product has programs enough whatever its tile: a vocabulary, not a layer."""
+
+
 @triton.jit
 def _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
               EVEN_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -44,7 +45,7 @@ def _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM: tl.constexpr, BN:
         in_x = (rows < M)[:, None]
         if EVEN_K:
             x = tl.load(x_tile, mask=in_x, other=0.0)
-            if EVEN_N:
+            if EVEN_N:  # noqa: SIM108
                 w = tl.load(w_tile)
             else:
                 w = tl.load(w_tile, mask=(cols < N)[None, :], other=0.0)
@@ -71,14 +72,11 @@ def _tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr)
 
 @triton.jit
 def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                   EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
-                   AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
     m, n = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
-    if AHEAD > 0:
-        prefetch(w_ptr + cols.to(tl.int64)[:, None] * K + tl.arange(0, AHEAD)[None, :] * 64)
-    after_previous(PDL)
     acc = _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM, BN, BK, EVEN_K, EVEN_N, PRECISION)
     if BIAS:
         acc += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -88,17 +86,11 @@ def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: 
 
 @triton.jit
 def _gated_kernel(x_ptr, w_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                  EVEN_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  EVEN_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """w holds N gate rows, then N up rows; one program computes the same columns of both."""
     m, n = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
-    if AHEAD > 0:
-        lines = w_ptr + cols.to(tl.int64)[:, None] * K + tl.arange(0, AHEAD)[None, :] * 64
-        prefetch(lines)
-        prefetch(lines + N.to(tl.int64) * K)
-    after_previous(PDL)
     ks = tl.arange(0, BK)
     kind = y_ptr.dtype.element_ty
     x_tile = x_ptr + rows.to(tl.int64)[:, None] * stride_x + ks[None, :]
@@ -120,27 +112,31 @@ def _gated_kernel(x_ptr, w_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.const
     tl.store(out, y.to(kind), mask=(rows < M)[:, None] & (cols < N)[None, :])
 
 
-def tile_for(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tile:
-    """The tile for a product; measured on an H200, harmless elsewhere."""
+def tile_for(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool = False) -> Tile:
+    """The tile for a product (of each half, where gated); measured on an H200, harmless elsewhere."""
     if dtype == torch.float32:
         return Tile(m=16, n=32, k=32, warps=4, stages=3) if rows <= 32 else Tile(m=64, n=64, k=32, warps=4, stages=3)
+    if rows > 256:
+        return Tile(m=128, n=128, k=64, warps=8, stages=3)
+    if outputs > LARGE:
+        return _tile_of_a_vocabulary(rows)
+    if rows > 64:
+        if gated:
+            return Tile(m=128, n=64, k=64, warps=4, stages=4)
+        return Tile(m=64, n=32, k=128, warps=4, stages=4) if outputs <= 2048 else Tile(m=64, n=64, k=128, warps=4, stages=3)
+    if rows > 16:
+        return Tile(m=64, n=32, k=128, warps=4, stages=4)
+    if gated or inputs >= 3072:
+        return Tile(m=16, n=32, k=256, warps=4, stages=4)
+    return Tile(m=16, n=32, k=128, warps=4, stages=5)
+
+
+def _tile_of_a_vocabulary(rows: int) -> Tile:
     if rows <= 16:
-        return Tile(m=16, n=16 if outputs <= 2048 else 32 if outputs <= 8192 else 64, k=256, warps=4, stages=4)
-    if rows <= 32:
-        return Tile(m=32, n=32 if outputs <= 8192 else 64, k=128, warps=4, stages=4)
+        return Tile(m=16, n=64, k=128, warps=4, stages=4)
     if rows <= 64:
-        return Tile(m=64, n=32 if outputs <= 4096 else 64, k=128, warps=4, stages=4)
-    if rows <= 256:
-        return Tile(m=64, n=64 if outputs <= 8192 else 128, k=64, warps=4, stages=4)
-    return Tile(m=128, n=128, k=64, warps=8, stages=4)
-
-
-def lines_ahead(rows: int, outputs: int, inputs: int, tile: Tile, dtype: torch.dtype) -> int:
-    """Cache lines (64 weights) of each weight row to ask for before the predecessor has ended; where one wave of programs covers the product."""
-    if not strict()["PDL"] or dtype == torch.float32 or rows > 64 or outputs % tile.n or outputs // tile.n > MOST_AHEAD:
-        return 0
-    lines = inputs // 64
-    return 1 << (lines.bit_length() - 1) if lines else 0
+        return Tile(m=32 if rows <= 32 else 64, n=64, k=64, warps=4, stages=4)
+    return Tile(m=128, n=128, k=64, warps=4, stages=3)
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -148,7 +144,9 @@ def precision_of(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: Tile | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: Tile | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [M, K] @ weight[N, K].T + bias, without autograd."""
     x, weight = aligned(x), aligned(weight)
     (rows, inputs), outputs = x.shape, weight.shape[0]
@@ -159,8 +157,9 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     grid = (triton.cdiv(rows, t.m) * triton.cdiv(outputs, t.n),)
     _linear_kernel[grid](
         x, weight, bias if bias is not None else x, y, rows, outputs, inputs, x.stride(0), y.stride(0),
-        BM=t.m, BN=t.n, BK=t.k, EVEN_K=inputs % t.k == 0, EVEN_N=outputs % t.n == 0, BIAS=bias is not None, GROUP=8, PRECISION=precision_of(x.dtype),
-        AHEAD=lines_ahead(rows, outputs, inputs, t, x.dtype), num_warps=t.warps, num_stages=t.stages, **strict(),
+        BM=t.m, BN=t.n, BK=t.k, EVEN_K=inputs % t.k == 0, EVEN_N=outputs % t.n == 0, BIAS=bias is not None, GROUP=8,
+        PRECISION=precision_of(x.dtype),
+        num_warps=t.warps, num_stages=t.stages, **STRICT,
     )  # fmt: skip
     return y
 
@@ -172,12 +171,12 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor, *, act: str = "silu", t
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
-    t = tile or tile_for(rows, outputs, inputs, x.dtype)
+    t = tile or tile_for(rows, outputs, inputs, x.dtype, gated=True)
     grid = (triton.cdiv(rows, t.m) * triton.cdiv(outputs, t.n),)
     _gated_kernel[grid](
         x, weight, y, rows, outputs, inputs, x.stride(0), y.stride(0), BM=t.m, BN=t.n, BK=t.k, EVEN_K=inputs % t.k == 0,
         GROUP=8, PRECISION=precision_of(x.dtype), ACT=branch_of(act),
-        AHEAD=lines_ahead(rows, outputs, inputs, t, x.dtype), num_warps=t.warps, num_stages=t.stages, **strict(),
+        num_warps=t.warps, num_stages=t.stages, **STRICT,
     )  # fmt: skip
     return y
 

@@ -4,6 +4,7 @@ One row is one program; its block and warps depend on the row's width alone, so 
 Hugging Face modules: x·rstd is rounded, then multiplied by the weight and rounded again (`unit_offset`: x·rstd·(1+w), rounded once).
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.launch import after_previous, aligned, power_of_two, rows_of, strict
+from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two, rows_of
 
 
 @triton.jit
@@ -31,8 +32,7 @@ def scaled(x, rstd, w, UNIT_OFFSET: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
-                 UNIT_OFFSET: tl.constexpr, SAVE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    after_previous(PDL)
+                 UNIT_OFFSET: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     kind = y_ptr.dtype.element_ty
@@ -43,7 +43,7 @@ def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.con
         x = tl.load(x_ptr + row * D + at, mask=at < D, other=0.0)
         w = tl.load(w_ptr + at, mask=at < D, other=0.0)
     if RESIDUAL:
-        if BLOCK == D:
+        if BLOCK == D:  # noqa: SIM108
             r = tl.load(res_ptr + row * D + at)
         else:
             r = tl.load(res_ptr + row * D + at, mask=at < D, other=0.0)
@@ -61,7 +61,9 @@ def warps_for(width: int) -> int:
     return min(max(power_of_two(width) // 256, 1), 8)
 
 
-def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, unit_offset: bool, save: bool) -> tuple[torch.Tensor, ...]:
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, unit_offset: bool, save: bool
+) -> tuple[torch.Tensor, ...]:
     rows, width = x.shape
     y = torch.empty_like(x)
     total = torch.empty_like(x) if residual is not None else x
@@ -69,7 +71,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     if rows:
         _norm_kernel[(rows,)](
             x, residual if residual is not None else x, aligned(weight), y, total, rstd, eps, D=width, BLOCK=power_of_two(width),
-            RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset, SAVE=save, num_warps=warps_for(width), **strict(),
+            RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset, SAVE=save, num_warps=warps_for(width), **STRICT,
         )  # fmt: skip
     return y, total, rstd
 
@@ -101,7 +103,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, unit_offset: 
     return _launch(flat, None, weight, eps, unit_offset, False)[0].reshape(x.shape)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, unit_offset: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, unit_offset: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(residual + x), residual + x), both rounded as apart; for inference."""
     y, total, _ = _launch(rows_of(x), rows_of(residual), weight, eps, unit_offset, False)
     return y.reshape(x.shape), total.reshape(x.shape)

@@ -5,6 +5,7 @@ the product is that of `matmul.py`. One row only; shapes that the tile does not 
 Legend: N outputs, K inputs.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 import torch
@@ -12,26 +13,21 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.triton.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import after_previous, aligned, power_of_two, prefetch, strict
-from tokentrue.numerics.triton.matmul import precision_of
+from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
+from tokentrue.numerics.triton.matmul import LARGE, precision_of
 from tokentrue.numerics.triton.norm import reciprocal_rms, scaled, warps_for
 
 WIDE, DEEP, STAGES = 32, 256, 4
 
 
 @triton.jit
-def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, N, eps, K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr,
+def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, N, eps, K: tl.constexpr, KP: tl.constexpr,
+                         BN: tl.constexpr,
                          BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-                         PRECISION: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                         PRECISION: tl.constexpr):  # fmt: skip
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     w_cols = w_ptr + cols.to(tl.int64) * K
     up_cols = w_cols + N.to(tl.int64) * K
-    if AHEAD > 0:
-        lines = tl.arange(0, AHEAD)[None, :] * 64
-        prefetch(w_cols[:, None] + lines)
-        if GATED:
-            prefetch(up_cols[:, None] + lines)
-    after_previous(PDL)
     kind = y_ptr.dtype.element_ty
     at = tl.arange(0, KP)
     if KP == K:
@@ -66,7 +62,9 @@ def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr,
 
 def fits(h: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> bool:
     outputs, inputs = weight.shape
-    return h.shape[0] == 1 and h.dtype != torch.float32 and inputs % DEEP == 0 and outputs % (2 * WIDE if gated else WIDE) == 0
+    if h.shape[0] != 1 or h.dtype == torch.float32 or outputs > LARGE:  # a large head would norm the row too often
+        return False
+    return inputs % DEEP == 0 and outputs % (2 * WIDE if gated else WIDE) == 0
 
 
 def norm_product(
@@ -80,11 +78,10 @@ def norm_product(
     y = torch.empty((1, outputs), dtype=h.dtype, device=h.device)
     total = torch.empty_like(h)
     programs = outputs // WIDE
-    lines = inputs // 64
-    ahead = 1 << (lines.bit_length() - 1) if strict()["PDL"] and programs <= 600 else 0
     _norm_product_kernel[(programs,)](
-        h, residual, norm, weight, bias if bias is not None else h, y, total, outputs, eps, K=inputs, KP=power_of_two(inputs), BN=WIDE, BK=DEEP,
+        h, residual, norm, weight, bias if bias is not None else h, y, total, outputs, eps, K=inputs, KP=power_of_two(inputs),
+        BN=WIDE, BK=DEEP,
         BIAS=bias is not None, GATED=act is not None, ACT=branch_of(act) if act is not None else 0, UNIT_OFFSET=unit_offset,
-        PRECISION=precision_of(h.dtype), AHEAD=ahead, num_warps=warps_for(inputs), num_stages=STAGES, **strict(),
+        PRECISION=precision_of(h.dtype), num_warps=warps_for(inputs), num_stages=STAGES, **STRICT,
     )  # fmt: skip
     return y, total

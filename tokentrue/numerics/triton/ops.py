@@ -1,8 +1,9 @@
 """The exact operators of a CUDA device (Ampere and newer), written in Triton; and the same forward with exactness off, for the price of it.
 
-Tiles are free as long as they agree on this machine: `self_test` compares them for the loaded model's shapes, and pins one tile where they do not.
+Tiles are free as long as they agree on this machine: `self_test` compares them for the loaded model's shapes, and pins one where not.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,14 +17,13 @@ from torch import Tensor
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
 from tokentrue.numerics.triton import activation, attention, attention_grad, experts, logsoftmax, matmul, norm, norm_matmul, rope, selftest
 
-MOST_PROGRAMS = 4096
-"""Sequences × key heads of a decode step whose key blocks may be shared out to several programs."""
+MOST_SHARED = 264
+"""Most sequences × key heads of a decode step whose key blocks are shared out to several programs."""
 
 
 def splits_for(programs: int) -> int:
-    """Programs that share one sequence's key blocks, so that about eight run on each multiprocessor of an H200; measured there."""
-    return min(32, 1024 // programs) if programs <= MOST_PROGRAMS else 0
-
+    """Programs that share one sequence's key blocks, so that two run on each multiprocessor of an H200; measured there."""
+    return min(32, MOST_SHARED // programs)
 
 
 class Norm(Protocol):
@@ -47,7 +47,7 @@ class TritonOps(Ops):
         self.pinned: dict[tuple[int, int], matmul.Tile] = {}  # (K, N) whose tiles disagree here -> the one tile it may use
         self.split_decode = True
         self.fused = True
-        self.warps: int | None = None
+        self.tile: attention.QueryTile | None = None
         self._arrived: Tensor | None = None
         self._packed: tuple[Packed, int, int, attention.Tiles] | None = None
         self._batch: tuple[PagedBatch, int, int, attention.Tiles] | None = None
@@ -82,9 +82,9 @@ class TritonOps(Ops):
     def log_softmax(self, logits: Tensor) -> Tensor:
         return logsoftmax.log_softmax(logits)
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """(grad) log_softmax(logits) at `tokens`: its bits, without the memory of the whole."""
-        return logsoftmax.token_logprobs(logits, tokens)
+    def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """(grad) log_softmax(logits) at `ids`: its bits, without the memory of the whole."""
+        return logsoftmax.token_logprobs(logits, ids)
 
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
         return experts.experts(x, index, weight, gate_up, down, kind)
@@ -110,18 +110,22 @@ class TritonOps(Ops):
             parts = None
             if splits > 1:
                 room = batch.block_tables.shape[1] * k_cache.shape[2]
-                parts = attention.parts_for(self.arrived(q.device), batch.num_decodes, room, splits, shape=(heads, key_heads, size), dtype=q.dtype)
-            attention.attend(q, keys, out, spec, tiles=None, sequences=batch.num_decodes, parts=parts, warps=self.warps)
+                parts = attention.parts_for(
+                    self.arrived(q.device), batch.num_decodes, room, splits, shape=(heads, key_heads, size), dtype=q.dtype
+                )
+            attention.attend(q, keys, out, spec, tiles=None, sequences=batch.num_decodes, parts=parts, tile=self.tile)
         if batch.num_decodes < len(batch.q_lens):
             if self._batch is None or self._batch[0] is not batch or self._batch[1:3] != (heads, key_heads):
-                tiles = attention.tiles_of(batch.q_lens, skip=batch.num_decodes, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device)
+                tiles = attention.tiles_of(
+                    batch.q_lens, skip=batch.num_decodes, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device
+                )
                 self._batch = (batch, heads, key_heads, tiles)
             attention.attend(q, keys, out, spec, tiles=self._batch[3], sequences=len(batch.q_lens))
         return out
 
     def arrived(self, device: torch.device) -> Tensor:
         if self._arrived is None:
-            self._arrived = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
+            self._arrived = torch.zeros(MOST_SHARED, dtype=torch.int32, device=device)
         return self._arrived
 
     # ---- compositions -------------------------------------------------------------------------------------------------------------
@@ -140,21 +144,29 @@ class TritonOps(Ops):
         return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
 
     def prepare_qkv(
-        self, qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch
+        self,
+        qkv: Tensor,
+        heads: tuple[int, int, int],
+        norm: HeadNorm | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
     ) -> Tensor:
-        if not self.fused:
+        if not self.fused or cos is None or sin is None:
             return super().prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch)
         return rope.prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch.slots)
 
     # ---- self-knowledge -----------------------------------------------------------------------------------------------------------
     def contract(self) -> Mapping[str, str]:
-        blocks = {str(d).removeprefix("torch."): attention.blocks_for(d).keys for d in (torch.bfloat16, torch.float32)}
+        blocks = {str(d).removeprefix("torch."): attention.key_block(d) for d in (torch.bfloat16, torch.float32)}
         return {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
             "triton": triton.__version__,
             "linear": "triton, one float32 sum over K in ascending order, no split-K, tile by rows"
             + "".join(f"; {k}x{n} pinned to {t.m}x{t.n}x{t.k}" for (k, n), t in sorted(self.pinned.items())),
-            "attention": f"triton, key blocks of {blocks}, each under its own maximum, folded in ascending order in float32; one kernel for dense and paged",
+            "attention": f"triton, key blocks of {blocks}, each under its own maximum, folded in ascending order; dense and paged",
             "decode": "key blocks over programs, folded in order" if self.split_decode else "one program a sequence and key head",
             "rms_norm": "triton, one program a row, float32",
             "activation": "triton, float32, rounded once",
@@ -169,14 +181,14 @@ class TritonOps(Ops):
 
 
 class InexactOps(TritonOps):
-    """The same forward with exactness off: cuBLAS products and torch norms, whose bits depend on the batch. Only benchmarks and negative controls use it."""
+    """The same forward with exactness off: cuBLAS products and a quicker decode tile, whose bits depend on the batch. For benchmarks."""
 
     name = "inexact"
 
     def __init__(self) -> None:
         super().__init__()
         self.fused = True
-        self.warps = 4  # a decode tile of 16 rows over four warps: faster, and not invariant
+        self.tile = attention.QueryTile(rows=16, warps=4, stages=2)  # a row's sums over four warps: faster, and not invariant
 
     def norm_linear(
         self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
@@ -194,8 +206,8 @@ class InexactOps(TritonOps):
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1)
 
-    def token_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        return torch.log_softmax(logits, dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
+    def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
+        return torch.log_softmax(logits, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
 
     def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
         return ["exactness is off"]

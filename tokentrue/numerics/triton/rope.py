@@ -4,6 +4,7 @@ The trainer does the same with the modules apart; both round after every element
 Legend: T tokens, H query heads, J key heads, D head size. A cache is [blocks, J, page, D].
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 import torch
@@ -11,15 +12,14 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import HeadNorm
-from tokentrue.numerics.triton.launch import after_previous, aligned, power_of_two, strict
+from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
 from tokentrue.numerics.triton.norm import reciprocal_rms, scaled, warps_for
 
 
 @triton.jit
 def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, H: tl.constexpr,
                     J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-                    UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    after_previous(PDL)
+                    UNIT_OFFSET: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BD)
@@ -27,7 +27,7 @@ def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_p
     partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
     kind = q_ptr.dtype.element_ty
     row = qkv_ptr + t * stride_qkv + head * D
-    if BD == D:
+    if BD == D:  # noqa: SIM108
         x = tl.load(row + at)
     else:
         x = tl.load(row + at, mask=inside, other=0.0)
@@ -73,15 +73,14 @@ def prepare_qkv(
         _prepare_kernel[(tokens, h + 2 * j)](
             qkv, aligned(cos), aligned(sin), norm.q_weight if norm else qkv, norm.k_weight if norm else qkv, q, k_cache, v_cache, slots,
             qkv.stride(0), norm.eps if norm else 0.0, H=h, J=j, D=d, BD=power_of_two(d), PAGE=k_cache.shape[2],
-            NORM=norm is not None, UNIT_OFFSET=norm.unit_offset if norm else False, num_warps=warps_for(d), **strict(),
+            NORM=norm is not None, UNIT_OFFSET=norm.unit_offset if norm else False, num_warps=warps_for(d), **STRICT,
         )  # fmt: skip
     return q
 
 
 @triton.jit
 def _store_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, stride_kt, stride_kj, stride_vt, stride_vj, J: tl.constexpr,
-                  D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    after_previous(PDL)
+                  D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)
     at = tl.arange(0, BD)
@@ -96,5 +95,5 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: t
     if tokens:
         _store_kernel[(tokens, heads)](
             k, v, k_cache, v_cache, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), J=heads, D=size, BD=power_of_two(size),
-            PAGE=k_cache.shape[2], num_warps=1, **strict(),
+            PAGE=k_cache.shape[2], num_warps=1, **STRICT,
         )  # fmt: skip

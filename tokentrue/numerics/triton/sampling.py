@@ -1,9 +1,10 @@
 """One decode step's end on the device: Gumbel-max choice, its log-probability, and the inputs of the next step; no host in between.
 
-The noise is a hash of (seed, position, token) in float64, exactly that of `engine/sample.py`; `engine/graphs.py` passes the seed half of the
+The noise is a hash of (seed, position, token) in float64, that of `engine/sample.py`; `engine/graphs.py` passes the seed half of the
 hash as `keys`. Log-probabilities are those of `logsoftmax.py`. Legend: R rows, V vocabulary.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.launch import after_previous, power_of_two, strict
+from tokentrue.numerics.logprob import scaled_logits
+from tokentrue.numerics.triton.launch import STRICT, power_of_two
 from tokentrue.numerics.triton.logsoftmax import row_stats
 
 CHUNK = 1024
@@ -27,9 +29,8 @@ def _mixed(z):
 
 
 @triton.jit
-def _choose_kernel(z_ptr, key_ptr, noisy_ptr, context_ptr, value_ptr, index_ptr, V, chunks, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _choose_kernel(z_ptr, key_ptr, noisy_ptr, context_ptr, value_ptr, index_ptr, V, chunks, CHUNK: tl.constexpr):
     """The best noisy score of one chunk, and the first token that has it."""
-    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -48,9 +49,8 @@ def _choose_kernel(z_ptr, key_ptr, noisy_ptr, context_ptr, value_ptr, index_ptr,
 
 @triton.jit
 def _advance_kernel(z_ptr, stats_ptr, value_ptr, index_ptr, ids_ptr, position_ptr, slot_ptr, context_ptr, table_ptr, start_ptr, out_id_ptr,
-                    out_logprob_ptr, V, chunks, R, stride_table, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                    out_logprob_ptr, V, chunks, R, stride_table, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Folds the chunks of one row, writes the result at its step of the burst, and moves the row to its next position."""
-    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     values = tl.load(value_ptr + row * chunks + at, mask=at < chunks, other=float("-inf"))
@@ -88,16 +88,18 @@ class Rows:
     out_logprobs: torch.Tensor  # float32 [steps, R]
 
 
-def advance(logits: torch.Tensor, rows: Rows, page: int, stats: torch.Tensor | None = None) -> None:
+def advance(logits: torch.Tensor, rows: Rows, page: int) -> None:
     """Sample one token a row from logits [R, V] and make it the row's newest."""
-    scaled = logits.float() / rows.temperatures[:, None]
-    stats = row_stats(scaled) if stats is None else stats
+    scaled = scaled_logits(logits, rows.temperatures)
     count, vocabulary = scaled.shape
+    stats = row_stats(scaled)
     chunks = triton.cdiv(vocabulary, CHUNK)
     values = torch.empty((count, chunks), dtype=torch.float64, device=scaled.device)
     indices = torch.empty((count, chunks), dtype=torch.int32, device=scaled.device)
-    _choose_kernel[(count, chunks)](scaled, rows.keys, rows.noisy, rows.contexts, values, indices, vocabulary, chunks, CHUNK=CHUNK, num_warps=4, **strict())
+    _choose_kernel[(count, chunks)](
+        scaled, rows.keys, rows.noisy, rows.contexts, values, indices, vocabulary, chunks, CHUNK=CHUNK, num_warps=4, **STRICT
+    )
     _advance_kernel[(count,)](
         scaled, stats, values, indices, rows.ids, rows.positions, rows.slots, rows.contexts, rows.tables, rows.starts, rows.out_ids,
-        rows.out_logprobs, vocabulary, chunks, count, rows.tables.stride(0), PAGE=page, BLOCK=power_of_two(chunks), num_warps=1, **strict(),
+        rows.out_logprobs, vocabulary, chunks, count, rows.tables.stride(0), PAGE=page, BLOCK=power_of_two(chunks), num_warps=1, **STRICT,
     )  # fmt: skip

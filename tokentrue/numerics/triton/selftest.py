@@ -13,11 +13,13 @@ import torch
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Packed, PagedBatch
+from tokentrue.numerics.triton.attention import MANY_PROGRAMS, tall_tile
 from tokentrue.numerics.triton.matmul import Tile
 
 if TYPE_CHECKING:
     from tokentrue.numerics.triton.ops import TritonOps
 
+DEVICE = "cuda"
 ROWS = (1, 2, 5, 16, 17, 32, 33, 64, 100, 256, 300)
 ALL_ROWS = 640
 PINNED = Tile(m=64, n=64, k=64, warps=4, stages=3)
@@ -40,7 +42,7 @@ def run(ops: TritonOps, *, linears: set[tuple[int, int, bool]], heads: set[tuple
 
 
 def _run(ops: TritonOps, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
-    random = torch.Generator(device="cuda").manual_seed(1)
+    random = torch.Generator(device=DEVICE).manual_seed(1)
     notes: list[str] = []
     with torch.no_grad():
         for inputs, outputs, bias in sorted(linears):
@@ -64,7 +66,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _randn(*shape: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.float32, generator=random).to(dtype)
+    return torch.randn(shape, device=DEVICE, dtype=torch.float32, generator=random).to(dtype)
 
 
 def _linear(ops: TritonOps, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator) -> list[str]:
@@ -117,7 +119,7 @@ def _attention(ops: TritonOps, h: int, j: int, d: int, dtype: torch.dtype, rando
     tokens = 700
     q, k, v = (_randn(tokens, n, d, dtype=dtype, random=random) for n in (h, j, j))
     spec = AttentionSpec(scale=d**-0.5)
-    whole = ops.attention(q, k, v, Packed.of((tokens,), "cuda"), spec)
+    whole = ops.attention(q, k, v, Packed.of((tokens,), DEVICE), spec)
     k_cache, v_cache, table = paged_copy(k, v, ops.block_size, random)
 
     def holds(copies: int) -> list[int]:
@@ -129,22 +131,28 @@ def _attention(ops: TritonOps, h: int, j: int, d: int, dtype: torch.dtype, rando
                 failed.append(position)
         return failed
 
-    many = -(-300 // j)  # enough sequences that the blocks are not split
-    if failed := holds(many):
+    if failed := holds(-(-300 // j)):  # enough sequences that the blocks are not shared out
         raise ExactnessError(f"attention {h}/{j} heads of {d} in {dtype}: decode differs from prefill at positions {failed} on this device")
+    if failed := holds(-(-(MANY_PROGRAMS + 1) // j)):
+        ops.tile = tall_tile(dtype)
+        return [f"attention {h}/{j} heads of {d}: the decode tile for many sequences differs at positions {failed}: the tall tile instead"]
     if ops.split_decode and (failed := holds(1)):
         ops.split_decode = False
         return [f"attention {h}/{j} heads of {d}: split decode differs at positions {failed}: one program a sequence instead"]
     return []
 
 
-def _fused(ops: TritonOps, linears: list[tuple[int, int, bool]], heads: list[tuple[int, int, int]], dtype: torch.dtype, random: torch.Generator) -> list[str]:
+def _fused(
+    ops: TritonOps, linears: list[tuple[int, int, bool]], heads: list[tuple[int, int, int]], dtype: torch.dtype, random: torch.Generator
+) -> list[str]:
     """Fused launches against their parts."""
     widths = sorted({inputs for inputs, _, _ in linears})
     wrong = [f"residual+norm of {w}" for w in widths if not _add_norm_holds(ops, w, dtype, random)]
     wrong += [f"head norm+rotary of {shape}" for shape in heads if not _prepare_holds(ops, shape, dtype, random)]
     wrong += [f"norm+product {k}x{n}" for k, n, bias in linears if not _norm_product_holds(ops, k, n, bias, dtype, random)]
-    wrong += [f"gate-up+activation {k}x{n}" for k, n, bias in linears if not bias and n % 2 == 0 and not _gated_holds(ops, k, n, dtype, random)]
+    wrong += [
+        f"gate-up+activation {k}x{n}" for k, n, bias in linears if not bias and n % 2 == 0 and not _gated_holds(ops, k, n, dtype, random)
+    ]
     if not wrong:
         return []
     ops.fused = False
@@ -164,13 +172,13 @@ def _prepare_holds(ops: TritonOps, shape: tuple[int, int, int], dtype: torch.dty
     qkv = _randn(tokens, (h + 2 * j) * d, dtype=dtype, random=random)
     cos, sin = (_randn(tokens, d, dtype=dtype, random=random) for _ in range(2))
     weights = HeadNorm(q_weight=_randn(d, dtype=dtype, random=random), k_weight=_randn(d, dtype=dtype, random=random), eps=1e-6)
-    batch = decode_batch(0, torch.zeros((1, 1), dtype=torch.int32, device="cuda"))
-    slots = torch.randperm(3 * ops.block_size, device="cuda", generator=random)[:tokens]
+    batch = decode_batch(0, torch.zeros((1, 1), dtype=torch.int32, device=DEVICE))
+    slots = torch.randperm(3 * ops.block_size, device=DEVICE, generator=random)[:tokens]
     batch = PagedBatch(positions=slots, slots=slots, cu_q=batch.cu_q, context_lens=batch.context_lens, block_tables=batch.block_tables,
                        q_lens=(tokens,), contexts=(tokens,), num_decodes=0)  # fmt: skip
     results = []
     for fused in (True, False):
-        caches = torch.zeros((2, 3, j, ops.block_size, d), dtype=dtype, device="cuda")
+        caches = torch.zeros((2, 3, j, ops.block_size, d), dtype=dtype, device=DEVICE)
         was, ops.fused = ops.fused, fused
         q = ops.prepare_qkv(qkv, shape, weights, cos, sin, caches[0], caches[1], batch)
         ops.fused = was
@@ -187,7 +195,8 @@ def _norm_product_holds(ops: TritonOps, inputs: int, outputs: int, bias: bool, d
         h, r = (_randn(1, inputs, dtype=dtype, random=random) for _ in range(2))
         found, total = ops.norm_linear(h, r, norm, w, b, kind)
         normed = ops.rms_norm(r + h, norm.weight, 1e-6)
-        apart = ops.linear(normed, w, b) if kind is None else ops.act_mul(*ops.linear(normed, w).chunk(2, dim=-1), kind)
+        plain = ops.linear(normed, w, b)
+        apart = plain if kind is None else ops.act_mul(plain[:, : outputs // 2], plain[:, outputs // 2 :], kind)
         if not same_bits(found, apart) or not same_bits(total, r + h):
             return False
     return True

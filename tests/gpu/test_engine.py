@@ -1,0 +1,74 @@
+"""The engine on CUDA under a random schedule: every log-probability is the trainer's, every request as if it were alone; and the controls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 110000, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def model_of(family: str) -> Any:
+    import transformers
+
+    extra = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192, "head_dim": 64} if family == "Qwen3Moe" else {}
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**SMALL, **extra)
+    return getattr(transformers, f"{family}ForCausalLM")(config).to(device="cuda", dtype=torch.bfloat16).eval()
+
+
+def test_random_schedule_has_the_trainers_bits() -> None:
+    from tokentrue.bench.engine_gpu import storm
+
+    for family in ("Qwen3", "Llama", "Qwen2", "Qwen3Moe"):
+        wrong, total, moved, asked = storm(model_of(family), 40, seed=3)
+        assert total > 1000
+        assert wrong == 0, f"{family}: {wrong} of {total} log-probabilities differ"
+        assert moved == 0, f"{family}: {moved} of {asked} requests differ when asked alone"
+
+
+def test_without_exact_operators_bits_differ() -> None:
+    """The negative control of the test above."""
+    from tokentrue.bench import engine_gpu
+
+    model = model_of("Qwen3")
+    prompts = engine_gpu.prompts_of(24, 200, seed=1)
+    with engine_gpu.engine_of(model, inexact=True, kv_tokens=24_000) as engine:
+        run = engine_gpu.generate(engine, prompts, [engine_gpu.plain(60, seed=i) for i in range(24)])
+    wrong, _ = engine_gpu.differing(model, run)
+    assert wrong > 0
+
+
+def test_new_weights_between_bursts() -> None:
+    """Tokens after a load are those of the new weights over the whole context, and carry its version."""
+    from tokentrue.bench import engine_gpu
+    from tokentrue.numerics import exact, score
+
+    model, other = model_of("Qwen3"), model_of("Qwen3")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.01)
+    with engine_gpu.engine_of(model, kv_tokens=24_000, version=1) as engine:
+        core = engine.core
+        requests = [engine.request(p, engine_gpu.plain(80, seed=i)) for i, p in enumerate(engine_gpu.prompts_of(6, 100, seed=2))]
+        for request in requests:
+            core.add(request)
+        while len(requests[0].sampled) < 30:
+            core.step()
+        core.load(dict(other.state_dict()), 2)
+        while core.busy:
+            core.step()
+        with exact(model), torch.no_grad():
+            for request in requests:
+                assert request.error is None and set(request.versions) == {1, 2}
+                trainer = score(model, torch.tensor(request.tokens, device="cuda")[None])[0, len(request.prompt_ids) - 1 :]
+                rollout = torch.tensor([s.logprob for s in request.sampled], device="cuda")
+                new = torch.tensor(request.versions, device="cuda") == 2
+                assert torch.equal(trainer[new].view(torch.int32), rollout[new].view(torch.int32))
