@@ -37,7 +37,15 @@ async def embedded_gateway(settings: ServeConfig) -> AsyncIterator[Embedded]:
     public = listen(settings.server.host, settings.server.port, admin_key=admin_key is not None)
     gateway = gateway_for(settings)
     config = uvicorn.Config(
-        gateway, http="httptools", ws="none", lifespan="on", log_config=None, log_level="warning", access_log=False, timeout_keep_alive=120
+        gateway,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        timeout_keep_alive=120,
+        timeout_graceful_shutdown=5,  # after an error, turns that nobody waits for must not keep the process
     )
     server = Quiet(config)
     running = asyncio.ensure_future(server.serve(sockets=[public]))
