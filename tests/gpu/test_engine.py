@@ -1,4 +1,4 @@
-"""The engine on CUDA under a random schedule: every log-probability is the trainer's, every request as if it were alone; and the controls."""
+"""The engine on CUDA under a random schedule: log-probabilities are the trainer's, requests as if they were alone; and the controls."""
 
 from __future__ import annotations
 

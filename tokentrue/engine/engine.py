@@ -32,6 +32,8 @@ from tokentrue.numerics.patch import STATE
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GPU_LIMITS = Limits(step_tokens=16384, chunk_tokens=4096)
+"""A GPU wants long steps: a prompt's piece of a few hundred tokens does not fill it."""
 EXTRAS = {"ignore_eos", "prompt_logprobs"}
 """Keys of Sampling.extra that the engine understands; any other is refused."""
 
@@ -47,7 +49,7 @@ class ExactEngine:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         where = torch.device(device)
         self._undo = ExitStack()
-        self.limits = limits or Limits()
+        self.limits = limits or (GPU_LIMITS if where.type == "cuda" else Limits())
         self.model = load_model(model_dir, device=where, dtype=DTYPES[dtype])
         self.contract: Contract = self._undo.enter_context(exact(self.model, ops=ops))
         used: Ops = self.model.__dict__[STATE].ops
