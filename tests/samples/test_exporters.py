@@ -12,7 +12,7 @@ import pytest
 from tests.samples.test_audit import forest
 from tokentrue.cli.main import run
 from tokentrue.errors import FileFormatError
-from tokentrue.samples import audit, read_samples, write_samples
+from tokentrue.samples import audit, exported, read_samples, write_samples
 from tokentrue.samples.exporters import EXPORTERS
 from tokentrue.samples.files import format_of
 from tokentrue.types import RoutedExperts, Sample
@@ -135,3 +135,16 @@ async def test_the_command_exports_a_journal(tmp_path: Path, capsys: pytest.Capt
     assert run("samples", [str(tmp_path / "j.db"), "-o", str(out), "--format", "csv"]) == 2
     assert run("samples", ["http://127.0.0.1:9", "-o", str(out)]) == 2
     assert "is the gateway running?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+async def test_a_file_may_be_made_in_memory(samples: list[Sample], name: str, tmp_path: Path) -> None:
+    content, media_type = exported(samples, format=name)
+    (tmp_path / "s").write_bytes(content)
+    assert list(read_samples(tmp_path / "s")) == samples and "/" in media_type
+
+
+def test_an_empty_file_is_not_fine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_samples([], tmp_path / "s")
+    assert run("audit", [str(tmp_path / "s")]) == 1
+    assert "no sample" in capsys.readouterr().out

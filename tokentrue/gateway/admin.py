@@ -23,7 +23,9 @@ from tokentrue.gateway.metrics import CONTENT_TYPE, page
 from tokentrue.gateway.openapi import document
 from tokentrue.gateway.peers import FROM_PEER, Peers
 from tokentrue.gateway.problems import Refused, problem_of
-from tokentrue.gateway.views import coverage_json, record_json, sample_json, session_json
+from tokentrue.gateway.views import record_json, session_json
+from tokentrue.samples import coverage_to_json, exported, sample_to_json
+from tokentrue.samples import exported
 
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
@@ -173,9 +175,10 @@ class Administration:
         samples = live.session.samples()
         format_ = request.query_params.get("format", "json")
         if format_ != "json":
-            raise InputError(f"format: {format_[:40]!r} is not known here; use json")
-        shown = [sample_json(sample) for sample in samples]
-        coverage = coverage_json(live.coverage())
+            content, media_type = await asyncio.to_thread(exported, samples, format=format_[:40])
+            return Response(content, media_type=media_type)
+        shown = [sample_to_json(sample) for sample in samples]
+        coverage = coverage_to_json(live.coverage())
         return answer(200, {"session_id": live.session.id, "samples": shown, "coverage": coverage})
 
     # Administration: every worker does it, whoever was asked.

@@ -2,7 +2,7 @@
 
 from tokentrue.samples.assemble import Assembly, assemble, coverage_to_json
 from tokentrue.samples.audit import Audit, Finding, audit
-from tokentrue.samples.files import read_samples, write_samples
+from tokentrue.samples.files import exported, read_samples, write_samples
 from tokentrue.samples.shape import sample_from_json, sample_to_json
 from tokentrue.samples.survivors import given_up
 
@@ -13,6 +13,7 @@ __all__ = [
     "assemble",
     "audit",
     "coverage_to_json",
+    "exported",
     "given_up",
     "read_samples",
     "sample_from_json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,17 @@ def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = 
     finally:
         scratch.unlink(missing_ok=True)
     return count
+
+
+MEDIA_TYPES = {".jsonl": "application/x-ndjson", ".parquet": "application/vnd.apache.parquet", ".safetensors": "application/octet-stream"}
+
+
+def exported(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]:
+    """The bytes of such a file, and their media type: for an HTTP answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "samples"
+        write_samples(samples, path, format=format)
+        return path.read_bytes(), MEDIA_TYPES[EXPORTERS[format].suffix]
 
 
 def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sample]:
