@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import AttentionSpec
 from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
 from tokentrue.numerics.triton.matmul import precision_of
@@ -46,9 +47,13 @@ def tall_tile(dtype: torch.dtype) -> QueryTile:
     return QueryTile(rows=64, warps=4, stages=2)
 
 
-def decode_tile(dtype: torch.dtype, programs: int) -> QueryTile:
-    if dtype == torch.float32 or programs <= MANY_PROGRAMS:
-        return tall_tile(dtype)
+def decode_tile(dtype: torch.dtype, programs: int, group: int) -> QueryTile:
+    """For one query a sequence; `group` query heads share a key head, and a tile must hold them all."""
+    tall = tall_tile(dtype)
+    if group > tall.rows:
+        raise ExactnessError(f"{group} query heads for one key head have no exact form in {dtype}; the most is {tall.rows}")
+    if dtype == torch.float32 or programs <= MANY_PROGRAMS or group > 16:
+        return tall
     return QueryTile(rows=16, warps=1, stages=2)
 
 
@@ -220,7 +225,8 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
 
 def tiles_of(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tall tiles over sequences with `counts` queries each, without the first `skip` sequences; one copy to the device."""
-    per_tile = tall_tile(dtype).rows // power_of_two(heads // key_heads)
+    group = power_of_two(heads // key_heads)
+    per_tile = decode_tile(dtype, 0, group).rows // group
     pairs = [(s, first) for s in range(skip, len(counts)) for first in range(0, counts[s], per_tile)]
     flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
     if device.type == "cuda":
@@ -306,7 +312,7 @@ def attend(
     if programs == 0:
         return
     if tile is None:
-        tile = tall_tile(q.dtype) if tiles is not None else decode_tile(q.dtype, sequences * key_heads)
+        tile = tall_tile(q.dtype) if tiles is not None else decode_tile(q.dtype, sequences * key_heads, power_of_two(heads // key_heads))
     table = keys.table if keys.table is not None else keys.starts
     context = keys.context if keys.context is not None else keys.starts
     _forward_kernel[(programs, key_heads, parts.splits if parts else 1)](
