@@ -150,7 +150,9 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
     """The trainer's log-probability of each token given those before it; the first has none."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # ours is enough
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in kinds:
         raise ConfigError(f"--dtype: {dtype!r} is not one of {', '.join(kinds)}")
