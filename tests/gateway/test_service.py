@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +218,22 @@ def test_rewards_reach_the_samples(server: Server) -> None:
     for bad in ({"reward": "x"}, {}, {"reward": 1, "leaf": "nowhere"}, {"reward": 1, "extra": 1}):
         assert server.ask("POST", path, bad)[0] in (400, 409), bad
     assert server.ask("POST", path, raw=b'{"reward": 1e999}')[0] == 400
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet", "safetensors", "verl", "trl", "slime", "prime-rl", "tinker"])
+def test_samples_in_every_format(server: Server, format_: str, tmp_path: Path) -> None:
+    from tokentrue.samples import read_samples
+
+    session = server.session()
+    chat(server, session)
+    request = urllib.request.Request(f"{server.url}/sessions/{session.session_id}/samples?format={format_}")
+    request.add_header("authorization", f"Bearer {ADMIN}")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        (tmp_path / "samples").write_bytes(answer.read())
+    (sample,) = read_samples(tmp_path / "samples", format=format_)
+    wanted = server.samples(session.session_id)["samples"][0]
+    assert (list(sample.token_ids), list(sample.rollout_logprobs)) == (wanted["token_ids"], wanted["rollout_logprobs"])
+    assert server.ask("GET", f"/sessions/{session.session_id}/samples?format=xml")[0] == 400
 
 
 def test_sessions_are_listed_and_ids_are_unique(server: Server) -> None:

@@ -19,13 +19,12 @@ from tokentrue.gateway.dialects import OpenAIChat
 from tokentrue.gateway.dialects.administration import CreateSession, GiveReward, Pause, Version, parsed
 from tokentrue.gateway.dialects.base import encode
 from tokentrue.gateway.live import Live
-from tokentrue.gateway.metrics import CONTENT_TYPE, page
+from tokentrue.gateway.metrics import CONTENT_TYPE, engine_families, page
 from tokentrue.gateway.openapi import document
 from tokentrue.gateway.peers import FROM_PEER, Peers
 from tokentrue.gateway.problems import Refused, problem_of
 from tokentrue.gateway.views import record_json, session_json
 from tokentrue.samples import coverage_to_json, exported, sample_to_json
-from tokentrue.samples import exported
 
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
@@ -253,7 +252,7 @@ class Administration:
         metrics.trained.labels("trained").set(trained)
         for why, tokens in untrained.items():
             metrics.untrained.labels(why).set(tokens)
-        return metrics.snapshot()
+        return [*metrics.snapshot(), *engine_families(gateway.provider)]
 
     async def metrics(self, request: Request) -> Response:
         snapshots = [self._measure()]

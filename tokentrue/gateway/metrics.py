@@ -55,6 +55,21 @@ class Metrics:
         ]
 
 
+def engine_families(provider: object) -> list[dict[str, Any]]:
+    """What an embedded engine tells of itself (`metrics()`: first-token time, tokens per second, cache use, prefix hits …), as gauges."""
+    tell = getattr(provider, "metrics", None)
+    facts: Mapping[str, float] = tell() if callable(tell) else {}  # pyright: ignore[reportAssignmentType]
+    return [
+        {
+            "name": f"tokentrue_engine_{name}",
+            "help": f"Embedded engine: {name.replace('_', ' ')}.",
+            "type": "gauge",
+            "samples": [[f"tokentrue_engine_{name}", {}, float(value)]],
+        }
+        for name, value in facts.items()
+    ]
+
+
 LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up over workers
 
 
