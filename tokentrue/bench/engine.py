@@ -20,10 +20,12 @@ PROMPT, OUTPUT = 64, 64
 
 def run(*, quick: bool) -> list[Report]:
     import torch
+    import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     reports = [generation(quick), training(quick)]
     if torch.cuda.is_available():
-        from tokentrue.bench.engine_gpu import run as run_gpu  # pyright: ignore
+        from tokentrue.bench.engine_gpu import run as run_gpu
 
         reports += run_gpu(quick=quick)
     return reports

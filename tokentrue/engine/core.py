@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -195,7 +196,7 @@ class Core:
         try:
             load_weights(self.model, weights)
         except Exception as error:
-            if not isinstance(weights, dict):
+            if not isinstance(weights, Mapping | str | Path):  # those were checked whole before the first copy
                 self.broken = f"the last weight load failed half way ({error}); load whole weights"
             raise
         self.forward.refresh()
