@@ -58,7 +58,7 @@ def page(found: list[Row]) -> str:
         "# Chat templates, proven or refused",
         "",
         f"{len(found)} distinct templates of released models, {cases} cases (shapes of conversation × roles appended).",
-        f"{real} run on a real tokenizer that has all their tokens, the others on a byte-level BPE with exactly those tokens.",
+        f"{real} run on a real tokenizer with all their tokens, the others on a byte-level BPE with exactly those tokens.",
         "Each case compares the ids that `extend` adds with those that the render of the real history has behind the last turn's stop token.",
         "",
         f"**Silently wrong: {wrong}.**",

@@ -122,7 +122,7 @@ def test_content_cannot_complete_a_literal_of_the_template() -> None:
         assert len([index for index in renderer.render([user(half)]).token_ids if index in renderer.codec.texts]) == 2
 
 
-@pytest.mark.parametrize("mark", ["\ufdd0", "".join(chr(code) for code in range(0xFDD0, 0xFDEE))])
+@pytest.mark.parametrize("mark", ["\ufdd0", "\ufdef", "".join(chr(code) for code in range(0xFDD0, 0xFDEE))])
 def test_marks_in_content_are_content(mark: str) -> None:
     renderer = loaded("qwen3-like")
     text = f"a{mark}b <|im_end|> c{mark}"

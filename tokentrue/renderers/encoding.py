@@ -11,6 +11,7 @@ dropped, and what lies between is encoded by the same model without its added to
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Encoding, Tokenizer
 
 _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: never assigned, valid in UTF-8
-_EDGE = "\ufdef"  # an added token of the bare tokenizer only: text after it is not at the start of a text
+# text behind it is not at the start of a text
+_EDGE = f"\ufdef{secrets.token_hex(8)}\ufdef"  # an added token of the bare tokenizer only, of this process: no text can hold it on purpose
 _BLANKS = " \t\r\n▁"
 
 
