@@ -56,7 +56,7 @@ class Adapter:
         self._renderer = renderer_of(
             tokenizer,
             chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
-            template_kwargs={name: value for name, value in kwargs.items() if value is not None} | _defaults(tokenizer.name_or_path),
+            template_kwargs=_defaults(tokenizer.name_or_path) | {name: value for name, value in kwargs.items() if value is not None},
             history="keep" if keep else "template",
             injection="engine",
         )

@@ -57,6 +57,9 @@ MODELS = {
 }
 # a part of the failing test's name -> why ours differs
 KNOWN = {
+    "-tool-call-none-": "a null content: the reference prints it as None or raises, ours is an empty text",
+    "test_renderer_matches_reference[moonshotai/Kimi-K2.5-": "a tool result without a name gets the name of the call that it answers",
+    "test_renderer_matches_reference[openai/gpt-oss-20b-": "their reference is the harmony library, ours the model's own template",
     "test_bridge_rejects_assistant_in_extension": "an assistant turn injected by the harness is a continuation that we support",
     "test_bridge_declines_across_user_turn_when_thinking_present[moonshotai/Kimi-K2.5]": "this template keeps the reasoning of a call turn",
     "test_bridge_declines_across_user_turn_when_thinking_present[openai/gpt-oss-20b]": "this template keeps the reasoning of a call turn",
@@ -108,7 +111,7 @@ def run(suite: Path, file: str, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("file", "least"), [("test_bridge.py", 80), ("test_parity.py", 3000)])
+@pytest.mark.parametrize(("file", "least"), [("test_bridge.py", 80), ("test_parity.py", 5000)])
 def test_their_suite(suite: Path, file: str, least: int, tmp_path: Path, record_property: Any) -> None:
     report = run(suite, file, tmp_path)
     counts = report["counts"][file]
