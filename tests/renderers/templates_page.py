@@ -59,7 +59,7 @@ def page(found: list[Row]) -> str:
         "",
         f"{len(found)} distinct templates of released models, {cases} cases (shapes of conversation × roles appended).",
         f"{real} run on a real tokenizer with all their tokens, the others on a byte-level BPE with exactly those tokens.",
-        "Each case compares the ids that `extend` adds with those that the render of the real history has behind the last turn's stop token.",
+        "Each case compares the ids that `extend` adds with those that the real history's render has behind the last turn's stop token.",
         "",
         f"**Silently wrong: {wrong}.**",
         "",
