@@ -19,7 +19,7 @@ from tests.renderers.talk import TOOLS, loaded, result, says, stop_id, user
 from tokentrue.renderers import Renderer
 from tokentrue.types import Ended
 
-CASES = int(os.environ.get("TOKENTRUE_CASES", "150"))
+CASES = int(os.environ.get("TOKENTRUE_CASES", "60"))
 many = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
 NAMES = ("qwen3-like", "k2v3-like", "glm-like", "kimi-like", "minimax-like", "deepseek-like")
 
