@@ -33,6 +33,7 @@ LOG = logging.getLogger("tokentrue.gateway")
 GENERATES: Mapping[str, str] = {"chat/completions": "openai_chat", "responses": "openai_responses", "messages": "anthropic"}
 COUNTS = "messages/count_tokens"
 LISTS = "models"
+PURGE_EVERY_S = 3600.0
 
 
 class Gateway:
@@ -55,6 +56,7 @@ class Gateway:
         self.metrics = Metrics()
         self.registry = Registry(self.open_session, config.limits)
         self.turns = Turns(config=config, registry=self.registry, gate=self.gate, metrics=self.metrics)
+        self._purging: asyncio.Task[None] | None = None
         self._router = Starlette(routes=Administration(self).routes())
         seal = Seal(b"")  # only shapes errors here
         self._shapes: Mapping[str, Dialect] = {d.name: d for d in (OpenAIChat(), OpenAIResponses(seal), Anthropic(seal))}
@@ -123,15 +125,31 @@ class Gateway:
                 watch = getattr(self.provider.inner, "watch", None)
                 if watch is not None:
                     watch()
+                if self.peers is None or self.peers.me == 0:
+                    self._purging = asyncio.create_task(self._purge_by_age())
                 await send({"type": "lifespan.startup.complete"})
             else:
                 await self.close()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
+    async def _purge_by_age(self) -> None:
+        while True:
+            await self.purge_old()
+            await asyncio.sleep(PURGE_EVERY_S)
+
+    async def purge_old(self) -> list[str]:
+        """Ended sessions past their age leave the journal and the memory."""
+        gone = await self.journal.purge(older_than_s=self.config.purge_after_s)
+        for session_id in gone:
+            self.registry.forget(session_id)
+        return gone
+
     async def close(self) -> None:
         """What is in flight has been cancelled or is over; the journal takes the last partial turns, then closes."""
         self.gate.close()
+        if self._purging is not None:
+            self._purging.cancel()
         if not await self.gate.drained(self.config.drain_s):
             LOG.warning("%d generations were still in flight when the gateway closed", self.gate.in_flight)
         if self.peers is not None:
