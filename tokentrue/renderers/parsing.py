@@ -175,6 +175,8 @@ class _Source:
             shown = self._shield.ordinary(self._keep(self._decoder.decode(piece)))
         else:
             cut_off = self._keep(self._decoder.decode(b"", final=True))
+            if cut_off and self._ends:
+                self._ends[-1] = self._length
             self._decoder.reset()
             shown = self._shield.ordinary(cut_off) + self._shield.flush() + self._keep(piece.decode("utf-8"))
         self._ends.append(self._length)

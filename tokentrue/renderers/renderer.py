@@ -119,12 +119,17 @@ class Renderer:
         if refusal := _misplaced(prefix_ids, messages, new):
             return refusal
         call, key = self._call(prefix_ids, messages, new, tools, template_kwargs)
+        known = False
         try:
             if self.history == "template" and self._rewrites(call, messages):
                 raise Refused("history_rewritten", "the template rewrites earlier turns when these messages follow; begin a new root")
+            known = key in self._plans
             plan = self._plan(call, key, messages)
             tail, mark = self._splicer.tail(plan, call, self._past(messages) if plan.context == "history" else ())
         except Refused as refused:
+            if refused.why == "boundary_changed" and known:  # planned on another turn of this shape, whose call id stands in the gap
+                del self._plans[key]
+                return self.extend(prefix_ids, messages, new, tools, template_kwargs=template_kwargs)
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
             return Refusal(why="template_raises", detail=str(error))
