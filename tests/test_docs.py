@@ -25,6 +25,10 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return [(match["info"].strip(), match["body"]) for match in FENCE.finditer(page.read_text())]
 
 
+def having(kind: str) -> list[Path]:
+    return [page for page in PAGES if any(info.startswith(kind) for info, _ in blocks(page))]
+
+
 def commands(body: str) -> list[str]:
     joined = body.replace("\\\n", " ")
     return [line[2:].strip() for line in joined.splitlines() if line.startswith("$ ")]
@@ -42,14 +46,14 @@ def test_fences_are_of_a_known_kind(page: Path) -> None:
             assert commands(body), f"{page.name}: a console block without a `$ ` command"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(info == "python" for info, _ in blocks(p))], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", having("python"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     code = "\n".join(body for info, body in blocks(page) if info == "python")
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(i.startswith("console") for i, _ in blocks(p))], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", having("console"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_console_blocks_run(page: Path, tmp_path: Path) -> None:
     for info, body in blocks(page):
         for command in commands(body) if info.startswith("console") else ():

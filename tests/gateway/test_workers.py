@@ -1,4 +1,4 @@
-"""Several workers behind one port; an engine of its own process; a client that leaves; a weight update in mid-generation."""
+"""Several workers behind one port; an engine of its own process; a client that leaves."""
 
 from __future__ import annotations
 

@@ -163,6 +163,5 @@ def show(result: DemoResult) -> None:
         print("  NOT AS PROMISED: the reward must rise, coverage must be 100% and no bit may differ")
     print("what to try next")
     print(f"  tokentrue audit {folder / 'samples.jsonl'}            re-check the certificates from the file alone")
-    print(f"  tokentrue view {folder / 'sessions.sqlite'}           the rollouts token by token, in a browser")
     print("  tokentrue serve                                 point your own agent at it: any OpenAI or Anthropic client")
     print("  tokentrue lab list                              where mismatch hurts, and what cures it")

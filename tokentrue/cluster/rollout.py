@@ -56,7 +56,10 @@ def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on
     ray = needed_ray()
     mine = not ray.is_initialized()
     if mine:
-        ray.init(address=None if address == "local" else address, include_dashboard=False, logging_level="error", log_to_driver=False)
+        quiet = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
+        # one's own Ray stays on loopback
+        where = {"address": None, "_node_ip_address": "127.0.0.1"} if address == "local" else {"address": address}
+        ray.init(**where, **quiet)
     fleet = Fleet(settings, gateways=settings.gateways, workers=settings.workers)
     try:
         fleet.play(plans, on_rollout)
