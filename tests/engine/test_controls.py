@@ -6,6 +6,7 @@ same mathematics by another formula.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.engine.world import build, engine_of, judge, random_run
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import AttentionSpec, Packed, PagedBatch
 from tokentrue.numerics.cpu import CpuOps
+from tokentrue.numerics.ops import Ops
 
 
 class Plain(CpuOps):
@@ -24,22 +26,22 @@ class Plain(CpuOps):
 
     def __init__(self, *plain: str) -> None:
         super().__init__()
-        self.plain = set(plain)
+        self.ordinary = set(plain)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias) if "linear" in self.plain else super().linear(x, weight, bias)
+        return F.linear(x, weight, bias) if "linear" in self.ordinary else super().linear(x, weight, bias)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        return F.silu(x) if "activation" in self.plain else super().activation(x, kind)
+        return F.silu(x) if "activation" in self.ordinary else super().activation(x, kind)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
-        if "attention" not in self.plain:
+        if "attention" not in self.ordinary:
             return super().attention(q, k, v, packed, spec)
         pieces = (x.split(packed.lengths) for x in (q, k, v))
         return torch.cat([sdpa(a, b, c, spec) for a, b, c in zip(*pieces, strict=True)])
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
-        if "attention" not in self.plain:
+        if "attention" not in self.ordinary:
             return super().paged_attention(q, k_cache, v_cache, batch, spec)
         outs, start = [], 0
         for i, (count, context) in enumerate(zip(batch.q_lens, batch.contexts, strict=True)):
@@ -75,6 +77,10 @@ class Other(CpuOps):
         signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
         exact = ((x.double() * cos[:, None] + x.double().roll(half, -1) * signed[:, None]).to(x.dtype) for x in (q, k))
         return tuple(exact)  # type: ignore[return-value]
+
+    def prepare_qkv(self, *inputs: Any, **settings: Any) -> Any:
+        fused = super().prepare_qkv if self.other != "rotary" else partial(Ops.prepare_qkv, self)  # the steps one by one, ours among them
+        return fused(*inputs, **settings)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         if self.other != "log_softmax":
