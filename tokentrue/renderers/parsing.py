@@ -165,6 +165,8 @@ class _Source:
         self._text: list[str] = []
         self._starts: list[int] = []  # of each piece of text
         self._ends: list[int] = []  # of each token, in characters
+        self._reach: list[int] = []  # the end of the last character that a token has a byte of
+        self._open: list[int] = []  # the token of each byte of a character that is not whole yet
         self._length = 0
         self.raw = bytearray()
 
@@ -172,21 +174,36 @@ class _Source:
         piece = self._grammar.pieces.piece(token_id)
         self.raw += piece
         if token_id not in self._grammar.marker_ids:
-            shown = self._shield.ordinary(self._keep(self._decoder.decode(piece)))
+            shown = self._shield.ordinary(self._settled(self._decoder.decode(piece)))
+            if undecided := len(self._decoder.getstate()[0]):
+                self._open = [*self._open, *[len(self._ends)] * len(piece)][-undecided:]
+            elif self._open:
+                self._open = []
         else:
-            cut_off = self._keep(self._decoder.decode(b"", final=True))
-            if cut_off and self._ends:
-                self._ends[-1] = self._length
-            self._decoder.reset()
-            shown = self._shield.ordinary(cut_off) + self._shield.flush() + self._keep(piece.decode("utf-8"))
+            shown = self._cut_off() + self._keep(piece.decode("utf-8"))
         self._ends.append(self._length)
+        self._reach.append(self._length)
         return shown
 
     def rest(self) -> str:
-        cut_off = self._keep(self._decoder.decode(b"", final=True))
+        return self._cut_off()
+
+    def _cut_off(self) -> str:
+        """The bytes of a character that never became whole belong to the tokens that wrote them."""
+        cut_off = self._settled(self._decoder.decode(b"", final=True))
         if cut_off and self._ends:
             self._ends[-1] = self._length
+        self._decoder.reset()
+        self._open = []
         return self._shield.ordinary(cut_off) + self._shield.flush()
+
+    def _settled(self, text: str) -> str:
+        """Keeps `text`; the tokens before it that hold bytes of its first character reach into it."""
+        if self._open and text:
+            broken = "\udc80" <= text[0] <= "\udcff"  # then every open byte stands for itself
+            for place, token in enumerate(self._open):
+                self._reach[token] = self._length + (place + 1 if broken else 1)
+        return self._keep(text)
 
     def slice(self, start: int, end: int) -> str:
         """Characters `[start, end)` of the true text."""
@@ -198,7 +215,7 @@ class _Source:
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
         """The tokens `[first, last)` that spell characters `[start, end)`."""
-        return bisect_right(self._ends, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
+        return bisect_right(self._reach, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
 
     def _keep(self, text: str) -> str:
         if text:
@@ -215,7 +232,7 @@ def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
     """
     if len(grammar.template.fields) == 1:
         return ""
-    window = 64
+    window = 12  # an opener is a few tokens long
     while True:
         source = _Source(grammar)
         text = "".join(map(source.take, prompt_ids[max(len(prompt_ids) - window, 0) :])) + source.rest()

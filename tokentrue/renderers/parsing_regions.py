@@ -11,8 +11,9 @@ characters spelled by ordinary tokens are text. The scanner sees text, so such l
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import regex
@@ -53,23 +54,43 @@ def unshield(text: str) -> str:
     return text.replace(MARK, "").replace(LITERAL, ESC) if ESC in text else text
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What one set of markers looks like, made once: their first characters, the whole of them, their proper beginnings."""
+
+    start: Any
+    whole: Any
+    heads: frozenset[str]
+    longest: int
+
+
+@cache
+def marks_of(markers: tuple[str, ...]) -> Marks:
+    ordered = sorted(set(markers), key=len, reverse=True)
+    firsts = "|".join(regex.escape(first) for first in sorted({marker[0] for marker in ordered}))
+    return Marks(
+        start=regex.compile(firsts or "(?!)"),
+        whole=regex.compile("|".join(map(regex.escape, ordered)) or "(?!)"),
+        heads=frozenset(marker[:size] for marker in ordered for size in range(1, len(marker))),
+        longest=max(map(len, ordered), default=1) - 1,
+    )
+
+
 class Shield:
     """Text of ordinary tokens, with look-alikes of added-token markers broken. Holds back what may still become one."""
 
-    def __init__(self, markers: Iterable[str]) -> None:
-        self._markers = tuple(sorted(set(markers), key=len, reverse=True))
-        self._pattern = regex.compile("|".join(map(regex.escape, self._markers))) if self._markers else None
-        self._heads = {marker[:size] for marker in self._markers for size in range(1, len(marker))}
-        self._longest = max(map(len, self._markers), default=1) - 1
+    def __init__(self, markers: tuple[str, ...]) -> None:
+        self._marks = marks_of(markers)
         self._held = ""
 
     def ordinary(self, text: str) -> str:
         if ESC in text:
             text = text.replace(ESC, LITERAL)
-        if self._pattern is None:
+        marks = self._marks
+        if not self._held and marks.start.search(text) is None:  # nothing in it can begin a marker
             return text
-        text = self._pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], self._held + text)
-        keep = next((size for size in range(min(self._longest, len(text)), 0, -1) if text[-size:] in self._heads), 0)
+        text = marks.whole.sub(lambda match: match[0][0] + MARK + match[0][1:], self._held + text)
+        keep = next((size for size in range(min(marks.longest, len(text)), 0, -1) if text[-size:] in marks.heads), 0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

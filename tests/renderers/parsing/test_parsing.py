@@ -303,3 +303,17 @@ def test_deltas_add_up_on_a_long_turn(qwen: Any) -> None:
     rest, parsed = parser.finish()
     assert add_up(deltas + rest) == as_streamed(parsed.message)
     assert parsed == qwen.parse(ids, tools=TOOLS)
+
+
+def test_a_half_character_before_a_call_belongs_to_the_call_that_shows_it() -> None:
+    """A byte that opens a character and is never followed up stands in the next token's text; its own token is in the span."""
+    from tests import parts
+    from tokentrue.renderers.load import load_renderer
+
+    renderer = load_renderer(str(parts.own_dir("inkling-like")))
+    ids = [127, 1, 3000]
+    parsed = renderer.parse(ids)
+    for attempt in parsed.attempts:
+        spelled = b"".join(bytes(renderer.parser()._grammar.pieces.piece(i)) for i in ids[attempt.start : attempt.end])
+        assert attempt.raw.encode("utf-8", "surrogateescape") in spelled
+    assert parsed.attempts and parsed.attempts[0].start == 0
