@@ -27,6 +27,11 @@ UNVERSIONED = 0
 """Policy version of an engine that has not been told one."""
 
 
+def is_logprob(value: float) -> bool:
+    """Finite, not positive, and no sentinel: engines write -9999 where they have none."""
+    return math.isfinite(value) and -9000.0 < value <= 0.0
+
+
 class Finish(StrEnum):
     """Why an engine stopped sampling."""
 
@@ -122,7 +127,7 @@ class Completion:
         if len(self.token_ids) != len(self.logprobs):
             raise TokenContractError(f"{len(self.token_ids)} ids, {len(self.logprobs)} logprobs")
         for index, value in enumerate(self.logprobs):
-            if not (math.isfinite(value) and -9000.0 < value <= 0.0):
+            if not is_logprob(value):
                 raise TokenContractError(f"logprob {value!r} at sampled token {index} is not a log-probability")
         end = 0
         for span in self.versions:

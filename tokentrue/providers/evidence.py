@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from tokentrue.errors import EngineContractError, SamplingError
-from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, VersionSpan
+from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, VersionSpan, is_logprob
 
 
 class Gathering:
@@ -60,8 +59,7 @@ class Gathering:
 
 
 def checked_logprob(engine: str, index: int, value: float | None) -> None:
-    """Finite, not positive, and no sentinel: engines write -9999 where they have none."""
-    if value is None or not math.isfinite(value) or value > 0 or value <= -9000:
+    if value is None or not is_logprob(value):
         raise EngineContractError(f"{engine} returned {value!r} as log-probability of sampled token {index}")
 
 
