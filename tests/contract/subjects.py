@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tokentrue as tt
-from tests import parts
+from tests import carriers, parts
 from tests.contract import dialects as d
 from tests.contract.dialects import Dialect, Harmony, Inkling
 from tokentrue.renderers.load import renderer_of
@@ -27,7 +27,7 @@ _kimi = lambda name, turn, place: f"functions.{name}:{place}"  # noqa: E731
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """`tokenizer`: `own:NAME`, `real:NAME` or `standin`; `template`: a key of `parts.templates()`, or "" for the tokenizer's own."""
+    """`tokenizer`: `own:NAME`, `real:NAME` or `standin`; `template`: a key of `carriers.all_templates()`, or "" for the tokenizer's own."""
 
     name: str
     family: str
@@ -65,7 +65,7 @@ class Subject:
 
 @cache
 def _templates() -> dict[str, str]:
-    return parts.templates()
+    return carriers.all_templates()
 
 
 @cache

@@ -75,13 +75,13 @@ def suite() -> Path:
         with tempfile.TemporaryDirectory(dir=parts.CACHE) as scratch:
             pip = [sys.executable, "-m", "pip"]
             fetch = [*pip, "download", "--quiet", "--no-deps", "--no-binary", "renderers", "-d", scratch, f"renderers=={VERSION}"]
-            if not parts._succeeds(fetch, cwd=Path(scratch)):
+            if not parts.succeeds(fetch, cwd=Path(scratch)):
                 pytest.skip("the sdist of `renderers` cannot be downloaded")
             with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as opened:
                 opened.extractall(folder.parent, filter="data")
             (folder / "tests" / "__init__.py").touch()
             install = [*pip, "install", "--quiet", "--no-deps", "--target", str(folder / "deps"), "prime-pydantic-config", "tomli"]
-            if not parts._succeeds(install, cwd=Path(scratch)):
+            if not parts.succeeds(install, cwd=Path(scratch)):
                 pytest.skip("prime-pydantic-config cannot be installed")
     return folder
 
