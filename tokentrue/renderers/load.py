@@ -106,9 +106,17 @@ def _source(tokenizer: Any, chat_template: str | None) -> str:
     return own
 
 
+def _looks_like_a_path(model: str | Path) -> bool:
+    return isinstance(model, Path) or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+
+
 def _tokenizer(model: str | Path) -> Any:
     from transformers import AutoTokenizer
 
+    if _looks_like_a_path(model) and not Path(model).is_dir():
+        raise TokenizerError(
+            f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model))
     except Exception as error:  # transformers raises many kinds; to the user they are one
