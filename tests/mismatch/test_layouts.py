@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.mismatch.batches import Batch, make
 from tokentrue.errors import InputError
-from tokentrue.mismatch import LOSSES, PRESETS, Correction, LossConfig, correct, diagnose, loss_named, policy_loss
+from tokentrue.mismatch import LOSSES, PRESETS, Correction, LossConfig, correct, diagnose, layout, loss_named, policy_loss
 
 WANTED = ["decoupled_token_is", "decoupled_seq_is_rs", "decoupled_token_icepop", "miles_config_1", "tis-srs-k3-corr-mean", "deepseek_v3_2",
           "srs-k3-ppo-mean", "skyrl_recommended"]  # fmt: skip
@@ -121,6 +123,19 @@ def test_empty_and_one_token_rows(preset: str, mask: list[list[int]]) -> None:
     assert bool(grad.any()) == bool(given.any())
 
 
+def test_sums_by_pairs_depend_on_nothing_but_their_row() -> None:
+    """What a GPU sums with: every row alone, among others, and beside longer ones has the same bits, and those are right."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [0, 1, 2, 3, 7, 64, 0, 33]
+    values = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
+    parts = values.split(sizes)
+    whole = layout.sum_padded_rows(values, torch.tensor(sizes))
+    alone = torch.cat([layout.sum_padded_rows(part, torch.tensor([part.numel()])) for part in parts])
+    assert torch.equal(whole, alone)
+    torch.testing.assert_close(whole, torch.tensor([math.fsum(part.tolist()) for part in parts], dtype=torch.float64), rtol=1e-13, atol=1e-13)
+    assert layout.sum_padded_rows(torch.zeros(0), torch.zeros(2, dtype=torch.long)).tolist() == [0.0, 0.0]
+
+
 def test_no_rows_at_all() -> None:
     for empty in (torch.zeros(0, 4), torch.zeros(3, 0)):
         out = correct(empty, empty, None, PRESETS["decoupled_seq_is_rs"])
@@ -182,6 +197,9 @@ def test_non_finite_tokens_are_refused_or_handled_as_said() -> None:
         (lambda x: diagnose(x, x, kinds=x.long() + 3, kind_names=["a"]), "kinds: 0 to 3 do not index"),
         (lambda x: policy_loss(x, x, None, x, None, PRESETS["decoupled_token_is"]), "rollout_logprobs: needed"),
         (lambda x: policy_loss(x, x, x, torch.zeros(7)), "advantages: shape"),
+        (lambda x: correct(x, x, torch.ones(2, 3, device="meta")), "mask: on meta, the rest on cpu; move them"),
+        (lambda x: correct(x, x.to("meta")), "rollout_logprobs: on meta, the rest on cpu"),
+        (lambda x: correct(list(x), [row.to("meta") for row in x]), "rollout_logprobs: on meta"),
     ],
 )
 def test_bad_input_names_the_field_and_the_cure(call: object, words: str) -> None:

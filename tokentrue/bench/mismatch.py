@@ -19,6 +19,7 @@ from typing import Any
 from tokentrue.bench import Report
 
 PRESET = "decoupled_k3_rs_token_tis"
+COLUMNS = ("", "best ms", "median ms", "× verl", "peak MiB")
 VERL = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 
 
@@ -43,26 +44,77 @@ def run(*, quick: bool) -> list[Report]:
     ]
     if helper is None:
         notes.insert(0, f"verl is absent ({why}): no ratio against it")
-    return [Report(title="correction and diagnosis", columns=("", "best ms", "median ms", "× verl", "peak MiB"), rows=lines, notes=notes)]
+    reports = [Report(title="correction and diagnosis", columns=COLUMNS, rows=lines, notes=notes)]
+    return [*reports, on_device("cuda", quick=quick)] if _has_cuda() else reports
 
 
-def _inputs(rows: int, width: int) -> tuple[Any, Any, Any]:
+def on_device(device: str, *, quick: bool) -> Report:
+    """The same on a GPU: wall time between synchronisations, and the allocator's peak over one call."""
+    import torch
+
+    rows, width, rounds = (16, 2048, 3) if quick else (64, 8192, 20)
+    helper, why = _verl_helper()
+    calls = _calls(rows, width, helper, device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def timed(call: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: (call(), wait())
+
+    taken = _interleaved({name: timed(call) for name, call in calls.items()}, rounds, time.perf_counter)
+    base = taken.get("verl's helper", taken["correct + diagnose"])
+    lines = [
+        (name, 1e3 * min(times), 1e3 * statistics.median(times), min(base) / min(times), _device_peak(calls[name], device))
+        for name, times in taken.items()
+    ]
+    notes = [f"{rows} rows of up to {width:,} tokens, float32; peak: the allocator's, over one call, in MiB, inputs not counted"]
+    if helper is None:
+        notes.append(f"verl is absent ({why}): no ratio against it")
+    return Report(title=f"correction and diagnosis on {_device_name(device)}", columns=COLUMNS, rows=lines, notes=notes)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else device
+
+
+def _device_peak(call: Callable[[], Any], device: str) -> float:
+    import torch
+
+    if device != "cuda":
+        return 0.0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _inputs(rows: int, width: int, device: str) -> tuple[Any, Any, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
     trainer = -torch.rand(rows, width, generator=generator) * 3
     rollout = trainer + torch.randn(rows, width, generator=generator) * 0.02
     lengths = torch.randint(width // 2, width + 1, (rows, 1), generator=generator)
-    return trainer, rollout, (torch.arange(width) < lengths).float()
+    mask = (torch.arange(width) < lengths).float()
+    return trainer.to(device), rollout.to(device), mask.to(device)
 
 
-def _calls(rows: int, width: int, helper: Any | None) -> dict[str, Callable[[], Any]]:
+def _calls(rows: int, width: int, helper: Any | None, device: str = "cpu") -> dict[str, Callable[[], Any]]:
     import torch
 
     from tokentrue.mismatch import PRESETS, correct, diagnose
 
     torch.set_num_threads(1)
-    trainer, rollout, mask = _inputs(rows, width)
+    trainer, rollout, mask = _inputs(rows, width, device)
     chosen = PRESETS[PRESET]
     calls: dict[str, Callable[[], Any]] = {
         "correct + diagnose": lambda: diagnose(trainer, rollout, mask, correction=chosen),
@@ -75,15 +127,17 @@ def _calls(rows: int, width: int, helper: Any | None) -> dict[str, Callable[[], 
     return calls
 
 
-def _interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def _interleaved(
+    calls: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, list[float]]:
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for name in calls:
         calls[name]()
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.process_time()
+            start = clock()
             call()
-            taken[name].append(time.process_time() - start)
+            taken[name].append(clock() - start)
     return taken
 
 

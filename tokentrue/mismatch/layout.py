@@ -2,7 +2,8 @@
 
 The working form of some rows is their *valid* tokens only, in order, each row filled up with zeros to whole chunks of `CHUNK`:
 a tensor `[S, CHUNK]` ("slots"). What stands at masked positions is never read, so NaN there cannot leak. A row's sum is taken
-chunk by chunk, then over the chunks in order: in float64, and its bits do not depend on the other rows, on padding or on the layout.
+chunk by chunk, then over the chunks: in float64, in an order of its own (`chunk_sums`, `row_sums`), so that its bits do not depend on
+the other rows, on padding or on the layout.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from tokentrue.errors import InputError
 
 CHUNK = 128
-BLOCK_TOKENS = 1 << 16  # rows are worked on in blocks of about this many tokens, so that temporaries stay in the processor's cache
+BLOCK_TOKENS = 1 << 16  # rows are worked on in blocks of about this many tokens, so that temporaries stay in the processor's cache;
+GPU_BLOCK_TOKENS = 1 << 21  # on a GPU launches cost more than memory
 
 Values: TypeAlias = Tensor | Sequence[Tensor]
 """A batch in one of three layouts: `[B, T]`, packed `[N]` with `cu_seqlens`, or one tensor per row."""
@@ -42,6 +44,7 @@ class Layout:
             mask = torch.ones(like.shape, dtype=torch.bool, device=like.device)
         if not isinstance(mask, Tensor) or mask.shape != like.shape:
             raise InputError(f"mask: shape {_shape(mask)} does not match the log-probabilities' {_shape(like)}")
+        _same_device("mask", mask, like)
         if like.dim() == 2:
             if cu_seqlens is not None:
                 raise InputError("cu_seqlens: given with a padded [B, T] batch; pass the packed 1-D tensors, or leave it out")
@@ -63,9 +66,12 @@ class Layout:
             lengths = [self.offsets[i + 1] - self.offsets[i] for i in range(self.num_rows)]
             if isinstance(values, Tensor) or [int(v.shape[0]) for v in values] != lengths:
                 raise InputError(f"{name}: must be a list of {self.num_rows} rows of the same lengths as the log-probabilities")
+            for row, mask in zip(values, self.mask, strict=True):
+                _same_device(name, row, mask)
             return
         if not isinstance(values, Tensor) or not isinstance(self.mask, Tensor) or values.shape != self.mask.shape:
             raise InputError(f"{name}: shape {_shape(values)} does not match the log-probabilities' {_shape(self.mask)}")
+        _same_device(name, values, self.mask)
 
     def dtype(self, values: Values) -> torch.dtype:
         """What arithmetic on these values is done in: theirs, but at least float32."""
@@ -77,10 +83,12 @@ class Layout:
 
     def blocks(self) -> Iterator[Rows]:
         """All rows, a few at a time."""
+        first = self.mask if isinstance(self.mask, Tensor) else next(iter(self.mask), torch.zeros(0))
+        most = BLOCK_TOKENS if first.device.type == "cpu" else GPU_BLOCK_TOKENS
         start = 0
         while start < self.num_rows:
             stop = start + 1
-            while stop < self.num_rows and self.offsets[stop + 1] - self.offsets[start] <= BLOCK_TOKENS:
+            while stop < self.num_rows and self.offsets[stop + 1] - self.offsets[start] <= most:
                 stop += 1
             yield self.rows(start, stop)
             start = stop
@@ -191,7 +199,7 @@ class Rows:
 
     def sum(self, slots: Tensor) -> Tensor:
         """Row sums `[b]` in a fixed order; slots outside `valid` must hold 0."""
-        return torch.segment_reduce(slots.sum(dim=1, dtype=torch.float64), "sum", lengths=self.chunks, unsafe=True, initial=0)
+        return row_sums(chunk_sums(slots), self.chunks)
 
     def max(self, slots: Tensor, empty: float) -> Tensor:
         """Row maxima over valid tokens; `empty` for rows without one."""
@@ -231,6 +239,42 @@ class Rows:
         return self.valid & per_row.repeat_interleave(self.chunks).unsqueeze(1)
 
 
+def chunk_sums(slots: Tensor) -> Tensor:
+    """The sum of each chunk, in float64. torch's own sum on a GPU orders its terms by the number of chunks; pairs do not."""
+    return slots.sum(dim=1, dtype=torch.float64) if slots.device.type == "cpu" else _sum_pairs(slots.double())
+
+
+def row_sums(sums: Tensor, chunks: Tensor) -> Tensor:
+    """From the sums of chunks to those of rows, which have `chunks` of them each."""
+    if sums.device.type == "cpu":
+        return torch.segment_reduce(sums, "sum", lengths=chunks, unsafe=True, initial=0)
+    return sum_padded_rows(sums, chunks)
+
+
+def sum_padded_rows(sums: Tensor, chunks: Tensor) -> Tensor:
+    """`row_sums` by pairs of neighbours: the zeros that fill up the shorter rows change no bit."""
+    width = int(chunks.max()) if chunks.numel() else 0
+    if not width:
+        return sums.new_zeros(chunks.shape[0])
+    row = torch.arange(chunks.shape[0], device=sums.device).repeat_interleave(chunks)
+    place = torch.arange(sums.shape[0], device=sums.device) - (chunks.cumsum(0) - chunks)[row] + row * width
+    grid = sums.new_zeros(chunks.shape[0] * width).index_copy(0, place, sums)
+    return _sum_pairs(grid.view(-1, width))
+
+
+def _sum_pairs(values: Tensor) -> Tensor:
+    """Sums over the last dimension, neighbours first, by elementwise additions only."""
+    while values.shape[1] > 1:
+        if values.shape[1] % 2:
+            values = torch.nn.functional.pad(values, (0, 1))
+        values = values[:, 0::2] + values[:, 1::2]
+    return values[:, 0]
+
+
+def _same_device(name: str, values: Tensor, other: Tensor) -> None:
+    if values.device != other.device:
+        raise InputError(f"{name}: on {values.device}, the rest on {other.device}; move them to one device")
+
 
 def _rows_layout(like: Sequence[Tensor], mask: Values | None, cu_seqlens: object) -> Layout:
     if cu_seqlens is not None:
@@ -242,6 +286,8 @@ def _rows_layout(like: Sequence[Tensor], mask: Values | None, cu_seqlens: object
     lengths = [int(row.shape[0]) for row in like]
     if isinstance(mask, Tensor) or [int(m.shape[0]) for m in mask] != lengths:
         raise InputError(f"mask: must be a list of {len(like)} rows of the same lengths as the log-probabilities")
+    for row, valid in zip(like, mask, strict=True):
+        _same_device("mask", valid, row)
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)

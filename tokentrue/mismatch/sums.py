@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokentrue.errors import InputError
 from tokentrue.mismatch.bag import BINS, Count, Extremes, Histogram, Mean, Metrics, Moments, Statistic, exact_total
-from tokentrue.mismatch.layout import CHUNK, Layout, Rows, Values
+from tokentrue.mismatch.layout import CHUNK, Layout, Rows, Values, chunk_sums, row_sums
 from tokentrue.mismatch.metrics import LOG_CLAMP, contribution, k1, k2, k3
 from tokentrue.mismatch.signals import Signals
 
@@ -41,7 +41,7 @@ class Sums:
     peaks: Tensor = field(default_factory=lambda: torch.zeros(0))  # largest |δ| of each row, after `finish`
 
     def push(self, name: str, slots: Tensor) -> None:
-        self.parts.setdefault(name, []).append(slots.sum(dim=1, dtype=torch.float64))
+        self.parts.setdefault(name, []).append(chunk_sums(slots))
 
     def push_powers(self, name: str, values: Tensor, *, third: bool = False) -> None:
         """Sums of x, x² and maybe x³."""
@@ -187,7 +187,7 @@ class Sums:
         lengths, chunks, filled = (torch.cat(part) for part in zip(*self.shape, strict=True))
         self.peaks = torch.segment_reduce(torch.cat(self.parts.pop("peak")), "max", lengths=chunks, unsafe=True, initial=0)
         for name, part in self.parts.items():
-            self.rows[name] = torch.segment_reduce(torch.cat(part), "sum", lengths=chunks, unsafe=True, initial=0)
+            self.rows[name] = row_sums(torch.cat(part), chunks)
         full = lengths > 0
         self.rows["trainer"] = self.rows["rollout"] + self.rows["delta"]
         self.count("tokens", int(lengths.sum()))
