@@ -13,7 +13,9 @@ Nothing here talks to a model hub.
 
 from __future__ import annotations
 
+import base64
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -71,6 +73,15 @@ def tokenizer_dir(name: str) -> Path:
     return target
 
 
+def harmony_vocabulary() -> Path:
+    """A folder for TIKTOKEN_ENCODINGS_BASE: the published o200k_base file, written from gpt-oss's real tokenizer instead of downloaded."""
+    target = CACHE / "o200k"
+    if not (target / "o200k_base.tiktoken").exists():
+        source = tokenizer_dir("gpt-oss") / "tokenizer.json"
+        _build_once(target, lambda folder: _write_o200k(source, folder), made="o200k_base.tiktoken")
+    return target
+
+
 def own_dir(name: str) -> Path:
     """A tokenizer directory of our own: `tests/fixtures/templates/NAME.jinja` over the base BPE with that template's tokens."""
     template = FIXTURES / "templates" / f"{name}.jinja"
@@ -85,8 +96,6 @@ def own_names() -> list[str]:
 
 def standin_dir(template: str) -> Path:
     """A directory with our BPE and exactly the special tokens that `template` uses, its template included."""
-    import hashlib
-
     digest = hashlib.sha256((FIXTURES / "base-bpe" / "tokenizer.json").read_bytes() + template.encode() + _RECIPE).hexdigest()[:16]
     target = CACHE / "standins" / digest
     if not (target / "tokenizer.json").exists():
@@ -212,11 +221,25 @@ def succeeds(command: list[str], *, cwd: Path) -> bool:
         return False
 
 
-def _build_once(target: Path, build: Callable[[Path], None]) -> None:
+_O200K = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"  # the published file's sha256
+
+
+def _write_o200k(source: Path, folder: Path) -> None:
+    printed = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " " and byte not in {0xAD}]
+    hidden = [byte for byte in range(256) if byte not in printed]
+    bytes_of = {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    vocabulary = json.loads(source.read_text(encoding="utf-8"))["model"]["vocab"]
+    ordered = sorted((index, text) for text, index in vocabulary.items() if index < 199_998)
+    lines = b"".join(base64.b64encode(bytes(bytes_of[char] for char in text)) + b" %d\n" % index for index, text in ordered)
+    assert hashlib.sha256(lines).hexdigest() == _O200K
+    (folder / "o200k_base.tiktoken").write_bytes(lines)
+
+
+def _build_once(target: Path, build: Callable[[Path], None], *, made: str = "tokenizer.json") -> None:
     """Builds beside `target` and renames: another process sees all of it or nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _lock(target.parent / f".{target.name}.lock"):
-        if (target / "tokenizer.json").exists():
+        if (target / made).exists():
             return
         scratch = Path(tempfile.mkdtemp(dir=target.parent))
         try:

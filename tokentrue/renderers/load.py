@@ -53,7 +53,7 @@ def renderer_of(
     """A renderer for a transformers tokenizer that is already there; `directory` is where its files are."""
     source = _source(tokenizer, chat_template)
     family = family_for(source, tokenizer)
-    if chat_template is None and family.chat_template is not None and history == "keep":
+    if chat_template is None and family.chat_template is not None and (history, injection) == ("keep", "safe"):
         source = family.chat_template
     kwargs = {**(family.template_kwargs if history == "keep" else {}), **(template_kwargs or {})}
     template = Template(source, variables=tokenizer.special_tokens_map)

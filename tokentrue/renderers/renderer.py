@@ -7,7 +7,7 @@ its cost depends on what is new, not on the history, except where only the real 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -83,7 +83,7 @@ class Renderer:
     def render(self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None) -> Rendered:
         if not messages:
             raise MessageError("is empty; give at least one message", field="messages")
-        plain = filled_in(plain_messages(messages, self.habits))
+        plain = self._filled_in(plain_messages(messages, self.habits))
         given = plain_tools(tools, self.habits)
         kwargs = {**self.template_kwargs, **(template_kwargs or {})}
         if self.injection == "engine":
@@ -148,7 +148,7 @@ class Renderer:
         count = len(messages)
         last = plain_messages(messages[count - 1 :], self.habits, first=count - 1)[0]
         calls = last.get("tool_calls") or []
-        fresh = filled_in(plain_messages(new, self.habits, field="new"), calls)
+        fresh = self._filled_in(plain_messages(new, self.habits, field="new"), calls)
         given, tools_version = self._seen_tools.number(tools, lambda: plain_tools(tools, self.habits))
         system = messages[0] if count > 1 and messages[0].get("role") in {"system", "developer"} else None
         lead, system_version = self._seen_systems.number(system, lambda: system and plain_messages([system], self.habits)[0])
@@ -179,7 +179,11 @@ class Renderer:
         return plan
 
     def _past(self, messages: Messages) -> list[Plain]:
-        return filled_in(plain_messages(messages[:-1], self.habits))
+        return self._filled_in(plain_messages(messages[:-1], self.habits))
+
+    def _filled_in(self, messages: list[Plain], calls: Sequence[Plain] = ()) -> list[Plain]:
+        """An engine's own template gets tool messages as the client sent them."""
+        return messages if self.injection == "engine" else filled_in(messages, calls)
 
     def _encode_tail(self, tail: str, mark: str, plan: Plan) -> list[int]:
         if mark:

@@ -1,4 +1,9 @@
-"""gpt-oss (harmony): every message names its channel. Analysis is reasoning, final and commentary are content, a recipient makes a call."""
+"""gpt-oss (harmony): every message names its channel. Analysis is reasoning, final and commentary are content, a recipient makes a call.
+
+The template that the models ship departs from the format of their own library, openai-harmony: it writes a tool's result as quoted JSON,
+blank lines behind instructions, `json` without its `<|constrain|>`, text beside a call as if it were reasoning, the first of several
+calls only, and it drops later system messages. `corrected` puts that right, and lets `conversation_start_date` fix the date.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +50,59 @@ _TEMPLATE = {
 }
 
 
+_BEGIN = "{%- set last_tool_call = namespace(name=none) %}"
+_BLANK_LINES = '{{- developer_message }}\n        {{- "\\n\\n" }}'
+_TODAY = 'strftime_now("%Y-%m-%d")'
+_TALK = """\
+{%- set called = namespace(name="") %}
+{%- for message in loop_messages %}
+    {%- set alone = loop.last and not add_generation_prompt %}
+    {%- if message.role == "assistant" %}
+        {%- set answered = namespace(later=false) %}
+        {%- for other in loop_messages[loop.index:] if other.role == "assistant" and not other.tool_calls %}
+            {%- set answered.later = true %}
+        {%- endfor %}
+        {%- if message.thinking and not answered.later and (message.tool_calls or alone) %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+        {%- endif %}
+        {%- if not message.tool_calls %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + ("<|return|>" if alone else "<|end|>") }}
+        {%- elif message.content %}
+            {{- "<|start|>assistant<|channel|>commentary<|message|>" + message.content + "<|end|>" }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- set called.name = call.function.name %}
+            {{- "<|start|>assistant to=functions." + call.function.name + "<|channel|>commentary <|constrain|>json<|message|>" }}
+            {{- (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) + "<|call|>" }}
+        {%- endfor %}
+    {%- elif message.role == "tool" %}
+        {%- if not (message.name or called.name) %}
+            {{- raise_exception("a tool's result needs a name, or a call before it") }}
+        {%- endif %}
+        {{- "<|start|>functions." + (message.name or called.name) + " to=assistant<|channel|>commentary<|message|>" }}
+        {{- message.content + "<|end|>" }}
+    {%- elif message.role == "user" %}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
+    {%- else %}
+        {{- "<|start|>developer<|message|># Instructions\\n\\n" + message.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|start|>assistant" }}
+{%- endif %}
+"""
+
+
+def corrected(template: str) -> str | None:
+    """The shipped template with the conversation as the library writes it; None where the template is not that one."""
+    head, found, _ = template.partition(_BEGIN)
+    if not found or head.count(_BLANK_LINES) != 1 or head.count(_TODAY) != 1:
+        return None
+    head = head.replace(_BLANK_LINES, _BLANK_LINES.replace('"\\n\\n"', '"\\n\\n" if tools else ""'))
+    return head.replace(_TODAY, f"(conversation_start_date or {_TODAY})") + _TALK
+
+
 def recognise(clues: Clues) -> Family | None:
     if not clues.has("<|start|>", "<|channel|>", "<|message|>"):
         return None
-    return Family(name="harmony", response_template=_TEMPLATE)
+    return Family(name="harmony", response_template=_TEMPLATE, chat_template=corrected(clues.template))
