@@ -7,13 +7,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Packed, PagedBatch
-
-pytestmark = pytest.mark.gpu
 
 GENERATOR_SEED = 5
 LINEARS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 2000), (2048, 6144), (6144, 2048), (1000, 200))
