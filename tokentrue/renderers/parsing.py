@@ -9,8 +9,6 @@ Bytes that are not UTF-8 are lone surrogates in `raw` and `Attempt.raw` (`errors
 
 from __future__ import annotations
 
-import codecs
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,8 @@ from tokentrue.errors import TemplateError, TokenTrueError
 from tokentrue.renderers.families import PLAIN, Family
 from tokentrue.renderers.parsing_bytes import TokenBytes
 from tokentrue.renderers.parsing_message import TEXT_FIELDS, Message
-from tokentrue.renderers.parsing_regions import Closed, Places, Regions, Shield, Text, unshield
+from tokentrue.renderers.parsing_regions import Closed, Places, Regions, Text, Watch, unshield, watches_of
+from tokentrue.renderers.parsing_source import Ordinary, Source
 from tokentrue.types import Delta, Ended, Ids, Parsed, Tools
 
 if TYPE_CHECKING:
@@ -38,7 +37,10 @@ class Grammar:
     """What parsing needs to know about one renderer, compiled once."""
 
     template: ResponseTemplate
+    watches: Mapping[str | None, Watch]
+    texts: frozenset[str]  # fields that are shown as they come
     pieces: TokenBytes
+    ordinary: Ordinary
     stop_ids: frozenset[int]
     stops_that_close: frozenset[int]  # stop tokens that the response template itself names
     markers: tuple[str, ...]  # added tokens that the response template names: ids decide about these
@@ -79,7 +81,10 @@ def grammar_for(tokenizer: Tokenizer, family: Family | None, *, stop_token_ids: 
     found = {id_: text for id_, text in pieces.added.items() if text.strip() and (text in named or repr(regex.escape(text))[1:-1] in named)}
     return Grammar(
         template=template,
+        watches=watches_of(template),
+        texts=frozenset(name for name in template.fields if name in TEXT_FIELDS),
         pieces=pieces,
+        ordinary=Ordinary(pieces, frozenset(found)),
         stop_ids=frozenset(stop_token_ids),
         stops_that_close=frozenset(stop_token_ids) & frozenset(found),
         markers=tuple(found.values()),
@@ -100,49 +105,49 @@ class Parser:
 
     def __init__(self, grammar: Grammar, *, prompt_ids: Ids = (), tools: Tools | None = None) -> None:
         self._grammar = grammar
-        self._source = _Source(grammar)
+        self._source = _source(grammar)
         prompt_ids = prompt_ids or grammar.generation_ids
-        self._message = Message(grammar, tools, seed=_seed(prompt_ids))
-        texts = frozenset(name for name in grammar.template.fields if name in TEXT_FIELDS)
-        self._regions = Regions(grammar.template, prefix=opened_by(grammar, prompt_ids), texts=texts)
+        self._message = Message(grammar, tools, prompt_ids=prompt_ids)
+        self._regions = Regions(grammar.template, grammar.watches, prefix=opened_by(grammar, prompt_ids), texts=grammar.texts)
         self._places = Places()
         self._length = 0
         self._held_stop: int | None = None
 
     def feed(self, token_ids: Ids) -> list[Delta]:
-        text: list[str] = []
-        for token_id in token_ids:
-            if self._held_stop is not None:
-                text.append(self._source.take(self._held_stop))
-                self._held_stop = None
-            if token_id in self._grammar.stop_ids:
-                self._held_stop = token_id
-            else:
-                text.append(self._source.take(token_id))
-        return self._shown(self._regions.more(self._placed("".join(text))))
+        if not token_ids:
+            return []
+        if self._held_stop is not None:
+            token_ids = (self._held_stop, *token_ids)
+            self._held_stop = None
+        if token_ids[-1] in self._grammar.stop_ids:
+            self._held_stop = token_ids[-1]
+            token_ids = token_ids[:-1]
+        return self._shown(self._source.take(token_ids))
 
     def finish(self) -> tuple[list[Delta], Parsed]:
         stop = self._held_stop
-        deltas = self._shown(self._regions.more(self._placed(self._source.rest())))
+        deltas = self._shown(self._source.rest())
         if stop is not None:
-            shown = self._source.take(stop)
+            shown = self._source.take((stop,))
             if stop in self._grammar.stops_that_close and self._regions.inside:
-                deltas += self._shown(self._regions.more(self._placed(shown)))
-        deltas += self._shown(self._regions.end(stopped=stop is not None))
+                deltas += self._shown(shown)
+        deltas += self._deltas(self._regions.end(stopped=stop is not None))
         return deltas, Parsed(
             message=self._message.whole(),
             attempts=tuple(self._message.attempts),
             ended=Ended.OPEN if stop is None else Ended.STOP,
             stop_id=stop,
-            raw=bytes(self._source.raw).decode("utf-8", "surrogateescape"),
+            raw=self._source.raw,
         )
 
-    def _placed(self, text: str) -> str:
+    def _shown(self, text: str) -> list[Delta]:
+        if not text:
+            return []
         self._places.note(text, self._length)
         self._length += len(text)
-        return text
+        return self._deltas(self._regions.more(text))
 
-    def _shown(self, found: list[Text | Closed]) -> list[Delta]:
+    def _deltas(self, found: list[Text | Closed]) -> list[Delta]:
         deltas: list[Delta] = []
         for part in found:
             if isinstance(part, Text):
@@ -155,74 +160,8 @@ class Parser:
         return deltas
 
 
-class _Source:
-    """Ids in, shielded text out; remembers the true text and where each token ends in it."""
-
-    def __init__(self, grammar: Grammar) -> None:
-        self._grammar = grammar
-        self._shield = Shield(grammar.markers)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        self._text: list[str] = []
-        self._starts: list[int] = []  # of each piece of text
-        self._ends: list[int] = []  # of each token, in characters
-        self._reach: list[int] = []  # the end of the last character that a token has a byte of
-        self._open: list[int] = []  # the token of each byte of a character that is not whole yet
-        self._length = 0
-        self.raw = bytearray()
-
-    def take(self, token_id: int) -> str:
-        piece = self._grammar.pieces.piece(token_id)
-        self.raw += piece
-        if token_id not in self._grammar.marker_ids:
-            shown = self._shield.ordinary(self._settled(self._decoder.decode(piece)))
-            if undecided := len(self._decoder.getstate()[0]):
-                self._open = [*self._open, *[len(self._ends)] * len(piece)][-undecided:]
-            elif self._open:
-                self._open = []
-        else:
-            shown = self._cut_off() + self._keep(piece.decode("utf-8"))
-        self._ends.append(self._length)
-        self._reach.append(self._length)
-        return shown
-
-    def rest(self) -> str:
-        return self._cut_off()
-
-    def _cut_off(self) -> str:
-        """The bytes of a character that never became whole belong to the tokens that wrote them."""
-        cut_off = self._settled(self._decoder.decode(b"", final=True))
-        if cut_off and self._ends:
-            self._ends[-1] = self._length
-        self._decoder.reset()
-        self._open = []
-        return self._shield.ordinary(cut_off) + self._shield.flush()
-
-    def _settled(self, text: str) -> str:
-        """Keeps `text`; the tokens before it that hold bytes of its first character reach into it."""
-        if self._open and text:
-            broken = "\udc80" <= text[0] <= "\udcff"  # then every open byte stands for itself
-            for place, token in enumerate(self._open):
-                self._reach[token] = self._length + (place + 1 if broken else 1)
-        return self._keep(text)
-
-    def slice(self, start: int, end: int) -> str:
-        """Characters `[start, end)` of the true text."""
-        if end <= start:
-            return ""
-        first = bisect_right(self._starts, start) - 1
-        last = bisect_left(self._starts, end)
-        return "".join(self._text[first:last])[start - self._starts[first] : end - self._starts[first]]
-
-    def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """The tokens `[first, last)` that spell characters `[start, end)`."""
-        return bisect_right(self._reach, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
-
-    def _keep(self, text: str) -> str:
-        if text:
-            self._text.append(text)
-            self._starts.append(self._length)
-            self._length += len(text)
-        return text
+def _source(grammar: Grammar) -> Source:
+    return Source(grammar.pieces, grammar.ordinary, grammar.markers)
 
 
 def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
@@ -234,8 +173,8 @@ def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
         return ""
     window = 12  # an opener is a few tokens long
     while True:
-        source = _Source(grammar)
-        text = "".join(map(source.take, prompt_ids[max(len(prompt_ids) - window, 0) :])) + source.rest()
+        source = _source(grammar)
+        text = source.take(prompt_ids[max(len(prompt_ids) - window, 0) :]) + source.rest()
         place = None
         for match in grammar.template.start_anchor_re.finditer(text):
             place = match.end()
@@ -244,11 +183,6 @@ def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
         if window >= min(len(prompt_ids), _ANCHOR_WINDOW):
             return ""
         window *= 4
-
-
-def _seed(prompt_ids: Ids) -> bytes:
-    tail = ",".join(map(str, prompt_ids[max(len(prompt_ids) - 512, 0) :]))
-    return f"{len(prompt_ids)}:{tail}".encode()
 
 
 def _jsonlike(declared: Any) -> Any:

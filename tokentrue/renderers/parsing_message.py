@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from array import array
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.renderers.parsing_calls import Call, NoCall, parameter_schemas, read_calls
 from tokentrue.renderers.parsing_regions import Closed, unshield
-from tokentrue.types import Attempt, Delta, Status, Tools
+from tokentrue.types import Attempt, Delta, Ids, Status, Tools
 
 if TYPE_CHECKING:
     from tokentrue.renderers.parsing import Grammar
@@ -60,11 +62,9 @@ class TextOut:
 class Message:
     """The message that the client sees, and every call that the model tried to write."""
 
-    def __init__(self, grammar: Grammar, tools: Tools | None, *, seed: bytes) -> None:
+    def __init__(self, grammar: Grammar, tools: Tools | None, *, prompt_ids: Ids) -> None:
         self._grammar = grammar
-        self._schemas = parameter_schemas(tools)
-        self._known = set(self._schemas) if tools is not None else None
-        self._seed = seed
+        self._tools, self._prompt_ids = tools, prompt_ids
         self._texts: dict[str, TextOut] = {}
         self._calls: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}
@@ -74,8 +74,20 @@ class Message:
                 out = self._texts.setdefault(TEXT_FIELDS[name], TextOut(strip=declared.content_args.get("strip", True), join=None))
                 out.join = out.join or declared.join
 
+    @cached_property
+    def _schemas(self) -> dict[str, Any]:
+        return parameter_schemas(self._tools)
+
+    @cached_property
+    def _seed(self) -> bytes:
+        length = len(self._prompt_ids)
+        return length.to_bytes(8, "big") + array("q", self._prompt_ids[max(length - 512, 0) :]).tobytes()
+
     def add_text(self, name: str, text: str) -> list[Delta]:
-        shown = self._texts.setdefault(name, TextOut(strip=True, join=None)).add(_SURROGATE.sub("\ufffd", text))
+        out = self._texts.get(name)
+        if out is None:
+            out = self._texts[name] = TextOut(strip=True, join=None)
+        shown = out.add(text if text.isascii() else _SURROGATE.sub("\ufffd", text))
         if not shown:
             return []
         return [Delta(content=shown) if name == "content" else Delta(reasoning=shown)]
@@ -94,7 +106,7 @@ class Message:
             return self.add_text("content", raw)
         deltas: list[Delta] = []
         for call in calls:
-            unknown = self._known is not None and call.name not in self._known
+            unknown = self._tools is not None and call.name not in self._schemas
             status, detail = (Status.UNKNOWN_TOOL, f"no tool is named {call.name!r}") if unknown else (Status.OK, "")
             self.attempts.append(
                 Attempt(status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail)

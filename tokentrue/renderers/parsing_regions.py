@@ -24,7 +24,9 @@ ESC = "\ufdd0"  # a Unicode noncharacter: legal in UTF-8, never assigned
 MARK = ESC + "\ufdd2"  # breaks a look-alike
 LITERAL = ESC + "\ufdd1"  # the model wrote ESC itself
 _LOOKBACK = 128
-_TRIM_AT = 8192
+_TRIM_AT = 4096
+_ASSERTIONS = regex.compile(r"\(\?<[=!][^()]*\)|\\[AbBG]|(?<![\[\\])\^")
+_ODD = "é中٣\U0001f600\ue000\udc80" + ESC  # letters, a digit, a symbol, private, half a character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +120,54 @@ class Places:
         return offset - self._extra[bisect_right(self._offsets, offset - 1)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What can end a region or open the next one. `trigger` finds every character that may begin it; None where any may."""
+
+    fields: list[tuple[str, ResponseTemplateField]]
+    trigger: Any
+
+
+def watches_of(template: ResponseTemplate) -> dict[str | None, Watch]:
+    """The watch of every region, and of the text between regions."""
+    between = [("open", field) for field in template.fields.values() if field.open_re is not None]
+    implicit = template.fields.get(template.implicit or "")
+    if implicit is not None and implicit.close_re is not None:
+        between.append(("close", implicit))
+    watches: dict[str | None, Watch] = {None: _watch(between)}
+    for name, field in template.fields.items():
+        inside = [("close", field)] if field.close_re is not None else []
+        watches[name] = watches[None] if name == template.implicit else _watch(inside)
+    return watches
+
+
+def _watch(fields: list[tuple[str, ResponseTemplateField]]) -> Watch:
+    begins = [_beginnings(field.open_re if kind == "open" else field.close_re) for kind, field in fields]
+    if any(begin is None for begin in begins):
+        return Watch(fields=fields, trigger=None)
+    every = "".join(sorted({begin for begin in begins if begin}))
+    return Watch(fields=fields, trigger=regex.compile(f"[{every}]" if every else "(?!)"))
+
+
+def _beginnings(pattern: Any) -> str | None:
+    """The characters that a match can begin with, as the inside of a character class; None where it may be any.
+
+    The engine itself is asked, about each character that a pattern could tell from others. Assertions about what stands before are left
+    out first: without them a pattern matches more, never less.
+    """
+    free = regex.compile(_ASSERTIONS.sub("", pattern.pattern), pattern.flags)
+    if any(free.match(char, partial=True) for char in _ODD):
+        return None
+    named = {char for char in pattern.pattern if not char.isascii()}
+    found = [regex.escape(char) for char in (*map(chr, range(128)), *sorted(named)) if free.match(char, partial=True)]
+    return "".join(found) + (r"\s" if free.match("\u2003", partial=True) else "")
+
+
 class Regions(ResponseParser):
     """The scanner. `prefix` is what the prompt already wrote of this turn (an opened `<think>`); it sets the state, and adds no text."""
 
-    def __init__(self, template: ResponseTemplate, *, prefix: str, texts: frozenset[str]) -> None:
+    def __init__(self, template: ResponseTemplate, watches: Mapping[str | None, Watch], *, prefix: str, texts: frozenset[str]) -> None:
+        self._watches = watches
         self._texts = texts
         self._found: list[Text | Closed] = []
         self._parts: list[str] = []
@@ -140,6 +186,13 @@ class Regions(ResponseParser):
         if self._pos > _TRIM_AT:
             cut = self._pos - _LOOKBACK
             self._buffer, self._base, self._pos = self._buffer[cut:], self._base + cut, self._pos - cut
+        if self._pos == len(self._buffer):
+            trigger = self._watches[self._current].trigger
+            if trigger is not None and trigger.search(text) is None:  # nothing is held back, and nothing in `text` can begin a marker
+                self._buffer += text
+                self._pos += len(text)
+                self._accumulate([], text)
+                return self._taken()
         self._buffer += text
         self._process([], eos=False)
         return self._taken()
@@ -160,6 +213,9 @@ class Regions(ResponseParser):
         return found
 
     # What follows replaces the parent's hooks; `tests/renderers/parsing` holds them to the parent's own results.
+
+    def _watchlist(self) -> list[tuple[str, ResponseTemplateField]]:
+        return self._watches[self._current].fields
 
     def _scan(self, watch: list[tuple[str, ResponseTemplateField]], eos: bool) -> tuple[tuple[str, ResponseTemplateField, Any] | None, int]:
         best, hold = super()._scan(watch, eos)

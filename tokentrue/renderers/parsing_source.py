@@ -1,0 +1,169 @@
+"""Sampled ids in, text out: what the scanner may see of it, what it truly is, and which tokens spell which part.
+
+Ids whose bytes are whole characters are taken in runs. Only a token that holds part of a character, or that is a marker, is looked at by
+itself. Which token spells which character is worked out when it is asked for: a turn without a call never asks.
+"""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_left, bisect_right
+from typing import Any
+
+from tokentrue.renderers.parsing_bytes import TokenBytes
+from tokentrue.renderers.parsing_regions import Shield
+from tokentrue.types import Ids
+
+
+class Ordinary(dict[int, str | None]):
+    """Id to its text where that is whole characters and no marker, else None; filled when first asked for."""
+
+    def __init__(self, pieces: TokenBytes, marker_ids: frozenset[int]) -> None:
+        super().__init__()
+        self._pieces, self._marker_ids = pieces, marker_ids
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = None if token_id in self._marker_ids else self._pieces.piece(token_id).decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+    def is_marker(self, token_id: int) -> bool:
+        return token_id in self._marker_ids
+
+
+class Source:
+    """`take` gives shielded text; `slice` and `tokens` answer for the true one."""
+
+    def __init__(self, pieces: TokenBytes, ordinary: Ordinary, markers: tuple[str, ...]) -> None:
+        self._pieces, self._ordinary = pieces, ordinary
+        self._shield = Shield(markers)
+        self._decoder: Any = None  # made when a token holds part of a character
+        self._undecided = False
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._cut_at: int | None = None
+        self._spelling: Spelling | None = None
+
+    def take(self, token_ids: Ids) -> str:
+        self._ids.extend(token_ids)
+        ordinary, out, run = self._ordinary, [], []
+        for token_id in token_ids:
+            text = ordinary[token_id]
+            if text is None or self._undecided:
+                out.append(self._plain("".join(run)))
+                out.append(self._odd(token_id))
+                run = []
+            else:
+                run.append(text)
+        return self._plain("".join(run)) if not out else "".join((*out, self._plain("".join(run))))
+
+    def rest(self) -> str:
+        """What is still held back: the turn is over, but for its stop token."""
+        self._cut_at = len(self._ids)
+        return self._cut_off()
+
+    @property
+    def raw(self) -> str:
+        return self._pieces.text(self._ids)
+
+    def slice(self, start: int, end: int) -> str:
+        """Characters `[start, end)` of the true text."""
+        if len(self._text) > 1:
+            self._text = ["".join(self._text)]
+        return self._text[0][start:end] if self._text else ""
+
+    def tokens(self, start: int, end: int) -> tuple[int, int]:
+        """The tokens `[first, last)` that spell characters `[start, end)`."""
+        if self._spelling is None:
+            self._spelling = Spelling(self._pieces, self._ordinary)
+        self._spelling.follow(self._ids, cut_at=self._cut_at)
+        return self._spelling.tokens(start, end)
+
+    def _plain(self, text: str) -> str:
+        if not text:
+            return ""
+        self._text.append(text)
+        return self._shield.ordinary(text)
+
+    def _odd(self, token_id: int) -> str:
+        piece = self._pieces.piece(token_id)
+        if self._ordinary.is_marker(token_id):
+            cut_off = self._cut_off()
+            self._text.append(piece.decode("utf-8"))
+            return cut_off + self._text[-1]
+        if self._decoder is None:
+            self._decoder = _decoder()
+        text = self._plain(self._decoder.decode(piece))
+        self._undecided = bool(self._decoder.getstate()[0])
+        return text
+
+    def _cut_off(self) -> str:
+        """The bytes of a character that never became whole, and what may no longer become a marker."""
+        shown = ""
+        if self._undecided:
+            shown = self._plain(self._decoder.decode(b"", final=True))
+            self._decoder.reset()
+            self._undecided = False
+        return shown + self._shield.flush()
+
+
+class Spelling:
+    """Where each token ends in the true text, in characters; follows the ids at its own pace."""
+
+    def __init__(self, pieces: TokenBytes, ordinary: Ordinary) -> None:
+        self._pieces, self._ordinary = pieces, ordinary
+        self._decoder = _decoder()
+        self._ends: list[int] = []  # of each token
+        self._reach: list[int] = []  # the end of the last character that a token has a byte of
+        self._open: list[int] = []  # the token of each byte of a character that is not whole yet
+        self._length = 0
+
+    def follow(self, ids: Ids, *, cut_at: int | None) -> None:
+        for place in range(len(self._ends), len(ids)):
+            if place == cut_at:
+                self._cut_off()
+            token_id = ids[place]
+            text = self._ordinary[token_id]
+            if text is not None and not self._open:
+                self._length += len(text)
+            elif self._ordinary.is_marker(token_id):
+                self._cut_off()
+                self._length += len(self._pieces.piece(token_id).decode("utf-8"))
+            else:
+                self._part(self._pieces.piece(token_id), place)
+            self._ends.append(self._length)
+            self._reach.append(self._length)
+        if cut_at == len(ids):
+            self._cut_off()
+
+    def tokens(self, start: int, end: int) -> tuple[int, int]:
+        return bisect_right(self._reach, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
+
+    def _part(self, piece: bytes, place: int) -> None:
+        self._settle(self._decoder.decode(piece))
+        undecided = len(self._decoder.getstate()[0])
+        self._open = [*self._open, *[place] * len(piece)][-undecided:] if undecided else []
+
+    def _cut_off(self) -> None:
+        """The bytes of a character that never became whole belong to the tokens that wrote them."""
+        if not self._open:
+            return
+        self._settle(self._decoder.decode(b"", final=True))
+        self._ends[-1] = self._length
+        self._decoder.reset()
+        self._open = []
+
+    def _settle(self, text: str) -> None:
+        """The tokens before `text` that hold bytes of its first character reach into it."""
+        if self._open and text:
+            broken = "\udc80" <= text[0] <= "\udcff"  # then every open byte stands for itself
+            for place, token in enumerate(self._open):
+                self._reach[token] = self._length + (place + 1 if broken else 1)
+        self._length += len(text)
+
+
+def _decoder() -> Any:
+    return codecs.getincrementaldecoder("utf-8")("surrogateescape")
