@@ -5,6 +5,8 @@
     python scripts/make_small_model.py --out DIR --steps 50 # a quick look
     python scripts/make_small_model.py --out DIR --hidden 512 --layers 10 --lr 5e-4 --device cuda   # 32M parameters, for the lab
 
+The lab's `regimes` wants relatives of that model beside it: DIR-moe (--experts 8), DIR-long (--longest 5), DIR-vocab (--pad-vocab 32768).
+
 Fluent in the format, mediocre at the task on purpose: the last part of the training uses wrong solutions where reinforcement
 learning can find right ones (a wrong operator on one phrasing of each, stopping after the first of two steps).
 Held-out texts never appear here: the generator draws from the training split alone.
@@ -21,10 +23,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tokentrue.environments import problems as P
 
@@ -49,6 +52,7 @@ class Faults:
 
 CLEAN = Faults()
 FAULTY = Faults(operator=0.12, hard_operator=0.62, operand=0.08, early_stop=0.52, answer=0.05)
+FAULTY_LONG = Faults(operator=0.04, hard_operator=0.30, operand=0.03, early_stop=0.25, answer=0.03)  # errors of five steps multiply
 
 
 def user(text: str) -> tuple[str, bool]:
@@ -89,8 +93,8 @@ def solve(rng: random.Random, problem: P.Problem, faults: Faults) -> tuple[Segme
     return parts, shown
 
 
-def calculator(rng: random.Random, faults: Faults) -> Segments:
-    problem = next(P.problems(rng, split="train"))
+def calculator(rng: random.Random, faults: Faults, longest: int = 2) -> Segments:
+    problem = next(P.problems(rng, split="train", steps=rng.randint(1, longest) if longest > 2 else None))
     parts, _ = solve(rng, problem, faults)
     return [(CALC_HEAD, False), user(problem.text), *parts]
 
@@ -130,13 +134,13 @@ def ledger(rng: random.Random, faults: Faults) -> Segments:
     return parts
 
 
-def conversation(rng: random.Random, faults: Faults) -> Segments:
+def conversation(rng: random.Random, faults: Faults, longest: int = 2) -> Segments:
     """Mostly the calculator: it is the task of the demo."""
     kind = rng.random()
-    return calculator(rng, faults) if kind < 0.78 else shop(rng, faults) if kind < 0.88 else ledger(rng, faults)
+    return calculator(rng, faults, longest) if kind < 0.78 else shop(rng, faults) if kind < 0.88 else ledger(rng, faults)
 
 
-def make_tokenizer(rng: random.Random, vocab: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(rng: random.Random, vocab: int, padded: int = 0) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     # A run of digits is a word of its own, in pairs from the left: every number 0..99 is one token.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -156,7 +160,7 @@ def make_tokenizer(rng: random.Random, vocab: int) -> PreTrainedTokenizerFast:
     texts = ["".join(text for text, _ in conversation(rng, FAULTY)) for _ in range(3000)]
     tokenizer.train_from_iterator(numbers + texts, trainer)
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=with_plain_markers(tokenizer),
+        tokenizer_object=with_plain_markers(tokenizer, padded),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
@@ -167,17 +171,31 @@ def make_tokenizer(rng: random.Random, vocab: int) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def with_plain_markers(tokenizer: Tokenizer) -> Tokenizer:
-    """<think>, <tool_call> … are added tokens but not "special": text that shows them is text, as in Qwen3."""
+def with_plain_markers(tokenizer: Tokenizer, padded: int) -> Tokenizer:
+    """<think>, <tool_call> … are added tokens but not "special": text that shows them is text, as in Qwen3.
+
+    Up to `padded` words follow that no merge leads to: they can be sampled and read, and are never encoded.
+    """
     state = json.loads(tokenizer.to_str())
+    state["model"]["vocab"].update({f"Ġfiller{i}": i for i in range(tokenizer.get_vocab_size(), padded)})
     for token in state["added_tokens"]:
         token["special"] = token["content"] in SPECIALS
     return Tokenizer.from_str(json.dumps(state))
 
 
-def make_model(vocab: int, hidden: int = 128, layers: int = 3) -> Qwen3ForCausalLM:
+def make_model(vocab: int, hidden: int = 128, layers: int = 3, experts: int = 0) -> Any:
+    """`experts` makes it a mixture: two of them a token, each half as wide as the dense layer, so that a token costs the same."""
     size = 32 if hidden < 256 else 64
-    config = Qwen3Config(
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 3 * hidden // 2,
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+    }
+    kind = Qwen3MoeConfig if experts else Qwen3Config
+    config = kind(
+        **(mixture if experts else {}),
         vocab_size=vocab,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -194,7 +212,7 @@ def make_model(vocab: int, hidden: int = 128, layers: int = 3) -> Qwen3ForCausal
         pad_token_id=0,
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3MoeForCausalLM(config) if experts else Qwen3ForCausalLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "q_norm" in name or "k_norm" in name:
@@ -213,12 +231,13 @@ def encoded(tokenizer: PreTrainedTokenizerFast, parts: Segments) -> tuple[list[i
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, rng: random.Random, *, size: int, steps: int, clean: int
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, *, size: int, steps: int, clean: int, longest: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Right-padded batches of like lengths; labels are -100 where nothing is learnt."""
     done = 0
+    faulty = FAULTY if longest == 2 else FAULTY_LONG
     while done < steps:
-        pool = [encoded(tokenizer, conversation(rng, CLEAN if done < clean else FAULTY)) for _ in range(size * 8)]
+        pool = [encoded(tokenizer, conversation(rng, CLEAN if done < clean else faulty, longest)) for _ in range(size * 8)]
         pool.sort(key=lambda pair: len(pair[0]))
         blocks = [pool[i : i + size] for i in range(0, len(pool), size)]
         rng.shuffle(blocks)
@@ -240,13 +259,14 @@ def rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.05 + 0.475 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> list[dict[str, float]]:
+def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> list[dict[str, float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
     clean = int(options.steps * 0.7)
     curve: list[dict[str, float]] = []
     began = time.perf_counter()
     model.train()
-    stream = batches(tokenizer, random.Random(options.seed + 1), size=options.batch, steps=options.steps, clean=clean)
+    drawn = random.Random(options.seed + 1)
+    stream = batches(tokenizer, drawn, size=options.batch, steps=options.steps, clean=clean, longest=options.longest)
     for step, (ids_BT, labels_BT) in enumerate(stream):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, options.steps, options.lr)
@@ -264,14 +284,14 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: 
 
 
 @torch.no_grad()
-def reward(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[P.Problem], *, greedy: bool) -> float:
+def reward(model: Any, tokenizer: PreTrainedTokenizerFast, tasks: list[P.Problem], *, greedy: bool) -> float:
     """Share of right answers on calculator tasks, with the tool answered by the rules of the environment."""
     from tokentrue.environments.tools import calculate, last_number
 
     model.eval()
     rows = [tokenizer(CALC_HEAD + user(task.text)[0]).input_ids for task in tasks]
     right, live = 0, list(range(len(tasks)))
-    for _ in range(4):
+    for _ in range(max(4, len(tasks[0].steps) + 2)):
         width = max(len(rows[i]) for i in live)
         ids = torch.tensor([[0] * (width - len(rows[i])) + rows[i] for i in live], device=model.device)
         mask = torch.tensor([[0] * (width - len(rows[i])) + [1] * len(rows[i]) for i in live], device=model.device)
@@ -293,7 +313,7 @@ def reward(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: l
     return right / len(tasks)
 
 
-def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path, curve: list[dict[str, float]]) -> None:
+def export(model: Any, tokenizer: PreTrainedTokenizerFast, out: Path, curve: list[dict[str, float]]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     template = (ASSET / "chat_template.jinja").read_text()
     tokenizer.chat_template = template
@@ -314,19 +334,26 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=768)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=0, help="a mixture of that many experts, two a token")
+    parser.add_argument("--longest", type=int, default=2, help="steps of the longest problem")
+    parser.add_argument("--pad-vocab", type=int, default=0, help="size of the vocabulary, filled up with words that no text needs")
+    parser.add_argument("--judged", type=int, default=256, help="held-out tasks to judge the result by; 0 for none")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    tokenizer = make_tokenizer(random.Random(options.seed), options.vocab)
-    model = make_model(len(tokenizer), options.hidden, options.layers)
+    tokenizer = make_tokenizer(random.Random(options.seed), options.vocab, options.pad_vocab)
+    model = make_model(len(tokenizer), options.hidden, options.layers, options.experts)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
     model = model.to(options.device)
     curve = train(model, tokenizer, options)
-    heldout = list(islice(P.problems(random.Random("curve"), split="heldout"), 256))
-    final = {f"heldout_{name}": round(reward(model, tokenizer, heldout, greedy=name == "greedy"), 3) for name in ("greedy", "sampled")}
-    print(final)
-    export(model.cpu(), tokenizer, options.out, [*curve, final])
+    if options.judged:
+        steps = None if options.longest == 2 else options.longest
+        heldout = list(islice(P.problems(random.Random("curve"), split="heldout", steps=steps), options.judged))
+        found = {name: reward(model, tokenizer, heldout, greedy=name == "greedy") for name in ("greedy", "sampled")}
+        curve.append({f"heldout_{name}": round(value, 3) for name, value in found.items()})
+        print(curve[-1])
+    export(model.cpu(), tokenizer, options.out, curve)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def test_quick_runs_end_with_a_table(name: str, tmp_path: Path) -> None:
     assert len(table.rows) == len(chosen(module_of(name), quick=True, only=None))
     saved = json.loads((tmp_path / f"{name}.json").read_text())
     assert saved["results"] and saved["machine"]
-    assert (tmp_path / f"{name}.png").exists() == bool(module_of(name).CURVES)
+    assert (tmp_path / f"{name}.png").stat().st_size > 5_000
     for run in saved["results"]:
         if run["arm"].startswith("exact") or run["arm"] == "token-in, token-out":
             assert all(row["exact_differing"] == 0 and row["exact_compared"] > 0 for row in run["rows"])
@@ -38,7 +38,7 @@ def test_runs_on_file_are_shown(tmp_path: Path) -> None:
     row = {"reward": 0.5, "update/grad_norm": 1.0, "mismatch/log_ppl_trainer": 0.1}
     run = {"arm": "text encoded again", "seed": 4, "before": 0.4, "after": 0.75, "seconds": 1.0, "rows": [row, row]}
     (tmp_path / "retokenize.runs.jsonl").write_text(json.dumps(run) + "\n")
-    table = shown("retokenize", Scale(), out=tmp_path)
+    table = shown("retokenize", out=tmp_path)
     assert table.rows == [["text encoded again", "0.75", "0.50", "0.100", "1.00"]]
 
 

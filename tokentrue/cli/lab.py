@@ -41,10 +41,9 @@ def command(
     if action not in {"run", "show"} or name is None:
         raise ConfigError("say `tokentrue lab list`, `tokentrue lab run NAME`, or `tokentrue lab show NAME` for runs on file")
     if action == "show":
-        from tokentrue.lab.arms import Scale
         from tokentrue.lab.registry import shown as shown_table
 
-        print(shown_table(name, Scale(), out=out).as_text())
+        print(shown_table(name, out=out).as_text())
         return 0
     changes = dict(model=model, device=device, steps=steps, groups=groups, lr=lr, seeds=tuple(range(seeds)), jobs=jobs)
     return run(name, quick, changes, only, out, as_json)

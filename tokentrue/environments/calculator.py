@@ -14,16 +14,17 @@ from tokentrue.environments.tools import CALCULATOR, calculate, last_number
 
 
 class Calculator:
-    """Reward 1 when the last number of the answer is right, else 0."""
+    """Reward 1 when the last number of the answer is right, else 0. `steps` fixes how many steps a problem has (otherwise one or two)."""
 
     name = "calculator"
 
-    def __init__(self, *, max_turns: int = 5, stream: bool = True) -> None:
+    def __init__(self, *, max_turns: int = 5, stream: bool = True, steps: int | None = None) -> None:
         self.max_turns = max_turns
+        self.steps = steps
         self.stream = stream
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
-        drawn = islice(problems(random.Random(f"{self.name}/{split}/{seed}"), split=split), count)
+        drawn = islice(problems(random.Random(f"{self.name}/{split}/{seed}"), split=split, steps=self.steps), count)
         return [Task(task_id=f"{self.name}/{digest(p.text)[:12]}", prompt=p.text, answer=p.answer) for p in drawn]
 
     async def run(self, client: Any, task: Task) -> float:

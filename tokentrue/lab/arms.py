@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,14 +13,17 @@ import torch
 
 from tokentrue.engine import ExactEngine
 from tokentrue.environments import SMALL_MODEL
+from tokentrue.errors import ConfigError
 from tokentrue.lab.play import Player, reencoded, rerendered, stringified, unchanged
+from tokentrue.lab.routing import is_mixture, routing_flips
 from tokentrue.lab.sources import rollout_weights
-from tokentrue.mismatch import Correction, loss_named
+from tokentrue.mismatch import Correction, LossConfig, loss_named
 from tokentrue.renderers import load_renderer
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
 from tokentrue.train.config import Baseline
 from tokentrue.types import Sample
 
+TALK_TOKENS = 640  # room for one conversation
 Retelling = Literal["none", "reencode", "rerender", "stringify"]
 
 
@@ -44,7 +46,8 @@ class Scale:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """`source` changes the rollout's weights, `scorer="plain"` takes the trainer off the engine's kernels (the everyday mismatch),
-    `retelling` trains on something else than what was sampled."""
+    `retelling` trains on something else than what was sampled. `variant` names a relative of the scale's model, in the directory beside
+    it with that ending; `horizon` is the number of steps of every problem (otherwise one or two)."""
 
     name: str
     source: str = "none"
@@ -58,6 +61,8 @@ class Arm:
     epochs: int = 1
     lag: int = 0
     lr_factor: float = 1.0
+    variant: str = ""
+    horizon: int | None = None
 
     @property
     def exact(self) -> bool:
@@ -65,7 +70,8 @@ class Arm:
 
 
 KEPT = (
-    "reward", "update/grad_norm", "update/loss", "mismatch/delta_abs_mean", "mismatch/delta_min", "mismatch/delta_max", "mismatch/k1",
+    "reward", "staleness_mean",
+    "update/grad_norm", "update/loss", "mismatch/delta_abs_mean", "mismatch/delta_min", "mismatch/delta_max", "mismatch/k1",
     "mismatch/k3", "mismatch/chi2", "mismatch/ess", "mismatch/log_ppl_trainer", "mismatch/skew_positive", "mismatch/skew_negative",
     "mismatch/pull_positive", "mismatch/pull_negative", "update/kept", "exact_compared", "exact_differing", "tokens_trained",
 )  # fmt: skip
@@ -80,12 +86,12 @@ def run_arm(arm: Arm, scale: Scale, seed: int) -> dict[str, Any]:
 async def _run(arm: Arm, scale: Scale, seed: int) -> dict[str, Any]:
     began = time.perf_counter()
     trainer = trainer_for(arm, scale)
-    renderer = load_renderer(scale.model)
-    engine = ExactEngine(scale.model, device=scale.device, dtype="float32")
+    renderer = load_renderer(model_of(arm, scale))
+    engine = engine_for(arm, scale, at_once=max(scale.groups * scale.size, scale.heldout))
     rows: list[dict[str, float]] = []
     waiting: dict[int, list[list[Sample]]] = {}
     try:
-        player = Player(engine, renderer, groups=scale.groups, size=scale.size, seed=seed)
+        player = Player(engine, renderer, groups=scale.groups, size=scale.size, seed=seed, horizon=arm.horizon)
         await publish(engine, trainer, "none")
         before = await player.judged(scale.heldout)
         for step in range(scale.steps):
@@ -95,41 +101,67 @@ async def _run(arm: Arm, scale: Scale, seed: int) -> dict[str, Any]:
                     waiting[ahead] = await player.play(ahead)
             groups = retell(arm.retelling, waiting.pop(step), renderer)
             report = await asyncio.to_thread(trainer.step, groups)
-            rows.append({name: float(report.metrics[name]) for name in KEPT if name in report.metrics} | lowest(arm, groups, trainer))
+            row = {name: float(report.metrics[name]) for name in KEPT if name in report.metrics}
+            rows.append(row | retold_tokens(arm, groups) | await asyncio.to_thread(flips, arm, trainer, groups))
         await publish(engine, trainer, "none")
         after = await player.judged(scale.heldout)
     finally:
         engine.close()
-    return {"arm": arm.name, "seed": seed, "before": before, "after": after, "seconds": time.perf_counter() - began, "rows": rows}
+    size = sum(p.numel() for p in trainer.model.parameters())
+    seconds = time.perf_counter() - began
+    return {"arm": arm.name, "seed": seed, "before": before, "after": after, "parameters": size, "seconds": seconds, "rows": rows}
 
 
-def lowest(arm: Arm, groups: list[list[Sample]], trainer: Trainer) -> dict[str, float]:
+def retold_tokens(arm: Arm, groups: list[list[Sample]]) -> dict[str, float]:
     """Of a retold batch: how many tokens are trained that nobody sampled."""
     if arm.retelling == "none":
         return {}
     return {"retold_tokens": float(sum(sum(sample.loss_mask) for group in groups for sample in group))}
 
 
+def flips(arm: Arm, trainer: Trainer, groups: list[list[Sample]]) -> dict[str, float]:
+    """Of a mixture of experts: the share of its choices that the source of mismatch changes."""
+    if arm.source == "none" or not is_mixture(trainer.model):
+        return {}
+    longest = max((sample for group in groups for sample in group), key=lambda sample: len(sample.token_ids))
+    return {"routing_flips": routing_flips(trainer.model, rollout_weights(trainer.weights(), arm.source), longest.token_ids)}
+
+
+def model_of(arm: Arm, scale: Scale) -> str:
+    """The directory of the arm's model."""
+    path = f"{scale.model}-{arm.variant}" if arm.variant else scale.model
+    if not Path(path).is_dir():
+        raise ConfigError(f"{arm.name}: no model in {path}; scripts/make_small_model.py --help says how to make it")
+    return path
+
+
+def engine_for(arm: Arm, scale: Scale, *, at_once: int) -> ExactEngine:
+    """Its cache holds `at_once` conversations and no more: many runs share a device."""
+    return ExactEngine(model_of(arm, scale), device=scale.device, dtype="float32", kv_tokens=at_once * TALK_TOKENS)
+
+
 def trainer_for(arm: Arm, scale: Scale) -> Trainer:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(scale.model, dtype=torch.float32)
-    options = dict(arm.options)
-    if arm.correction is not None:
-        options["correction"] = arm.correction
+    model: Any = AutoModelForCausalLM.from_pretrained(model_of(arm, scale), dtype=torch.float32)
     config = TrainConfig(
         steps=scale.steps,
         baseline=arm.baseline,
         minibatches=arm.minibatches,
         epochs=arm.epochs,
         exact=arm.exact,
-        micro_tokens=4096 if scale.device == "cpu" else 16384,
+        micro_tokens=4096 if scale.device == "cpu" else 8192,
     )
     from tokentrue.train.scoring import ExactScorer, PlainScorer
 
     scorer = ExactScorer() if arm.scorer == "exact" else PlainScorer()
     optim = OptimConfig(lr=scale.lr * arm.lr_factor)
-    return Trainer(model.to(scale.device), config=config, optim=optim, loss=loss_named(arm.loss, **options), scorer=scorer)
+    return Trainer(model.to(scale.device), config=config, optim=optim, loss=loss_of(arm), scorer=scorer)
+
+
+def loss_of(arm: Arm) -> LossConfig:
+    correction = {} if arm.correction is None else {"correction": arm.correction}
+    return loss_named(arm.loss, **arm.options, **correction)
 
 
 async def publish(engine: ExactEngine, trainer: Trainer, source: str) -> None:
@@ -147,7 +179,3 @@ def retell(kind: Retelling, groups: list[list[Sample]], renderer: Any) -> list[l
     }[kind]
     return [[change(sample) for sample in group] for group in groups]
 
-
-def save(path: Path, results: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results))

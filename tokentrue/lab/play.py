@@ -36,16 +36,24 @@ class Player:
     """Plays rounds with an exact engine. The suffix after a tool call depends on the result alone and is kept."""
 
     def __init__(
-        self, engine: ExactEngine, renderer: Any, *, groups: int, size: int, seed: int, max_turns: int = 4, max_tokens: int = 56
+        self,
+        engine: ExactEngine,
+        renderer: Any,
+        *,
+        groups: int,
+        size: int,
+        seed: int,
+        horizon: int | None = None,
+        max_tokens: int = 56,
     ) -> None:
         self.engine = engine
         self.renderer = renderer
         self.groups = groups
         self.size = size
         self.seed = seed
-        self.max_turns = max_turns
+        self.max_turns = (horizon or 2) + 2
         self.max_tokens = max_tokens
-        self.environment = Calculator()
+        self.environment = Calculator(steps=horizon)
         self._suffixes: dict[str, tuple[int, ...]] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
 

@@ -18,6 +18,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "tim-reinforce": "tokentrue.lab.tim_reinforce",
     "tim-grpo": "tokentrue.lab.tim_grpo",
     "thresholds": "tokentrue.lab.thresholds",
+    "regimes": "tokentrue.lab.regimes",
 }
 QUICK = {"groups": 2, "size": 4, "steps": 2, "heldout": 4, "seeds": (0,), "jobs": 1}
 
@@ -54,11 +55,11 @@ def run_experiment(
     together = hasattr(module, "run_arms")
     results = guarded_many(module.run_arms, arms, scale, heard) if together else run_study(arms, scale, on_result=heard)
     table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=[f"claim: {module.CLAIM}", f"command: `{module.COMMAND}`"])
-    write(out, name, scale, arms, results, table, module.CURVES)
+    write(out, name, arms, results, table, module)
     return table
 
 
-def shown(name: str, scale: Scale, *, out: Path) -> Table:
+def shown(name: str, *, out: Path) -> Table:
     """The table and the figure of the runs that are on file: of a study that was stopped, or while it runs."""
     module = module_of(name)
     path = out / f"{name}.runs.jsonl"
@@ -67,10 +68,8 @@ def shown(name: str, scale: Scale, *, out: Path) -> Table:
     results = [json.loads(line) for line in path.read_text().splitlines()]
     names = {result["arm"] for result in results}
     arms = [arm for arm in module.arms(quick=False) if arm.name in names]
-    steps = max((len(result["rows"]) for result in results), default=0)
-    seeds = tuple(sorted({result["seed"] for result in results}))
     table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=[f"claim: {module.CLAIM}", f"command: `{module.COMMAND}`"])
-    write(out, name, replace(scale, steps=steps, seeds=seeds), arms, results, table, module.CURVES)
+    write(out, name, arms, results, table, module)
     return table
 
 

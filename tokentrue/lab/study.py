@@ -11,7 +11,7 @@ import statistics
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,17 @@ def _each(plan: Sequence[tuple[Arm, int]], scale: Scale) -> Iterator[Result]:
 
 
 def guarded(arm: Arm, scale: Scale, seed: int) -> Result:
+    facts = {"arm": arm.name, "seed": seed, **provenance(scale)}
     try:
-        return run_arm(arm, scale, seed)
+        return {**facts, **run_arm(arm, scale, seed)}
     except Exception as error:  # recorded, shown, and the other arms go on
-        return {"arm": arm.name, "seed": seed, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "rows": []}
+        return {**facts, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "rows": []}
+
+
+def guarded_together(
+    run: Callable[[Sequence[Arm], Scale, int], list[Result]], arms: Sequence[Arm], scale: Scale, seed: int
+) -> list[Result]:
+    return [{**provenance(scale), **result} for result in run(arms, scale, seed)]
 
 
 def guarded_many(
@@ -81,10 +88,10 @@ def guarded_many(
 
     if scale.jobs == 1:
         for seed in scale.seeds:
-            take(run(arms, scale, seed))
+            take(guarded_together(run, arms, scale, seed))
     else:
         with ProcessPoolExecutor(max_workers=scale.jobs, mp_context=get_context("spawn")) as pool:
-            for done in as_completed([pool.submit(run, arms, scale, seed) for seed in scale.seeds]):
+            for done in as_completed([pool.submit(guarded_together, run, arms, scale, seed) for seed in scale.seeds]):
                 take(done.result())
     order = {arm.name: number for number, arm in enumerate(arms)}
     return sorted(results, key=lambda result: (order[result["arm"]], result["seed"]))
@@ -154,24 +161,34 @@ def average(name: str, form: str = ".2g") -> Callable[[Sequence[Result]], str]:
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------------------------
-def write(
-    out: Path, name: str, scale: Scale, arms: Sequence[Arm], results: Sequence[Result], table: Table, curves: Mapping[str, str]
-) -> None:
+def write(out: Path, name: str, arms: Sequence[Arm], results: Sequence[Result], table: Table, module: Any) -> None:
+    """All numbers, the table, and the figure where matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
-    facts = {"experiment": name, "machine": machine(scale), "scale": asdict(scale), "arms": [repr(arm) for arm in arms]}
-    (out / f"{name}.json").write_text(json.dumps({**facts, "results": list(results)}))
-    (out / f"{name}.md").write_text(table.as_text() + f"\n\nmeasured on: {machine(scale)}\n")
-    if curves:
-        figure(out / f"{name}.png", arms, results, curves)
+    where = measured_on(results)
+    (out / f"{name}.json").write_text(
+        json.dumps({"experiment": name, "machine": where, "arms": [repr(arm) for arm in arms], "results": list(results)})
+    )
+    (out / f"{name}.md").write_text(table.as_text() + f"\n\nmeasured on: {where}\n")
+    good = [result for result in results if "error" not in result]
+    if good and can_draw():
+        draw = getattr(module, "draw", None)
+        if draw is not None:
+            draw(out / f"{name}.png", good)
+        else:
+            figure(out / f"{name}.png", arms, good, module.CURVES)
+
+
+def can_draw() -> bool:
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    return True
 
 
 def figure(path: Path, arms: Sequence[Arm], results: Sequence[Result], curves: Mapping[str, str]) -> None:
     """One panel per curve; a line per arm, its mean over seeds, with the range shaded."""
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     drawn, axes = plt.subplots(1, len(curves), figsize=(5.2 * len(curves), 3.6), squeeze=False)
@@ -195,8 +212,23 @@ def figure(path: Path, arms: Sequence[Arm], results: Sequence[Result], curves: M
     plt.close(drawn)
 
 
-def machine(scale: Scale) -> str:
+def provenance(scale: Scale) -> Result:
+    """Where and how a run was made: beside every result, so that a file of runs needs nothing else."""
     import torch
 
     where = torch.cuda.get_device_name() if scale.device == "cuda" else platform.processor() or platform.machine()
-    return f"{where}, torch {torch.__version__}, model {Path(scale.model).name}, seeds {list(scale.seeds)}, {scale.steps} steps"
+    return {
+        "machine": f"{where}, torch {torch.__version__}",
+        "model": Path(scale.model).name,
+        "lr": scale.lr,
+        "steps": scale.steps,
+        "rollouts": [scale.groups, scale.size],
+    }
+
+
+def measured_on(results: Sequence[Result]) -> str:
+    def said(key: str) -> str:
+        return ", ".join(dict.fromkeys(str(result[key]) for result in results if key in result)) or "?"
+
+    seeds = sorted({result["seed"] for result in results})
+    return f"{said('machine')}; model {said('model')}, lr {said('lr')}, {said('steps')} steps of {said('rollouts')} rollouts; seeds {seeds}"

@@ -1,8 +1,8 @@
 """Calibrating τ_tok and τ_seq: for each threshold, how well does the corrected gradient of mismatched rollouts point where exact ones do?
 
-No training: one set of weights and a batch of exact rollouts for the reference gradient. The mismatched rollouts have the same tasks
-and the same random numbers, so that they differ from the reference by the mismatch alone; every threshold corrects them in its own way.
-A batch of exact rollouts of other tasks shows how little two finite batches agree anyway.
+No training: one set of weights. The reference is the gradient of many exact rollouts; every arm corrects one batch of mismatched rollouts
+of other tasks in its own way, and is judged by the cosine of its gradient with the reference. A batch of exact rollouts of those same
+tasks and random numbers shows the cosine that a batch of this size can have at all.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tokentrue.engine import ExactEngine
-from tokentrue.lab.arms import Arm, Scale, publish, trainer_for
+from tokentrue.lab.arms import Arm, Scale, engine_for, loss_of, publish, trainer_for
 from tokentrue.lab.play import Player
 from tokentrue.lab.study import spread
 from tokentrue.mismatch import Correction, Reject, Weights
 from tokentrue.renderers import load_renderer
+from tokentrue.train import Trainer
 
 CLAIM = (
     "τ_tok and τ_seq can be read off the exact reference: the right threshold is the one whose corrected gradient has the largest cosine "
@@ -31,11 +32,13 @@ TAUS_TOKEN = (1.0, 1.5, 2.0, 5.0, 100.0)
 TAUS_SEQUENCE = (0.001, 0.01, 0.05, 0.2, 1.0)
 CURVES: dict[str, str] = {}
 BATCH = 4  # tasks here for one of a training step: a gradient is compared, so it may be a good one
+REFERENCE = 4  # batches behind the reference
+EXACT = "exact: the most a batch can have"
 
 
 def arms(*, quick: bool) -> list[Arm]:
     sources = SOURCES[1:2] if quick else SOURCES
-    made = [Arm(name="exact, other tasks: the noise of one batch", loss="reinforce", correction=Correction(surrogate="reinforce"))]
+    made = [Arm(name=EXACT, loss="reinforce", correction=Correction(surrogate="reinforce"))]
     for source in sources:
         made.append(corrected_arm(source, "no correction", Correction(surrogate="reinforce")))
         for tau in (2.0,) if quick else TAUS_TOKEN:
@@ -72,35 +75,61 @@ def run_arms(made: Sequence[Arm], scale: Scale, seed: int) -> list[dict[str, Any
 
 async def _run(made: Sequence[Arm], scale: Scale, seed: int) -> list[dict[str, Any]]:
     began = time.perf_counter()
-    renderer = load_renderer(scale.model)
-    engine = ExactEngine(scale.model, device=scale.device, dtype="float32")
+    trainer = trainer_for(made[0], scale)
+    engine = engine_for(made[0], scale, at_once=scale.groups * BATCH * scale.size)
     results: list[dict[str, Any]] = []
     try:
-        player = Player(engine, renderer, groups=scale.groups * BATCH, size=scale.size, seed=seed)
-        base = trainer_for(made[0], scale)
-        await publish(engine, base, "none")
-        exact = await player.play(0)
-        reference, _ = base.gradient(exact)
-        played = {"none": await player.play(1)}
+        player = Player(engine, load_renderer(scale.model), groups=scale.groups * BATCH, size=scale.size, seed=seed)
+        await publish(engine, trainer, "none")
+        reference = torch.zeros(1)
+        for number in range(1, REFERENCE + 1):
+            reference = reference.to(scale.device) + trainer.gradient(await player.play(number))[0] / REFERENCE
         for source in dict.fromkeys(arm.source for arm in made):
-            if source != "none":
-                await publish(engine, base, source)
-                played[source] = await player.play(0)  # the same tasks and seeds as the reference: only the mismatch differs
-        for arm in made:
-            trainer = trainer_for(arm, scale)
-            found, metrics = trainer.gradient(played[arm.source])
-            results.append(
-                {
-                    "arm": arm.name,
-                    "seed": seed,
-                    "cosine": float(torch.nn.functional.cosine_similarity(reference, found, dim=0)),
-                    "norm": float(found.norm() / reference.norm()),
-                    "kept": metrics.get("kept", 1.0),
-                    "delta": metrics["mismatch/delta_abs_mean"],
-                    "seconds": time.perf_counter() - began,
-                    "rows": [],
-                }
-            )
+            await publish(engine, trainer, source)
+            played = await player.play(0)  # the same tasks and seeds whatever the source: only the mismatch differs
+            for arm in made:
+                if arm.source == source:
+                    results.append({"arm": arm.name, "seed": seed, **judged(trainer, arm, played, reference), "rows": []})
+                    results[-1]["seconds"] = time.perf_counter() - began
     finally:
         engine.close()
     return results
+
+
+def judged(trainer: Trainer, arm: Arm, played: Any, reference: torch.Tensor) -> dict[str, float]:
+    """The arm's gradient of the batch against the reference."""
+    trainer.loss = loss_of(arm)
+    found, metrics = trainer.gradient(played)
+    return {
+        "cosine": float(torch.nn.functional.cosine_similarity(reference, found, dim=0)),
+        "norm": float(found.norm() / reference.norm()),
+        "kept": metrics.get("kept", 1.0),
+        "delta": metrics["mismatch/delta_abs_mean"],
+    }
+
+
+def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Cosine over τ, a line per source with the range over seeds, and the exact batch's as a band."""
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(1, 2, figsize=(10.4, 3.8), sharey=True)
+    ceiling = [r["cosine"] for r in results if r["arm"] == EXACT]
+    for axis, kind, taus in zip(axes, ("τ_tok", "τ_seq"), (TAUS_TOKEN, TAUS_SEQUENCE), strict=True):
+        axis.axhspan(min(ceiling), max(ceiling), color="0.85", label="exact rollouts, same tasks")
+        for color, source in zip(("C0", "C1", "C3"), SOURCES, strict=True):
+            values = {tau: [r["cosine"] for r in results if r["arm"] == f"{source}: {kind} {tau:g}"] for tau in taus}
+            shown = {tau: found for tau, found in values.items() if found}
+            if shown:
+                means = [sum(found) / len(found) for found in shown.values()]
+                axis.plot(list(shown), means, "o-", color=color, label=source, linewidth=1.4)
+                axis.fill_between(list(shown), [min(f) for f in shown.values()], [max(f) for f in shown.values()], color=color, alpha=0.15)
+            plain = [r["cosine"] for r in results if r["arm"] == f"{source}: no correction"]
+            if plain:
+                axis.axhline(sum(plain) / len(plain), color=color, linestyle=":", linewidth=1)
+        axis.set_xscale("log")
+        axis.set_xlabel(kind)
+    axes[0].set_ylabel("cosine with the exact gradient")
+    axes[0].legend(fontsize=7, title="dotted: no correction", title_fontsize=7)
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=110)
+    plt.close(drawn)
