@@ -27,6 +27,7 @@ _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: ne
 # text behind it is not at the start of a text
 _EDGE = f"\ufdef{secrets.token_hex(8)}\ufdef"  # an added token of the bare tokenizer only, of this process: no text can hold it on purpose
 _BLANKS = " \t\r\n▁"
+_SHORT, _SHORT_KEPT = 64, 10_000  # keys, roles, names: strings that come again in every call
 
 
 class Codec:
@@ -45,6 +46,7 @@ class Codec:
         self._sizes: dict[int, int] = {}
         self._bare = _without_added_tokens(tokenizer)
         self._words: AsciiWords | None = words_of(tokenizer)
+        self._short: dict[str, bool] = {}
 
     def _tokens(self, texts: Container[str]) -> list[AddedToken]:
         return [token for token in self._added.values() if token.content and token.content in texts]
@@ -69,6 +71,24 @@ class Codec:
     @cached_property
     def tails(self) -> frozenset[str]:
         return frozenset(text[n:] for text in self._guarded for n in range(1, len(text)))
+
+    def clean(self, value: Any) -> bool:
+        """Whether `Shield` would leave every string in it as it is, so that nothing needs to be shielded."""
+        if isinstance(value, str):
+            if len(value) > _SHORT:
+                return self._is_clean(value)
+            known = self._short.get(value)
+            if known is None:
+                if len(self._short) >= _SHORT_KEPT:
+                    self._short.clear()
+                known = self._short[value] = self._is_clean(value)
+            return known
+        if isinstance(value, dict):
+            return all(self.clean(key) and self.clean(item) for key, item in value.items())
+        return not isinstance(value, list) or all(map(self.clean, value))
+
+    def _is_clean(self, text: str) -> bool:
+        return not _holds(text, _MARKS) and Shield(self, ()).text(text) is text
 
     # text -> ids
 
@@ -235,10 +255,12 @@ class _Finder:
         return bool(self(text))
 
     def may_start(self, text: str) -> bool:
-        return any(first in text for first in self._firsts)
+        firsts = self._firsts
+        return firsts in text if len(firsts) == 1 else any(first in text for first in firsts)
 
     def may_end(self, text: str) -> bool:
-        return any(last in text for last in self._lasts)
+        lasts = self._lasts
+        return lasts in text if len(lasts) == 1 else any(last in text for last in lasts)
 
     def __call__(self, text: str) -> list[tuple[int, int, str]]:
         if not self.may_start(text):

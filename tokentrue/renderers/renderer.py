@@ -86,7 +86,7 @@ class Renderer:
         plain = self._filled_in(plain_messages(messages, self.habits))
         given = plain_tools(tools, self.habits)
         kwargs = {**self.template_kwargs, **(template_kwargs or {})}
-        if self.injection == "engine":
+        if self.injection == "engine" or (self.codec.clean(plain) and self.codec.clean(given)):
             text, mark = self.template.text(plain, given, kwargs, habits=self.habits), ""
             ids = self.codec.encode(text)
             shown = given
@@ -210,7 +210,9 @@ class Renderer:
     # ids -> messages
 
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
-        parser = self.parser(prompt_ids=prompt_ids, tools=tools)
+        from tokentrue.renderers.parsing import turn_parser
+
+        parser = turn_parser(self, prompt_ids=prompt_ids, tools=tools, early=False)
         parser.feed(sampled_ids)
         return parser.finish()[1]
 

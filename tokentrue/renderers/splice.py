@@ -76,6 +76,7 @@ class Splicer:
         self._template, self._codec, self._habits, self._stops, self._safe = template, codec, habits, stops, safe
         self._base = "qz" + "".join(chr(97 + byte % 16) for byte in secrets.token_bytes(8))  # no text can hold it on purpose
         self._sentinel, self._own = self._base + "sampled", self._base + "own"
+        self._last_tools: tuple[Sequence[Plain], bool] | None = None
         self._dummy_user: Plain = {"role": "user", "content": content_of("Hello.", habits)}
 
     # the corridor
@@ -120,10 +121,21 @@ class Splicer:
         """Rendered from shielded content, with the mark if one was needed; as it is where injection is not guarded against."""
         if not self._safe:
             return self._template.text(messages, tools, kwargs, generate=generate, habits=self._habits), ""
+        if self._codec.clean(messages) and self._clean_tools(tools):
+            return self._template.text(messages, tools, kwargs, generate=generate, habits=self._habits), ""
         shield = Shield(self._codec, [messages, tools])
         shown = [shield.shielded(message) for message in messages]
         text = self._template.text(shown, shield.shielded(tools), kwargs, generate=generate, habits=self._habits)
         return text, shield.mark if shield.used else ""
+
+    def _clean_tools(self, tools: Sequence[Plain] | None) -> bool:
+        """Remembered for the set seen last: it may be long, and is the same object from turn to turn."""
+        if not tools:
+            return True
+        known = self._last_tools
+        if known is None or known[0] is not tools:
+            known = self._last_tools = (tools, self._codec.clean(tools))
+        return known[1]
 
     def _after(self, text: str, plan: Plan) -> str:
         _, found, rest = text.partition(self._sentinel)
@@ -136,15 +148,16 @@ class Splicer:
     def rewrites(self, call: Call, history: Sequence[Plain]) -> bool:
         """Whether the template writes the conversation before the last turn's end otherwise once the new messages follow."""
         last = {**self._stand_in(call.last, "argument" if call.last.get("tool_calls") else "content", real=True)}
-        for field in ("reasoning_content", "thinking"):
-            if field in call.last:
-                last[field] = call.last[field]
+        thought = self._base + "thought" if call.last.get("reasoning_content") else ""
+        if thought:
+            last |= {"reasoning_content": thought, "thinking": thought}
         past = [*history, last]
 
         def head(messages: list[Plain], *, generate: bool) -> str:
             return self._text(messages, call.tools, call.kwargs, generate=generate)[0].partition(self._sentinel)[0]
 
-        return head(past, generate=False) != head([*past, *call.fresh], generate=True)
+        followed = head([*past, *call.fresh], generate=True)
+        return thought not in followed or head(past, generate=False) != followed  # Kimi-K2.5 leaves it out before anything follows
 
     # contexts
 

@@ -46,8 +46,10 @@ class Template:
         from jinja2.exceptions import TemplateError as JinjaError
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
+        from tokentrue.renderers.sandbox import quick
+
         try:
-            return _compile_jinja_template(self.source)
+            return quick(_compile_jinja_template(self.source).environment).from_string(self.source)
         except (JinjaError, SyntaxError) as error:
             raise TemplateError(f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…") from error
 
