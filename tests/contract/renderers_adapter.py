@@ -14,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from outside_reasons import reason
 
 from tokentrue.errors import TokenTrueError
+from tokentrue.renderers.families.harmony import corrected
 from tokentrue.renderers.load import renderer_of
-from tokentrue.renderers.messages import filled_in, plain_messages, plain_tools
+from tokentrue.renderers.messages import plain_messages, plain_tools
 from tokentrue.types import Extension
 
 PARTS: dict[str, dict[str, str]] = json.loads(Path(os.environ["PARTS"]).read_text())
@@ -51,23 +53,29 @@ class Adapter:
     """`thinking_retention="all"` is our history "keep"; anything else follows the template."""
 
     def __init__(self, tokenizer: Any, config: Any, kwargs: dict[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self.last_bridge: tuple[list[int], list[Any], list[Any], Any] = ([], [], [], None)
         self.config = Config(**kwargs, thinking_retention=getattr(config, "thinking_retention", None))
         keep = self.config.thinking_retention == "all"
+        self.variables = _defaults(tokenizer.name_or_path) | {name: value for name, value in kwargs.items() if value is not None}
         self._renderer = renderer_of(
             tokenizer,
-            chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
-            template_kwargs=_defaults(tokenizer.name_or_path) | {name: value for name, value in kwargs.items() if value is not None},
+            directory=Path(PARTS[tokenizer.name_or_path]["folder"]),
+            chat_template=_template(tokenizer),
+            template_kwargs=self.variables,
             history="keep" if keep else "template",
             injection="engine",
         )
         self._seen: dict[tuple[int, ...], list[Any]] = {}
 
     def render_ids(self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
+        global _examined
+        _examined = self
         r = self._renderer
         if add_generation_prompt:
             ids = list(r.render(messages, tools).token_ids)
         else:  # our renders always open the next turn: take the same path without that
-            plain, given = filled_in(plain_messages(messages, r.habits)), plain_tools(tools, r.habits)
+            plain, given = plain_messages(messages, r.habits), plain_tools(tools, r.habits)
             ids = r.codec.encode(r.template.text(plain, given, r.template_kwargs, generate=False, habits=r.habits))
         self._seen[tuple(ids)] = list(messages)
         return ids
@@ -81,8 +89,17 @@ class Adapter:
             return None
         past = self._seen.get(tuple(previous_prompt_ids), [{"role": "user", "content": "Hi."}])
         turn = self._renderer.parse(previous_completion_ids, prompt_ids=previous_prompt_ids, tools=tools).message
+        global _examined
+        _examined = self
         result = self._renderer.extend(prefix, [*past, dict(turn)], list(new_messages), tools)
+        self.last_bridge = (prefix, [*past, dict(turn)], list(new_messages), result)
         return result if isinstance(result, Extension) else None
+
+
+def _template(tokenizer: Any) -> str:
+    """The model's own; gpt-oss's as its own library writes it, which is what the suite compares with."""
+    own = tokenizer.chat_template
+    return corrected(own) or own
 
 
 def _defaults(model: str) -> dict[str, Any]:
@@ -114,16 +131,29 @@ def pytest_configure(config: Any) -> None:
     Extension.token_ids = property(lambda self: [*self.prefix_ids, *self.added_ids])  # type: ignore[method-assign,assignment]  # the suite compares lists
 
 
-_counts: dict[str, Counter[str]] = {}
+_examined: Adapter | None = None
+_counts: Counter[str] = Counter()
+_skips: Counter[str] = Counter()
+_explained: Counter[str] = Counter()
 _failures: list[str] = []
 
 
-def pytest_runtest_logreport(report: Any) -> None:
-    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
-        _counts.setdefault(Path(report.nodeid.split("::")[0]).name, Counter())[report.outcome] += 1
-        if report.outcome == "failed":
-            _failures.append(report.nodeid + " | " + str(report.longrepr).strip().splitlines()[-1][:200])
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: Any, call: Any) -> Any:
+    report = (yield).get_result()
+    if not (report.when == "call" or (report.when == "setup" and report.outcome != "passed")):
+        return
+    _counts[report.outcome] += 1
+    if report.outcome == "skipped":
+        _skips[report.longrepr[2].removeprefix("Skipped: ")] += 1
+    if report.outcome == "failed":
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if why := reason(item.originalname, parameters, _examined):
+            _explained[why] += 1
+        else:
+            _failures.append(report.nodeid + " | " + str(report.longrepr).strip().splitlines()[-1][:300])
 
 
 def pytest_sessionfinish(session: Any) -> None:
-    Path(os.environ["REPORT"]).write_text(json.dumps({"counts": _counts, "failures": _failures}, indent=1))
+    found = {"counts": _counts, "explained": _explained, "skips": _skips, "failures": _failures}
+    Path(os.environ["REPORT"]).write_text(json.dumps(found, indent=1))

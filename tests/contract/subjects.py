@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import tokentrue as tt
 from tests import carriers, parts
 from tests.contract import dialects as d
 from tests.contract.dialects import Dialect, Harmony, Inkling
+from tokentrue.renderers.families.harmony import corrected
 from tokentrue.renderers.load import renderer_of
 
 CHATML = "<|im_end|>"
@@ -65,7 +66,10 @@ class Subject:
 
 @cache
 def _templates() -> dict[str, str]:
-    return carriers.all_templates()
+    found = dict(carriers.all_templates())
+    if shipped := found.get("trl/gptoss.jinja"):
+        found["ours/gpt-oss"] = corrected(shipped) or ""
+    return found
 
 
 @cache
@@ -109,6 +113,7 @@ _ds4 = Dialect(calls=partial(d.dsml, block="tool_calls"), stop=_EOS, think=("<th
 _nemotron = Dialect(calls=d.function_xml, stop=CHATML, think=("<think>\n", "\n</think>\n"))
 _harmony = Harmony(calls=d.harmony_call, stop="<|return|>", call_stop="<|call|>", parallel=False, text_with_calls=False,
                    closes={"<|return|>": "<|end|>"})  # fmt: skip
+_harmony_talks = replace(_harmony, text_with_calls=True)
 _inkling = Inkling(calls=d.hermes, stop="<|content_model_end_sampling|>")
 _llama = Dialect(calls=d.llama, stop="<|eot_id|>", think=None, parallel=False, text_with_calls=False)
 _nemo = Dialect(calls=d.mistral_list, stop="</s>", think=None, text_with_calls=False, ids=_short)
@@ -132,6 +137,8 @@ REAL = (
             dialect=_plain_qwen),
     Subject(name="qwen3-2507-thinking", family="qwen3", tokenizer="real:qwen3", template="xinference/Qwen3-Next-Thinking",
             dialect=Dialect(calls=d.hermes, stop=CHATML)),
+    Subject(name="qwen3-next-instruct", family="qwen3", tokenizer="real:qwen3", template="xinference/Qwen3-Next-Instruct",
+            dialect=_plain_qwen),
     Subject(name="qwen3-coder", family="qwen3-coder", tokenizer="real:qwen3-coder", dialect=_coder),
     Subject(name="qwq", family="qwen3", tokenizer="real:qwen3", template="llama.cpp/Qwen-QwQ-32B.jinja",
             dialect=Dialect(calls=d.hermes, stop=CHATML)),
@@ -143,6 +150,7 @@ REAL = (
     Subject(name="glm-5", family="glm", tokenizer="real:glm-4.6", template="xinference/glm-5.1", dialect=_glm47),
     Subject(name="kimi-k2", family="kimi-k2", tokenizer="real:kimi-k2", dialect=_kimi2),
     Subject(name="kimi-k2.5", family="kimi-k2", tokenizer="standin", template="xinference/Kimi-K2.5", dialect=_kimi25),
+    Subject(name="kimi-k2.6", family="kimi-k2", tokenizer="standin", template="ours/Kimi-K2.6", dialect=_kimi25),
     Subject(name="minimax-m2", family="minimax-m2", tokenizer="standin", template="llama.cpp/MiniMax-M2.jinja", dialect=_minimax),
     Subject(name="minimax-m2.5", family="minimax-m2", tokenizer="standin", template="xinference/MiniMax-M2.5", dialect=_minimax),
     Subject(name="minimax-m2.7", family="minimax-m2", tokenizer="standin", template="xinference/MiniMax-M2.7", dialect=_minimax),
@@ -155,10 +163,12 @@ REAL = (
             dialect=_ds31_thinking),
     Subject(name="deepseek-v3.2", family="deepseek-v3.2", tokenizer="standin", template="llama.cpp/deepseek-ai-DeepSeek-V3.2.jinja",
             kwargs={"thinking": True}, dialect=_ds32),
-    Subject(name="deepseek-v4", family="deepseek-v4", tokenizer="standin", template="llama.cpp/deepseek-ai-DeepSeek-V4.jinja",
+    Subject(name="deepseek-v4", family="deepseek-v4", tokenizer="real:deepseek-v4", template="llama.cpp/deepseek-ai-DeepSeek-V4.jinja",
             kwargs={"thinking": True}, dialect=_ds4),
+    Subject(name="inkling", family="inkling", tokenizer="standin", template="miles/inkling_fixed.jinja", dialect=_inkling),
     Subject(name="nemotron-3", family="nemotron-3", tokenizer="real:nemotron-3", dialect=_nemotron),
-    Subject(name="gpt-oss", family="harmony", tokenizer="real:gpt-oss", dialect=_harmony),
+    Subject(name="gpt-oss", family="harmony", tokenizer="real:gpt-oss", template="ours/gpt-oss", dialect=_harmony_talks),
+    Subject(name="gpt-oss-shipped", family="harmony", tokenizer="real:gpt-oss", template="trl/gptoss.jinja", dialect=_harmony),
     Subject(name="llama-3.2", family="llama-3", tokenizer="real:llama-3.2", dialect=_llama),
     Subject(name="llama-3.1", family="llama-3", tokenizer="real:llama-3.2", template="llama.cpp/meta-llama-Llama-3.1-8B-Instruct.jinja",
             dialect=_llama),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from tests import parts
@@ -30,6 +32,15 @@ def standin(template: str) -> Any:
     marks = sorted({mark for mark in _TOKENLIKE.findall(text) if mark not in known and "{" not in mark})
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
     return tokenizer
+
+
+def standin_dir(template: str) -> Path:
+    """The same as a directory, for another process."""
+    digest = sha256(template.encode() + _TOKENLIKE.pattern.encode()).hexdigest()[:16]
+    target = parts.CACHE / "standins" / f"rendered-{digest}"
+    if not (target / "tokenizer.json").exists():
+        parts.build_once(target, lambda folder: standin(template).save_pretrained(folder))
+    return target
 
 
 @cache

@@ -71,12 +71,16 @@ def test_system_in_the_middle(name: str) -> None:
     assert "NEW system" in loaded(name).decode(found.added_ids)
 
 
+DROPS = """{%- for m in messages if m.role != 'system' or m == messages[0] -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>
+{%- endfor -%}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("real:deepseek-v3.1", "message_moved"), ("real:gpt-oss", "message_dropped"), ("real:mistral-nemo", "template_raises")],
+    [("real:deepseek-v3.1", "message_moved"), ("drops", "message_dropped"), ("real:mistral-nemo", "template_raises")],
 )
 def test_system_in_the_middle_is_refused_where_the_template_hoists_drops_or_raises(name: str, why: str) -> None:
-    renderer = loaded(name)
+    renderer = of_template(DROPS) if name == "drops" else loaded(name)
     found = renderer.extend([7, stop_id(renderer)], [SYSTEM, user("a"), says("Hi.")], [LATER, user("MORE")])
     assert isinstance(found, tt.Refusal) and found.why == why and found.detail
 
@@ -175,6 +179,22 @@ def test_history_keep_and_template() -> None:
         assert isinstance(found, tt.Refusal) and found.why == "history_rewritten"
         bare = calls("Paris", reasoning_content="hm")
         assert isinstance(follow.extend([7, stop_id(follow)], [user("a"), bare], [result("NEW")], TOOLS), tt.Extension)
+
+
+FORGETS_AT_ONCE = """{%- for m in messages -%}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and m.tool_calls %}<think>
+{{- m.reasoning_content }}</think>{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{{- c.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{%- endfor -%}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+
+
+def test_reasoning_that_the_template_leaves_out_before_anything_follows() -> None:
+    """Kimi-K2.5 shows no reasoning of an answer, not even of the last one: its recorded tokens are rewritten all the same."""
+    follow = of_template(FORGETS_AT_ONCE, history="template")
+    answer, call = says("Hi.", reasoning_content="hm"), calls("Paris", reasoning_content="hm")
+    found = follow.extend([7, stop_id(follow)], [user("a"), answer], [user("NEW")])
+    assert isinstance(found, tt.Refusal) and found.why == "history_rewritten"
+    assert isinstance(follow.extend([7, stop_id(follow)], [user("a"), says("Hi.")], [user("NEW")]), tt.Extension)
+    assert isinstance(follow.extend([7, stop_id(follow)], [user("a"), call], [result("NEW")], TOOLS), tt.Extension)
 
 
 @pytest.mark.parametrize(
