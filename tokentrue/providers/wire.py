@@ -1,4 +1,4 @@
-"""What the adapters to HTTP engines share: one aiohttp client, prompt ids as growing JSON, errors of one tree.
+"""What the adapters to HTTP engines share: one door over HTTP, prompt ids as growing JSON, errors of one tree.
 
 A request is retried only while nothing has been sampled for it; after the first token a failure is the caller's to decide.
 """
@@ -10,17 +10,16 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-import aiohttp
 import orjson
 
 from tokentrue.errors import EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable
+from tokentrue.providers.connection import Broken, Connection, Connections, Silent
 from tokentrue.types import UNVERSIONED, Ids
 
 RETRIED_STATUS = frozenset({502, 503})
-LARGE_BODY_BYTES = 1 << 20
 
 
 def version_of(text: object) -> int:
@@ -69,80 +68,96 @@ class Wire:
 
     def __init__(self, url: str, *, timeout_s: float, connect_s: float, retries: int, headers: Mapping[str, str] | None = None) -> None:
         self.url = url.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=timeout_s)
-        self._retries = retries
-        self._headers = {"content-type": "application/json", **(headers or {})}
-        self._client: aiohttp.ClientSession | None = None
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self._client is None or self._client.closed:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-            self._client = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
-        return self._client
+        self._silence_s, self._retries = timeout_s, retries
+        self._connections = Connections(self.url, connect_s=connect_s, headers={"content-type": "application/json", **(headers or {})})
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        self._connections.close()
 
     @asynccontextmanager
-    async def open(self, method: str, path: str, body: bytes | None = None, *, retry: bool = True) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response of an accepted request; what the engine refuses becomes a typed error with the engine's own words."""
+    async def open(self, method: str, path: str, body: bytes | None = None, *, retry: bool = True) -> AsyncIterator[Connection]:
+        """The answer to an accepted request; what the engine refuses becomes a typed error with the engine's own words."""
+        where = self.url + path
+        connection = await self._answered(method, path, body or b"", self._retries if retry else 0)
+        try:
+            if connection.status >= 300:
+                raise _refusal(where, connection.status, await connection.read())
+            yield connection
+        except Silent as error:
+            raise EngineTimeout(f"{where} fell silent for {self._silence_s:g} s") from error
+        except Broken as error:
+            raise EngineUnreachable(f"{where} broke off: {error}") from error
+        finally:
+            self._connections.give_back(connection, read=connection.read_enough)
+
+    async def _answered(self, method: str, path: str, body: bytes, retries: int) -> Connection:
+        """A connection on which an answer has begun. Nothing was sampled before that, so the request may be sent again."""
+        head = self._connections.head(method, path, len(body))
         attempt = 0
         while True:
             try:
-                response = await self._session().request(method, self.url + path, data=_payload(body), headers=_length(body))
-            except (TimeoutError, aiohttp.ServerTimeoutError) as error:
-                raise EngineTimeout(f"{self.url}{path} did not answer in {self._timeout.sock_read:g} s") from error
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                if retry and attempt < self._retries:
-                    attempt += 1
-                    await asyncio.sleep(0.1 * 2**attempt)
+                connection = await self._ask(head, body)
+                if connection.status not in RETRIED_STATUS or attempt >= retries:
+                    return connection
+                await self._drop(connection)
+            except Silent as error:
+                raise EngineTimeout(f"{self.url}{path} did not answer in {self._silence_s:g} s") from error
+            except Broken as error:
+                if error.reused:  # the engine had closed it, as servers do with idle connections
                     continue
-                raise EngineUnreachable(f"no engine at {self.url}: {_reason(error)}; is it running?") from error
-            if response.status in RETRIED_STATUS and retry and attempt < self._retries:
-                response.release()
-                attempt += 1
-                await asyncio.sleep(0.1 * 2**attempt)
-                continue
-            break
+                if attempt >= retries:
+                    raise EngineUnreachable(f"no engine at {self.url}: {error}; is it running?") from error
+            attempt += 1
+            await asyncio.sleep(0.1 * 2**attempt)
+
+    async def _ask(self, head: bytes, body: bytes) -> Connection:
+        connection = await self._connections.take()
         try:
-            if response.status >= 400:
-                raise _refusal(self.url + path, response.status, await response.read())
-            yield response
-        except (TimeoutError, aiohttp.ServerTimeoutError) as error:
-            raise EngineTimeout(f"{self.url}{path} fell silent for {self._timeout.sock_read:g} s") from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise EngineUnreachable(f"{self.url}{path} broke off: {_reason(error)}") from error
+            connection.send(head, body, silence_s=self._silence_s)
+            await connection.started()
+        except BaseException:
+            connection.finish()  # half an exchange: it is closed
+            raise
+        return connection
+
+    async def _drop(self, connection: Connection) -> None:
+        try:
+            await connection.read()
         finally:
-            response.close() if not response.content.at_eof() else response.release()
+            self._connections.give_back(connection)
 
     async def json(self, method: str, path: str, body: bytes | None = None, *, retry: bool = True) -> Any:
-        async with self.open(method, path, body, retry=retry) as response:
-            return parsed(await response.read(), self.url + path)
+        async with self.open(method, path, body, retry=retry) as answer:
+            return parsed(await answer.read(), self.url + path)
 
     async def events(self, path: str, body: bytes) -> AsyncGenerator[Any]:
         """The data of a server-sent event stream, parsed, up to [DONE]."""
-        async with self.open("POST", path, body) as response:
-            async for line in _lines(response.content):
+        async with self.open("POST", path, body) as answer, aclosing(answer.blocks()) as blocks:
+            async for line in _lines(blocks):
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
                 if data == b"[DONE]":
+                    answer.read_enough = True
                     return
                 yield parsed(data, self.url + path)
 
 
-async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length: cumulative events outgrow the reader's own line limit."""
-    rest = bytearray()
-    async for block in stream.iter_any():
-        rest += block
-        while (end := rest.find(b"\n")) >= 0:
-            yield bytes(rest[:end])
-            del rest[: end + 1]
-    if rest:
-        yield bytes(rest)
+async def _lines(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Lines of any length."""
+    parts: list[bytes] = []
+    async for block in blocks:
+        first, newline, rest = block.partition(b"\n")
+        parts.append(first)
+        if not newline:
+            continue
+        yield b"".join(parts)
+        *lines, last = rest.split(b"\n")
+        for line in lines:
+            yield line
+        parts = [last] if last else []
+    if parts:
+        yield b"".join(parts)
 
 
 def parsed(data: bytes, where: str) -> Any:
@@ -150,25 +165,6 @@ def parsed(data: bytes, where: str) -> Any:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise EngineContractError(f"{where} answered something that is not JSON: {data[:80]!r}") from error
-
-
-def _payload(body: bytes | None) -> Any:
-    if body is None or len(body) < LARGE_BODY_BYTES:
-        return body
-
-    async def pieces() -> AsyncIterator[bytes]:  # a large body in pieces leaves the event loop room to breathe
-        for start in range(0, len(body), 1 << 18):
-            yield body[start : start + (1 << 18)]
-
-    return pieces()
-
-
-def _length(body: bytes | None) -> dict[str, str] | None:
-    return {"content-length": str(len(body))} if body is not None and len(body) >= LARGE_BODY_BYTES else None
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def _refusal(where: str, status: int, data: bytes) -> Exception:
