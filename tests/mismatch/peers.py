@@ -56,7 +56,9 @@ def _wheel(package: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pattern = f"{package}-{VERSIONS[package]}-*.whl"
     if not list(folder.glob(pattern)):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+        # Read as a file, never installed, so the Python it asks for does not matter.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--ignore-requires-python"]
+        command += ["-d", str(folder)]
         try:
             subprocess.run([*command, f"{package}=={VERSIONS[package]}"], capture_output=True, timeout=90, check=True)
         except (OSError, subprocess.SubprocessError) as error:

@@ -78,13 +78,22 @@ class Journal:
     def _connect(self, synchronous: str) -> sqlite3.Connection:
         try:
             connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise self._cannot_open(error) from error
+        try:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(f"PRAGMA synchronous={'FULL' if synchronous == 'FULL' else 'NORMAL'}")
             connection.execute("PRAGMA foreign_keys=ON")
             migrate(connection)
-        except sqlite3.Error as error:
-            raise JournalError(f"cannot open the journal {self.target}: {error}; give a writable path, or --store memory") from error
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, sqlite3.Error):
+                raise self._cannot_open(error) from error
+            raise
         return connection
+
+    def _cannot_open(self, error: sqlite3.Error) -> JournalError:
+        return JournalError(f"cannot open the journal {self.target}: {error}; give a writable path, or --store memory")
 
     # The writer.
     def submit(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
