@@ -32,6 +32,11 @@ def is_logprob(value: float) -> bool:
     return math.isfinite(value) and -9000.0 < value <= 0.0
 
 
+def are_logprobs(values: Sequence[float]) -> bool:
+    """`is_logprob` of every one, at the cost of a few."""
+    return not values or (all(map(math.isfinite, values)) and min(values) > -9000.0 and max(values) <= 0.0)
+
+
 class Finish(StrEnum):
     """Why an engine stopped sampling."""
 
@@ -126,9 +131,9 @@ class Completion:
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise TokenContractError(f"{len(self.token_ids)} ids, {len(self.logprobs)} logprobs")
-        for index, value in enumerate(self.logprobs):
-            if not is_logprob(value):
-                raise TokenContractError(f"logprob {value!r} at sampled token {index} is not a log-probability")
+        if not are_logprobs(self.logprobs):
+            index, value = next((i, value) for i, value in enumerate(self.logprobs) if not is_logprob(value))
+            raise TokenContractError(f"logprob {value!r} at sampled token {index} is not a log-probability")
         end = 0
         for span in self.versions:
             if span.start != end or span.end < span.start:

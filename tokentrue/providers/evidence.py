@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from tokentrue.errors import EngineContractError, SamplingError
-from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, VersionSpan, is_logprob
+from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, VersionSpan, are_logprobs, is_logprob
 
 
 class Gathering:
@@ -23,8 +24,9 @@ class Gathering:
         if len(ids) != len(logprobs):
             raise EngineContractError(f"{self.engine} returned {len(ids)} ids and {len(logprobs)} log-probabilities")
         start = len(self.token_ids)
-        for offset, value in enumerate(logprobs):
-            checked_logprob(self.engine, start + offset, value)
+        if None in logprobs or not are_logprobs(cast("Sequence[float]", logprobs)):
+            for offset, value in enumerate(logprobs):
+                checked_logprob(self.engine, start + offset, value)
         self.token_ids += ids
         self.logprobs += logprobs  # type: ignore[arg-type]  # None was refused above
         end = len(self.token_ids)

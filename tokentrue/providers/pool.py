@@ -51,14 +51,27 @@ class Pool:
         self._open.set()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        if len(self._replicas) > 1 or not self._open.is_set():
+            return await self._whole(prompt_ids, sampling, session, [])
+        try:  # one replica: nothing to choose, and mostly nothing to splice
+            completion = await self._replicas[0].generate(prompt_ids, sampling, session=session)
+        except MOVES_ON:
+            self._down.add(0)
+            raise
+        self._down.discard(0)
+        if completion.finish is Finish.ABORT and self._resumptions:
+            return await self._whole(prompt_ids, sampling, session, [completion])
+        return joined([completion], prompt_tokens=len(prompt_ids))
+
+    async def _whole(self, prompt_ids: Ids, sampling: Sampling, session: str | None, done: list[Completion]) -> Completion:
         final = None
-        async for chunk in self._spliced(prompt_ids, sampling, session, whole=True):
+        async for chunk in self._spliced(prompt_ids, sampling, session, done, whole=True):
             final = chunk.final
         assert final is not None
         return final
 
     def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        return self._spliced(prompt_ids, sampling, session, whole=False)
+        return self._spliced(prompt_ids, sampling, session, [], whole=False)
 
     async def health(self) -> Mapping[str, Any]:
         """Asks every replica; raises when none answers."""
@@ -100,11 +113,15 @@ class Pool:
 
     def order(self, session: str | None) -> list[int]:
         """Replicas by rendezvous hashing, healthy ones first: losing one moves only its own sessions."""
+        if len(self._replicas) == 1:
+            return [0]
         ranked = sorted(range(len(self._replicas)), key=lambda i: _weight(session, i), reverse=True)
         return [i for i in ranked if i not in self._down] + [i for i in ranked if i in self._down]
 
-    async def _spliced(self, prompt_ids: Ids, sampling: Sampling, session: str | None, *, whole: bool) -> AsyncGenerator[Chunk]:
-        done: list[Completion] = []
+    async def _spliced(
+        self, prompt_ids: Ids, sampling: Sampling, session: str | None, done: list[Completion], *, whole: bool
+    ) -> AsyncGenerator[Chunk]:
+        """`done` is what was sampled of this generation before."""
         failures = 0
         while True:
             await self._open.wait()
@@ -175,7 +192,7 @@ def _remaining(prompt_ids: Ids, sampling: Sampling, done: Sequence[Completion]) 
 def joined(pieces: Sequence[Completion], *, prompt_tokens: int) -> Completion:
     """Pieces of one generation, end to end; what not every piece has (top log-probabilities, say) is left out."""
     if len(pieces) == 1:
-        return replace(pieces[0], prompt_tokens=prompt_tokens)
+        return pieces[0] if pieces[0].prompt_tokens == prompt_tokens else replace(pieces[0], prompt_tokens=prompt_tokens)
     spans: list[VersionSpan] = []
     start = 0
     for piece in pieces:
