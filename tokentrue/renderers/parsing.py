@@ -2,8 +2,10 @@
 
 ids → bytes → text (never half a character) → regions (never half a marker) → reasoning, content and tool calls.
 
-Invariants, each with its test: feeding in any chunks gives what parsing the whole gives; the deltas add up to the message; `raw` is every
+Invariants, each with its test: feeding in any chunks gives what feeding the whole gives; the deltas add up to the message; `raw` is every
 byte the model wrote; a call that cannot be read reaches the client as the text it is, and is recorded as an attempt with its reason.
+A stream shows a call while it is written (`early`), and cannot take it back: a call that breaks off after it was begun is in the streamed
+message too, with arguments that are no JSON. In all else, and wherever no call breaks off, `early` changes nothing but the deltas.
 Bytes that are not UTF-8 are lone surrogates in `raw` and `Attempt.raw` (`errors="surrogateescape"` gives them back), `�` in the message.
 """
 
@@ -18,18 +20,34 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 
 from tokentrue.errors import TemplateError, TokenTrueError
 from tokentrue.renderers.families import PLAIN, Family
-from tokentrue.renderers.parsing_bytes import TokenBytes
-from tokentrue.renderers.parsing_message import TEXT_FIELDS, Message
-from tokentrue.renderers.parsing_regions import Closed, Places, Regions, Text, Watch, unshield, watches_of
-from tokentrue.renderers.parsing_source import Ordinary, Source
-from tokentrue.types import Delta, Ended, Ids, Parsed, Tools
+from tokentrue.renderers.parsing_bytes import Ordinary, Quiet, TokenBytes
+from tokentrue.renderers.parsing_early import JsonShape, TagShape, shape_of
+from tokentrue.renderers.parsing_message import Message
+from tokentrue.renderers.parsing_regions import (
+    CALLS,
+    TEXT_FIELDS,
+    Closed,
+    Ended,
+    Opened,
+    Part,
+    Places,
+    Regions,
+    Text,
+    Watch,
+    unshield,
+    watches_of,
+)
+from tokentrue.renderers.parsing_source import Source
+from tokentrue.types import Delta, Ids, Parsed, Tools
+from tokentrue.types import Ended as TurnEnded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tokentrue.renderers.renderer import Renderer
 
-_ANCHOR_WINDOW = 1024
+_ANCHOR_WINDOWS = (6, 48, 1024)  # an opener is a few tokens long
+_OPENINGS_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +57,7 @@ class Grammar:
     template: ResponseTemplate
     watches: Mapping[str | None, Watch]
     texts: frozenset[str]  # fields that are shown as they come
+    shape: JsonShape | TagShape | None  # of a call that can be shown while it is written
     pieces: TokenBytes
     ordinary: Ordinary
     stop_ids: frozenset[int]
@@ -47,9 +66,10 @@ class Grammar:
     marker_ids: frozenset[int]
     generation_ids: tuple[int, ...]  # what the template writes to open an assistant turn, for callers that give no prompt
     call_ids: str
+    openings: dict[tuple[int, ...], str]  # the end of a prompt to what it opens
 
 
-def turn_parser(renderer: Renderer, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parser:
+def turn_parser(renderer: Renderer, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = True) -> Parser:
     """A parser for one turn of this renderer; its grammar is compiled on first use and kept with it."""
     grammar = renderer.__dict__.get("_grammar")
     if grammar is None:
@@ -60,7 +80,7 @@ def turn_parser(renderer: Renderer, *, prompt_ids: Ids = (), tools: Tools | None
             generation_ids=_generation_ids(renderer),
         )
         renderer.__dict__["_grammar"] = grammar
-    return Parser(grammar, prompt_ids=prompt_ids, tools=tools)
+    return Parser(grammar, prompt_ids=prompt_ids, tools=tools, early=early)
 
 
 def _generation_ids(renderer: Renderer) -> Ids:
@@ -79,18 +99,21 @@ def grammar_for(tokenizer: Tokenizer, family: Family | None, *, stop_token_ids: 
     pieces = TokenBytes(tokenizer)
     named = str(declared)
     found = {id_: text for id_, text in pieces.added.items() if text.strip() and (text in named or repr(regex.escape(text))[1:-1] in named)}
+    markers, ordinary = tuple(found.values()), Ordinary(pieces, frozenset(found))
     return Grammar(
         template=template,
-        watches=watches_of(template),
+        watches=watches_of(template, ordinary, markers=markers, stop_ids=frozenset(stop_token_ids)),
         texts=frozenset(name for name in template.fields if name in TEXT_FIELDS),
+        shape=shape_of(template.fields.get(CALLS)),
         pieces=pieces,
-        ordinary=Ordinary(pieces, frozenset(found)),
+        ordinary=ordinary,
         stop_ids=frozenset(stop_token_ids),
         stops_that_close=frozenset(stop_token_ids) & frozenset(found),
-        markers=tuple(found.values()),
+        markers=markers,
         marker_ids=frozenset(found),
         generation_ids=tuple(generation_ids),
         call_ids=family.call_ids if family else "openai",
+        openings={},
     )
 
 
@@ -101,28 +124,49 @@ def parse(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: To
 
 
 class Parser:
-    """`protocols.TurnParser` for one sampled turn."""
+    """`protocols.TurnParser` for one sampled turn. `early`: calls are shown while they are written."""
 
-    def __init__(self, grammar: Grammar, *, prompt_ids: Ids = (), tools: Tools | None = None) -> None:
+    def __init__(self, grammar: Grammar, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = False) -> None:
         self._grammar = grammar
         self._source = _source(grammar)
         prompt_ids = prompt_ids or grammar.generation_ids
         self._message = Message(grammar, tools, prompt_ids=prompt_ids)
-        self._regions = Regions(grammar.template, grammar.watches, prefix=opened_by(grammar, prompt_ids), texts=grammar.texts)
+        shown = grammar.texts | {CALLS} if early and grammar.shape is not None else grammar.texts
+        self._regions = Regions(grammar.template, grammar.watches, prefix=opened_by(grammar, prompt_ids), shown=shown)
         self._places = Places()
         self._length = 0
         self._held_stop: int | None = None
+        self._quiet: Quiet | None = None
+        self._shows: str | None = None  # the field that quiet text belongs to, where that is shown as it comes
+        self._rest()
 
     def feed(self, token_ids: Ids) -> list[Delta]:
         if not token_ids:
             return []
+        if self._quiet is not None:
+            text = self._quiet[token_ids[0]] if len(token_ids) == 1 else _quiet_text(self._quiet, token_ids)
+            if text is not None:
+                return self._pass_by(token_ids, text)
         if self._held_stop is not None:
             token_ids = (self._held_stop, *token_ids)
             self._held_stop = None
         if token_ids[-1] in self._grammar.stop_ids:
             self._held_stop = token_ids[-1]
             token_ids = token_ids[:-1]
-        return self._shown(self._source.take(token_ids))
+        deltas = self._shown(self._source.take(token_ids))
+        self._rest()
+        return deltas
+
+    def _rest(self) -> None:
+        """Sees whether quiet tokens may pass by now: nothing is held back that they could decide."""
+        at_rest = self._source.at_rest and self._held_stop is None
+        self._quiet, self._shows = self._regions.at_rest() if at_rest else (None, None)
+
+    def _pass_by(self, token_ids: Ids, text: str) -> list[Delta]:
+        self._source.keep(token_ids, text)
+        self._length += len(text)
+        self._regions.pass_by(text)
+        return [] if self._shows is None else self._more(self._shows, text)
 
     def finish(self) -> tuple[list[Delta], Parsed]:
         stop = self._held_stop
@@ -135,7 +179,7 @@ class Parser:
         return deltas, Parsed(
             message=self._message.whole(),
             attempts=tuple(self._message.attempts),
-            ended=Ended.OPEN if stop is None else Ended.STOP,
+            ended=TurnEnded.OPEN if stop is None else TurnEnded.STOP,
             stop_id=stop,
             raw=self._source.raw,
         )
@@ -147,17 +191,35 @@ class Parser:
         self._length += len(text)
         return self._deltas(self._regions.more(text))
 
-    def _deltas(self, found: list[Text | Closed]) -> list[Delta]:
+    def _deltas(self, found: list[Part]) -> list[Delta]:
         deltas: list[Delta] = []
         for part in found:
             if isinstance(part, Text):
-                deltas += self._message.add_text(TEXT_FIELDS[part.field], unshield(part.text))
-            elif part.field in TEXT_FIELDS:
+                deltas += self._more(part.field, unshield(part.text))
+            elif isinstance(part, Opened):
+                self._message.open_call({name: unshield(value) for name, value in part.captures.items()})
+            elif isinstance(part, Ended):
                 self._message.end_segment(TEXT_FIELDS[part.field])
             else:
-                start, end = self._places.true(part.start), self._places.true(part.end)
-                deltas += self._message.add_region(part, raw=self._source.slice(start, end), span=self._source.tokens(start, end))
+                deltas += self._closed(part)
         return deltas
+
+    def _more(self, field: str, text: str) -> list[Delta]:
+        return self._message.more_of_call(text) if field == CALLS else self._message.add_text(TEXT_FIELDS[field], text)
+
+    def _closed(self, region: Closed) -> list[Delta]:
+        start, end = self._places.true(region.start), self._places.true(region.end)
+        return self._message.add_region(region, raw=self._source.slice(start, end), span=self._source.tokens(start, end))
+
+
+def _quiet_text(quiet: Quiet, token_ids: Ids) -> str | None:
+    texts: list[str] = []
+    for token_id in token_ids:
+        text = quiet[token_id]
+        if text is None:
+            return None
+        texts.append(text)
+    return "".join(texts)
 
 
 def _source(grammar: Grammar) -> Source:
@@ -171,18 +233,29 @@ def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
     """
     if len(grammar.template.fields) == 1:
         return ""
-    window = 12  # an opener is a few tokens long
-    while True:
-        source = _source(grammar)
-        text = source.take(prompt_ids[max(len(prompt_ids) - window, 0) :]) + source.rest()
-        place = None
-        for match in grammar.template.start_anchor_re.finditer(text):
-            place = match.end()
-        if place is not None:
-            return text[place:]
-        if window >= min(len(prompt_ids), _ANCHOR_WINDOW):
-            return ""
-        window *= 4
+    length = len(prompt_ids)
+    for window in _ANCHOR_WINDOWS:
+        found = _after_opener(grammar, tuple(prompt_ids[max(length - window, 0) :]))
+        if found is not None or window >= length:
+            return found or ""
+    return ""
+
+
+def _after_opener(grammar: Grammar, tail: tuple[int, ...]) -> str | None:
+    short = len(tail) <= _ANCHOR_WINDOWS[0]  # turns mostly open in the same few ways
+    if short and tail in grammar.openings:
+        return grammar.openings[tail]
+    source = _source(grammar)
+    text = source.take(tail) + source.rest()
+    place = None
+    for match in grammar.template.start_anchor_re.finditer(text):
+        place = match.end()
+    found = None if place is None else text[place:]
+    if short and found is not None:
+        if len(grammar.openings) >= _OPENINGS_KEPT:
+            grammar.openings.clear()
+        grammar.openings[tail] = found
+    return found
 
 
 def _jsonlike(declared: Any) -> Any:

@@ -8,7 +8,7 @@ Two spellings cover every tokenizer of the families: byte-level BPE (the GPT-2 a
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokentrue.errors import TokenizerError
 from tokentrue.types import Ids
@@ -67,3 +67,48 @@ class TokenBytes:
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
     decoder = tokenizer.decoder
     return decoder is not None and '"ByteLevel"' in decoder.__getstate__().decode()
+
+
+class Ordinary(dict[int, str | None]):
+    """Id to its text where that is whole characters and no marker, else None; filled when first asked for."""
+
+    def __init__(self, pieces: TokenBytes, marker_ids: frozenset[int]) -> None:
+        super().__init__()
+        self._pieces, self._marker_ids = pieces, marker_ids
+        self.sizes = Sizes(pieces)
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = None if token_id in self._marker_ids else self._pieces.piece(token_id).decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+    def is_marker(self, token_id: int) -> bool:
+        return token_id in self._marker_ids
+
+
+class Sizes(dict[int, int]):
+    """Id to the number of its characters, for tokens whose bytes are whole characters."""
+
+    def __init__(self, pieces: TokenBytes) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def __missing__(self, token_id: int) -> int:
+        self[token_id] = size = len(self._pieces.piece(token_id).decode("utf-8"))
+        return size
+
+
+class Quiet(dict[int, str | None]):
+    """Id to its text where no character of it is `loud`, so that it can begin nothing; else None. Stop tokens are never quiet."""
+
+    def __init__(self, ordinary: Ordinary, loud: Any, stop_ids: frozenset[int]) -> None:
+        super().__init__()
+        self._ordinary, self._loud, self._stop_ids = ordinary, loud, stop_ids
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = None if token_id in self._stop_ids else self._ordinary[token_id]
+        self[token_id] = text = None if text is None or self._loud.search(text) else text
+        return text

@@ -15,11 +15,16 @@ import regex
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
+from tokentrue.renderers.parsing_early import JsonShape, TagShape
 from tokentrue.types import Status, Tools
 
 _NAMES, _ARGUMENTS = ("name", "function_name", "tool_name"), ("arguments", "parameters", "args", "input")
 _TRAILERS = regex.compile(r"\s*(?:</function>|</invoke>|</tool>)?\s*")
 _TRUE, _FALSE = {"true", "1"}, {"false", "0"}
+_SPACE = " \t\r\n"
+_ENDS = regex.compile(r"[ \t\r\n]*\}[ \t\r\n]*")
+_SPACES = regex.compile("[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +44,17 @@ class NoCall:
     name: str | None = None
 
 
-def read_calls(field: ResponseTemplateField, body: str, captures: Mapping[str, str], schemas: Mapping[str, Any]) -> list[Call] | NoCall:
-    """`schemas`: tool name to its parameter schemas, as `parameter_schemas` gives them."""
+def read_calls(
+    field: ResponseTemplateField,
+    body: str,
+    captures: Mapping[str, str],
+    schemas: Mapping[str, Any],
+    *,
+    shape: JsonShape | TagShape | None = None,
+) -> list[Call] | NoCall:
+    """`schemas`: tool name to its parameter schemas, as `parameter_schemas` gives them; `shape`: of this field, where it has one."""
+    if isinstance(shape, JsonShape) and (found := _plain_call(shape, body, captures)) is not None:
+        return found
     try:
         value = process_field(body, field, dict(captures))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -48,9 +62,90 @@ def read_calls(field: ResponseTemplateField, body: str, captures: Mapping[str, s
     calls = _calls(field, value, body, captures, schemas)
     if isinstance(calls, NoCall):
         return calls
-    if field.content == "xml-inline" and (rest := _left_over(field, body)):
-        return NoCall(status=Status.MALFORMED, detail=f"text outside the parameters: {rest[:60]!r}", name=calls[0].name)
+    if field.content == "xml-inline" and (wrong := _left_over(field, body) or _twice(field, body)):
+        return NoCall(status=Status.MALFORMED, detail=wrong, name=calls[0].name)
     return calls
+
+
+def _plain_call(shape: JsonShape, body: str, captures: Mapping[str, str]) -> list[Call] | NoCall | None:
+    """A call as its format has it, read in one pass; None for anything else, which is looked at more closely."""
+    name, call_id = captures.get("name"), captures.get("id") or captures.get("call_id") or ""
+    if shape.arguments is None or shape.name is None:
+        found = _json_at(body, 0)
+        if found is None or body[found[1] :].strip(_SPACE):
+            return None
+    elif (usual := shape.usual.match(body)) and (found := _json_at(body, usual.end())) and _ENDS.fullmatch(body, found[1]):
+        name = usual[1]
+    else:
+        read = _named_members(shape, body)
+        if read is None or isinstance(read, NoCall):
+            return read
+        name, written, found = read
+        call_id = call_id or written
+    start, end, values = found
+    if not isinstance(name, str) or not name.strip() or not isinstance(values, dict):
+        return None
+    return [Call(name=name.strip(), arguments=body[start:end], values=cast(dict[str, Any], values), call_id=call_id)]
+
+
+def _named_members(shape: JsonShape, body: str) -> tuple[Any, str, tuple[int, int, Any]] | NoCall | None:
+    """Name, written id and arguments, wherever they stand in the object. An id counts where it stands before the arguments."""
+    members = _members(body)
+    keys = [key for key, _ in members or ()]
+    if members is None or shape.name not in keys or shape.arguments not in keys:
+        return None
+    if keys.count(shape.name) > 1 or keys.count(shape.arguments) > 1:
+        return NoCall(status=Status.MALFORMED, detail="the call says its name or its arguments twice")
+    place = keys.index(shape.arguments)
+    written = next((value[2] for key, value in members[:place] if key == "id" and isinstance(value[2], str)), "")
+    return members[keys.index(shape.name)][1][2], written, members[place][1]
+
+
+def _json_at(body: str, place: int) -> tuple[int, int, Any] | None:
+    start = _after_space(body, place)
+    try:
+        value, end = _DECODER.raw_decode(body, start)
+    except (ValueError, RecursionError):
+        return None
+    return start, end, value
+
+
+def _members(body: str) -> list[tuple[str, tuple[int, int, Any]]] | None:
+    """The members of the one object that `body` is: key, and its value with the place where it stands."""
+    place = _after_space(body, 0)
+    members: list[tuple[str, tuple[int, int, Any]]] = []
+    mark = "{"
+    while body[place : place + 1] == mark:
+        key = _json_at(body, place + 1)
+        colon = _after_space(body, key[1]) if key is not None else 0
+        if key is None or not isinstance(key[2], str) or body[colon : colon + 1] != ":":
+            return None
+        value = _json_at(body, colon + 1)
+        if value is None:
+            return None
+        members.append((key[2], value))
+        place, mark = _after_space(body, value[1]), ","
+    whole = members and body[place : place + 1] == "}" and _after_space(body, place + 1) == len(body)
+    return members if whole else None
+
+
+def _after_space(body: str, place: int) -> int:
+    found = _SPACES.match(body, place)
+    return found.end() if found else place
+
+
+def parameter_value(match: Any, schema: Any) -> Any:
+    """The value of one matched parameter: as it says itself, else as the schema types it."""
+    said = match.groupdict().get("string")
+    return typed(match["value"], schema) if said is None else _as_said(match["value"], said == "true")
+
+
+def _twice(field: ResponseTemplateField, body: str) -> str:
+    if field.content_args.get("merge_duplicates"):
+        return ""
+    keys = [match["key"] for match in regex.finditer(field.content_args["tag_pattern"], body, flags=regex.DOTALL)]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    return f"parameter {twice!r} is written twice" if twice is not None else ""
 
 
 def parameter_schemas(tools: Tools | None) -> dict[str, Mapping[str, Any]]:
@@ -83,7 +178,7 @@ def _calls(
 def _written_ids(field: ResponseTemplateField, body: str, captures: Mapping[str, str], count: int) -> list[str]:
     """Ids that the model wrote itself: captured by the opening pattern, or an `id` in the JSON."""
     captured = captures.get("id") or captures.get("call_id") or ""
-    if captured or field.content != "json" or not _valid(body):
+    if captured or field.content != "json" or not _valid(body) or "name" in captures:  # else the body is the arguments
         return [captured] * count
     value = json.loads(body)
     items = cast(list[Any], value) if isinstance(value, list) else [value]
@@ -151,7 +246,7 @@ def _valid(text: str) -> bool:
 
 def _left_over(field: ResponseTemplateField, body: str) -> str:
     rest = regex.sub(field.content_args["tag_pattern"], "", body, flags=regex.DOTALL)
-    return "" if _TRAILERS.fullmatch(rest) else rest.strip()
+    return "" if _TRAILERS.fullmatch(rest) else f"text outside the parameters: {rest.strip()[:60]!r}"
 
 
 def _said_types(field: ResponseTemplateField, body: str) -> dict[str, bool]:

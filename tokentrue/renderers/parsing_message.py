@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tokentrue.renderers.parsing_calls import Call, NoCall, parameter_schemas, read_calls
-from tokentrue.renderers.parsing_regions import Closed, unshield
+from tokentrue.renderers.parsing_calls import Call, NoCall, parameter_schemas, parameter_value, read_calls
+from tokentrue.renderers.parsing_early import Early, early
+from tokentrue.renderers.parsing_regions import BROKEN, CALLS, TEXT_FIELDS, Closed, unshield
 from tokentrue.types import Attempt, Delta, Ids, Status, Tools
 
 if TYPE_CHECKING:
     from tokentrue.renderers.parsing import Grammar
 
-CALLS, BROKEN = "tool_calls", "broken_calls"
-TEXT_FIELDS = {"content": "content", "final": "content", "preamble": "content"} | dict.fromkeys(
-    ("reasoning_content", "reasoning", "thinking"), "reasoning_content"
-)
 _SPACE = " \t\r\n"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -68,6 +66,9 @@ class Message:
         self._texts: dict[str, TextOut] = {}
         self._calls: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}
+        self._early: Early | None = None  # the call that is being written, where it can be shown meanwhile
+        self._begun: int | None = None  # its index, once it has been shown
+        self._shown: list[str] = []  # of its arguments
         self.attempts: list[Attempt] = []
         for name, declared in grammar.template.fields.items():
             if name in TEXT_FIELDS:
@@ -81,13 +82,13 @@ class Message:
     @cached_property
     def _seed(self) -> bytes:
         length = len(self._prompt_ids)
-        return length.to_bytes(8, "big") + array("q", self._prompt_ids[max(length - 512, 0) :]).tobytes()
+        return length.to_bytes(8, "big") + array("q", self._prompt_ids[max(length - 32, 0) :]).tobytes()
 
     def add_text(self, name: str, text: str) -> list[Delta]:
         out = self._texts.get(name)
         if out is None:
             out = self._texts[name] = TextOut(strip=True, join=None)
-        shown = out.add(text if text.isascii() else _SURROGATE.sub("\ufffd", text))
+        shown = out.add(_presentable(text))
         if not shown:
             return []
         return [Delta(content=shown) if name == "content" else Delta(reasoning=shown)]
@@ -95,11 +96,37 @@ class Message:
     def end_segment(self, name: str) -> None:
         self._texts[name].end()
 
+    def open_call(self, captures: Mapping[str, str]) -> None:
+        assert self._grammar.shape is not None
+        self._early = early(self._grammar.shape, captures, self._typed)
+        self._begun = None
+
+    def more_of_call(self, text: str) -> list[Delta]:
+        """More of the body of the open call."""
+        if self._early is None:
+            return []
+        arguments = self._early.feed(_presentable(text))
+        if not arguments:
+            return []
+        deltas: list[Delta] = []
+        if self._begun is None:
+            self._begun, self._shown = len(self._calls), []
+            deltas += self._open(self._early.name, self._early.call_id, "")
+        self._shown.append(arguments)
+        return [*deltas, Delta(call=self._begun, arguments=arguments)]
+
+    def _typed(self, name: str, match: Any) -> Any:
+        return parameter_value(match, self._schemas.get(name, {}).get(match["key"]))
+
     def add_region(self, region: Closed, *, raw: str, span: tuple[int, int]) -> list[Delta]:
         if region.field not in {CALLS, BROKEN}:
-            self._extra[region.field] = _SURROGATE.sub("\ufffd", unshield(region.body))
+            self._extra[region.field] = _presentable(unshield(region.body))
             return []
         calls = self._read(region)
+        begun, self._begun, self._early = self._begun, None, None
+        if begun is not None:
+            self._calls[begun]["function"]["arguments"] = "".join(self._shown)
+            calls = self._as_shown(begun, calls)
         start, end = span
         if isinstance(calls, NoCall):
             self.attempts.append(Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail))
@@ -111,8 +138,17 @@ class Message:
             self.attempts.append(
                 Attempt(status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail)
             )
-            deltas += self._add_call(call)
+            deltas += self._add_call(call, begun)
         return deltas
+
+    def _as_shown(self, begun: int, calls: list[Call] | NoCall) -> list[Call] | NoCall:
+        """What has been read must be what has been shown."""
+        shown = self._calls[begun]["function"]
+        if isinstance(calls, NoCall):
+            return calls
+        if len(calls) == 1 and calls[0].name == shown["name"] and calls[0].arguments.startswith(shown["arguments"]):
+            return calls
+        return NoCall(status=Status.MALFORMED, detail="the call ends as another than it began", name=shown["name"])
 
     def whole(self) -> dict[str, Any]:
         text = {name: "".join(out.parts) for name, out in self._texts.items()}
@@ -121,7 +157,7 @@ class Message:
         return message | ({"tool_calls": self._calls} if self._calls else {})
 
     def _read(self, region: Closed) -> list[Call] | NoCall:
-        body = _SURROGATE.sub("\ufffd", unshield(region.body))
+        body = _presentable(unshield(region.body))
         captures = {name: unshield(value) for name, value in region.captures.items()}
         declared = self._grammar.template.fields[region.field]
         unclosed = NoCall(status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name"))
@@ -130,17 +166,28 @@ class Message:
             return NoCall(status=status, detail="not written as this model writes a call") if region.closed else unclosed
         if not region.closed and declared.close_re is not None:
             return unclosed
-        calls = read_calls(declared, body, captures, self._schemas)
+        calls = read_calls(declared, body, captures, self._schemas, shape=self._grammar.shape)
         return unclosed if isinstance(calls, NoCall) and not region.closed else calls
 
-    def _add_call(self, call: Call) -> list[Delta]:
+    def _add_call(self, call: Call, begun: int | None) -> list[Delta]:
+        if begun is None:
+            index = len(self._calls)
+            return [*self._open(call.name, call.call_id, call.arguments), Delta(call=index, arguments=call.arguments)]
+        function = self._calls[begun]["function"]
+        rest, function["arguments"] = call.arguments[len(function["arguments"]) :], call.arguments
+        return [Delta(call=begun, arguments=rest)]
+
+    def _open(self, name: str, call_id: str, arguments: str) -> list[Delta]:
         index = len(self._calls)
-        call_id = call.call_id or self._new_id(index)
-        function = {"name": call.name, "arguments": call.arguments}
-        self._calls.append({"id": call_id, "type": "function", "function": function})
-        return [Delta(call=index, call_id=call_id, name=call.name), Delta(call=index, arguments=call.arguments)]
+        call_id = call_id or self._new_id(index)
+        self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+        return [Delta(call=index, call_id=call_id, name=name)]
 
     def _new_id(self, index: int) -> str:
         """The same turn gives the same id, another turn of the conversation another one."""
         digest = hashlib.blake2b(self._seed + index.to_bytes(4, "big"), digest_size=12).hexdigest()
         return digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
+
+
+def _presentable(text: str) -> str:
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

@@ -14,31 +14,48 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import regex
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, ResponseTemplateField
 
+from tokentrue.renderers.parsing_bytes import Ordinary, Quiet
+
+CALLS, BROKEN = "tool_calls", "broken_calls"
+TEXT_FIELDS = {"content": "content", "final": "content", "preamble": "content"} | dict.fromkeys(
+    ("reasoning_content", "reasoning", "thinking"), "reasoning_content"
+)
+
 ESC = "\ufdd0"  # a Unicode noncharacter: legal in UTF-8, never assigned
 MARK = ESC + "\ufdd2"  # breaks a look-alike
 LITERAL = ESC + "\ufdd1"  # the model wrote ESC itself
 _LOOKBACK = 128
-_TRIM_AT = 4096
+_TRIM_AT = 1024
 _ASSERTIONS = regex.compile(r"\(\?<[=!][^()]*\)|\\[AbBG]|(?<![\[\\])\^")
 _ODD = "é中٣\U0001f600\ue000\udc80" + ESC  # letters, a digit, a symbol, private, half a character
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class Text(NamedTuple):
     """More text of a field that is shown as it comes."""
 
     field: str
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
+class Opened(NamedTuple):
+    """A call begins. Its body follows as `Text`, and again as a whole when it has ended."""
+
+    captures: Mapping[str, str]
+
+
+class Ended(NamedTuple):
+    """A text field pauses: what follows in it is another segment."""
+
+    field: str
+
+
+class Closed(NamedTuple):
     """A region has ended. `start` and `end` count characters of the sampled text, markers included.
 
     `closed`: by its own marker. A region that runs to the end of the turn has none, and is closed by the end.
@@ -50,6 +67,9 @@ class Closed:
     start: int
     end: int
     closed: bool
+
+
+Part: TypeAlias = Text | Opened | Ended | Closed
 
 
 def unshield(text: str) -> str:
@@ -83,21 +103,21 @@ class Shield:
 
     def __init__(self, markers: tuple[str, ...]) -> None:
         self._marks = marks_of(markers)
-        self._held = ""
+        self.held = ""
 
     def ordinary(self, text: str) -> str:
         if ESC in text:
             text = text.replace(ESC, LITERAL)
         marks = self._marks
-        if not self._held and marks.start.search(text) is None:  # nothing in it can begin a marker
+        if not self.held and marks.start.search(text) is None:  # nothing in it can begin a marker
             return text
-        text = marks.whole.sub(lambda match: match[0][0] + MARK + match[0][1:], self._held + text)
+        text = marks.whole.sub(lambda match: match[0][0] + MARK + match[0][1:], self.held + text)
         keep = next((size for size in range(min(marks.longest, len(text)), 0, -1) if text[-size:] in marks.heads), 0)
-        self._held = text[len(text) - keep :]
+        self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self.held = self.held, ""
         return held
 
 
@@ -120,33 +140,46 @@ class Places:
         return offset - self._extra[bisect_right(self._offsets, offset - 1)]
 
 
+Delimiter: TypeAlias = tuple[str, ResponseTemplateField, Any, bool]
+"""Whether it opens or closes, its field, the search for it, and whether it is sure when it stands at the end of the text."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What can end a region or open the next one. `trigger` finds every character that may begin it; None where any may."""
+    """What can end a region or open the next one, and the tokens that cannot begin it, nor the look-alike of a marker."""
 
-    fields: list[tuple[str, ResponseTemplateField]]
-    trigger: Any
+    delimiters: list[Delimiter]
+    quiet: Quiet
 
 
-def watches_of(template: ResponseTemplate) -> dict[str | None, Watch]:
+def watches_of(
+    template: ResponseTemplate, ordinary: Ordinary, *, markers: tuple[str, ...], stop_ids: frozenset[int]
+) -> dict[str | None, Watch]:
     """The watch of every region, and of the text between regions."""
-    between = [("open", field) for field in template.fields.values() if field.open_re is not None]
+    between = [_delimiter("open", field) for field in template.fields.values() if field.open_re is not None]
     implicit = template.fields.get(template.implicit or "")
     if implicit is not None and implicit.close_re is not None:
-        between.append(("close", implicit))
-    watches: dict[str | None, Watch] = {None: _watch(between)}
+        between.append(_delimiter("close", implicit))
+    listed: dict[str | None, list[Delimiter]] = {None: between}
     for name, field in template.fields.items():
-        inside = [("close", field)] if field.close_re is not None else []
-        watches[name] = watches[None] if name == template.implicit else _watch(inside)
-    return watches
+        inside = [_delimiter("close", field)] if field.close_re is not None else []
+        listed[name] = between if name == template.implicit else inside
+    look_alikes = ESC + "".join(marker[0] for marker in markers)
+    return {name: Watch(delimiters=found, quiet=Quiet(ordinary, _loud(found, look_alikes), stop_ids)) for name, found in listed.items()}
 
 
-def _watch(fields: list[tuple[str, ResponseTemplateField]]) -> Watch:
-    begins = [_beginnings(field.open_re if kind == "open" else field.close_re) for kind, field in fields]
+def _delimiter(kind: str, field: ResponseTemplateField) -> Delimiter:
+    if kind == "open":
+        return kind, field, field.open_re.search, field.open_literals is not None and not field.open_literal_can_extend
+    return kind, field, field.close_re.search, field.close_literals is not None and not field.close_literal_can_extend
+
+
+def _loud(delimiters: list[Delimiter], look_alikes: str) -> Any:
+    """Finds a character that may begin something watched for."""
+    begins = [_beginnings(field.open_re if kind == "open" else field.close_re) for kind, field, _, _ in delimiters]
     if any(begin is None for begin in begins):
-        return Watch(fields=fields, trigger=None)
-    every = "".join(sorted({begin for begin in begins if begin}))
-    return Watch(fields=fields, trigger=regex.compile(f"[{every}]" if every else "(?!)"))
+        return regex.compile("")
+    return regex.compile(f"[{''.join(filter(None, begins))}{regex.escape(look_alikes)}]")
 
 
 def _beginnings(pattern: Any) -> str | None:
@@ -166,10 +199,11 @@ def _beginnings(pattern: Any) -> str | None:
 class Regions(ResponseParser):
     """The scanner. `prefix` is what the prompt already wrote of this turn (an opened `<think>`); it sets the state, and adds no text."""
 
-    def __init__(self, template: ResponseTemplate, watches: Mapping[str | None, Watch], *, prefix: str, texts: frozenset[str]) -> None:
+    def __init__(self, template: ResponseTemplate, watches: Mapping[str | None, Watch], *, prefix: str, shown: frozenset[str]) -> None:
+        """`shown`: the fields whose text is wanted as it comes."""
         self._watches = watches
-        self._texts = texts
-        self._found: list[Text | Closed] = []
+        self._shows = shown
+        self._found: list[Part] = []
         self._parts: list[str] = []
         self._base = self._origin = 0
         self._opened_at = 0
@@ -182,22 +216,35 @@ class Regions(ResponseParser):
         self._origin = len(prefix)
         self._found.clear()
 
-    def more(self, text: str) -> list[Text | Closed]:
+    def at_rest(self) -> tuple[Quiet | None, str | None]:
+        """The tokens that change nothing here (None while something is held back), and the field that shows them."""
+        if self._pos < len(self._buffer):
+            return None, None
+        return self._watches[self._current].quiet, self._current if self._current in self._shows else None
+
+    def pass_by(self, text: str) -> None:
+        """`text` of quiet tokens."""
         if self._pos > _TRIM_AT:
-            cut = self._pos - _LOOKBACK
-            self._buffer, self._base, self._pos = self._buffer[cut:], self._base + cut, self._pos - cut
-        if self._pos == len(self._buffer):
-            trigger = self._watches[self._current].trigger
-            if trigger is not None and trigger.search(text) is None:  # nothing is held back, and nothing in `text` can begin a marker
-                self._buffer += text
-                self._pos += len(text)
-                self._accumulate([], text)
-                return self._taken()
+            self._trim()
+        self._buffer += text
+        self._pos += len(text)
+        if self._current not in TEXT_FIELDS:
+            self._parts.append(text)
+        elif text:
+            self._opened = True
+
+    def _trim(self) -> None:
+        cut = self._pos - _LOOKBACK
+        self._buffer, self._base, self._pos = self._buffer[cut:], self._base + cut, self._pos - cut
+
+    def more(self, text: str) -> list[Part]:
+        if self._pos > _TRIM_AT:
+            self._trim()
         self._buffer += text
         self._process([], eos=False)
         return self._taken()
 
-    def end(self, *, stopped: bool) -> list[Text | Closed]:
+    def end(self, *, stopped: bool) -> list[Part]:
         """`stopped`: the turn ended at a stop token, not at a cut-off."""
         self._stopped = stopped
         self._process([], eos=True)
@@ -208,17 +255,35 @@ class Regions(ResponseParser):
         """In a region that has a marker of its own."""
         return self._current is not None and self._current != self._implicit_name
 
-    def _taken(self) -> list[Text | Closed]:
+    def _taken(self) -> list[Part]:
         found, self._found = self._found, []
         return found
 
     # What follows replaces the parent's hooks; `tests/renderers/parsing` holds them to the parent's own results.
 
-    def _watchlist(self) -> list[tuple[str, ResponseTemplateField]]:
-        return self._watches[self._current].fields
+    def _watchlist(self) -> Any:
+        return self._watches[self._current].delimiters
 
-    def _scan(self, watch: list[tuple[str, ResponseTemplateField]], eos: bool) -> tuple[tuple[str, ResponseTemplateField, Any] | None, int]:
-        best, hold = super()._scan(watch, eos)
+    def _scan(self, watch: Any, eos: bool) -> tuple[tuple[str, ResponseTemplateField, Any] | None, int]:
+        """The parent's own rule: the earliest delimiter that is sure, the longest of those; `hold` is where one that is not sure begins."""
+        buffer, pos = self._buffer, self._pos
+        edge = hold = len(buffer)
+        best: tuple[str, ResponseTemplateField, Any] | None = None
+        best_key: tuple[int, int, str, str] | None = None
+        delimiters: list[Delimiter] = watch
+        for kind, field, search, is_sure in delimiters:
+            match = search(buffer, pos, partial=not eos)
+            if match is None:
+                continue
+            start, end = match.span()
+            if not eos and (match.partial or (end == edge and (start == end or not is_sure))):
+                hold = min(hold, start)
+                continue
+            key = (start, start - end, "" if kind == "open" else kind, field.name)
+            if best_key is None or key < best_key:
+                best_key, best = key, (kind, field, match)
+        if best is not None and best[2].start() >= hold:
+            best = None
         self._match = best[2] if best is not None else None
         return best, hold
 
@@ -226,9 +291,9 @@ class Regions(ResponseParser):
         if not text or self._current is None:
             return
         self._opened = True
-        if self._current in self._texts:
+        if self._current in self._shows:
             self._found.append(Text(field=self._current, text=text))
-        else:
+        if self._current not in TEXT_FIELDS:
             self._parts.append(text)
 
     def _open_explicit(self, events: list[dict[str, Any]], field: ResponseTemplateField, m: Any) -> None:
@@ -237,9 +302,14 @@ class Regions(ResponseParser):
         self._parts = []
         self._opened = True
         self._opened_at = self._base + m.start()
+        if field.name == CALLS and CALLS in self._shows:
+            self._found.append(Opened(captures=self._captures))
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
-        if self._current is not None and self._opened:
+        if self._current in TEXT_FIELDS:
+            if self._opened:
+                self._found.append(Ended(self._current))
+        elif self._current is not None and self._opened:
             closes = self._spec.fields[self._current].close_re
             to_the_end = closes is None or closes.fullmatch("") is not None
             self._found.append(

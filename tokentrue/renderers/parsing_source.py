@@ -8,30 +8,12 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import Any
 
-from tokentrue.renderers.parsing_bytes import TokenBytes
+from tokentrue.renderers.parsing_bytes import Ordinary, TokenBytes
 from tokentrue.renderers.parsing_regions import Shield
 from tokentrue.types import Ids
-
-
-class Ordinary(dict[int, str | None]):
-    """Id to its text where that is whole characters and no marker, else None; filled when first asked for."""
-
-    def __init__(self, pieces: TokenBytes, marker_ids: frozenset[int]) -> None:
-        super().__init__()
-        self._pieces, self._marker_ids = pieces, marker_ids
-
-    def __missing__(self, token_id: int) -> str | None:
-        try:
-            text = None if token_id in self._marker_ids else self._pieces.piece(token_id).decode("utf-8")
-        except UnicodeDecodeError:
-            text = None
-        self[token_id] = text
-        return text
-
-    def is_marker(self, token_id: int) -> bool:
-        return token_id in self._marker_ids
 
 
 class Source:
@@ -60,6 +42,16 @@ class Source:
                 run.append(text)
         return self._plain("".join(run)) if not out else "".join((*out, self._plain("".join(run))))
 
+    def keep(self, token_ids: Ids, text: str) -> None:
+        """Tokens of which nothing need be held back: `text` is theirs."""
+        self._ids.extend(token_ids)
+        self._text.append(text)
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing is held back."""
+        return not self._undecided and not self._shield.held
+
     def rest(self) -> str:
         """What is still held back: the turn is over, but for its stop token."""
         self._cut_at = len(self._ids)
@@ -67,16 +59,20 @@ class Source:
 
     @property
     def raw(self) -> str:
-        return self._pieces.text(self._ids)
+        """The true text so far; its bytes are the bytes of the ids."""
+        if len(self._text) != 1:
+            self._text = ["".join(self._text)]
+        return self._text[0]
 
     def slice(self, start: int, end: int) -> str:
         """Characters `[start, end)` of the true text."""
-        if len(self._text) > 1:
-            self._text = ["".join(self._text)]
-        return self._text[0][start:end] if self._text else ""
+        return self.raw[start:end]
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
         """The tokens `[first, last)` that spell characters `[start, end)`."""
+        if self._decoder is None:  # every token is whole characters
+            ends = list(accumulate(map(self._ordinary.sizes.__getitem__, self._ids)))
+            return bisect_right(ends, start), min(bisect_left(ends, end) + 1, len(ends))
         if self._spelling is None:
             self._spelling = Spelling(self._pieces, self._ordinary)
         self._spelling.follow(self._ids, cut_at=self._cut_at)
@@ -122,30 +118,34 @@ class Spelling:
         self._length = 0
 
     def follow(self, ids: Ids, *, cut_at: int | None) -> None:
-        for place in range(len(self._ends), len(ids)):
-            if place == cut_at:
-                self._cut_off()
-            token_id = ids[place]
-            text = self._ordinary[token_id]
+        ordinary, ends, reach, length = self._ordinary, self._ends, self._reach, self._length
+        for place in range(len(ends), len(ids)):
+            text = ordinary[ids[place]]
             if text is not None and not self._open:
-                self._length += len(text)
-            elif self._ordinary.is_marker(token_id):
-                self._cut_off()
-                self._length += len(self._pieces.piece(token_id).decode("utf-8"))
+                length += len(text)
             else:
-                self._part(self._pieces.piece(token_id), place)
-            self._ends.append(self._length)
-            self._reach.append(self._length)
+                self._length = length
+                self._odd(ids[place], place, cut=place == cut_at)
+                length = self._length
+            ends.append(length)
+            reach.append(length)
+        self._length = length
         if cut_at == len(ids):
             self._cut_off()
 
-    def tokens(self, start: int, end: int) -> tuple[int, int]:
-        return bisect_right(self._reach, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
-
-    def _part(self, piece: bytes, place: int) -> None:
+    def _odd(self, token_id: int, place: int, *, cut: bool) -> None:
+        piece, is_marker = self._pieces.piece(token_id), self._ordinary.is_marker(token_id)
+        if cut or is_marker:
+            self._cut_off()
+        if is_marker:
+            self._length += len(piece.decode("utf-8"))
+            return
         self._settle(self._decoder.decode(piece))
         undecided = len(self._decoder.getstate()[0])
         self._open = [*self._open, *[place] * len(piece)][-undecided:] if undecided else []
+
+    def tokens(self, start: int, end: int) -> tuple[int, int]:
+        return bisect_right(self._reach, start), min(bisect_left(self._ends, end) + 1, len(self._ends))
 
     def _cut_off(self) -> None:
         """The bytes of a character that never became whole belong to the tokens that wrote them."""
