@@ -52,12 +52,12 @@ def renderer_of(
 ) -> Renderer:
     """A renderer for a transformers tokenizer that is already there; `directory` is where its files are."""
     source = _source(tokenizer, chat_template)
-    family = family_for(source, tokenizer)
+    codec = Codec(tokenizer.backend_tokenizer)
+    family = family_for(source, tokenizer, codec.literals)
     if chat_template is None and family.chat_template is not None and (history, injection) == ("keep", "safe"):
         source = family.chat_template
     kwargs = {**(family.template_kwargs if history == "keep" else {}), **(template_kwargs or {})}
     template = Template(source, variables=tokenizer.special_tokens_map)
-    codec = Codec(tokenizer.backend_tokenizer)
     declared = declared_stops(directory, codec, tokenizer.eos_token)
     tokenizer_hash = _tokenizer_hash(directory, tokenizer)
     names = tokenizer.special_tokens_map

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +42,14 @@ FAMILIES: tuple[Recognise, ...] = (
 )
 
 
-def family_for(template_text: str, tokenizer: Any) -> Family:
-    """The family of a template, or "plain": all text is content, no calls. A response template that the tokenizer ships wins over ours."""
-    clues = Clues(template=template_text, tokens=frozenset(str(token.content) for token in tokenizer.added_tokens_decoder.values()))
+def family_for(template_text: str, tokenizer: Any, tokens: Iterable[str] | None = None) -> Family:
+    """The family of a template, or "plain": all text is content, no calls. A response template that the tokenizer ships wins over ours.
+
+    `tokens` are the tokenizer's added tokens where the caller has them already: some have thousands.
+    """
+    if tokens is None:
+        tokens = (str(token.content) for token in tokenizer.added_tokens_decoder.values())
+    clues = Clues(template=template_text, tokens=frozenset(tokens))
     family = next((found for recognise in FAMILIES if (found := recognise(clues)) is not None), Family(name="plain"))
     own = getattr(tokenizer, "response_template", None)
     return replace(family, response_template=own) if own else family
