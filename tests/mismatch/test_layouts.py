@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.mismatch.batches import Batch, make
 from tokentrue.errors import InputError
-from tokentrue.mismatch import LOSSES, PRESETS, Correction, LossConfig, correct, diagnose, layout, loss_named, policy_loss
+from tokentrue.mismatch import LOSSES, PRESETS, Correction, LossConfig, correct, diagnose, loss_named, policy_loss
+from tokentrue.mismatch.reduce import sum_padded_rows
 
 WANTED = ["decoupled_token_is", "decoupled_seq_is_rs", "decoupled_token_icepop", "miles_config_1", "tis-srs-k3-corr-mean", "deepseek_v3_2",
           "srs-k3-ppo-mean", "skyrl_recommended"]  # fmt: skip
@@ -129,11 +130,12 @@ def test_sums_by_pairs_depend_on_nothing_but_their_row() -> None:
     sizes = [0, 1, 2, 3, 7, 64, 0, 33]
     values = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
     parts = values.split(sizes)
-    whole = layout.sum_padded_rows(values, torch.tensor(sizes))
-    alone = torch.cat([layout.sum_padded_rows(part, torch.tensor([part.numel()])) for part in parts])
+    whole = sum_padded_rows(values, torch.tensor(sizes))
+    alone = torch.cat([sum_padded_rows(part, torch.tensor([part.numel()])) for part in parts])
     assert torch.equal(whole, alone)
-    torch.testing.assert_close(whole, torch.tensor([math.fsum(part.tolist()) for part in parts], dtype=torch.float64), rtol=1e-13, atol=1e-13)
-    assert layout.sum_padded_rows(torch.zeros(0), torch.zeros(2, dtype=torch.long)).tolist() == [0.0, 0.0]
+    want = torch.tensor([math.fsum(part.tolist()) for part in parts], dtype=torch.float64)
+    torch.testing.assert_close(whole, want, rtol=1e-13, atol=1e-13)
+    assert sum_padded_rows(torch.zeros(0), torch.zeros(2, dtype=torch.long)).tolist() == [0.0, 0.0]
 
 
 def test_no_rows_at_all() -> None:

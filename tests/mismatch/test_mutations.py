@@ -91,6 +91,8 @@ def probe(m: Any) -> None:
     assert found["tail/raw/above_2"] == 2 / 7 and found["tail/raw/below_1/2"] == 1 / 7
     assert found.worst[0].row == "row 0" and found.worst[0].position == 3
     near(m.diagnose(torch.tensor([[1e-5]], dtype=D), torch.zeros(1, 1, dtype=D))["corr/k3"] / 0.5e-10, 1.0, 1e-5)
+    long = m.diagnose(torch.full((2, 256), 0.5, dtype=D), torch.zeros(2, 256, dtype=D))  # rows of whole chunks
+    assert long["tokens"] == 512 and long.worst[0].tokens == 256
     rule = m.Reject(estimator="k3", aggregate="seq_mean", upper=1.0)
     fractions = m.correct(delta, zeros, mask, m.Correction(reject=(rule,))).metrics
     assert fractions["fraction/corr_seq_mean_k3_tokens"] == 5 / 7 and fractions["fraction/corr_seq_mean_k3_rows"] == 2 / 3
@@ -137,24 +139,34 @@ def _probe_losses(m: Any) -> None:
     )  # fmt: skip
     x = (batch.trainer - batch.current)[batch.mask]
     near(penalised, 2 * (x.exp() - 1 - x).mean())
+    one = torch.tensor([[-1.0]], dtype=D, requires_grad=True)
+    with_penalty = m.LossConfig(surrogate="reinforce", penalty=m.Penalty(coefficient=1.0))
+    value, _ = m.policy_loss(one, None, None, torch.zeros(1, 1), None, with_penalty, reference_logprobs=torch.tensor([[-0.5]], dtype=D))
+    near(torch.autograd.grad(value, one)[0], [[1 - math.exp(0.5)]])
 
 
 MUTANTS = [
     ("metrics.py", "    return -log_ratio\n", "    return log_ratio\n"),
     ("metrics.py", "return 0.5 * log_ratio * log_ratio", "return log_ratio * log_ratio"),
-    ("metrics.py", "return torch.where(square < 1e-4, series, expm1 - x)", "return torch.where(square < 1e-4, series, expm1 + x)"),
-    ("metrics.py", ".add_(1 / 2).mul_(square)", ".add_(1 / 3).mul_(square)"),
+    ("metrics.py", "far.sub_(z).add_(s)", "far.add_(z).add_(s)"),
+    ("metrics.py", "for n in (2, 6, 24))", "for n in (3, 6, 24))"),
+    ("metrics.py", "ratio.sub(1).sub_(x)", "ratio.sub(1).add_(x)"),
+    ("reduce.py", "& 0xFF", "& 0x7F"),
+    ("metrics.py", "h.addcmul_(h, g)", "h"),
+    ("metrics.py", "grads[0] * ctx.saved_tensors[0]", "grads[0]"),
     ("metrics.py", "return -torch.expm1(log_ratio) * advantages", "return torch.expm1(log_ratio) * advantages"),
     ("signals.py", "corr = trainer - rollout", "corr = rollout - trainer"),
-    ("layout.py", "        return self.sum(slots) / self.lengths.clamp(min=1)", "        return self.sum(slots) / (self.lengths + 1)"),
-    ("layout.py", "return slots.masked_fill(self.padding, 0) if", "return slots if"),
-    ("layout.py", "return self.valid & per_row.repeat_interleave", "return torch.ones_like(self.valid) & per_row.repeat_interleave"),
+    ("rows.py", "        return self.sum(slots) / self.lengths.clamp(min=1)", "        return self.sum(slots) / (self.lengths + 1)"),
+    ("rows.py", "        return self.clear_padding(slots)\n", "        return slots\n"),
+    ("rows.py", "return self.valid & per_row.index_select", "return torch.ones_like(self.valid) & per_row.index_select"),
     ("correct.py", "total / count if how.level == \"geometric\" else total", "total"),
     ("correct.py", "raw.clamp(min=how.lower, max=how.upper)", "raw.clamp(min=how.lower, max=2 * how.upper)"),
     ("correct.py", "raw.masked_fill(~inside(log_weight, low, high), 0), raw", "raw.masked_fill(inside(log_weight, low, high), 0), raw"),
     ("correct.py", "good & (values <= upper)", "good & (values >= upper)"),
     ("correct.py", "values >= lower", "values > lower - 9"),
-    ("correct.py", "self.keep = self.keep & ~bad\n        else", "self.keep = self.keep\n        else"),
+    ("correct.py", "        elif by_token:\n            self.drop_tokens(failing)\n", "        elif by_token:\n            pass\n"),
+    ("correct.py", "left if self.tokens_dropped is None else left & ~self.tokens_dropped", "left"),
+    ("correct.py", "left = rows.spread_flags(~self.rows_dropped)", "pass"),
     ("correct.py", "        if rule.inverse:\n            log_ratio = -log_ratio\n", ""),
     ("correct.py", "return total if rule.aggregate == \"seq_sum\" else total / count", "return total"),
     ("sums.py", "Mean(total=2 * one + two, count=tokens)", "Mean(total=one + two, count=tokens)"),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import ConfigError, InputError
-from tokentrue.mismatch.layout import Layout, Values
+from tokentrue.mismatch.layout import Layout
+from tokentrue.mismatch.rows import Values
 
 
 def grpo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, std: bool = True, eps: float = 1e-6) -> Tensor:
@@ -69,7 +70,7 @@ def gae_advantages(
             gained = torch.zeros_like(reward)
             start = 0
             for row, (length, chunks) in enumerate(zip(rows.lengths.tolist(), rows.chunks.tolist(), strict=True)):
-                last = 0.0 if last_values is None else float(last_values[rows.start + row])
+                last = 0.0 if last_values is None else float(last_values[rows.place.start + row])
                 span = slice(start, start + length)
                 gained.view(-1)[span] = _scan(reward.view(-1)[span], value.view(-1)[span], gamma, lam, last)
                 start += chunks * reward.shape[1]

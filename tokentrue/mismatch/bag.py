@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from tokentrue.errors import InputError
+
 _POINT = 1074  # 2**-1074 is the smallest double: every finite double is a whole number of these
 _SHIFT = 17  # a histogram bin is a float32 without its low 17 bits: 64 bins an octave
 _OFFSET = 1 << 14  # makes bins of negative values count from 0
@@ -27,12 +29,38 @@ QUANTILES = (0.01, 0.5, 0.9, 0.99, 0.999)
 
 def exact_total(values: Iterable[float]) -> int:
     """The sum of finite doubles, exactly, in units of 2**-1074."""
-    total = 0
-    for value in values:
-        if value:
-            top, bottom = value.as_integer_ratio()
-            total += top << (_POINT - bottom.bit_length() + 1)
-    return total
+    return exact_totals(torch.tensor([list(values)], dtype=torch.float64))[0]
+
+
+def exact_totals(values: Tensor) -> list[int]:
+    """`exact_total` of each row of a `[M, n]` tensor of doubles.
+
+    A double is h·2^(e-27) + l·2^(e-53) with whole h and l below 2^27. Those of one row and exponent add up exactly in a double for any n
+    below 2^26; what is left to Python's integers is one addition per exponent.
+    """
+    values = values.detach().cpu()
+    fraction, exponent = torch.frexp(values)
+    if not values.numel() or not math.isfinite(float(fraction.sum())):
+        return _not_finite(values) if values.numel() else [0] * values.shape[0]
+    scaled = fraction * 2.0**27
+    high = scaled.trunc()
+    low = (scaled - high) * 2.0**26
+    least = int(exponent.min())
+    width = int(exponent.max()) - least + 1
+    keys = (exponent - least + torch.arange(values.shape[0], dtype=torch.int32).unsqueeze(1) * width).view(-1)
+    tables = [torch.bincount(keys, weights=part.view(-1), minlength=values.shape[0] * width) for part in (high, low)]
+    totals = [0] * values.shape[0]
+    found = (tables[0] != 0).logical_or(tables[1] != 0).nonzero().squeeze(1)
+    for key, top, rest in zip(found.tolist(), tables[0][found].tolist(), tables[1][found].tolist(), strict=True):
+        whole = (int(top) << 26) + int(rest)
+        shift = key % width + least - 53 + _POINT
+        totals[key // width] += whole << shift if shift >= 0 else whole >> -shift  # subnormals end in as many zero bits
+    return totals
+
+
+def _not_finite(values: Tensor) -> list[int]:
+    bad = int((~torch.isfinite(values)).sum())
+    raise InputError(f"metrics: {bad} sums are not finite in float64; are the advantages or the log-probabilities of a sane size?")
 
 
 def as_float(total: int) -> float:
@@ -155,7 +183,8 @@ class Histogram:
     @staticmethod
     def bins_of(values: Tensor) -> Tensor:
         """The bin of each value, from 0 to `BINS` - 1; rising with the value among positives and falling among negatives."""
-        return (values.to(torch.float32).view(torch.int32) >> _SHIFT) + _OFFSET
+        bits = values.to(torch.float32, copy=True).view(torch.int32)
+        return bits.bitwise_right_shift_(_SHIFT).add_(_OFFSET)
 
     @staticmethod
     def of(dense: Tensor) -> Histogram:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.bag import Count, Mean, Metrics, Statistic, as_float, exact_total
+from tokentrue.mismatch.bag import Count, Mean, Metrics, Statistic, as_float, exact_totals
 from tokentrue.mismatch.config import Correction, Reject, Weights
-from tokentrue.mismatch.layout import Layout, Rows, Values
-from tokentrue.mismatch.metrics import ESTIMATORS
+from tokentrue.mismatch.layout import Layout
+from tokentrue.mismatch.metrics import ESTIMATORS, k3_to_compare
+from tokentrue.mismatch.rows import Rows, Values
 from tokentrue.mismatch.signals import Policies, Signals, read_per_token, read_signals
 
 
@@ -83,14 +84,17 @@ class Block:
     weights: Tensor
     unmasked: Tensor  # weights before mode "mask" zeroed any
     keep: Tensor
-    applied: Tensor  # weights of kept tokens, 0 elsewhere
-    row_weights: Tensor  # their row sums
+    row_weights: Tensor  # sums over the kept tokens
     hits: dict[str, int]
+
+    def applied(self) -> Tensor:
+        """Weights of kept tokens, 0 elsewhere."""
+        return self.weights if self.keep is self.rows.valid else self.weights * self.keep
 
 
 def correct_rows(signals: Signals, layout: Layout, config: Correction, extras: Extras) -> Block:
     rows = signals.rows
-    judge = Judge(signals=signals, config=config, keep=rows.valid)
+    judge = Judge(signals=signals, config=config)
     judge.count("bad", signals.bad)
     if signals.bad is not None and config.non_finite == "sequence":
         judge.drop_rows("bad", signals.bad)
@@ -98,21 +102,17 @@ def correct_rows(signals: Signals, layout: Layout, config: Correction, extras: E
     for rule in config.reject:
         if rule.aggregate == "token":
             judge.apply(rule)
-    active = judge.keep if config.staged else rows.valid
+    active = judge.keep() if config.staged else rows.valid
     weights, unmasked = judge.weigh(active)
     for rule in config.reject:
         if rule.aggregate != "token":
             judge.apply(rule, active)
-    rejecting = judge.keep is not rows.valid
-    judge.hits["rejected"] = rows.tokens - int(torch.count_nonzero(judge.keep)) if rejecting else 0
-    judge.hits["rows_rejected"] = int((~rows.any(judge.keep) & (rows.lengths > 0)).sum()) if rejecting else 0
+    judge.count_rejected()
     if judge.zeroed is not None:
         weights = weights.masked_fill(judge.zeroed, 0)
-    weights = weights.masked_fill_(rows.padding, 0)
-    applied = weights if judge.keep is rows.valid else torch.where(judge.keep, weights, 0.0)
-    return Block(
-        rows=rows, weights=weights, unmasked=unmasked, keep=judge.keep, applied=applied, row_weights=rows.sum(applied), hits=judge.hits
-    )
+    weights = rows.clear_padding(weights)
+    signals.cache.clear()  # the weights may have been its ratios, whose padding was 1
+    return Block(rows=rows, weights=weights, unmasked=unmasked, keep=judge.keep(), row_weights=judge.row_weights(weights), hits=judge.hits)
 
 
 def _whole_row_rules(judge: Judge, layout: Layout, extras: Extras) -> None:
@@ -140,9 +140,33 @@ class Judge:
 
     signals: Signals
     config: Correction
-    keep: Tensor
+    tokens_dropped: Tensor | None = None  # slots
+    rows_dropped: Tensor | None = None  # one flag per row: most rules need no more
     zeroed: Tensor | None = None
     hits: dict[str, int] = field(default_factory=dict[str, int])
+
+    def keep(self) -> Tensor:
+        """The slots that are left."""
+        rows, left = self.signals.rows, self.signals.rows.valid
+        if self.rows_dropped is not None:
+            left = rows.spread_flags(~self.rows_dropped)
+        return left if self.tokens_dropped is None else left & ~self.tokens_dropped
+
+    def row_weights(self, weights: Tensor) -> Tensor:
+        """Row sums of the weights of what is left."""
+        rows = self.signals.rows
+        sums = rows.sum(weights if self.tokens_dropped is None else weights * ~self.tokens_dropped)
+        return sums if self.rows_dropped is None else sums * ~self.rows_dropped
+
+    def count_rejected(self) -> None:
+        rows = self.signals.rows
+        left = rows.lengths.double() if self.tokens_dropped is None else rows.count(rows.valid & ~self.tokens_dropped)
+        left = left if self.rows_dropped is None else left * ~self.rows_dropped
+        self.hits["rejected"] = rows.tokens - int(left.sum())
+        self.hits["rows_rejected"] = int(((left == 0) & (rows.lengths > 0)).sum())
+
+    def drop_tokens(self, slots: Tensor) -> None:
+        self.tokens_dropped = slots if self.tokens_dropped is None else self.tokens_dropped | slots
 
     def count(self, name: str, hit: Tensor | None) -> None:
         self.hits[name] = 0 if hit is None else int(torch.count_nonzero(hit))
@@ -154,7 +178,10 @@ class Judge:
         self.count(f"{name}_tokens", tokens)
         self.count(f"{name}_rows", hit)
         if self.hits[f"{name}_rows"]:
-            self.keep = self.keep & ~rows.spread_flags(hit)
+            self._drop_whole(hit)
+
+    def _drop_whole(self, hit: Tensor) -> None:
+        self.rows_dropped = hit if self.rows_dropped is None else self.rows_dropped | hit
 
     def drop_stale(self, layout: Layout, extras: Extras) -> None:
         limit = self.config.staleness
@@ -168,7 +195,7 @@ class Judge:
             return
         self.count("stale_tokens", stale)
         self.count("stale_rows", rows.any(stale))
-        self.keep = self.keep & ~stale
+        self.drop_tokens(stale)
 
     def drop_off_policy(self, advantages: Tensor) -> None:
         rule = self.config.off_policy_mask
@@ -181,7 +208,7 @@ class Judge:
             return
         self.count("off_policy_tokens", dropped)
         self.count("off_policy_rows", rows.any(dropped))
-        self.keep = self.keep & ~dropped
+        self.drop_tokens(dropped)
 
     def weigh(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """Applied weights, and weights before masking; outside valid tokens they mean nothing."""
@@ -194,12 +221,13 @@ class Judge:
             total, count = self.row_totals(log_weight, active)
             log_weight = rows.spread(total / count if how.level == "geometric" else total)
         low, high = _log(how.lower), _log(how.upper)
-        least, most = self.signals.extremes() if log_weight is self.signals.corr else rows.extremes(log_weight)
-        self.count("weights_below", rows.valid & (log_weight < low) if low is not None and least < low else None)
-        self.count("weights_above", rows.valid & (log_weight > high) if high is not None and most > high else None)
+        least, most = self.signals.span if log_weight is self.signals.corr else rows.extremes(log_weight)
+        # The padding's zeros are inside any bounds, which all hold 0.
+        self.count("weights_below", log_weight < low if low is not None and least < low else None)
+        self.count("weights_above", log_weight > high if high is not None and most > high else None)
         clamps = max(most, -least) > limit
-        self.count("clamped", rows.valid & (log_weight.abs() > limit) if clamps else None)
-        raw = (log_weight.clamp(-limit, limit) if clamps else log_weight).exp()
+        self.count("clamped", log_weight.abs() > limit if clamps else None)
+        raw = self.signals.ratio(limit) if log_weight is self.signals.corr else log_weight.clamp(-limit, limit).exp()
         outside = self.hits["weights_below"] + self.hits["weights_above"] > 0
         if how.mode == "raw" or not outside:
             return raw, raw
@@ -219,16 +247,20 @@ class Judge:
         rows = self.signals.rows
         statistic = self.statistic(rule, rows.valid if active is None else active)
         failing = ~inside(statistic, *_bounds(rule))
-        bad = rows.valid & failing if rule.aggregate == "token" else rows.spread_flags(failing)
-        name = rule_name(rule)
-        self.count(f"{name}_tokens", bad)
-        self.count(f"{name}_rows", rows.any(bad) if rule.aggregate == "token" else failing & (rows.lengths > 0))
-        if not self.hits[f"{name}_tokens"]:
+        by_token = rule.aggregate == "token"
+        failing = failing & (rows.valid if by_token else rows.lengths > 0)
+        hits = rows.count(failing) if by_token else failing * rows.lengths
+        self.hits[f"{rule_name(rule)}_tokens"] = int(hits.sum())
+        self.hits[f"{rule_name(rule)}_rows"] = int((hits > 0).sum())
+        if not bool(hits.any()):
             return
-        if rule.action == "drop":
-            self.keep = self.keep & ~bad
-        else:
+        if rule.action == "mask":
+            bad = failing if by_token else rows.spread_flags(failing)
             self.zeroed = bad if self.zeroed is None else self.zeroed | bad
+        elif by_token:
+            self.drop_tokens(failing)
+        else:
+            self._drop_whole(failing)
 
     def statistic(self, rule: Reject, active: Tensor) -> Tensor:
         """Per slot for a token rule, per row otherwise; log-ratios stand in for ratios."""
@@ -244,7 +276,7 @@ class Judge:
         """The rule's estimator at each slot."""
         limit = self.config.log_clamp
         if rule.estimator == "k3" and rule.signal == "corr" and not rule.inverse:
-            return self.signals.k3(limit)
+            return k3_to_compare(self.signals.clamped(limit), self.signals.ratio(limit))
         log_ratio = self.signals.log_ratio(rule.signal)
         if rule.inverse:
             log_ratio = -log_ratio
@@ -317,9 +349,9 @@ class Tally:
     hits: dict[str, int] = field(default_factory=dict[str, int])
     tokens: int = 0
     rows: int = 0
-    weight_total: int = 0  # exact
+    weight_sums: list[Tensor] = field(default_factory=list[Tensor])  # per row, of what normalisation averages
     weight_count: int = 0
-    applied: int = 0  # exact
+    applied: list[Tensor] = field(default_factory=list[Tensor])  # weights of kept tokens, per row
 
     def add(self, block: Block, config: Correction) -> None:
         rows = block.rows
@@ -327,7 +359,7 @@ class Tally:
             self.hits[name] = self.hits.get(name, 0) + hit
         self.tokens += rows.tokens
         self.rows += int((rows.lengths > 0).sum())
-        self.applied += exact_total(block.row_weights.tolist())
+        self.applied.append(block.row_weights)
         how = config.weights.normalise if config.weights is not None else None
         if how is None:
             return
@@ -335,10 +367,10 @@ class Tally:
         source = block.unmasked if how.over == "raw" else block.weights
         sums, counts = rows.sum(torch.where(counted, source, 0.0)), rows.sum(counted.double())
         if how.level == "token":
-            self.weight_total += exact_total(sums.tolist())
+            self.weight_sums.append(sums)
             self.weight_count += int(counts.sum())
             return
-        self.weight_total += exact_total((sums / counts.clamp(min=1)).tolist())
+        self.weight_sums.append(sums / counts.clamp(min=1))
         self.weight_count += rows.num_rows if how.empty_rows else int((counts > 0).sum())
 
     def metrics(self) -> Metrics:
@@ -346,20 +378,24 @@ class Tally:
         for name, hit in sorted(self.hits.items()):
             of = self.rows if name.endswith("_rows") or name == "rows_rejected" else self.tokens
             statistics[f"fraction/{name}"] = Mean.fraction(hit, of)
-        statistics["weight/applied_mean"] = Mean(total=self.applied, count=self.tokens)
+        statistics["weight/applied_mean"] = Mean(total=_total(self.applied), count=self.tokens)
         return Metrics(statistics)
 
 
 def _normalise(weights: Tensor, how: Weights | None, tally: Tally) -> tuple[Tensor, tuple[float, int] | None, bool]:
     if how is None or how.normalise is None:
         return weights, None, False
-    totals = (as_float(tally.weight_total), tally.weight_count)
+    totals = (as_float(_total(tally.weight_sums)), tally.weight_count)
     if how.normalise.scope == "step":
         return weights, totals, True
     if tally.rows == 1 and how.level != "token":
         warnings.warn("weights normalised over a single row become 1: the correction is cancelled; use scope='step'", stacklevel=3)
     mean = totals[0] / totals[1] if totals[1] else 0.0
     return (weights / mean if mean > 1e-8 else weights), totals, False
+
+
+def _total(parts: Sequence[Tensor]) -> int:
+    return exact_totals(torch.cat(list(parts)).unsqueeze(0))[0] if parts else 0
 
 
 def _scaled(weights: Values, mean: float) -> Values:

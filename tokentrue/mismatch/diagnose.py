@@ -10,6 +10,7 @@ Metric names (r = trainer ÷ rollout, δ = log r, A the advantage):
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,8 @@ from tokentrue.errors import InputError
 from tokentrue.mismatch.bag import Metrics
 from tokentrue.mismatch.config import Correction
 from tokentrue.mismatch.correct import Collector, Corrected, Extras
-from tokentrue.mismatch.layout import Layout, Values
+from tokentrue.mismatch.layout import Layout
+from tokentrue.mismatch.rows import Values
 from tokentrue.mismatch.signals import Policies, read_per_token, read_signals
 from tokentrue.mismatch.sums import Sums
 
@@ -129,7 +131,7 @@ def diagnose(
             if advantages is not None:
                 sums.add_contribution(signals, read_per_token(layout, signals.rows, "advantages", advantages))
             if collector is not None:
-                sums.add_applied(signals.rows, collector.add(signals).applied)
+                sums.add_applied(signals.rows, collector.add(signals).applied())
             elif corrected is not None:
                 keep = signals.rows.read(corrected.mask, torch.bool)
                 sums.add_applied(signals.rows, torch.where(keep, signals.rows.read(corrected.weights), 0.0))
@@ -173,11 +175,13 @@ def worst_rows(
 
 def _position(policies: Policies, row: int) -> int:
     """How many valid tokens of a row stand before its largest |δ|."""
-    layout = policies.layout
-    valid = layout.flat(layout.mask, row, row + 1) != 0
-    trainer, rollout = (layout.flat(values, row, row + 1).double() for values in (policies.trainer, policies.rollout))
-    gap = torch.where(valid, (trainer - rollout).abs(), -1.0)
-    return int(valid[: int(gap.nan_to_num(nan=-1.0, posinf=-1.0).argmax())].sum())
+    place = policies.layout.place(row, row + 1)
+    valid = place.flat(policies.layout.mask) != 0
+    trainer, rollout = (place.flat(values).double() for values in (policies.trainer, policies.rollout))
+    gap = (trainer - rollout).abs_().masked_fill_(~valid, -1.0)
+    if not math.isfinite(float(gap.sum())):  # tokens that could not be scored are nobody's largest
+        gap = gap.nan_to_num(nan=-1.0, posinf=-1.0)
+    return int(torch.count_nonzero(valid[: int(gap.argmax())]))
 
 
 def _worst(rows: list[WorstRow], keep: int) -> tuple[WorstRow, ...]:

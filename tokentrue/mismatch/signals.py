@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
 from tokentrue.mismatch.config import Correction, Signal
-from tokentrue.mismatch.layout import Layout, Rows, Values
-from tokentrue.mismatch.metrics import k3_from
+from tokentrue.mismatch.layout import Layout
+from tokentrue.mismatch.rows import Rows, Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,34 +41,19 @@ class Signals:
     current: Tensor | None
     corr: Tensor
     bad: Tensor | None
-    cache: dict[object, Tensor] = field(default_factory=dict[object, Tensor])
+    span: tuple[float, float]  # smallest and largest δ
+    cache: dict[float, Tensor] = field(default_factory=dict[float, Tensor])
 
     def clamped(self, limit: float) -> Tensor:
         """The mismatch's log-ratio inside ±limit."""
-        least, most = self.extremes()
+        least, most = self.span
         return self.corr if max(most, -least) <= limit else self.corr.clamp(-limit, limit)
 
-    def extremes(self) -> tuple[float, float]:
-        """Smallest and largest δ."""
-        if "extremes" not in self.cache:
-            self.cache["extremes"] = torch.tensor(self.rows.extremes(self.corr), dtype=torch.float64)
-        least, most = self.cache["extremes"].tolist()
-        return least, most
-
-    def square(self, limit: float) -> Tensor:
-        return self._once(("square", limit), lambda: self.clamped(limit).square())
-
-    def excess(self, limit: float) -> Tensor:
-        """r - 1 of the mismatch; 0 outside valid tokens."""
-        return self._once(("excess", limit), lambda: torch.expm1(self.clamped(limit)))
-
-    def k3(self, limit: float) -> Tensor:
-        return self._once(("k3", limit), lambda: k3_from(self.clamped(limit), self.excess(limit), self.square(limit)))
-
-    def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        if key not in self.cache:
-            self.cache[key] = make()
-        return self.cache[key]
+    def ratio(self, limit: float) -> Tensor:
+        """r of the mismatch; 1 outside valid tokens. Kept until the weights are made of it."""
+        if limit not in self.cache:
+            self.cache[limit] = self.clamped(limit).exp()
+        return self.cache[limit]
 
     def log_ratio(self, signal: Signal) -> Tensor:
         if signal == "corr":
@@ -80,41 +64,37 @@ class Signals:
 
 
 def read_signals(policies: Policies, rows: Rows, config: Correction) -> Signals:
-    dtype = torch.promote_types(policies.layout.dtype(policies.trainer), policies.layout.dtype(policies.rollout))
-    trainer, rollout = rows.read(policies.trainer, dtype), rows.read(policies.rollout, dtype)
-    current = None if policies.current is None else rows.read(_detached(policies.current), dtype)
+    trainer, rollout = rows.read(policies.trainer), rows.read(policies.rollout)
+    current = None if policies.current is None else rows.read(_detached(policies.current))
     if config.align_support:
         if policies.support is None:
             raise InputError("support_log_mass: align_support needs the log of the trainer's mass on the sampler's support, per token")
-        mass = rows.read(policies.support, dtype)
+        mass = rows.read(policies.support)
         trainer = trainer - mass
         current = None if current is None else current - mass
     corr = trainer - rollout
-    probe = corr if current is None else corr + current
-    if math.isfinite(float(probe.sum())):
-        return Signals(rows=rows, trainer=trainer, rollout=rollout, current=current, corr=corr, bad=None)
-    bad = ~torch.isfinite(probe)
+    span = rows.extremes(corr)
+    fine = not rows.tokens or (all(map(math.isfinite, span)) and (current is None or math.isfinite(float(current.sum()))))
+    if fine:
+        return Signals(rows=rows, trainer=trainer, rollout=rollout, current=current, corr=corr, bad=None, span=span)
+    bad = ~torch.isfinite(corr if current is None else corr + current)
     if config.non_finite == "raise":
         raise InputError(_where(rows, bad))
-    calm = torch.where(bad, 0.0, rollout)
-    signals = Signals(
+    calm, corr = torch.where(bad, 0.0, rollout), torch.where(bad, 0.0, corr)
+    rows = rows.without(bad) if config.non_finite == "token" else rows  # then bad tokens are padding: they count nowhere
+    return Signals(
         rows=rows,
         trainer=torch.where(bad, calm, trainer),
         rollout=calm,
         current=None if current is None else torch.where(bad, calm, current),
-        corr=torch.where(bad, 0.0, corr),
+        corr=corr,
         bad=bad,
+        span=rows.extremes(corr),
     )
-    return _without_bad(signals, bad) if config.non_finite == "token" else signals
-
-
-def _without_bad(signals: Signals, bad: Tensor) -> Signals:
-    """Bad tokens become padding: they count nowhere."""
-    return replace(signals, rows=signals.rows.without(bad))
 
 
 def _where(rows: Rows, bad: Tensor) -> str:
-    row = int(rows.sum(bad.double()).nonzero()[0]) + rows.start
+    row = int(rows.sum(bad.double()).nonzero()[0]) + rows.place.start
     return (
         f"log-probabilities: {int(bad.sum())} valid tokens are not finite, the first in row {row}; the engine or the trainer could not "
         "score them. Mend the mask, or choose Correction(non_finite='unit' | 'token' | 'sequence')"

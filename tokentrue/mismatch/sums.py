@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.bag import BINS, Count, Extremes, Histogram, Mean, Metrics, Moments, Statistic, exact_total
-from tokentrue.mismatch.layout import CHUNK, Layout, Rows, Values, chunk_sums, row_sums
-from tokentrue.mismatch.metrics import LOG_CLAMP, contribution, k1, k2, k3
+from tokentrue.mismatch.bag import BINS, Count, Extremes, Histogram, Mean, Metrics, Moments, Statistic, exact_total, exact_totals
+from tokentrue.mismatch.layout import Layout
+from tokentrue.mismatch.metrics import LOG_CLAMP, contribution, excess_and_k3, k1, k2, k3
+from tokentrue.mismatch.reduce import chunk_sums, row_maxima, row_sums
+from tokentrue.mismatch.rows import CHUNK, Rows, Values
 from tokentrue.mismatch.signals import Signals
 
 PROBABILITIES = (1e-4, 1e-2, 0.1, 0.5, 0.9, 0.99)
 POSITIONS = (128, 512, 2048, 8192, 32768)  # whole chunks
 TAILS = (1.1, 1.5, 2.0, 5.0, 10.0)
 SIGNS = ("positive", "negative")
+COUNTED_TOKENS = 1 << 20
+LARGEST = 700.0  # of a logarithm whose exp is finite
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,9 +36,12 @@ class Sums:
     kind_names: tuple[str, ...]
     parts: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])  # sums of chunks
     tables: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])  # |δ| per row and bucket
+    numbers: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])  # how many slots those were
     counts: dict[str, int] = field(default_factory=dict[str, int])
     ranges: dict[str, Extremes] = field(default_factory=dict[str, Extremes])
-    bins: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    bins: list[Tensor] = field(default_factory=list[Tensor])  # of δ, of blocks not yet counted
+    dense: Tensor | None = None  # counts of δ per bin
+    padding: int = 0  # slots that hold none
     shape: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor, Tensor]])
     rows: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # row sums, after `finish`
     totals: dict[str, int] = field(default_factory=dict[str, int])  # exact, after `finish`
@@ -57,35 +64,42 @@ class Sums:
     def span(self, name: str, low: float, high: float) -> None:
         self.ranges[name] = self.ranges.get(name, Extremes()).merge(Extremes(low=low, high=high))
 
-    def histogram(self, name: str, rows: Rows, values: Tensor) -> None:
-        dense = torch.bincount(Histogram.bins_of(values).view(-1), minlength=BINS)
-        dense[BINS // 2] -= rows.valid.numel() - rows.tokens  # the padding of the slots is zero too
-        self.bins[name] = dense if name not in self.bins else self.bins[name].add_(dense)
+    def add_bins(self, rows: Rows, values: Tensor) -> None:
+        """Counted some blocks at a time: clearing and adding the table costs as much as filling it."""
+        self.bins.append(Histogram.bins_of(values).view(-1).to(torch.int16))
+        self.padding += rows.valid.numel() - rows.tokens
+        if sum(bins.numel() for bins in self.bins) >= COUNTED_TOKENS:
+            self._count_bins()
+
+    def _count_bins(self) -> None:
+        dense = torch.bincount(torch.cat(self.bins), minlength=BINS)
+        self.dense = dense if self.dense is None else self.dense.add_(dense)
+        self.bins.clear()
 
     def bucket(self, name: str, rows: Rows, buckets: Tensor, values: Tensor, *, size: int, padding: int) -> None:
         """Sums per row and bucket, each in token order; padding holds 0 and falls into bucket `padding`."""
-        place = torch.arange(0, rows.num_rows * size, size, device=buckets.device).repeat_interleave(rows.chunks).unsqueeze(1)
-        keys = (buckets + place).view(-1).cpu()
+        keys = (buckets + (rows.row * size).to(buckets.dtype).unsqueeze(1)).view(-1).cpu()
         sums = torch.bincount(keys, weights=values.view(-1).cpu(), minlength=rows.num_rows * size)
         self.tables.setdefault(name, []).append(sums.view(-1, size))
-        numbers = torch.bincount(keys, minlength=rows.num_rows * size).view(-1, size).sum(dim=0)
-        numbers[padding] -= rows.valid.numel() - rows.tokens
-        for index, number in enumerate(numbers.tolist()):
-            self.count(f"{name}_{index}", number)
+        numbers = torch.bincount(keys, minlength=rows.num_rows * size).view(-1, size)
+        self.numbers.setdefault(name, []).append(numbers)
+        self.count(f"{name}_{padding}", rows.tokens - rows.valid.numel())
 
     def add_mismatch(self, signals: Signals) -> None:
         rows, delta = signals.rows, signals.corr
-        self.shape.append((rows.lengths, rows.chunks, rows.valid.sum(dim=1)))
+        self.shape.append((rows.lengths, rows.chunks, rows.filled))
         magnitude = delta.abs()
-        self.parts.setdefault("peak", []).append(magnitude.amax(dim=1).double())
+        self.parts.setdefault("peak", []).append(magnitude.amax(dim=1))
         self.push("delta", delta)
         self.push("abs", magnitude)
-        self.push("square", signals.square(LOG_CLAMP))
-        self.push("k3", signals.k3(LOG_CLAMP))
+        inner = signals.clamped(LOG_CLAMP)
+        self.push("square", inner * inner)
+        excess, gap = excess_and_k3(inner)
+        self.push("k3", gap)
         self.push("rollout", signals.rollout)
-        self.push_powers("excess", signals.excess(LOG_CLAMP))
-        self.histogram("delta", rows, delta)
-        least, most = signals.extremes()
+        self.push_powers("excess", excess)
+        self.add_bins(rows, delta)
+        least, most = signals.span
         self.span("delta", least, most)
         self.count("clamped", magnitude > LOG_CLAMP if max(most, -least) > LOG_CLAMP else 0)
         for bound in TAILS:
@@ -185,29 +199,31 @@ class Sums:
         if not self.shape:
             return
         lengths, chunks, filled = (torch.cat(part) for part in zip(*self.shape, strict=True))
-        self.peaks = torch.segment_reduce(torch.cat(self.parts.pop("peak")), "max", lengths=chunks, unsafe=True, initial=0)
+        self.peaks = row_maxima(torch.cat(self.parts.pop("peak")), chunks, 0)
         for name, part in self.parts.items():
             self.rows[name] = row_sums(torch.cat(part), chunks)
         full = lengths > 0
         self.rows["trainer"] = self.rows["rollout"] + self.rows["delta"]
         self.count("tokens", int(lengths.sum()))
         self.count("rows", full)
-        per_row = {name: (self.rows[name] / lengths.clamp(min=1))[full] for name in ("delta", "abs", "square", "k3", "trainer", "rollout")}
+        per_row = {name: self.rows[name] / lengths.clamp(min=1) for name in ("delta", "abs", "square", "k3", "trainer", "rollout")}
         whole = {f"{name}_rows": values for name, values in per_row.items()}
         gap = per_row["rollout"] - per_row["trainer"]
-        product = self.rows["delta"][full].clamp(-LOG_CLAMP, LOG_CLAMP)
-        weight = product.exp()
-        whole |= {"ppl_trainer": (-per_row["trainer"]).exp(), "ppl_rollout": (-per_row["rollout"]).exp()}
-        whole |= {"ppl_ratio": gap.clamp(max=700.0).exp(), "ppl_gap": gap, "ppl_abs_gap": gap.abs(), "chi2_rows": torch.expm1(2 * product)}
-        whole |= {"product1": weight, "product2": weight * weight}
-        if gap.numel():
-            self.span("gap", float(gap.min()), float(gap.max()))
+        product = self.rows["delta"].clamp(-LOG_CLAMP, LOG_CLAMP)
+        weight = product.exp() * full
+        whole |= {f"ppl_{name}": (-per_row[name]).clamp(max=LARGEST).exp() * full for name in ("trainer", "rollout")}
+        whole |= {"ppl_ratio": gap.clamp(max=LARGEST).exp() * full, "ppl_gap": gap, "ppl_abs_gap": gap.abs()}
+        whole |= {"chi2_rows": torch.expm1(2 * product), "product1": weight, "product2": weight * weight}
+        if gap[full].numel():
+            self.span("gap", float(gap[full].min()), float(gap[full].max()))
         self._positions(chunks, filled)
-        for name, values in (self.rows | whole).items():
-            self.totals[name] = exact_total(values.tolist())
+        for name, numbers in self.numbers.items():
+            for index, number in enumerate(torch.cat(numbers).sum(dim=0).tolist()):
+                self.count(f"{name}_{index}", number)
+        every = self.rows | whole
         for name, tables in self.tables.items():
-            for index, column in enumerate(torch.cat(tables).T):
-                self.totals[f"{name}_{index}"] = exact_total(column.tolist())
+            every |= {f"{name}_{index}": column for index, column in enumerate(torch.cat(tables).T)}
+        self.totals = dict(zip(every, exact_totals(torch.stack([column.cpu() for column in every.values()])), strict=True))
 
     def _positions(self, chunks: Tensor, filled: Tensor) -> None:
         """The edges are whole chunks, so that the chunks' own sums can be sorted into them."""
@@ -229,7 +245,7 @@ class Sums:
             "delta/abs_mean": self._mean("abs", tokens),
             "delta/abs_mean_rows": self._mean("abs_rows", rows),
             "delta": self.ranges.get("delta", Extremes()),
-            "delta/quantile": self._histogram("delta"),
+            "delta/quantile": self._histogram(),
             "delta/clamped": Mean.fraction(self.counts.get("clamped", 0), tokens),
         }
 
@@ -280,8 +296,13 @@ class Sums:
         third = self.totals.get(f"{name}3", 0) if name.startswith("contribution") else None
         return Moments(count=count, first=first, second=second, third=third)
 
-    def _histogram(self, name: str) -> Histogram:
-        return Histogram.of(self.bins[name].cpu()) if name in self.bins else Histogram(counts={})
+    def _histogram(self) -> Histogram:
+        if self.bins:
+            self._count_bins()
+        if self.dense is None:
+            return Histogram(counts={})
+        self.dense[BINS // 2] -= self.padding  # the padding of the slots is zero too
+        return Histogram.of(self.dense.cpu())
 
 
 @cache
@@ -290,7 +311,7 @@ def _probability_table(device: torch.device) -> Tensor:
     magnitude = torch.arange(BINS, dtype=torch.int32).bitwise_and(BINS // 2 - 1) << 17
     values = -magnitude.view(torch.float32).double()  # log-probabilities are not positive
     edges = torch.tensor(PROBABILITIES, dtype=torch.float64).log()
-    return torch.bucketize(values, edges, right=True).to(device)
+    return torch.bucketize(values, edges, right=True, out_int32=True).to(device)
 
 
 def _labels(edges: Sequence[float], low: float, high: float | None) -> list[str]:
