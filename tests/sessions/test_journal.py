@@ -36,6 +36,8 @@ def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 async def created(journal: Journal, *names: str, **fields: Any) -> None:
     for name in names:
         await asyncio.wrap_future(journal.create(record(name, **fields)))
+    with journal._writing:  # the writer has put its pen down
+        pass
 
 
 async def test_records_come_back_as_they_were(journal: Journal) -> None:
@@ -94,16 +96,74 @@ async def test_writes_that_wait_together_share_a_transaction(tmp_path: Path) -> 
     journal.close()
 
 
-async def test_a_failing_disk_acknowledges_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j.db")
+@pytest.mark.parametrize("inline", [False, True])
+async def test_a_failing_disk_acknowledges_nothing(tmp_path: Path, inline: bool) -> None:
+    journal = Journal(tmp_path / "j.db", synchronous="NORMAL" if inline else "FULL")
+    assert (journal._inline is not None) == inline
     await created(journal, "s")
-    journal._connection.execute(f"PRAGMA max_page_count={journal._connection.execute('PRAGMA page_count').fetchone()[0]}")
+    db = journal._inline.connection if journal._inline is not None else journal._connection
+    db.execute(f"PRAGMA max_page_count={db.execute('PRAGMA page_count').fetchone()[0]}")
     big = replace(row("a", 0), body=b"x" * 1_000_000)
     with pytest.raises(JournalError, match="full"):
         await journal.append("s", big)
-    journal._connection.execute("PRAGMA max_page_count=1000000")
+    db.execute("PRAGMA max_page_count=1000000")
     await journal.append("s", big)
     assert len(journal.rows("s")) == 1
+    journal.close()
+
+
+async def test_a_lone_write_is_committed_by_its_caller_and_seen_by_others(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    await created(journal, "s")
+    assert journal.write_now(lambda db: db.execute("SELECT 1").fetchone()[0]) == (1,)
+    await asyncio.sleep(0.001)
+    await journal.append("s", row("a", 0))
+    assert [found.id for found in Journal(tmp_path / "j.db").rows("s")] == ["a"]
+    journal.close()
+
+
+async def test_a_caller_does_not_wait_for_another_process(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    await created(journal, "s")
+    other = sqlite3.connect(tmp_path / "j.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    assert journal.write_now(lambda db: 1) is None
+    assert time.monotonic() - began < 0.5
+    waiting = asyncio.ensure_future(journal.append("s", row("a", 0)))  # the writer thread waits instead
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    other.execute("COMMIT")
+    await waiting
+    assert len(journal.rows("s")) == 1
+    other.close()
+    journal.close()
+
+
+async def test_writes_that_come_thick_or_slow_go_to_the_writer(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    assert journal.write_now(lambda db: 1) == (1,)
+    assert journal.write_now(lambda db: 2) is None  # too soon after the first
+    await asyncio.sleep(0.002)
+    assert journal.write_now(lambda db: time.sleep(0.02)) == (None,)
+    await asyncio.sleep(0.002)
+    assert journal.write_now(lambda db: 3) is None  # the disk was slow: for a second the loop stays away from it
+    assert await journal.write(lambda db: 4) == 4
+    journal.close()
+
+
+async def test_the_log_is_folded_back_after_many_lone_writes(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    await created(journal, "s")
+    for i in range(450):
+        assert journal._inline is not None
+        journal._inline._not_before = 0.0
+        await journal.append("s", replace(row(f"n{i}", i), body=b"x" * 20_000))
+    deadline = time.monotonic() + 20
+    while (tmp_path / "j.db").stat().st_size < 4_000_000 and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    assert (tmp_path / "j.db").stat().st_size > 4_000_000  # checkpoints brought rows into the database itself
+    assert len(journal.rows("s")) == 450
     journal.close()
 
 

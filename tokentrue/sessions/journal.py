@@ -1,14 +1,15 @@
 """The durable store: SQLite in WAL mode. Whoever awaits a write resumes only after it was committed.
 
 One writer thread owns the writing connection. Writes that are waiting together share a transaction (group commit), each in its own
-savepoint, so one that fails takes no other with it. Reads use a second connection. Kill the process at any point: every
-acknowledged write is there and no other is half there.
+savepoint, so one that fails takes no other with it. A lone write may be done by its caller (`inline`). Reads use a connection of their
+own. Kill the process at any point: every acknowledged write is there and no other is half there.
 `Journal("memory")` is the same store without a file. `Journal("sqlite:PATH", synchronous="FULL")` also survives a loss of power.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import sqlite3
 import threading
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound, TokenTrueError
+from tokentrue.sessions.inline import Inline
 from tokentrue.sessions.rows import Row, dumps, loads
 from tokentrue.sessions.schema import migrate
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], Any]
 _GROUP = 512
+_CHECKPOINT_EVERY = 200  # inline writes
 _COLUMNS = tuple(f.name for f in fields(Row))
 
 
@@ -66,18 +69,28 @@ class Journal:
         self._in_memory = path in ("memory", ":memory:")
         self._path = ":memory:" if self._in_memory else path
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
-        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._lock, self._reading, self._writing = threading.Lock(), threading.Lock(), threading.Lock()
         self._closed = False
         if not self._in_memory:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._connection = self._connect(synchronous)
         self._reader = None if self._in_memory else self._connect(synchronous)
+        self._inline = self._inline_writer(synchronous)
         self._writer = threading.Thread(target=self._write_loop, name="tokentrue-journal", daemon=True)
         self._writer.start()
 
-    def _connect(self, synchronous: str) -> sqlite3.Connection:
+    def _inline_writer(self, synchronous: str) -> Inline | None:
+        if synchronous != "NORMAL":
+            return None
+        if self._in_memory:
+            return Inline(self._connection, self._writing)
+        connection = self._connect(synchronous, wait_s=0.0)
+        connection.execute("PRAGMA wal_autocheckpoint=0")
+        return Inline(connection, self._writing)
+
+    def _connect(self, synchronous: str, *, wait_s: float = 30.0) -> sqlite3.Connection:
         try:
-            connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
+            connection = sqlite3.connect(self._path, timeout=wait_s, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
             raise self._cannot_open(error) from error
         try:
@@ -106,7 +119,18 @@ class Journal:
         return future
 
     async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        return await asyncio.wrap_future(self.submit(work))
+        done = self.write_now(work)
+        return done[0] if done is not None else await asyncio.wrap_future(self.submit(work))
+
+    def write_now(self, work: Callable[[sqlite3.Connection], T]) -> tuple[T] | None:
+        """The result of a write that was committed right here; None where it has to be queued."""
+        if self._inline is None or self._closed or not self._queue.empty():
+            return None
+        done = self._inline.attempt(work)
+        if self._inline.writes >= _CHECKPOINT_EVERY and not self._in_memory:
+            self._inline.writes = 0
+            self.submit(_nothing)  # wakes the writer
+        return done
 
     def _write_loop(self) -> None:
         while (first := self._queue.get()) is not None:
@@ -120,7 +144,11 @@ class Journal:
                     stop = True
                     break
                 group.append(item)
-            self._write_group(group)
+            with self._writing:
+                self._write_group(group)
+            if any(work is _nothing for work, _ in group):
+                with contextlib.suppress(sqlite3.Error):  # the next one will do
+                    self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")  # hinders no writer
             if stop:
                 return
 
@@ -176,7 +204,10 @@ class Journal:
             self._closed = True
             self._queue.put(None)
         self._writer.join()
-        self._connection.close()
+        with self._writing:
+            self._connection.close()
+            if self._inline is not None:
+                self._inline.connection.close()
         with self._reading:
             if self._reader is not None:
                 self._reader.close()
@@ -279,6 +310,10 @@ class Journal:
         """The nodes of a session in the order of their commits."""
         sql = f"SELECT {', '.join(_COLUMNS)} FROM nodes WHERE session=? ORDER BY seq"
         return self.read(lambda db: [Row(**dict(zip(_COLUMNS, row, strict=True))) for row in db.execute(sql, (session_id,))])
+
+
+def _nothing(db: sqlite3.Connection) -> None:
+    """A write of nothing: the writer looks after the log when it meets one."""
 
 
 def _append(db: sqlite3.Connection, session_id: str, row: Row) -> None:
