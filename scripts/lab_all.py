@@ -149,8 +149,9 @@ def planned(options: argparse.Namespace, steps: int) -> list[Job]:
 
     size = {"groups": 1, "size": 2, "heldout": 2, "steps": 1} if options.tiny else {"steps": steps}
     base = replace(Scale(), model=str(options.models), device=options.device, jobs=1, **size)
-    warm = replace(base, steps=1)
-    jobs = [Job(experiment=WARM, arms=(Arm(name=name, variant=name, source="int4"),), together=False, scale=warm, seed=0) for name in WARM_UPS]
+    first = replace(base, steps=1)
+    warm = [Arm(name=name, variant=name, source="int4") for name in WARM_UPS]
+    jobs = [Job(experiment=WARM, arms=(arm,), together=False, scale=first, seed=0) for arm in warm]
     for name, only, share in PLAN:
         module = module_of(name)
         arms = chosen(module, quick=False, only=only)

@@ -36,6 +36,38 @@ def test_a_rollout_is_resumed_where_it_was_cut(tmp_path: Path, capsys: pytest.Ca
     assert len(again) == 6 and len(rows(tmp_path / "rollouts.jsonl")) == 6
 
 
+def test_a_run_that_died_in_its_first_group_plays_that_group_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rollout(tmp_path) == 0
+    capsys.readouterr()
+    samples, lines = rows(tmp_path / "samples.jsonl"), rows(tmp_path / "rollouts.jsonl")
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples[:2]))
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(lines[0]) + "\n")  # one of two rollouts: no whole group to compare with
+    assert rollout(tmp_path) == 0
+    assert json.loads(capsys.readouterr().out)["rollouts"] == 6
+    assert len(rows(tmp_path / "samples.jsonl")) == 6
+
+
+def test_failed_groups_are_kept_and_played_again_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rollout(tmp_path) == 0
+    samples, lines = rows(tmp_path / "samples.jsonl"), rows(tmp_path / "rollouts.jsonl")
+    lines[0] |= {"error": "ValueError: the agent broke", "reward": None}
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    assert rollout(tmp_path) == 1, "a failed rollout is found wrong"
+    assert json.loads(capsys.readouterr().out)["failed"] == 1
+    assert rows(tmp_path / "samples.jsonl") == samples, "nothing was left to play"
+    assert rollout(tmp_path, "--again") == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == 0
+    assert [s["session_id"] for s in rows(tmp_path / "samples.jsonl")[:4]] == [s["session_id"] for s in samples[2:]]
+
+
+def test_what_cannot_go_together_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rollout(tmp_path, "--ray", "local", "--url", "http://127.0.0.1:1") == 2
+    assert "--url" in capsys.readouterr().err
+    assert rollout(tmp_path, "--set", "workers=0") == 2
+    assert "workers" in capsys.readouterr().err
+
+
 def test_another_configuration_is_refused_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"rollout": {"tasks": 99}}))
     assert rollout(tmp_path) == 2
@@ -77,6 +109,26 @@ def test_a_live_training_run_resumes_bit_for_bit(tmp_path: Path, capsys: pytest.
     assert losses(capsys.readouterr().out) == whole[2:]
     a, b = (path / "model.safetensors" for path in (folder / "step-000003", broken / "checkpoints" / "step-000003"))
     assert a.read_bytes() == b.read_bytes()
+
+
+def test_a_run_leaves_its_weights_and_can_be_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = ("rollout.tasks=2", "rollout.group_size=3")
+    options = tuple(part for text in sets for part in ("--set", text))
+    assert command("train", ["--out", str(tmp_path), *options, "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "publishing the weights took" in shown and "recompute" in shown and "0 of" in shown
+    assert (tmp_path / "checkpoints" / "step-000001" / "model.safetensors").exists()
+    assert command("train", ["--out", str(tmp_path), *options, "--steps", "2", "--json"]) == 0
+    assert [row["step"] for row in losses(capsys.readouterr().out)] == [1]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    logged = rows(tmp_path / "metrics.jsonl")
+    assert [event.step for event in board.Scalars("reward")] == [0, 1]
+    assert [event.value for event in board.Scalars("reward")] == pytest.approx([row["reward"] for row in logged])
+    assert command("train", ["--out", str(tmp_path), *options, "--steps", "2", "--set", "optim.lr=1e-3"]) == 2
+    assert "another configuration" in capsys.readouterr().err
+    assert len(rows(tmp_path / "metrics.jsonl")) == 2 and json.loads((tmp_path / "config.json").read_text())["optim"]["lr"] == 2.5e-4
 
 
 def test_training_from_a_file_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

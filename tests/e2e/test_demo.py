@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +46,19 @@ def test_what_it_leaves_behind_can_be_checked_by_others(first: tuple[DemoResult,
     assert [row["policy_version"] for row in rows] == [1, 2]
 
 
-def test_the_same_seed_gives_the_same_bits_over_http(first: tuple[DemoResult, Path], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bits_over_http_whatever_the_timing(
+    first: tuple[DemoResult, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run is jostled: every turn of every agent waits a random while, so that other requests meet in other batches."""
+    from tokentrue.environments import client
+
+    plain = client.ask
+
+    async def jostled(*args: Any, **options: Any) -> dict[str, Any]:
+        await asyncio.sleep(random.random() * 0.2)
+        return await plain(*args, **options)
+
+    monkeypatch.setattr(client, "ask", jostled)
     _, out = first
     demo(tmp_path, steps=2)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 
 from tests.train.rows import groups_for, small_model
 from tokentrue.mismatch import loss_named
-from tokentrue.train import OptimConfig, TrainConfig, Trainer, join, leave, shard
+from tokentrue.train import OptimConfig, Ranks, TrainConfig, Trainer, join, leave, shard
+from tokentrue.train.checkpoint import load, save
 
 
 def main(out: str) -> None:
@@ -27,11 +29,27 @@ def main(out: str) -> None:
         weights = dict(trainer.weights())
         engine.load_state_dict(weights, strict=False)
         seen.append({"loss": report.metrics["update/loss"], "norm": report.metrics["update/grad_norm"], **vars_of(report)})
+    checksum = sum(float(value.double().abs().sum()) for value in weights.values())
+    went_on = resumed(trainer, ranks, Path(out).parent / f"checkpoints-{ranks.world}")
     if ranks.first:
-        checksum = sum(float(value.double().abs().sum()) for value in weights.values())
         with open(out, "w") as file:
-            json.dump({"world": ranks.world, "steps": seen, "checksum": checksum}, file)
+            json.dump({"world": ranks.world, "steps": seen, "checksum": checksum, "resumed": went_on}, file)
     leave()
+
+
+def resumed(trainer: Trainer, ranks: Ranks, directory: Path) -> bool:
+    """Whether a trainer that loads a checkpoint of this one takes the next step to the same bits, on its own shards."""
+    save(trainer, directory, model_dir=None, run_hash="h", rounds={}, keep=1)
+    torch.distributed.barrier() if ranks.world > 1 else None
+    other = Trainer(shard(small_model(), ranks), config=trainer.config, optim=OptimConfig(), loss=loss_named("dapo"), ranks=ranks)
+    load(other, directory / f"step-{trainer.version:06d}", run_hash="h")
+    plain = small_model()
+    plain.load_state_dict(dict(trainer.weights()), strict=False)
+    groups = ranks.from_first(groups_for(plain, groups=3, size=3, seed=9, version=trainer.version) if ranks.first else None)
+    for each in (trainer, other):
+        each.step(groups)
+    pairs = list(zip(trainer.weights(), other.weights(), strict=True))
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for (_, a), (_, b) in pairs)
 
 
 def vars_of(report: object) -> dict[str, float]:

@@ -31,4 +31,5 @@ def test_two_ranks_train_as_one_and_stay_exact(tmp_path: Path) -> None:
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3, abs=1e-5)
         assert b["norm"] == pytest.approx(a["norm"], rel=1e-3)
     assert two["steps"][0]["loss"] == pytest.approx(one["steps"][0]["loss"], rel=1e-6)
+    assert one["resumed"] and two["resumed"], "a run that was resumed on its shards has other bits"
     assert two["checksum"] == pytest.approx(one["checksum"], rel=1e-6)

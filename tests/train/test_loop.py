@@ -15,7 +15,7 @@ import torch
 from tests.train.rows import groups_for, small_model
 from tokentrue.errors import FileFormatError
 from tokentrue.mismatch import loss_named
-from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
+from tokentrue.train import MetricsWriter, OptimConfig, Publisher, SourceRounds, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import found
 from tokentrue.train.rounds import Groups
 from tokentrue.types import Certificate, Sample, Span
@@ -110,11 +110,42 @@ def test_a_checkpoint_is_a_model_directory_and_refuses_another_configuration(tmp
         checkpoint.load(trainer, path, run_hash="h")
 
 
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    from tokentrue.train import checkpoint
+
+    run(tmp_path, steps=6, lag=0, every=6)
+    model = small_model()
+    model.lm_head = torch.nn.Linear(128, 7, bias=False)  # type: ignore[assignment]
+    other = Trainer(model, config=TrainConfig(steps=6), optim=OptimConfig(), loss=loss_named("dapo"))
+    with pytest.raises(FileFormatError, match="another model"):
+        checkpoint.load(other, found(tmp_path)[-1], run_hash="h")
+    (found(tmp_path)[-1] / "rounds.jsonl").write_text("{")
+    with pytest.raises(FileFormatError, match="not a whole checkpoint"):
+        checkpoint.load(other, found(tmp_path)[-1], run_hash="h")
+
+
+async def test_a_source_is_read_in_one_pass_and_found_again_from_any_place() -> None:
+    class Source:
+        passes = 0
+
+        def groups(self) -> Iterable[list[Any]]:
+            self.passes += 1
+            yield from ([n] for n in range(5))
+
+    source = Source()
+    rounds = SourceRounds(source, 2)  # type: ignore[arg-type]
+    assert [await rounds.play(n) for n in range(4)] == [[[0], [1]], [[2], [3]], [[4], [0]], [[1], [2]]]
+    assert source.passes == 2
+    assert await rounds.play(1) == [[2], [3]], "a resumed run asks for a round in the middle"
+
+
 def test_metrics_rows_carry_their_provenance_and_survive_a_resume(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, provenance={"run": "abc"})
     for step in range(4):
         writer.write(step, step + 1, {"reward": 0.5}, {"step": 0.1})
     writer.close()
+    with writer.path.open("a") as file:
+        file.write('{"step": 1, "rew')  # a crash in the middle of a line
     again = MetricsWriter(tmp_path, provenance={"run": "abc"}, first_step=2)
     again.write(2, 3, {"reward": 0.75}, {"step": 0.1})
     again.close()

@@ -10,42 +10,16 @@ import asyncio
 import json
 import shutil
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokentrue.cli.report import DemoResult, write_report
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoResult:
-    """What the demo found. `ok` is what it promises: reward up, every token covered, no bit different."""
-
-    model: str
-    parameters: int
-    steps: int
-    seed: int
-    tasks: int
-    reward_before: float
-    reward_after: float
-    rollouts: int
-    failed: int
-    sampled: int
-    trained: int
-    compared: int
-    differing: int
-    seconds: float
-    publish_ms: float
-    shares: dict[str, float]
-    report: str
-
-    @property
-    def coverage(self) -> float:
-        return self.trained / self.sampled if self.sampled else 0.0
-
-    @property
-    def ok(self) -> bool:
-        return self.reward_after > self.reward_before and self.trained == self.sampled > 0 and self.differing == 0 and self.compared > 0
+if TYPE_CHECKING:
+    from tokentrue.environments import RolloutConfig, Sessions
 
 
 def command(
@@ -71,9 +45,8 @@ def command(
 
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say: Any) -> DemoResult:
     from tokentrue.cli.embedded import embedded_gateway
-    from tokentrue.cli.playing import GatewayRounds, evaluate
-    from tokentrue.cli.report import write_report
-    from tokentrue.cli.training import progress_bar
+    from tokentrue.cli.playing import GatewayRounds
+    from tokentrue.cli.training import Costs, progress_bar
     from tokentrue.cli.wiring import ServeConfig, ServerConfig, small_model
     from tokentrue.environments import RolloutConfig
     from tokentrue.environments.http import GatewaySessions
@@ -91,27 +64,27 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
         trainer = Trainer(load_model(small_model()), config=config, optim=optim, loss=loss)
         greedy = {**replace(rollout, temperature=0.0).sampling}
         async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
-            before, _, _ = await evaluate(rollout, sessions, tasks=heldout)
+            before = await judged(rollout, sessions, "before", heldout, quiet=say is not print)
         say(f"  held-out reward before   {before:.2f}   ({heldout} tasks, greedy)")
         provenance = {"run": config_hash(config, optim, loss, rollout), "model": "calculator", "engine": "exact"}
         writer = MetricsWriter(out, provenance=provenance)
         rows: list[dict[str, float]] = []
+        costs = Costs()
         with progress_bar("training", steps, quiet=say is not print) as advance:
 
             def heard(report: Any, seconds: Any) -> None:
                 writer.write(report.step, report.version, report.metrics, seconds)
+                costs.add(seconds)
                 rows.append({**report.metrics, **{f"seconds/{k}": v for k, v in seconds.items()}})
                 found = report.agreement
-                advance(f"reward {report.metrics['reward']:.2f}  {found.compared} log-probabilities compared, {found.differing} differ")
+                advance(f"reward {report.metrics['reward']:.2f}  {found.differing} of {found.compared:,} differ")
 
             async with GatewaySessions(here.base_url, sampling=rollout.sampling, admin_key=here.admin_key) as sessions:
                 rounds = GatewayRounds(rollout, sessions, keep=out / "samples.jsonl")
                 await train(trainer, rounds, Publisher(here.provider), on_step=heard)
         writer.close()
         async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
-            after, _, _ = await evaluate(rollout, sessions, tasks=heldout)
-    parts = ("wait", "recompute", "correct", "update", "publish", "step")
-    spent = {name: sum(row.get(f"seconds/{name}", 0.0) for row in rows) for name in parts}
+            after = await judged(rollout, sessions, "after", heldout, quiet=say is not print)
     result = DemoResult(
         model="calculator",
         parameters=sum(p.numel() for p in trainer.model.parameters()),
@@ -127,12 +100,23 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
         compared=int(sum(row["exact_compared"] for row in rows)),
         differing=int(sum(row["exact_differing"] for row in rows)),
         seconds=time.perf_counter() - began,
-        publish_ms=1000 * spent["publish"] / max(1, len(rows)),
-        shares={name: value / spent["step"] for name, value in spent.items() if name != "step" and spent["step"]},
+        publish_ms=costs.publish_ms,
+        shares=costs.shares,
+        cost_line=costs.line(),
         report=str(out / "report.html"),
     )
     write_report(out / "report.html", result, rows)
     return result
+
+
+async def judged(rollout: RolloutConfig, sessions: Sessions, when: str, heldout: int, *, quiet: bool) -> float:
+    """Mean reward over the fixed held-out tasks, with a bar: it takes a few seconds."""
+    from tokentrue.cli.playing import evaluate
+    from tokentrue.cli.training import progress_bar
+
+    with progress_bar(f"judging {when}", heldout, quiet=quiet) as advance:
+        reward, _, _ = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))
+    return reward
 
 
 def fresh(out: Path) -> None:
@@ -151,12 +135,11 @@ def load_model(path: Path) -> Any:
 
 
 def show(result: DemoResult) -> None:
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in result.shares.items())
     folder = Path(result.report).parent
     print(f"  held-out reward after    {result.reward_after:.2f}   ({result.tasks} tasks, greedy)")
     print(f"  coverage   {result.coverage:.2%}   {result.trained:,} of {result.sampled:,} sampled tokens, {result.rollouts} rollouts")
     print(f"  mismatch   {result.differing}   of {result.compared:,} log-probabilities of rollout and trainer differ in any bit")
-    print(f"  a step     {shares}; publishing the weights took {result.publish_ms:.1f} ms")
+    print(f"  a step     {result.cost_line}")
     print(f"  time       {result.seconds:.0f} s for {result.steps} steps")
     print(f"  report     {result.report}")
     if not result.ok:

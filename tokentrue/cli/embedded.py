@@ -1,4 +1,4 @@
-"""A gateway inside this process: the real server on a loopback port, for as long as a block runs."""
+"""A gateway inside this process: the real server on a port of its host (loopback unless told), for as long as a block runs."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ async def embedded_gateway(settings: ServeConfig) -> AsyncIterator[Embedded]:
         await running
         raise RuntimeError("the gateway ended before it began")
     try:
-        port = public.getsockname()[1]
-        yield Embedded(base_url=f"http://127.0.0.1:{port}", gateway=gateway, provider=gateway.provider.inner, admin_key=admin_key)
+        base_url = f"http://{settings.server.host}:{public.getsockname()[1]}"
+        yield Embedded(base_url=base_url, gateway=gateway, provider=gateway.provider.inner, admin_key=admin_key)
     finally:
         server.should_exit = True
         await running

@@ -90,13 +90,20 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 async def evaluate(
-    config: RolloutConfig, sessions: Sessions, *, tasks: int, split: Split = "heldout"
+    config: RolloutConfig,
+    sessions: Sessions,
+    *,
+    tasks: int,
+    split: Split = "heldout",
+    on_rollout: Callable[[Rollout], None] | None = None,
 ) -> tuple[float, Tally, Sequence[Rollout]]:
     """Mean reward of one rollout per task over fixed tasks."""
     environment = load_environment(config.environment, config.options)
     plans = plan_groups(environment.tasks(tasks, seed=0, split=split), n=1, seed=0, tag="evaluation")
     config = replace(config, group_size=1)
-    groups = await run_groups(environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s)
+    groups = await run_groups(
+        environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s, on_rollout=on_rollout
+    )
     tally = Tally()
     rollouts = [rollout for group in groups for rollout in group]
     for rollout in rollouts:

@@ -1,14 +1,11 @@
-"""The demo's report: one HTML file that needs nothing beside it."""
+"""What the demo found, and its report: one HTML file that needs nothing beside it."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tokentrue.cli.demo import DemoResult
 
 PAGE = """<!doctype html><meta charset="utf-8"><title>tokentrue demo</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;color:#222}}
@@ -20,6 +17,38 @@ td:first-child,th:first-child{{text-align:left}}svg{{width:100%;height:auto}}</s
 <th>play s</th><th>train s</th><th>publish ms</th></tr>{steps_table}</table>"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """What the demo found. `ok` is what it promises: reward up, every token covered, no bit different."""
+
+    model: str
+    parameters: int
+    steps: int
+    seed: int
+    tasks: int
+    reward_before: float
+    reward_after: float
+    rollouts: int
+    failed: int
+    sampled: int
+    trained: int
+    compared: int
+    differing: int
+    seconds: float
+    publish_ms: float
+    shares: dict[str, float]
+    cost_line: str
+    report: str
+
+    @property
+    def coverage(self) -> float:
+        return self.trained / self.sampled if self.sampled else 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.reward_after > self.reward_before and self.trained == self.sampled > 0 and self.differing == 0 and self.compared > 0
+
+
 def write_report(path: Path, result: DemoResult, rows: Sequence[Mapping[str, float]]) -> None:
     facts = {
         "held-out reward before": f"{result.reward_before:.3f}",
@@ -28,7 +57,7 @@ def write_report(path: Path, result: DemoResult, rows: Sequence[Mapping[str, flo
         "mismatch": f"{result.differing} of {result.compared:,} log-probabilities differ",
         "rollouts": f"{result.rollouts} ({result.failed} failed)",
         "model": f"{html.escape(result.model)}, {result.parameters:,} parameters",
-        "publishing weights": f"{result.publish_ms:.1f} ms",
+        "a step": result.cost_line,
         "time": f"{result.seconds:.0f} s",
     }
     body = "".join(f"<tr><td>{html.escape(name)}</td><td>{value}</td></tr>" for name, value in facts.items())

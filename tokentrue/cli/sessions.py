@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
+from tokentrue.cli.rollout_run import RolloutRun
 from tokentrue.cli.wiring import ADMIN_KEY, ServeConfig, ServerConfig
 from tokentrue.environments.http import GatewaySessions
-
-if TYPE_CHECKING:
-    from tokentrue.cli.rollout import RolloutRun
 
 
 @contextlib.asynccontextmanager

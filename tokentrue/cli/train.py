@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,9 @@ from tokentrue.environments import RolloutConfig
 from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tokentrue.cli.training import Costs
     from tokentrue.mismatch import LossConfig
+    from tokentrue.train import OptimConfig, Store, TrainConfig
     from tokentrue.types import Sample
 
 
@@ -99,7 +101,7 @@ def command(
     from tokentrue.train import join, leave
 
     quiet_libraries(settings.threads)
-    ranks = join()
+    ranks = join(settings.device)
     try:
         asyncio.run(run(settings, ranks, as_json=as_json))
     finally:
@@ -108,34 +110,23 @@ def command(
 
 
 async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False) -> list[Any]:
-    from tokentrue.cli.training import progress_bar
-    from tokentrue.samples import sample_from_json, sample_to_json
-    from tokentrue.train import MetricsWriter, Store, train
-    from tokentrue.train.checkpoint import latest
+    from tokentrue.cli.training import Costs, progress_bar
+    from tokentrue.train import train
 
     trainer, run_hash = trainer_for(settings, ranks)
-    settings.out.mkdir(parents=True, exist_ok=True)
-    if ranks.first:
-        (settings.out / "config.json").write_text(json.dumps(as_mapping(settings), indent=1, sort_keys=True))
-    store = Store(
-        directory=settings.out / "checkpoints",
-        run_hash=run_hash,
-        model_dir=Path(model_path(settings)),
-        to_json=sample_to_json,
-        from_json=sample_from_json,
-    )
-    newest = latest(store.directory)
-    first = int(newest.name.removeprefix("step-")) if newest is not None else 0
-    provenance = {"run": run_hash, "model": settings.model.shown, "engine": settings.engine.name, "loss": settings.loss.name}
-    writer = MetricsWriter(settings.out, provenance=provenance, first_step=first, tensorboard=settings.tensorboard) if ranks.first else None
+    store, first = store_for(settings, run_hash)
     quiet = as_json or not ranks.first
-    if newest is not None and not quiet:
-        print(f"  resuming from {newest}")
-    with progress_bar("training", trainer.config.steps - first, quiet=quiet) as advance:
+    if first and not quiet:
+        print(f"  resuming at step {first}")
+    costs = Costs()
+    with (
+        written(settings, ranks, run_hash, first) as write,
+        progress_bar("training", max(0, trainer.config.steps - first), quiet=quiet) as advance,
+    ):
 
         def heard(report: Any, seconds: Mapping[str, float]) -> None:
-            if writer is not None:
-                writer.write(report.step, report.version, report.metrics, seconds)
+            costs.add(seconds)
+            write(report, seconds)
             if as_json and ranks.first:
                 row = {"step": report.step, "policy_version": report.version, **report.metrics, "seconds": dict(seconds)}
                 print(json.dumps(row), flush=True)
@@ -144,11 +135,40 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False) -> list[
 
         async with source_for(settings, ranks) as (rounds, publish):
             reports = await train(trainer, rounds, publish, store=store, on_step=heard)
-    if writer is not None:
-        writer.close()
-        if not quiet:
-            summed_up(settings, reports)
+    if not quiet:
+        summed_up(settings, reports, costs)
     return reports
+
+
+def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
+    """Where checkpoints go, and the step to go on from. Another configuration's run is refused before anything of it is touched."""
+    from tokentrue.samples import sample_from_json, sample_to_json
+    from tokentrue.train import Store
+    from tokentrue.train.checkpoint import latest, state_of
+
+    directory = settings.out / "checkpoints"
+    newest = latest(directory)
+    first = 0 if newest is None else state_of(newest, run_hash=run_hash)[0]
+    model_dir = Path(model_path(settings))
+    return Store(directory=directory, run_hash=run_hash, model_dir=model_dir, to_json=sample_to_json, from_json=sample_from_json), first
+
+
+@contextlib.contextmanager
+def written(settings: TrainRun, ranks: Any, run_hash: str, first: int) -> Iterator[Callable[[Any, Mapping[str, float]], None]]:
+    """The resolved configuration, then a row of metrics per step; rank 0 alone writes."""
+    if not ranks.first:
+        yield lambda report, seconds: None
+        return
+    from tokentrue.train import MetricsWriter
+
+    settings.out.mkdir(parents=True, exist_ok=True)
+    (settings.out / "config.json").write_text(json.dumps(as_mapping(settings), indent=1, sort_keys=True))
+    provenance = {"run": run_hash, "model": settings.model.shown, "engine": settings.engine.name, "loss": settings.loss.name}
+    writer = MetricsWriter(settings.out, provenance=provenance, first_step=first, tensorboard=settings.tensorboard)
+    try:
+        yield lambda report, seconds: writer.write(report.step, report.version, report.metrics, seconds)
+    finally:
+        writer.close()
 
 
 def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
@@ -176,7 +196,13 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     wants_reference = loss.penalty is not None and loss.penalty.against == "reference"
     reference = load().requires_grad_(False) if wants_reference else None
     trainer = Trainer(shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference)
-    return trainer, config_hash(config, optim, loss, settings.rollout)
+    return trainer, config_hash(identity(config, optim), optim, loss, settings.rollout, settings.model)
+
+
+def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
+    """What of the configuration the bits hang on: a run with a constant rate may be made longer, and checkpoints may come more often."""
+    steps = 1 if optim.schedule == "constant" else config.steps
+    return replace(config, steps=steps, checkpoint_every=0, keep_checkpoints=1)
 
 
 def model_path(settings: TrainRun) -> str:
@@ -243,7 +269,7 @@ class FileSource:
                 yield scored
 
 
-def summed_up(settings: TrainRun, reports: list[Any]) -> None:
+def summed_up(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
     if not reports:
         print(f"  nothing left to do: {settings.out} has all {settings.train.steps} steps")
         return
@@ -253,4 +279,6 @@ def summed_up(settings: TrainRun, reports: list[Any]) -> None:
     first = reports[0].metrics["reward"]
     print(f"  {len(reports)} steps, reward {first:.3f} → {last.metrics['reward']:.3f}, policy version {last.version}")
     print(f"  exactness: {differing} of {compared:,} log-probabilities differ")
+    print(f"  a step: {costs.line()}")
+    print(f"  weights in {settings.out / 'checkpoints'}; `tokentrue serve --model` takes any of them")
     print(f"  metrics in {settings.out / 'metrics.jsonl'}; tensorboard --logdir {settings.out / 'tensorboard'}")

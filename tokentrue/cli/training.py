@@ -1,10 +1,10 @@
-"""What the commands that train share: quiet libraries, a progress bar."""
+"""What the commands that train share: quiet libraries, a progress bar, what a step costs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 
 def quiet_libraries(threads: int | None = None) -> None:
@@ -28,10 +28,39 @@ def progress_bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Cal
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     note = TextColumn("{task.fields[note]}")
-    with Progress(TextColumn("  {task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn(), note) as progress:
+    with Progress(TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn(), note) as progress:
         task = progress.add_task(title, total=total, note="")
 
         def advance(note: str) -> None:
             progress.update(task, advance=1, note=note)
 
         yield advance
+
+
+class Costs:
+    """Where the time of a run's steps goes, added up over its steps."""
+
+    PARTS = ("wait", "recompute", "correct", "update", "publish")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._spent: dict[str, float] = {}
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        self.steps += 1
+        for name in (*self.PARTS, "step"):
+            self._spent[name] = self._spent.get(name, 0.0) + seconds.get(name, 0.0)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By part; `wait` is the time in which rollouts are played and nothing is trained."""
+        whole = self._spent.get("step", 0.0)
+        return {name: self._spent[name] / whole for name in self.PARTS} if whole else {}
+
+    @property
+    def publish_ms(self) -> float:
+        return 1000 * self._spent.get("publish", 0.0) / max(1, self.steps)
+
+    def line(self) -> str:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in self.shares.items())
+        return f"{shares}; publishing the weights took {self.publish_ms:.1f} ms"

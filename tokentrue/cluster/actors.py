@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tokentrue.environments import Plan, Rollout, load_environment
@@ -21,7 +22,10 @@ PATIENCE_S = 120.0
 
 
 class GatewayActor:
-    """`settings` is a ServeConfig; the journal's path is in it, and must outlive the process."""
+    """`settings` is a ServeConfig; the journal's path is in it, and must outlive the process: storage that every node sees.
+
+    It listens where Ray says that its node is to be found: loopback on a Ray of one's own, the node's address in a cluster.
+    """
 
     def __init__(self, settings: Any, admin_key: str, threads: int = 1) -> None:
         os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
@@ -31,7 +35,8 @@ class GatewayActor:
         self._address = ""
         self._trouble = ""
         self._up = threading.Event()
-        threading.Thread(target=self._serve, args=(settings,), daemon=True).start()
+        here = replace(settings, server=replace(settings.server, host=node_address()))
+        threading.Thread(target=self._serve, args=(here,), daemon=True).start()
 
     def _serve(self, settings: Any) -> None:
         try:
@@ -57,6 +62,12 @@ class GatewayActor:
 
     def pid(self) -> int:
         return os.getpid()
+
+
+def node_address() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
 
 
 class RolloutActor:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tokentrue.cli.rollout_run import RolloutRun
 from tokentrue.cli.wiring import ServeConfig, ServerConfig
 from tokentrue.environments import Plan, Rollout
-from tokentrue.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tokentrue.cli.rollout import RolloutRun
+from tokentrue.errors import ConfigError, EngineError
 
 
 class Fleet:
@@ -29,9 +27,11 @@ class Fleet:
         self._ray = ray
         admin_key = secrets.token_hex(20)
         served = [serve_config(settings, number) for number in range(gateways)]
-        gateway_class = ray.remote(max_restarts=-1, max_concurrency=64, num_cpus=0)(GatewayActor)
+        anywhere = {"max_restarts": -1, "num_cpus": 0, "scheduling_strategy": "SPREAD"}
+        gpus = 1 if str(settings.engine.options.get("device", "cpu")).startswith("cuda") else 0
+        gateway_class = ray.remote(**anywhere, max_concurrency=64, num_gpus=gpus)(GatewayActor)
         at_once = settings.rollout.concurrency
-        worker_class = ray.remote(max_restarts=-1, max_task_retries=-1, max_concurrency=at_once, num_cpus=0)(RolloutActor)
+        worker_class = ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
         self.gateways = [gateway_class.remote(config, admin_key) for config in served]
         self.workers = [worker_class.remote(settings.rollout, admin_key) for _ in range(workers)]
 
@@ -45,7 +45,14 @@ class Fleet:
         while running:
             ended, running = self._ray.wait(running, num_returns=1)
             for reference in ended:
-                on_rollout(self._ray.get(reference))
+                on_rollout(self._result(reference))
+
+    def _result(self, reference: Any) -> Rollout:
+        """A rollout's own failure is in its result; what raises here is an actor that cannot even start."""
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            raise EngineError(f"Ray could not run the rollouts: {str(error).strip().splitlines()[-1]}") from error
 
     def stop(self) -> None:
         for actor in (*self.workers, *self.gateways):
@@ -59,7 +66,10 @@ def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on
         quiet = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
         # one's own Ray stays on loopback
         where = {"address": None, "_node_ip_address": "127.0.0.1"} if address == "local" else {"address": address}
-        ray.init(**where, **quiet)
+        try:
+            ray.init(**where, **quiet)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"--ray {address}: no such Ray ({error}); `local` starts one here") from error
     fleet = Fleet(settings, gateways=settings.gateways, workers=settings.workers)
     try:
         fleet.play(plans, on_rollout)

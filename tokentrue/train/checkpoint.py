@@ -76,23 +76,36 @@ def found(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / "state.json").exists())
 
 
-def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
-    """Puts weights, moments and counters back in place, bit for bit."""
+def state_of(path: Path, *, run_hash: str) -> tuple[int, int]:
+    """A checkpoint's version and count of updates; refused when another configuration made it."""
     try:
         state = json.loads((path / "state.json").read_text())
+        version, updates, made_by = int(state["version"]), int(state["updates"]), state["run_hash"]
+    except (OSError, ValueError, KeyError) as error:
+        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to go on from an earlier one") from error
+    if made_by != run_hash:
+        raise FileFormatError(f"{path}: another configuration made it ({made_by}, now {run_hash}); choose another directory")
+    return version, updates
+
+
+def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
+    """Puts weights, moments and counters back in place, bit for bit."""
+    version, updates = state_of(path, run_hash=run_hash)
+    try:
         weights = load_file(path / "model.safetensors")
         moments = load_file(path / "optimizer.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise FileFormatError(f"{path}: not a whole checkpoint ({error}); remove it to go on from an earlier one") from error
-    if state["run_hash"] != run_hash:
-        raise FileFormatError(f"{path}: another configuration made it ({state['run_hash']}, now {run_hash}); choose another directory")
+        rounds = {line["round"]: line["groups"] for line in map(json.loads, (path / "rounds.jsonl").read_text().splitlines())}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to go on from an earlier one") from error
+    shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.named_parameters()}
+    if shapes != {name: tuple(value.shape) for name, value in weights.items()}:
+        raise FileFormatError(f"{path}: its weights are those of another model; choose another directory")
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             place(parameter, weights[name])
     restore_optimizer(trainer, moments)
-    trainer.version, trainer.updates = state["version"], state["updates"]
-    rounds = {line["round"]: line["groups"] for line in map(json.loads, (path / "rounds.jsonl").read_text().splitlines())}
-    return Checkpoint(path=path, version=state["version"], rounds=rounds)
+    trainer.version, trainer.updates = version, updates
+    return Checkpoint(path=path, version=version, rounds=rounds)
 
 
 def optimizer_tensors(trainer: Trainer) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ async def train(
             seconds = {**report.seconds, "wait": waited, "publish": publish.seconds, "step": time.perf_counter() - began}
             if on_step is not None:
                 on_step(report, seconds)
-            if store is not None and config.checkpoint_every and trainer.version % config.checkpoint_every == 0:
+            if store is not None and is_due(trainer):
                 await settle(playing, played)
                 keep(trainer, store, played)
     finally:
@@ -85,6 +85,12 @@ async def train(
             task.cancel()
         await asyncio.gather(*playing.values(), return_exceptions=True)
     return reports
+
+
+def is_due(trainer: Trainer) -> bool:
+    """Every so many steps, and always after the last one: a run leaves its weights behind."""
+    every = trainer.config.checkpoint_every
+    return trainer.version == trainer.config.steps or bool(every and trainer.version % every == 0)
 
 
 def start(playing: dict[int, asyncio.Task[Groups]], played: Mapping[int, Groups], rounds: Rounds, trainer: Trainer, *, first: int) -> None:

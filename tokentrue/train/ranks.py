@@ -38,8 +38,8 @@ class Ranks:
         return box[0]
 
 
-def join() -> Ranks:
-    """Joins the group that torchrun describes in the environment; gloo on CPU, nccl on GPU."""
+def join(device: str = "cpu") -> Ranks:
+    """Joins the group that torchrun describes in the environment; gloo for training on CPU, nccl on GPU."""
     import os
 
     if "RANK" not in os.environ:
@@ -47,9 +47,10 @@ def join() -> Ranks:
     if not torch.distributed.is_available():
         raise ConfigError("this torch has no distributed support; run without torchrun")
     if not torch.distributed.is_initialized():
-        if torch.cuda.is_available():
+        on_gpu = device.startswith("cuda")
+        if on_gpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     return Ranks(rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size())
 
 

@@ -20,14 +20,22 @@ class Rounds(Protocol):
 
 
 class SourceRounds:
-    """Recorded groups, a fixed number per step, in the source's order; starts again when they run out."""
+    """Recorded groups, a fixed number per step, in the source's order; starts again when they run out.
+
+    Rounds asked for in order are read in one pass; any other is found from the beginning.
+    """
 
     def __init__(self, source: SampleSource, groups_per_step: int) -> None:
         self._source = source
         self._count = groups_per_step
+        self._next = 0
+        self._left: Iterator[list[Sample]] = self._endless()
 
     async def play(self, number: int) -> Groups:
-        taken = list(islice(self._endless(), number * self._count, (number + 1) * self._count))
+        if number != self._next:
+            self._left = islice(self._endless(), number * self._count, None)
+        taken = list(islice(self._left, self._count))
+        self._next = number + 1
         if not taken:
             raise FileFormatError("the source holds no group of samples with rewards")
         return taken

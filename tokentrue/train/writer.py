@@ -18,7 +18,7 @@ class MetricsWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         self._provenance = {**provenance, "hardware": hardware(), "torch": torch.__version__}
-        kept = [line for line in self._lines() if json.loads(line)["step"] < first_step]
+        kept = [line for line in self._lines() if is_before(line, first_step)]
         self._file = self.path.open("w")
         self._file.writelines(line + "\n" for line in kept)
         self._file.flush()
@@ -46,6 +46,14 @@ class MetricsWriter:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def is_before(line: str, first_step: int) -> bool:
+    """Whether a line on file is a whole row of an earlier step; a crash may have left half a line."""
+    try:
+        return json.loads(line)["step"] < first_step
+    except (ValueError, KeyError):
+        return False
 
 
 def hardware() -> str:

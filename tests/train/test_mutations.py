@@ -1,0 +1,153 @@
+"""The trainer broken on purpose, one fault at a time: the test that is there for it must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train import test_batch, test_loop, test_trainer
+from tests.train.rows import small_model
+from tokentrue.errors import ExactnessError
+from tokentrue.train import checkpoint, exactness, loop, trainer
+from tokentrue.train.batch import Row, row_of
+from tokentrue.train.exactness import Agreement, ulps
+from tokentrue.train.trainer import Trainer
+
+CAUGHT = (AssertionError, ExactnessError, pytest.fail.Exception)
+
+
+@pytest.fixture(scope="module")
+def base() -> torch.nn.Module:
+    torch.set_num_threads(1)
+    return small_model()
+
+
+def caught(test: Callable[[], object]) -> None:
+    with pytest.raises(CAUGHT):
+        test()
+
+
+def test_a_comparison_that_lets_one_ulp_pass(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lenient(rows: Sequence[Row], values: Sequence[Tensor], *, version: int, places: list[tuple[int, int]] | None = None) -> Agreement:
+        near: list[Tensor] = []
+        for row, found in zip(rows, values, strict=True):
+            close = [ulps(float(a), float(b)) <= 1 for a, b in zip(found, row.rollout, strict=True)]
+            near.append(torch.where(torch.tensor(close), row.rollout, found.detach()))
+        return strict(rows, near, version=version, places=places)
+
+    strict = exactness.agreement
+    for module in (exactness, trainer):
+        monkeypatch.setattr(module, "agreement", lenient)
+    caught(lambda: test_trainer.test_one_bit_stops_the_run_and_is_located(base))
+
+
+def test_a_comparison_by_allclose(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(rows: Sequence[Row], values: Sequence[Tensor], *, version: int, places: object = None) -> Agreement:
+        unlike = [not torch.allclose(v.detach()[r.sampled], r.rollout[r.sampled], atol=1e-6) for r, v in zip(rows, values, strict=True)]
+        return Agreement(compared=1, differing=sum(unlike), largest=0.0)
+
+    monkeypatch.setattr(trainer, "agreement", close)
+    caught(lambda: test_trainer.test_one_bit_stops_the_run_and_is_located(base))
+
+
+def test_a_mean_over_the_rows_that_give_a_gradient_only(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def active(self: Trainer, rows: Sequence[Row], update: Any) -> tuple[float, float]:
+        part = [number for micro in update.micros for number in micro.rows]
+        return plain(self, rows, replace(update, part=part))
+
+    plain = Trainer.counts
+    monkeypatch.setattr(Trainer, "counts", active)
+    caught(lambda: test_trainer.test_packing_and_dropping_idle_rows_change_nothing_but_rounding(base))
+
+
+def test_a_mean_over_each_micro_batch(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(self: Trainer, rows: Sequence[Row], values: Any, micro: Any, num_tokens: float, num_rows: float) -> Any:
+        tokens = float(sum(int(rows[i].mask.sum()) for i in micro.rows))
+        return plain(self, rows, values, micro, tokens, float(len(micro.rows)))
+
+    plain = Trainer.micro_loss
+    monkeypatch.setattr(Trainer, "micro_loss", own)
+    caught(lambda: test_trainer.test_packing_and_dropping_idle_rows_change_nothing_but_rounding(base))
+
+
+@pytest.mark.parametrize("part", ["exp_avg", "exp_avg_sq", "step"])
+def test_moments_that_are_not_resumed(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(target: Trainer, moments: dict[str, Tensor]) -> None:
+        plain(target, {key: torch.zeros_like(value) if key.endswith(f"|{part}") else value for key, value in moments.items()})
+
+    plain = checkpoint.restore_optimizer
+    monkeypatch.setattr(checkpoint, "restore_optimizer", forgetful)
+    caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, 0))
+
+
+def test_rounds_in_waiting_that_are_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(target: Trainer, store: Any) -> dict[int, Any]:
+        plain(target, store)
+        return {}
+
+    plain = loop.resume
+    monkeypatch.setattr(loop, "resume", empty)
+    caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, 2))
+
+
+def test_updates_that_are_counted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schedule hangs on them."""
+
+    def anew(target: Trainer, path: Path, *, run_hash: str) -> Any:
+        loaded = plain(target, path, run_hash=run_hash)
+        target.updates = 0
+        return loaded
+
+    plain = checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", anew)
+    caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, 0))
+
+
+def test_samples_counted_where_sessions_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_sample(rows: Sequence[Row], baseline: Any) -> list[float]:
+        apart = [replace(row, sample=replace(row.sample, session_id=row.sample.sample_id)) for row in rows]
+        return plain(apart, baseline)
+
+    plain = test_batch.session_advantages
+    monkeypatch.setattr(test_batch, "session_advantages", by_sample)
+    caught(test_batch.test_a_session_with_two_samples_counts_once)
+
+
+def test_a_version_that_does_not_move_on(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that takes every token for its own policy's, whatever version sampled it."""
+
+    def all_current(rows: Sequence[Row], values: Sequence[Tensor], *, version: int, places: Any = None) -> Agreement:
+        renamed = [replace(row, versions=torch.where(row.sampled, version, row.versions)) for row in rows]
+        return plain(renamed, values, version=version, places=places)
+
+    plain = exactness.agreement
+    for module in (exactness, trainer):
+        monkeypatch.setattr(module, "agreement", all_current)
+    caught(lambda: test_trainer.test_other_weights_are_not_mistaken_for_the_same(base))
+
+
+def test_samples_that_carry_a_stale_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens stamped with the version before: nothing would be compared any more."""
+
+    def stale(sample: Any, group: str) -> Row:
+        row = row_of(sample, group)
+        return replace(row, versions=torch.where(row.sampled, row.versions - 1, row.versions))
+
+    from tokentrue.train import batch
+
+    monkeypatch.setattr(batch, "row_of", stale)
+    caught(lambda: test_loop.test_round_j_is_played_by_version_j_minus_lag(0))
+
+
+def test_weights_published_before_older_rounds_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hasty(tasks: Sequence[Any]) -> None:
+        return None
+
+    monkeypatch.setattr(loop.asyncio, "wait", hasty)
+    caught(lambda: test_loop.test_round_j_is_played_by_version_j_minus_lag(1))

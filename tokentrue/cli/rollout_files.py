@@ -1,0 +1,95 @@
+"""The files of a rollout: `samples.jsonl` and `rollouts.jsonl`, whole groups only, so that what is missing can be played later.
+
+A group counts as done when a line of each of its rollouts is on file; its samples are written before. Whatever a crash left after that is
+cut off when the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokentrue.environments import Plan, Rollout
+
+
+class Recorder:
+    """Writes whole groups, in the order in which they end."""
+
+    def __init__(self, out: Path, plans: Sequence[Plan]) -> None:
+        self._sizes = Counter(plan.group for plan in plans)
+        self._groups: dict[str, list[Rollout]] = {}
+        self._samples = (out / "samples.jsonl").open("ab")
+        self._rollouts = (out / "rollouts.jsonl").open("ab")
+
+    def __call__(self, rollout: Rollout) -> None:
+        group = self._groups.setdefault(rollout.plan.group, [])
+        group.append(rollout)
+        if len(group) == self._sizes[rollout.plan.group]:
+            self._write(sorted(self._groups.pop(rollout.plan.group), key=lambda r: r.plan.index))
+
+    def _write(self, group: Sequence[Rollout]) -> None:
+        import orjson
+
+        for rollout in group:
+            self._samples.writelines(orjson.dumps(sample) + b"\n" for sample in rollout.samples)
+        self._samples.flush()
+        for rollout in group:
+            self._rollouts.write(orjson.dumps(line_of(rollout)) + b"\n")
+        self._rollouts.flush()
+
+    def close(self) -> None:
+        self._samples.close()
+        self._rollouts.close()
+
+
+def line_of(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "rollout": rollout.plan.key,
+        "group": rollout.plan.group,
+        "index": rollout.plan.index,
+        "session_id": rollout.session_id,
+        "reward": rollout.reward,
+        "error": rollout.error,
+        "seconds": round(rollout.seconds, 4),
+        "samples": len(rollout.samples),
+        "sampled": rollout.coverage.get("sampled", 0),
+        "trained": rollout.coverage.get("trained", 0),
+    }
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file, up to the first that is not; nothing where there is no file."""
+    found: list[dict[str, Any]] = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            break
+    return found
+
+
+def finished(out: Path, plans: Sequence[Plan], *, again: bool = False) -> set[str]:
+    """The groups on file, of which every rollout is there (and, with `again`, none failed); all else is cut off both files."""
+    sizes = Counter(plan.group for plan in plans)
+    lines = lines_of(out / "rollouts.jsonl")
+    counts = Counter(line["group"] for line in lines)
+    failed = {line["group"] for line in lines if line["error"] is not None} if again else set[str]()
+    done = {group for group, count in counts.items() if count == sizes[group]} - failed
+    kept = [line for line in lines if line["group"] in done]
+    sessions = {line["session_id"] for line in kept}
+    samples = [sample for sample in lines_of(out / "samples.jsonl") if sample["session_id"] in sessions]
+    for name, rows in (("rollouts.jsonl", kept), ("samples.jsonl", samples)):
+        rewrite(out / name, rows)
+    return done
+
+
+def rewrite(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """All or nothing: a crash in between leaves the file as it was."""
+    import orjson
+
+    beside = path.with_suffix(".partial")
+    beside.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    beside.replace(path)

@@ -1,0 +1,50 @@
+"""What `tokentrue rollout` is told, and what it was told before in the same directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokentrue.cli.config import as_mapping
+from tokentrue.cli.wiring import EngineConfig, ModelConfig
+from tokentrue.environments import Plan, RolloutConfig, load_environment, plan_groups
+from tokentrue.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRun:
+    """`url` names a gateway that runs already; without it one is started in this process with `model` and `engine`."""
+
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    url: str | None = None
+    out: Path = Path("out/rollout")
+    store: str | None = None
+    gateways: int = 2  # with --ray: gateway actors, each with its engine
+    workers: int = 2  # with --ray: rollout actors
+
+    def __post_init__(self) -> None:
+        for name in ("gateways", "workers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} must be at least 1")
+
+
+def planned(config: RolloutConfig) -> list[Plan]:
+    """Every rollout of the run; the same for the same configuration, in every process."""
+    environment = load_environment(config.environment, config.options)
+    return plan_groups(environment.tasks(config.tasks, seed=config.seed, split=config.split), n=config.group_size, seed=config.seed)
+
+
+def remember(settings: RolloutRun) -> None:
+    """The resolved configuration lies beside the output; a run under another one is refused there."""
+    path = settings.out / "config.json"
+    text = json.dumps(as_mapping(settings), indent=1, sort_keys=True)
+    if path.exists():
+        before, now = json.loads(path.read_text())["rollout"], json.loads(text)["rollout"]
+        if before != now:
+            changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+            named = ", ".join(f"rollout.{key}" for key in changed)
+            raise ConfigError(f"{settings.out} holds a run with another {named}; choose another --out")
+    path.write_text(text)
