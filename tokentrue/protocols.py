@@ -30,7 +30,7 @@ class TurnParser(Protocol):
         ...
 
     def finish(self) -> tuple[list[Delta], Parsed]:
-        """The held-back rest, and the whole turn: the same as `Renderer.parse` of all ids, plus calls that broke off after they were shown."""
+        """The held-back rest, and the whole turn: as `Renderer.parse` of all ids, plus calls that broke off after they were shown."""
         ...
 
 

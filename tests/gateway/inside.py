@@ -24,11 +24,12 @@ class Parrot:
 
     def __init__(self, text: str = SAID) -> None:
         self.ids = (*renderer().encode_sampled(text), renderer().stop_token_ids[0])
+        self.finish = Finish.STOP  # of the whole text
 
     def _completion(self, prompt_ids: Ids, sampling: Sampling) -> Completion:
         ids = self.ids[: sampling.max_tokens]
         logprobs = tuple(made_up(index, token) for index, token in enumerate(ids))
-        finish = Finish.STOP if len(ids) == len(self.ids) else Finish.LENGTH
+        finish = self.finish if len(ids) == len(self.ids) else Finish.LENGTH
         return Completion(token_ids=ids, logprobs=logprobs, finish=finish, prompt_tokens=len(prompt_ids))
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
@@ -47,9 +48,9 @@ class Parrot:
         pass
 
 
-def gateway(**limits: Any) -> Gateway:
+def gateway(provider: Any = None, **limits: Any) -> Gateway:
     config = GatewayConfig(model="m", admin_key="boss", limits=Limits(**limits))
-    return Gateway(config=config, renderer_for=lambda _: renderer(), provider=Parrot(), journal=Journal("memory"))
+    return Gateway(config=config, renderer_for=lambda _: renderer(), provider=provider or Parrot(), journal=Journal("memory"))
 
 
 async def ask(app: Gateway, method: str, path: str, body: bytes = b"", *, key: str | None = "boss", **headers: str) -> tuple[int, bytes]:

@@ -57,8 +57,24 @@ CASES: dict[str, tuple[list[Delta], Reply]] = {
     "cut_off": ([Delta(reasoning="half a th")], reply({"content": None, "reasoning_content": "half a th"}, Finish.LENGTH)),
     "nothing": ([], reply({"content": ""})),
     "custom_tool": (
-        [Delta(call=0, call_id="call_0", name="patch"), Delta(call=0, arguments='{"input": "a\\nb"}')],
-        reply({"content": None, "tool_calls": [made("patch", '{"input": "a\\nb"}', 0)]}),
+        [
+            Delta(call=0, call_id="call_0", name="patch"),
+            Delta(call=0, arguments='{"inp'),
+            Delta(call=0, arguments='ut": "a\\'),
+            Delta(call=0, arguments="nb \\ud83e"),
+            Delta(call=0, arguments='\\uddea c"'),
+            Delta(call=0, arguments="}"),
+        ],
+        reply({"content": None, "tool_calls": [made("patch", '{"input": "a\\nb \\ud83e\\uddea c"}', 0)]}),
+    ),
+    "call_that_breaks_off": (
+        [
+            Delta(content="Look."),
+            Delta(call=0, call_id="call_0", name="look"),
+            Delta(call=0, arguments='{"at": '),
+            Delta(content=' <call>{"at": here}'),
+        ],
+        reply({"content": 'Look. <call>{"at": here}', "tool_calls": [made("look", '{"at": ', 0)]}),
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,10 @@ import orjson
 from tokentrue.gateway.dialects.base import Seal
 
 Json = dict[str, Any]
+_INPUT_OPENS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_DECODABLE = re.compile(  # whole characters and escapes; of a surrogate pair both halves
+    r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*'
+)
 
 
 def reasoning_item(node: str, text: str, seal: Seal, *, status: str) -> Json:
@@ -29,8 +34,8 @@ def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def message_item(node: str, text: str, logprobs: Sequence[Json] = (), *, status: str) -> Json:
-    return {"type": "message", "id": f"msg_{node}", "role": "assistant", "status": status, "content": [text_part(text, logprobs)]}
+def message_item(suffix: str, text: str, logprobs: Sequence[Json] = (), *, status: str) -> Json:
+    return {"type": "message", "id": f"msg_{suffix}", "role": "assistant", "status": status, "content": [text_part(text, logprobs)]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +70,23 @@ def custom_input(arguments: str) -> str:
     except orjson.JSONDecodeError:
         return arguments
     return value["input"] if isinstance(value, dict) and isinstance(value.get("input"), str) else arguments
+
+
+class CustomInput:
+    """`custom_input` of a call that is still being written: what more of the string is certain."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._place: int | None = None  # in `_text`, of what is not decoded yet; None before the string has begun
+
+    def feed(self, arguments: str) -> str:
+        self._text += arguments
+        if self._place is None:
+            opened = _INPUT_OPENS.match(self._text)
+            if opened is None:
+                return ""
+            self._place = opened.end()
+        found = _DECODABLE.match(self._text, self._place)
+        assert found is not None
+        self._place = found.end()
+        return orjson.loads(f'"{found[0]}"') if found[0] else ""
