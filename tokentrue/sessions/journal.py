@@ -14,7 +14,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -84,13 +84,14 @@ class Journal:
             return None
         if self._in_memory:
             return Inline(self._connection, self._writing)
-        connection = self._connect(synchronous, wait_s=0.0)
+        connection = self._connect(synchronous)
+        connection.execute("PRAGMA busy_timeout=0")  # opening may wait for another process; a write may not
         connection.execute("PRAGMA wal_autocheckpoint=0")
         return Inline(connection, self._writing)
 
-    def _connect(self, synchronous: str, *, wait_s: float = 30.0) -> sqlite3.Connection:
+    def _connect(self, synchronous: str) -> sqlite3.Connection:
         try:
-            connection = sqlite3.connect(self._path, timeout=wait_s, isolation_level=None, check_same_thread=False)
+            connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
             raise self._cannot_open(error) from error
         try:
@@ -229,15 +230,13 @@ class Journal:
         """Compare-and-swap: the session is open, the parent is there, the place `seq` is free; or nothing happens."""
         await self.write(lambda db: _append(db, session_id, row))
 
-    async def append_all(self, session_id: str, rows: Iterable[Row]) -> None:
+    async def append_all(self, session_id: str, rows: Sequence[Row]) -> None:
         """All or none: the n choices of one request."""
-        together = tuple(rows)
+        await self.write(lambda db: _append_all(db, session_id, rows))
 
-        def work(db: sqlite3.Connection) -> None:
-            for row in together:
-                _append(db, session_id, row)
-
-        await self.write(work)
+    def append_now(self, session_id: str, rows: Sequence[Row]) -> bool:
+        """`append_all`, committed right here; False where it has to be queued, and then nothing was written."""
+        return self.write_now(lambda db: _append_all(db, session_id, rows)) is not None
 
     async def update(self, session_id: str, change: Callable[[SessionRecord], SessionRecord]) -> SessionRecord:
         """Read, change and write a session's record in one transaction."""
@@ -314,6 +313,11 @@ class Journal:
 
 def _nothing(db: sqlite3.Connection) -> None:
     """A write of nothing: the writer looks after the log when it meets one."""
+
+
+def _append_all(db: sqlite3.Connection, session_id: str, rows: Sequence[Row]) -> None:
+    for row in rows:
+        _append(db, session_id, row)
 
 
 def _append(db: sqlite3.Connection, session_id: str, row: Row) -> None:
