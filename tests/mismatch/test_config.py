@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import FrozenInstanceError
+from graphlib import TopologicalSorter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tokentrue import mismatch
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch import PRESETS, Correction, LossConfig, Normalise, OffPolicyMask, Outlier, Penalty, Reject, Staleness, Veto, Weights
 
@@ -68,6 +72,19 @@ TOKEN = Weights(upper=2.0)
 def test_nonsense_is_refused_with_a_reason(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def test_modules_of_the_room_import_in_one_direction() -> None:
+    """No circle, imports inside functions included."""
+    room = Path(mismatch.__file__).parent
+    arrows: dict[str, set[str]] = {}
+    for file in room.glob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        inner = [node for node in nodes if (node.module or "").startswith("tokentrue.mismatch")]
+        named = {(node.module or "").split(".")[2] for node in inner if node.module != "tokentrue.mismatch"}
+        named |= {alias.name for node in inner if node.module == "tokentrue.mismatch" for alias in node.names}
+        arrows[file.stem] = named
+    assert len(list(TopologicalSorter(arrows).static_order())) >= 19  # raises CycleError on a circle
 
 
 def test_frozen() -> None:

@@ -97,6 +97,41 @@ def test_areal_clamp_is_truncated_importance_sampling() -> None:
         torch.testing.assert_close(mine.weights[batch.mask], want[batch.mask], **CLOSE)
 
 
+def test_areal_defaults_and_keys_are_those_of_its_dataclass() -> None:
+    """Sequence level aggregates by the mean unless told otherwise; the rest of the actor's section may be there, typos may not."""
+    rule = {"level": "sequence"}
+    config = Correction.from_areal({"use_decoupled_loss": True, "eps_clip": 0.2, "c_clip": None, "rejection_sampling": rule})
+    assert config.reject[0].aggregate == "geometric" and config.reject[0].upper == 5.0
+    assert config.weights is not None and config.weights.level == "geometric" and config.weights.mode == "raw"
+    with pytest.raises(ConfigError, match="did you mean use_decoupled_loss"):
+        Correction.from_areal({"use_decoupled_los": True})
+    with pytest.raises(ConfigError, match="no longer a key of AReaL"):
+        Correction.from_areal({"behave_imp_weight_cap": 5.0})
+    assert "ignores it" in Correction.from_areal({"rejection_sampling": {"upper": 2.0}}).notes[0]
+
+
+def test_areal_k1_is_the_log_ratio_in_words_and_in_code() -> None:
+    """δ = 1 is above the bound 0.5 and δ = -1 is not; verl's k1 has the other sign."""
+    delta = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    config = {"use_decoupled_loss": True, "rejection_sampling": {"metric": "kl_k1", "upper": 0.5}}
+    for faithful in (False, True):
+        out = correct(delta, torch.zeros_like(delta), None, Correction.from_areal(config, faithful=faithful))
+        assert out.mask.tolist() == [[False], [True]]
+
+
+def test_miles_correction_function_is_chosen_by_its_path() -> None:
+    base = {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0}
+    weights = Correction.from_miles(base).weights
+    assert weights is not None and (weights.mode, weights.lower, weights.upper) == ("truncate", None, 2.0)
+    icepop = Correction.from_miles(base | {"tis_clip_low": 0.5, "custom_tis_function_path": "miles.corrections.icepop_function"}).weights
+    assert icepop is not None and (icepop.mode, icepop.lower) == ("mask", 0.5)
+    helper = Correction.from_miles(base | {"custom_tis_function_path": "examples.mis.compute_mis_weights_with_cp"})
+    assert helper.reject and helper.weights is not None and helper.weights.normalise is not None
+    assert Correction.from_miles(base | {"use_tis": False}).weights is None
+    with pytest.raises(ConfigError, match="function of your own"):
+        Correction.from_miles(base | {"custom_tis_function_path": "mine.correct"})
+
+
 def test_areal_k3_is_of_the_inverse_ratio_only_when_faithful() -> None:
     """δ = 2: K3 of trainer ÷ rollout is e² - 3 = 4.389, of its inverse e⁻² + 1 = 1.135; the bound 2 tells them apart."""
     delta, zeros = torch.full((1, 1), 2.0, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)

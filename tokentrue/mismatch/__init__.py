@@ -2,19 +2,11 @@
 
 from tokentrue.mismatch.advantages import gae_advantages, grpo_advantages, rloo_advantages, whitened_advantages
 from tokentrue.mismatch.bag import Metrics
-from tokentrue.mismatch.config import (
-    Correction,
-    Normalise,
-    OffPolicyMask,
-    Outlier,
-    Reject,
-    Staleness,
-    Veto,
-    Weights,
-)
+from tokentrue.mismatch.config import Correction
 from tokentrue.mismatch.correct import Corrected, correct
 from tokentrue.mismatch.diagnose import Diagnosis, WorstRow, diagnose
 from tokentrue.mismatch.loss import LOSSES, LossConfig, Penalty, loss_named, policy_loss
+from tokentrue.mismatch.parts import Normalise, OffPolicyMask, Outlier, Reject, Staleness, Veto, Weights
 from tokentrue.mismatch.presets import PRESETS
 from tokentrue.mismatch.report import Excerpt, Token, report_html
 from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tokentrue.errors import InputError
 from tokentrue.mismatch.bag import Count, Mean, Metrics, Statistic, as_float, exact_totals
-from tokentrue.mismatch.config import Correction, Reject, Weights
+from tokentrue.mismatch.config import Correction
 from tokentrue.mismatch.layout import Layout
 from tokentrue.mismatch.metrics import ESTIMATORS, k3_to_compare
+from tokentrue.mismatch.parts import Reject, Weights
 from tokentrue.mismatch.rows import Rows, Values
 from tokentrue.mismatch.signals import Policies, Signals, read_per_token, read_signals
 

@@ -1,4 +1,4 @@
-"""Other frameworks' own configuration dictionaries as a `Correction`.
+"""Other frameworks' own configuration dictionaries as the fields of a `Correction`.
 
 By default a key means what its framework's documentation says. Where the code behaves differently, `faithful=True` reproduces the code;
 each such place is marked "faithful:" and said in the correction's `notes`. Unknown keys are refused: a silent typo is a silent run.
@@ -7,12 +7,12 @@ each such place is marked "faithful:" and said in the correction's `notes`. Unkn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, TypeAlias
 
 from tokentrue.errors import ConfigError
-from tokentrue.mismatch.config import (
+from tokentrue.mismatch.parts import (
     Aggregate,
-    Correction,
     Estimator,
     Level,
     Normalise,
@@ -24,10 +24,13 @@ from tokentrue.mismatch.config import (
     Weights,
 )
 
+Fields: TypeAlias = dict[str, Any]
+"""Keyword arguments of `Correction`."""
+
 LEVEL_AGGREGATE: Mapping[Level, Aggregate] = {"token": "token", "sequence": "seq_sum", "geometric": "geometric"}
 
 
-def from_verl(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+def from_verl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
     """verl's `algorithm.rollout_correction`. Its ranges in strings ("0.5_5.0") are read here and nowhere else."""
     keys = {
         "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
@@ -45,7 +48,7 @@ def from_verl(config: Mapping[str, Any], *, faithful: bool = False) -> Correctio
         notes.append("bypass PPO-clip applies no importance weights: its ratio holds them already; rollout_is is only measured")
         weights = None
     rules = _verl_rules(given, signal, faithful, notes)
-    return Correction(
+    return dict(
         denominator="rollout" if bypass else "trainer",
         weights=weights,
         reject=rules,
@@ -99,13 +102,15 @@ def _verl_rule(option: str, threshold: str | float, signal: Signal, faithful: bo
     return Reject(estimator="ratio", aggregate=kind, lower=lower, upper=upper, signal=signal)
 
 
-def from_miles(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
-    """Miles' (and slime's) mismatch helper: the keys of `mis.yaml`, with the built-in `tis_clip`, `tis_clip_low`, OPSM and bypass flags."""
+def from_miles(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
+    """Miles' and slime's arguments. Which function corrects is `custom_tis_function_path`: the mismatch helper, with the keys of
+    `mis.yaml` (also where none is named but no `tis_clip` either), `icepop_function`, or the built-in truncation to `tis_clip`.
+    """
     keys = {
         "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate",
         "tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None,
         "rs_veto_threshold": 1e-4, "tis_batch_normalize": True, "use_rollout_logprobs": False, "use_opsm": False, "opsm_delta": 1e-4,
-        "tis_clip": None, "tis_clip_low": None, "icepop": False,
+        "tis_clip": None, "tis_clip_low": None, "custom_tis_function_path": None,
     }  # fmt: skip
     given = _known("miles", config, keys)
     if given["use_rollout_logprobs"] and given["use_tis"] and "use_tis" in config:
@@ -114,23 +119,25 @@ def from_miles(config: Mapping[str, Any], *, faithful: bool = False) -> Correcti
     if given["use_opsm"]:
         opsm = OffPolicyMask(threshold=given["opsm_delta"], signal="ppo_rollout" if given["use_rollout_logprobs"] else "ppo_train")
     if given["use_rollout_logprobs"]:
-        return Correction(denominator="rollout", off_policy_mask=opsm)
-    if given["tis_clip"] is not None:
-        return Correction(weights=_miles_builtin(given), off_policy_mask=opsm)
+        return dict(denominator="rollout", off_policy_mask=opsm)
+    path = str(given["custom_tis_function_path"] or "")
+    icepop = path.endswith("icepop_function")
+    if icepop or (given["tis_clip"] is not None and "compute_mis_weights" not in path):
+        if path and not icepop and not path.endswith("vanilla_tis_function"):
+            raise ConfigError(f"miles.custom_tis_function_path: {path!r} is a function of your own; write its Correction by hand")
+        return dict(weights=_miles_builtin(given, icepop) if given["use_tis"] else None, off_policy_mask=opsm)
     if not given["use_tis"] and (faithful or not given["use_rs"]):
         note = ("use_tis is off, so Miles rejects nothing: use_rs works only inside it",) if given["use_rs"] else ()
-        return Correction(off_policy_mask=opsm, notes=note)
+        return dict(off_policy_mask=opsm, notes=note)
     return _miles_helper(given, faithful, opsm)
 
 
-def _miles_builtin(given: Mapping[str, Any]) -> Weights:
-    low = given["tis_clip_low"] or None
-    if given["icepop"]:
-        return Weights(level="token", mode="mask", lower=low, upper=given["tis_clip"])
-    return Weights(level="token", mode="clip" if low else "truncate", lower=low, upper=given["tis_clip"])
+def _miles_builtin(given: Mapping[str, Any], icepop: bool) -> Weights:
+    low, high = given["tis_clip_low"] or None, 2.0 if given["tis_clip"] is None else given["tis_clip"]
+    return Weights(level="token", mode="mask" if icepop else "clip" if low else "truncate", lower=low, upper=high)
 
 
-def _miles_helper(given: Mapping[str, Any], faithful: bool, opsm: OffPolicyMask | None) -> Correction:
+def _miles_helper(given: Mapping[str, Any], faithful: bool, opsm: OffPolicyMask | None) -> Fields:
     upper = given["tis_upper_bound"]
     lower = 1.0 / upper if given["tis_lower_bound"] is None else given["tis_lower_bound"]
     level, mode, notes = given["tis_level"], given["tis_mode"], []
@@ -151,7 +158,7 @@ def _miles_helper(given: Mapping[str, Any], faithful: bool, opsm: OffPolicyMask 
         outlier = Outlier(lower=threshold, upper=None)
     elif threshold is not None and not faithful:
         veto = Veto(below=threshold)
-    return Correction(weights=weights, reject=tuple(rules), veto=veto, outlier=outlier, off_policy_mask=opsm, notes=tuple(notes))
+    return dict(weights=weights, reject=tuple(rules), veto=veto, outlier=outlier, off_policy_mask=opsm, notes=tuple(notes))
 
 
 def _miles_weights(given: Mapping[str, Any], lower: float, upper: float, faithful: bool, notes: list[str]) -> Weights:
@@ -170,7 +177,7 @@ def _miles_weights(given: Mapping[str, Any], lower: float, upper: float, faithfu
     return Weights(level=level, mode=mode, lower=None if mode == "truncate" else lower, upper=upper, normalise=normalise)
 
 
-def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
     """TRL's GRPOConfig: the `vllm_importance_sampling_*` keys and `off_policy_mask_threshold`; other GRPOConfig keys may be present."""
     keys = {
         "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
@@ -181,7 +188,7 @@ def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Correction
     threshold = given["off_policy_mask_threshold"]
     opsm = None if threshold is None else OffPolicyMask(threshold=threshold, signal="ppo_rollout")
     if not given["vllm_importance_sampling_correction"]:
-        return Correction(off_policy_mask=opsm, non_finite="unit")
+        return dict(off_policy_mask=opsm, non_finite="unit")
     level, _, mode = str(given["vllm_importance_sampling_mode"]).rpartition("_")
     if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
         raise ConfigError(f"trl.vllm_importance_sampling_mode: no mode {given['vllm_importance_sampling_mode']!r}")
@@ -190,30 +197,39 @@ def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Correction
     if low is None and high is None:
         kind = "raw"
     weights = Weights(level=level, mode=kind, lower=low, upper=high)  # type: ignore[arg-type]
-    return Correction(weights=weights, off_policy_mask=opsm, non_finite="unit", log_clamp=80.0)
+    return dict(weights=weights, off_policy_mask=opsm, non_finite="unit", log_clamp=80.0)
 
 
-def from_areal(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
-    """AReaL's PPO actor: `use_decoupled_loss`, `recompute_logprob` and `rejection_sampling` (a dictionary or None)."""
-    given = _known("areal", config, {"use_decoupled_loss": False, "recompute_logprob": False, "rejection_sampling": None})
+def from_areal(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
+    """AReaL's PPO actor: `use_decoupled_loss`, `recompute_logprob` and `rejection_sampling` (a dictionary or None); its other keys may
+    be present.
+    """
+    keys: dict[str, Any] = {"use_decoupled_loss": False, "recompute_logprob": False, "rejection_sampling": None}
+    given = _known("areal", _mine("areal", config, keys), keys)
     if not given["use_decoupled_loss"]:
-        return Correction(denominator="trainer" if given["recompute_logprob"] else "rollout", non_finite="unit", log_clamp=80.0)
+        note = ("rejection_sampling works only with use_decoupled_loss: AReaL ignores it here",) if given["rejection_sampling"] else ()
+        base = "trainer" if given["recompute_logprob"] else "rollout"
+        return dict(denominator=base, non_finite="unit", log_clamp=80.0, notes=note)
     if given["rejection_sampling"] is None:
         note = "decoupled without rejection_sampling applies no behaviour weight in AReaL: plain PPO on the recomputed policy"
-        return Correction(non_finite="unit", log_clamp=80.0, notes=(note,))
-    keys = {"level": "token", "action": "mask", "metric": "ratio", "agg": "sum", "upper": 5.0, "lower": None}
+        return dict(non_finite="unit", log_clamp=80.0, notes=(note,))
+    keys = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None}
     rule = _known("areal.rejection_sampling", given["rejection_sampling"], keys)
+    if rule["action"] not in ("mask", "clamp"):
+        raise ConfigError(f"areal.rejection_sampling.action: {rule['action']!r} is not one of 'mask', 'clamp'")
     if rule["action"] == "clamp":
         if rule["metric"] != "ratio":
             raise ConfigError("areal.rejection_sampling: action 'clamp' works with metric 'ratio' only")
         level = "token" if rule["level"] == "token" else "geometric"
         low = rule["lower"] or None
+        if faithful and level == "geometric" and rule["agg"] == "max" and low:
+            raise ConfigError("areal.rejection_sampling: with agg 'max' AReaL leaves weights below `lower` as they are; use agg 'mean'")
         weights = Weights(level=level, mode="clip" if low else "truncate", lower=low, upper=rule["upper"])
-        return Correction(weights=weights, non_finite="unit", log_clamp=80.0)
+        return dict(weights=weights, non_finite="unit", log_clamp=80.0)
     reject, notes = _areal_rule(rule, faithful)
     geometric = rule["metric"] == "ratio" and rule["level"] == "sequence"  # AReaL then weighs by the geometric mean, for any agg
     weights = Weights(level="geometric" if geometric else "token", mode="raw")
-    return Correction(weights=weights, reject=(reject,), non_finite="unit", log_clamp=80.0, notes=notes)
+    return dict(weights=weights, reject=(reject,), non_finite="unit", log_clamp=80.0, notes=notes)
 
 
 def _areal_rule(rule: Mapping[str, Any], faithful: bool) -> tuple[Reject, tuple[str, ...]]:
@@ -225,12 +241,12 @@ def _areal_rule(rule: Mapping[str, Any], faithful: bool) -> tuple[Reject, tuple[
     if rule["level"] == "sequence":
         mean: Aggregate = "geometric" if estimator == "ratio" else "seq_mean"
         aggregate = {"sum": "seq_sum", "mean": mean, "max": "seq_max"}[rule["agg"]]  # type: ignore[assignment]
-    inverse = faithful and estimator in ("k1", "k3")
-    notes = (f"faithful: {estimator} is of rollout ÷ trainer, as AReaL's code does",) if inverse else ()
+    inverse = estimator == "k1" or (faithful and estimator == "k3")  # its k1 is log r, in words and in code
+    notes = ("faithful: k3 is of rollout ÷ trainer, as AReaL's code does",) if estimator == "k3" and inverse else ()
     return Reject(estimator=estimator, aggregate=aggregate, lower=rule["lower"], upper=rule["upper"], inverse=inverse), notes
 
 
-def from_skyrl(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+def from_skyrl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
     """SkyRL's `off_policy_correction`. Its stages run in order (outlier, token mask, weights, sequence mask), each on what is left."""
     keys = {
         "tis_ratio_type": None, "token_tis_ratio_clip_high": 2.0, "sequence_tis_ratio_clip_high": 5.0,
@@ -258,7 +274,19 @@ def from_skyrl(config: Mapping[str, Any], *, faithful: bool = False) -> Correcti
     weights = None if kind is None else Weights(level=kind, mode="truncate", upper=given[f"{kind}_tis_ratio_clip_high"])
     low, high = given["outlier_token_is_threshold_low"], given["outlier_token_is_threshold_high"]
     outlier = None if low is None and high is None else Outlier(lower=low, upper=high)
-    return Correction(weights=weights, reject=tuple(rules), outlier=outlier, staged=True)
+    return dict(weights=weights, reject=tuple(rules), outlier=outlier, staged=True)
+
+
+def _mine(owner: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that this importer reads, out of a larger section; one that was meant to be among them is refused."""
+    gone = sorted(key for key in config if key.startswith("behave_imp_weight"))
+    if gone:
+        raise ConfigError(f"{owner}.{gone[0]}: no longer a key of AReaL; say it as rejection_sampling")
+    for key in config:
+        near = get_close_matches(key, keys, n=1, cutoff=0.85)
+        if key not in keys and near:
+            raise ConfigError(f"{owner}: unknown key {key}; did you mean {near[0]}?")
+    return {key: value for key, value in config.items() if key in keys}
 
 
 def _known(owner: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch.bag import Extremes, Mean, Metrics, Statistic
-from tokentrue.mismatch.config import Correction, Surrogate, choose
+from tokentrue.mismatch.config import Correction
 from tokentrue.mismatch.correct import Corrected, correct
 from tokentrue.mismatch.layout import Layout
 from tokentrue.mismatch.metrics import k1, k2, k3
+from tokentrue.mismatch.parts import Surrogate, choose
 from tokentrue.mismatch.rows import Rows, Values
 from tokentrue.mismatch.signals import read_per_token
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tokentrue.mismatch.config import Correction, Normalise, OffPolicyMask, Reject, Weights
-from tokentrue.mismatch.importers import from_areal, from_skyrl, from_trl
+from tokentrue.mismatch.config import Correction
+from tokentrue.mismatch.parts import Normalise, OffPolicyMask, Reject, Weights
 
 _TOKEN = Weights(level="token", mode="truncate", upper=2.0)
 _SEQUENCE = Weights(level="sequence", mode="truncate", upper=2.0)
@@ -86,10 +86,10 @@ def _vexact(aggregate: str) -> dict[str, Correction]:
 
 
 _OTHERS = {
-    "trl_default": from_trl({}),
+    "trl_default": Correction.from_trl({}),
     "prime_rl_default": Correction(denominator="rollout", surrogate="dppo_tv"),
-    "areal_token_mask": from_areal({"use_decoupled_loss": True, "rejection_sampling": {}}),
-    "skyrl_recommended": from_skyrl({"tis_ratio_type": "token", "sequence_mask_metric": "geometric"}),
+    "areal_token_mask": Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": {}}),
+    "skyrl_recommended": Correction.from_skyrl({"tis_ratio_type": "token", "sequence_mask_metric": "geometric"}),
     "deepseek_v3_2": Correction(off_policy_mask=OffPolicyMask(threshold=1e-4, signal="ppo_rollout")),
 }
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.config import Correction, Signal
+from tokentrue.mismatch.config import Correction
 from tokentrue.mismatch.layout import Layout
+from tokentrue.mismatch.parts import Signal
 from tokentrue.mismatch.rows import Rows, Values
 
 
