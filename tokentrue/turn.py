@@ -27,8 +27,9 @@ from tokentrue.sessions.journal import Journal, Rewards, SessionRecord
 from tokentrue.sessions.limits import Limits
 from tokentrue.sessions.matching import Continue, Matcher, Plan
 from tokentrue.sessions.prompts import prompt_for
-from tokentrue.sessions.recording import Asked, Draft, commit, recorded_reply, reply_from
+from tokentrue.sessions.recording import Asked, Draft, nodes_from, recorded_reply, reply_from, rows_from
 from tokentrue.sessions.requests import Pinned, request_digest
+from tokentrue.sessions.rows import Row
 from tokentrue.sessions.serve import deltas_of
 from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import Node, Tree
@@ -79,6 +80,7 @@ class Session:
         self._matcher = Matcher(self.tree)
         self._airspace: Airspace[tuple[Any, ...]] = Airspace()
         self._tokens = 0
+        self._last_settled: tuple[Sampling, Sampling] | None = None  # what was asked for, what it became: mostly the same from turn to turn
         self._created = journal.create(self.record) if journal is not None and _record is None else None
 
     @classmethod
@@ -197,7 +199,7 @@ class Session:
         if flight.streamed:
             return tuple(await all_of([self._stream_one(choice, flight, plan) for choice in choices]))
         drafts = await all_of([choice.generate() for choice in choices])
-        return await to_the_end(self._commit(drafts, asked, plan))
+        return await self._commit(drafts, asked, plan)
 
     async def _stream_one(self, choice: Choice, flight: Flight, plan: Plan) -> Reply:
         try:
@@ -205,14 +207,30 @@ class Session:
         except Disconnected as gone:
             if gone.draft is not None:
                 self.counters["disconnected"] += 1
-                await to_the_end(self._commit([gone.draft], choice.asked, plan))
+                await self._commit([gone.draft], choice.asked, plan)
             raise
-        (reply,) = await to_the_end(self._commit([draft], choice.asked, plan))
+        (reply,) = await self._commit([draft], choice.asked, plan)
         flight.emit(TurnEvent(index=choice.index, node=choice.node, reply=reply))
         return reply
 
     async def _commit(self, drafts: list[Draft], asked: Asked, plan: Plan) -> tuple[Reply, ...]:
-        nodes = await commit(drafts, asked, tree=self.tree, journal=self.journal, session_id=self.id)
+        """All or nothing: the journal first, then memory."""
+        nodes = nodes_from(drafts, asked, self.tree)
+        if self.journal is not None:
+            rows = rows_from(nodes, asked)
+            if not self.journal.append_now(self.id, rows):
+                return await to_the_end(self._commit_waiting(self.journal, rows, nodes, drafts, asked, plan))
+        return self._enter(nodes, drafts, asked, plan)
+
+    async def _commit_waiting(
+        self, journal: Journal, rows: list[Row], nodes: list[Node], drafts: list[Draft], asked: Asked, plan: Plan
+    ) -> tuple[Reply, ...]:
+        await journal.append_all(self.id, rows)
+        return self._enter(nodes, drafts, asked, plan)
+
+    def _enter(self, nodes: list[Node], drafts: list[Draft], asked: Asked, plan: Plan) -> tuple[Reply, ...]:
+        for node in nodes:
+            self.tree.add(node, asked.prompt.ids)
         for node in nodes:
             self._count(node)
             self._matcher.remember_calls(node, plan)
@@ -220,12 +238,15 @@ class Session:
 
     def _settled(self, sampling: Sampling) -> Sampling:
         """Pinned values over the client's, the renderer's stop tokens added; refused where log-probabilities would not be true."""
-        sampling = self._pinned.over(sampling)
+        if self._last_settled is not None and self._last_settled[0] is sampling:
+            return self._last_settled[1]
+        asked, sampling = sampling, self._pinned.over(sampling)
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*self.renderer.stop_token_ids, *sampling.stop_token_ids))))
         blind = [name for name in sampling.filters if name not in self.provider.truthful_filters]
         if self.record.training and blind:
             cure = "switch it off, or use a session with training=False"
             raise SamplingError(f"{self.provider.name} cannot report true log-probabilities under {', '.join(blind)}; {cure}")
+        self._last_settled = (asked, sampling)
         return sampling
 
     def _adopt(self, tree: Tree) -> None:

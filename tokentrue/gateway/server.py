@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import ipaddress
 import logging
@@ -30,6 +31,8 @@ from tokentrue.gateway.peers import FromPeer
 
 BACKLOG = 4096
 RESTARTS_PER_MINUTE = 10
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+KEPT_BYTES = 64 << 20
 
 
 def is_loopback(host: str) -> bool:
@@ -142,8 +145,19 @@ async def serve(
         await running[1]
 
 
+def keep_freed_memory() -> None:
+    """Bodies and prompts of some hundred kilobytes come and go with every turn: glibc would give their pages back and fault them in anew."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return  # not glibc
+    mallopt(M_MMAP_THRESHOLD, KEPT_BYTES // 4)
+    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
 def run_worker(gateway: Gateway, public: socket.socket, *, peer_socket: str | None = None, ready: Callable[[], None] | None = None) -> None:
     """With uvloop where it is installed."""
+    keep_freed_memory()
     try:
         import uvloop
     except ImportError:

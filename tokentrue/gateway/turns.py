@@ -106,9 +106,10 @@ class Turns:
     async def _whole(self, turn: Turn, live: Live, body: Body, request: TurnRequest, receive: Receive, send: Send) -> None:
         async with Leaving(receive, after_s=WATCH_AFTER_S):
             replies = await live.session.turn(request)
-        self._note(turn, live, body, replies)
+        self._remember(turn, live, body, replies)
         answer = turn.dialect.answer(body.call, replies, live.session.renderer.decode)
         await send_json(send, 200, answer, *answer_headers(live, replies[0]))
+        self._note_soon(turn, replies)
 
     async def _streamed(self, turn: Turn, live: Live, body: Body, request: TurnRequest, receive: Receive, send: Send) -> None:
         line = Line(send, turn.dialect.encoder(body.call, live.session.renderer.decode))
@@ -122,8 +123,9 @@ class Turns:
                         await line.feed(event)
                         if turn.first_byte is None and line.started:
                             turn.first_byte = time.perf_counter()
-                self._note(turn, live, body, replies)
+                self._remember(turn, live, body, replies)
                 await line.finish()
+                self._note_soon(turn, replies)
             except Exception as error:
                 if not line.started:
                     raise
@@ -133,12 +135,18 @@ class Turns:
                 self._metrics.errors.labels(turn.dialect.name, problem.code).inc()
                 await line.fail(problem)
 
-    def _note(self, turn: Turn, live: Live, body: Body, replies: Sequence[Reply]) -> None:
-        """The memory of the request, the metrics and the log line of a committed turn."""
-        first = replies[0]
+    def _remember(self, turn: Turn, live: Live, body: Body, replies: Sequence[Reply]) -> None:
+        """The bytes of a committed request: its continuation may follow at once."""
         if len(replies) == 1:
-            live.remember(turn.dialect, body, first.node)
-        now = time.perf_counter()
+            live.remember(turn.dialect, body, replies[0].node)
+
+    def _note_soon(self, turn: Turn, replies: Sequence[Reply]) -> None:
+        """In the next round of the loop: what was sent in this one goes out at its end, and must not wait for our bookkeeping."""
+        asyncio.get_running_loop().call_soon(self._note, turn, replies, time.perf_counter())
+
+    def _note(self, turn: Turn, replies: Sequence[Reply], now: float) -> None:
+        """The metrics and the log line of a committed turn."""
+        first = replies[0]
         sampled = sum(len(reply.completion.token_ids) for reply in replies)
         metrics = self._metrics
         metrics.turns.labels(turn.dialect.name, turn.streamed).inc()

@@ -48,7 +48,7 @@ class Connection(asyncio.Protocol):
         self._error: Exception | None = None
         self._left: Callable[[Connection], None] | None = None
         self._served = 0
-        self._framed = False  # the answer says where it ends
+        self._framed = self._keeps = False  # the answer says where it ends; the server keeps the connection open behind it
         self.status = 0
         self.whole = False
         self.read_enough = False  # set by a reader that wants nothing more of this answer
@@ -87,6 +87,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         self.status = status if status >= 200 else 0
+        self._keeps = self._framed and self._parser.should_keep_alive()  # the parser forgets it behind the body
 
     def on_body(self, body: bytes) -> None:
         self._blocks.append(body)
@@ -104,7 +105,7 @@ class Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes, *, silence_s: float) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._blocks, self._error = [], None
-        self.status, self.whole, self._framed, self._left = 0, False, False, None
+        self.status, self.whole, self._framed, self._keeps, self._left = 0, False, False, False, None
         self.read_enough = False
         self._silence_s, self._heard = silence_s, self._loop.time()
         self._timer = self._loop.call_later(silence_s, self._check_silence)
@@ -146,13 +147,13 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        keep = self.whole and self._error is None and self.usable(self._loop) and self._framed and self._parser.should_keep_alive()
+        keep = self.whole and self._keeps and self._error is None and self.usable(self._loop)
         self._parser = None
         if not keep:
             self.close()
         self._served += 1
         self.idle_since = self._loop.time()
-        return bool(keep)
+        return keep
 
     def close(self) -> None:
         if self._transport is not None:

@@ -301,5 +301,3 @@ def _common(old: Sequence[Message], new: Messages) -> int:
             break
         length += 1
     return length
-
-

@@ -59,9 +59,7 @@ async def prompt_for(plan: Plan, request: TurnRequest, *, renderer: Renderer, tr
     return await _render(plan, renderer, tools, template_kwargs)
 
 
-async def _extend(
-    plan: Continue, renderer: Renderer, tree: Tree, tools: Tools | None, template_kwargs: TemplateKwargs
-) -> Prompt | Refusal:
+async def _extend(plan: Continue, renderer: Renderer, tree: Tree, tools: Tools | None, template_kwargs: TemplateKwargs) -> Prompt | Refusal:
     node, kwargs = plan.node, dict(template_kwargs)
     if kwargs != dict(node.template_kwargs) and not await _same_context(renderer, tree, node, tools, kwargs):
         return Refusal(why="template_kwargs_changed", detail=f"template settings that shape the prompt differ from those of node {node.id}")
@@ -129,5 +127,3 @@ def _size(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(_size(item) for item in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return 8
-
-

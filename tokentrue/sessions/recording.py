@@ -1,4 +1,4 @@
-"""A finished generation becomes a node, and a node becomes a reply. Commit is all or nothing: journal first, then memory."""
+"""A finished generation becomes a node, and a node becomes a reply. Nothing is written here: `turn` commits, journal first, then memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Literal
 from tokentrue.errors import EngineContractError, MessageError
 from tokentrue.protocols import Renderer
 from tokentrue.sessions import chain
-from tokentrue.sessions.journal import Journal
 from tokentrue.sessions.prompts import Prompt
 from tokentrue.sessions.rows import Row, row_from_node
 from tokentrue.sessions.serve import served_message
@@ -96,15 +95,16 @@ def node_from(draft: Draft, asked: Asked, tree: Tree) -> Node:
     )
 
 
-async def commit(drafts: Sequence[Draft], asked: Asked, *, tree: Tree, journal: Journal | None, session_id: str) -> list[Node]:
+def nodes_from(drafts: Sequence[Draft], asked: Asked, tree: Tree) -> list[Node]:
+    """Fit to enter the record: the prompt that the engine got is, bit for bit, what is recorded and what was given."""
     nodes = [node_from(draft, asked, tree) for draft in drafts]
     for node in nodes:
         tree.check(node, asked.prompt.ids)
-    if journal is not None:
-        await journal.append_all(session_id, [_row(node, asked.prompt.parent) for node in nodes])
-    for node in nodes:
-        tree.add(node, asked.prompt.ids)
     return nodes
+
+
+def rows_from(nodes: Sequence[Node], asked: Asked) -> list[Row]:
+    return [_row(node, asked.prompt.parent) for node in nodes]
 
 
 def _row(node: Node, parent: Node | None) -> Row:

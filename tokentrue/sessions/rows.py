@@ -19,7 +19,7 @@ from tokentrue.sessions.chain import little_endian
 from tokentrue.sessions.tree import Given, Node, ServedRef
 from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, Status, VersionSpan
 
-_AT_REST = Sampling()
+_AT_REST = tuple((f.name, getattr(Sampling(), f.name)) for f in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +168,7 @@ def _given(item: Mapping[str, Any]) -> Given:
 
 def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
     """Only what differs from rest."""
-    changed = {f.name: getattr(sampling, f.name) for f in fields(Sampling)}
-    return {name: value for name, value in changed.items() if value != getattr(_AT_REST, name)}
+    return {name: value for name, rest in _AT_REST if (value := getattr(sampling, name)) != rest}
 
 
 def sampling_from_json(values: Mapping[str, Any]) -> Sampling:

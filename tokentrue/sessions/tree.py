@@ -198,9 +198,7 @@ class Tree:
         """The certificate's link for `node`, computed from what it holds."""
         parent = self.parent(node)
         previous = self._start if parent is None else parent.chain
-        return chain.link(
-            previous, given_ids=node.given_ids, sampled_ids=node.sampled_ids, logprobs=node.logprobs, versions=node.versions
-        )
+        return chain.link(previous, given_ids=node.given_ids, sampled_ids=node.sampled_ids, logprobs=node.logprobs, versions=node.versions)
 
     def start_link(self, parent: Node | None) -> bytes:
         return self._start if parent is None else parent.chain
@@ -223,7 +221,8 @@ class Tree:
 
     def _check_prefix(self, node: Node, parent: Node | None, prompt_ids: array[int]) -> None:
         prefix = array("i") if parent is None else self.full_ids(parent)
-        if prompt_ids[: len(prefix)] != prefix or prompt_ids[len(prefix) :] != node.given_ids:
+        asked, known, given = prompt_ids.tobytes(), prefix.tobytes(), node.given_ids.tobytes()  # bytes are compared faster than items
+        if len(asked) != len(known) + len(given) or not asked.startswith(known) or not asked.endswith(given):
             recorded = prefix + node.given_ids
             pairs = enumerate(zip(recorded, prompt_ids, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(recorded), len(prompt_ids)))
@@ -308,5 +307,3 @@ class CallIds:
                 index -= 1
             node = self._tree.parent(node)
         return None
-
-
