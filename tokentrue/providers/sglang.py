@@ -18,11 +18,12 @@ from typing import Any
 import orjson
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
+from tokentrue.providers.constraints import CONSTRAINTS, for_sglang, plain
 from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
 from tokentrue.providers.wire import IdsJson, Wire, version_of
 from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling
 
-EXTRA = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"})
+EXTRA = CONSTRAINTS | frozenset({"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"})
 MASKABLE = frozenset({"top_k", "top_p", "min_p"})
 
 
@@ -203,7 +204,8 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        **sampling.extra,
+        **plain(sampling.extra),
+        **for_sglang(sampling.extra),
     }
     if sampling.top_k:
         params["top_k"] = sampling.top_k

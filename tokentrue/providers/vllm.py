@@ -20,11 +20,12 @@ from typing import Any
 import orjson
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected, SamplingError
+from tokentrue.providers.constraints import CONSTRAINTS, for_vllm, plain
 from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
 from tokentrue.providers.wire import IdsJson, Wire, version_of
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
-EXTRA = frozenset({"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"})
+EXTRA = CONSTRAINTS | frozenset({"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"})
 ALL_FILTERS = frozenset({"top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
 
 
@@ -296,7 +297,8 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
-        **sampling.extra,
+        **plain(sampling.extra),
+        **for_vllm(sampling.extra),
     }
     if sampling.max_tokens is not None:
         params["max_tokens"] = sampling.max_tokens

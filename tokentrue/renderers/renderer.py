@@ -221,6 +221,12 @@ class Renderer:
 
         return turn_parser(self, prompt_ids=prompt_ids, tools=tools)
 
+    def call_tag(self, tools: Tools, *, name: str | None = None) -> Mapping[str, Any] | Refusal:
+        """The structural tag that makes an engine sample at least one call of these tools (of tool `name`, and only it)."""
+        from tokentrue.renderers.calls import call_tag
+
+        return call_tag(self, tools, name=name)
+
     def decode(self, token_ids: Ids) -> str:
         return self.codec.decode(token_ids)
 

@@ -25,7 +25,7 @@ from tokentrue.gateway.dialects.base import (
     joined_text,
     shown,
 )
-from tokentrue.gateway.dialects.openai_chat import check_function
+from tokentrue.gateway.dialects.openai_chat import check_function, constraints
 from tokentrue.types import Delta, Message, Reply, Sampling, TurnEvent
 
 TEXT_BLOCKS = ("text",)
@@ -91,9 +91,8 @@ class Anthropic:
     def call(self, head: dict[str, Any]) -> Call:
         asked = convert(head, MessagesHead)
         check_context_management(asked.context_management)
-        extra, tools = constraints(asked.tool_choice, tools_from_anthropic(asked.tools))
-        if asked.output_config and asked.output_config.get("format") is not None:
-            extra["response_format"] = {"type": "json_schema", "json_schema": {"schema": asked.output_config["format"].get("schema")}}
+        tools = tools_from_anthropic(asked.tools)
+        extra, tools = constraints(choice_from_anthropic(asked.tool_choice), format_from_config(asked.output_config), tools)
         given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
         present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return Call(
@@ -107,7 +106,7 @@ class Anthropic:
     def counting(self, head: dict[str, Any]) -> Call:
         """The call of `count_tokens`: nothing will be sampled."""
         asked = convert(head, CountHead)
-        _, tools = constraints(asked.tool_choice, tools_from_anthropic(asked.tools))
+        _, tools = constraints(choice_from_anthropic(asked.tool_choice), None, tools_from_anthropic(asked.tools))
         return Call(model=asked.model, tools=tools, opening=opening(asked.system))
 
     def messages(self, items: Sequence[Any], call: Call, *, start: int = 0) -> list[Message]:
@@ -282,20 +281,25 @@ def tools_from_anthropic(tools: list[dict[str, Any]] | None) -> tuple[dict[str, 
     return tuple(out)
 
 
-def constraints(
-    choice: dict[str, Any] | None, tools: tuple[dict[str, Any], ...] | None
-) -> tuple[dict[str, Any], tuple[dict[str, Any], ...] | None]:
+def choice_from_anthropic(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """In the words of Chat Completions."""
     kind = (choice or {}).get("type", "auto")
-    if kind == "auto":
-        return {}, tools
-    if kind == "none":
-        return {}, None
-    if kind not in ("any", "tool"):
+    words = {"auto": "auto", "none": "none", "any": "required"}
+    if kind == "tool":
+        return {"type": "function", "function": {"name": (choice or {}).get("name")}}
+    if not isinstance(kind, str) or kind not in words:
         raise MessageError(f"must be auto, any, tool or none, not {shown(kind)}", field="tool_choice.type")
-    if not tools:
-        raise MessageError("needs tools", field="tool_choice")
-    named = {"type": "function", "function": {"name": (choice or {}).get("name")}}
-    return {"tool_choice": "required" if kind == "any" else named}, tools
+    return words[kind]
+
+
+def format_from_config(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    format_ = (config or {}).get("format")
+    if format_ is None:
+        return None
+    schema = format_.get("schema") if isinstance(format_, dict) else None
+    if not isinstance(schema, dict):
+        raise MessageError("must be of type json_schema, with a schema", field="output_config.format")
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def check_context_management(asked: dict[str, Any] | None) -> None:

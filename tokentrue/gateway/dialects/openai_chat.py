@@ -182,12 +182,27 @@ def constraints(
             raise MessageError(f"must be 'auto', 'none', 'required' or a named function, not {shown(choice)}", field="tool_choice")
         if not tools:
             raise MessageError("needs tools", field="tool_choice")
-        extra["tool_choice"] = choice
+        extra["tool_choice"] = named_choice(choice, tools) if isinstance(choice, dict) else choice
     if format_ is not None and format_.get("type") != "text":
         if format_.get("type") not in ("json_object", "json_schema"):
             raise MessageError(f"type {shown(format_.get('type'))} is not supported", field="response_format.type")
+        declared = format_.get("json_schema")
+        if format_["type"] == "json_schema" and not (isinstance(declared, dict) and isinstance(declared.get("schema"), dict)):
+            raise MessageError("must have a JSON schema", field="response_format.json_schema.schema")
+        if "tool_choice" in extra:
+            raise MessageError("cannot be enforced together with tool_choice; send one of them", field="response_format")
         extra["response_format"] = format_
     return extra, tools
+
+
+def named_choice(choice: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise MessageError("must be 'auto', 'none', 'required' or a named function", field="tool_choice")
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise MessageError(f"names {shown(name)}, which is not among the tools", field="tool_choice.function.name")
+    return {"type": "function", "function": {"name": name}}
 
 
 def message_from_chat(item: Any, path: str) -> Message:

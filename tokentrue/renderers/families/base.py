@@ -11,6 +11,18 @@ PLAIN: Mapping[str, Any] = {"start_anchor_pattern": r"\A(?!)", "fields": {"conte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How the model writes a call, where that can be enforced: `opening`, then `name` in `begin`, the arguments in JSON, `end`.
+
+    Only text that ordinary tokens can spell, or added tokens that are not special: engines keep special tokens out of their grammars.
+    """
+
+    opening: str
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """`response_template` is a schema of `transformers.utils.chat_parsing`; `template_kwargs` are pinned where the caller gives none.
 
@@ -22,6 +34,7 @@ class Family:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chat_template: str | None = None
     call_ids: Literal["openai", "short"] = "openai"
+    call_form: CallForm | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

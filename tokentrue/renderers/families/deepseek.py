@@ -8,9 +8,7 @@ from tokentrue.renderers.families.shapes import Fields, bracketed, invocations, 
 _ANCHOR = ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")
 _SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-_FENCED = bracketed(
-    section=_SECTION, call=_CALL, head=r"\s*function<｜tool▁sep｜>(?P<name>[^\n`<]+)\n\s*```json\n", tail=r"\n?```\s*"
-)
+_FENCED = bracketed(section=_SECTION, call=_CALL, head=r"\s*function<｜tool▁sep｜>(?P<name>[^\n`<]+)\n\s*```json\n", tail=r"\n?```\s*")
 _BARE = bracketed(section=_SECTION, call=_CALL, head=r"\s*(?P<name>[^\n`<]+)<｜tool▁sep｜>")
 
 

@@ -66,18 +66,19 @@ _TALK = """\
             {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
         {%- endif %}
         {%- if not message.tool_calls %}
+            {%- set called.name = "" %}
             {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + ("<|return|>" if alone else "<|end|>") }}
         {%- elif message.content %}
             {{- "<|start|>assistant<|channel|>commentary<|message|>" + message.content + "<|end|>" }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
-            {%- set called.name = call.function.name %}
+            {%- set called.name = call.function.name if loop.first or call.function.name == called.name else "" %}
             {{- "<|start|>assistant to=functions." + call.function.name + "<|channel|>commentary <|constrain|>json<|message|>" }}
             {{- (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) + "<|call|>" }}
         {%- endfor %}
     {%- elif message.role == "tool" %}
         {%- if not (message.name or called.name) %}
-            {{- raise_exception("a tool's result needs a name, or a call before it") }}
+            {{- raise_exception("a tool's result needs a name or the id of its call") }}
         {%- endif %}
         {{- "<|start|>functions." + (message.name or called.name) + " to=assistant<|channel|>commentary<|message|>" }}
         {{- message.content + "<|end|>" }}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tokentrue.renderers.families.base import Clues, Family
-from tokentrue.renderers.families.shapes import CHATML, HERMES, response
+from tokentrue.renderers.families.shapes import CHATML, HERMES, HERMES_FORM, response
 
 
 def recognise(clues: Clues) -> Family | None:
     if not clues.has("<|im_start|>", "<tool_call>", "You are a function calling AI model"):
         return None
-    return Family(name="hermes", response_template=response(HERMES, anchors=CHATML, reasoning=None))
+    return Family(name="hermes", response_template=response(HERMES, anchors=CHATML, reasoning=None), call_form=HERMES_FORM)

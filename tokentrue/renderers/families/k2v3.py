@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokentrue.renderers.families.base import Clues, Family
-from tokentrue.renderers.families.shapes import CHATML, HERMES, response
+from tokentrue.renderers.families.shapes import CHATML, HERMES, HERMES_FORM, response
 
 _REASONING = {
     "open": ["<think>", "<think_fast>", "<think_faster>"],
@@ -14,4 +14,4 @@ _REASONING = {
 def recognise(clues: Clues) -> Family | None:
     if not clues.has("<|im_start|>", "<tool_call>", "think_fast", "think_faster"):
         return None
-    return Family(name="k2v3", response_template=response(HERMES, anchors=CHATML, reasoning=_REASONING))
+    return Family(name="k2v3", response_template=response(HERMES, anchors=CHATML, reasoning=_REASONING), call_form=HERMES_FORM)

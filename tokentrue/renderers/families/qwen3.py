@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokentrue.renderers.families.base import Clues, Family, keeping
-from tokentrue.renderers.families.shapes import CHATML, HERMES, THINK, response
+from tokentrue.renderers.families.shapes import CHATML, HERMES, HERMES_FORM, THINK, response
 
 
 def recognise(clues: Clues) -> Family | None:
@@ -14,4 +14,5 @@ def recognise(clues: Clues) -> Family | None:
         name="qwen3" if thinks else "qwen2.5",
         response_template=response(HERMES, anchors=CHATML, reasoning=THINK if thinks else None),
         template_kwargs=keeping(clues),
+        call_form=HERMES_FORM,
     )

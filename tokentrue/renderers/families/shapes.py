@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from tokentrue.renderers.families.base import CallForm
+
 Field: TypeAlias = Mapping[str, Any]
 Fields: TypeAlias = Mapping[str, Field]
 
@@ -24,6 +26,8 @@ HERMES: Fields = {
     "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True, "transform": INSIDE},
 }
 """`<tool_call>⏎{"name": …, "arguments": {…}}⏎</tool_call>`"""
+
+HERMES_FORM = CallForm(opening="<tool_call>", begin='\n{"name": NAME, "arguments": ', end="}\n</tool_call>")
 
 _BLOCK: Field = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True}
 

@@ -1,0 +1,74 @@
+"""What a request wants enforced while sampling, in each engine's own words.
+
+Two names of `Sampling.extra` are every engine's: `response_format` as Chat Completions has it, and `tool_choice`, a structural tag of the
+model's own call format (`Renderer.call_tag`). An engine that cannot enforce them refuses them by name. The mask that enforces them is part
+of the distribution that is sampled from, so the reported log-probabilities are those under the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from tokentrue.errors import SamplingError
+
+CONSTRAINTS = frozenset({"response_format", "tool_choice"})
+
+
+def for_sglang(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """`json_schema` and `structural_tag`, both JSON text."""
+    asked = _one(extra, others=("json_schema", "regex", "ebnf", "structural_tag"))
+    if asked == "tool_choice":
+        return {"structural_tag": _text(_tag(extra))}
+    if asked == "response_format":
+        schema = _schema(extra["response_format"])
+        return {"json_schema": _text({"type": "object"} if schema is None else schema)}
+    return {}
+
+
+def for_vllm(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """`structured_outputs`, with one constraint in it."""
+    asked = _one(extra, others=("structured_outputs",))
+    if asked == "tool_choice":
+        return {"structured_outputs": {"structural_tag": _text(_tag(extra))}}
+    if asked == "response_format":
+        schema = _schema(extra["response_format"])
+        return {"structured_outputs": {"json_object": True} if schema is None else {"json": schema}}
+    return {}
+
+
+def plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What is the engine's own already."""
+    return {name: value for name, value in extra.items() if name not in CONSTRAINTS}
+
+
+def _one(extra: Mapping[str, Any], *, others: tuple[str, ...]) -> str | None:
+    given = [name for name in (*sorted(CONSTRAINTS), *others) if extra.get(name) is not None]
+    if len(given) > 1:
+        raise SamplingError(f"{' and '.join(given)} cannot be enforced together; send one of them")
+    return given[0] if given and given[0] in CONSTRAINTS else None
+
+
+def _tag(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    tag = extra["tool_choice"]
+    if not isinstance(tag, Mapping) or tag.get("type") != "structural_tag":
+        raise SamplingError("tool_choice: must be a structural tag, as the renderer's call_tag gives it")
+    return tag
+
+
+def _schema(format_: Any) -> Mapping[str, Any] | None:
+    """The schema that is asked for; None for any object."""
+    kind = format_.get("type") if isinstance(format_, Mapping) else None
+    if kind == "json_object":
+        return None
+    declared = format_.get("json_schema") if kind == "json_schema" else None
+    schema = declared.get("schema") if isinstance(declared, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise SamplingError("response_format: must be of type json_object, or json_schema with a json_schema.schema")
+    return schema
+
+
+def _text(value: Any) -> str:
+    return orjson.dumps(value).decode()
