@@ -68,7 +68,7 @@ def test_any_schedule_serves_everyone_and_loses_no_block(seed: int) -> None:
             assert len(work.request.blocks) * 4 >= work.start + work.count
             scheduler.record(work)
             if work.samples:
-                work.request.take(Sampled(token_id=rng.randint(0, 2), logprob=0.0, raw_logprob=0.0), 1)
+                work.request.take([Sampled(token_id=rng.randint(0, 2), logprob=0.0, raw_logprob=0.0)], 1)
                 if len(work.request.sampled) == work.request.max_tokens:
                     scheduler.finish(work.request)
         if not todo and all(request.phase is Phase.FINISHED for request in requests):

@@ -64,6 +64,7 @@ def test_every_tile_gives_the_same_bits() -> None:
         x, w = randn(130, k), weight(n, k, torch.bfloat16)
         whole = product(x, w)
         for m, bn, bk, warps in (
+            (16, 8, 512, 2),
             (16, 16, 256, 4),
             (16, 32, 128, 2),
             (16, 64, 64, 4),

@@ -29,6 +29,7 @@ from tokentrue.bench import Report
 from tokentrue.engine import ExactEngine
 from tokentrue.engine import engine as engine_module
 from tokentrue.engine.core import Chaos
+from tokentrue.engine.proof import compare
 from tokentrue.engine.schedule import Limits
 from tokentrue.numerics import exact, score
 from tokentrue.numerics.triton import InexactOps
@@ -37,6 +38,8 @@ from tokentrue.types import Completion, Sampling
 PROMPT, OUTPUT = 256, 256
 COUNTS = (1, 32, 256)
 TRAINER_BATCH = 8
+STORM = 640
+"""Requests of the random schedule, about 150 tokens each."""
 LIMITS = Limits(max_requests=256, step_tokens=16384, chunk_tokens=4096)
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
@@ -247,38 +250,63 @@ def replace_bits(shared: Shared, model: Any) -> Report:
     return Report(title="Prefix sharing", columns=("load", "tok/s", "seconds", "bits differ"), rows=rows, notes=notes)
 
 
-def storm(model: Any, count: int, seed: int) -> tuple[int, int, int, int]:
-    """Random lengths, temperatures, chunks, pages and preemptions.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storm:
+    """What came of a random schedule: log-probabilities that differ, of `tokens`; requests that differ alone, of `asked`."""
 
-    Returns (log-probabilities that differ, tokens, requests that differ from the same request alone, requests asked again alone).
-    """
+    wrong: int
+    tokens: int
+    moved: int
+    asked: int
+    preemptions: int
+    prefix_hits: int
+    first: str = ""
+
+
+def storm(model: Any, count: int, seed: int) -> Storm:
+    """Random lengths, temperatures, chunks, pages and preemptions."""
     chance = random.Random(seed)
     chaos = Chaos(pages=random.Random(seed + 1), chunk=lambda request, most: chance.randint(1, most))
     prefix = prompts_of(1, 300, seed)[0]
     prompts = [[*prefix[: chance.choice((0, 64, 200, 300))], *prompts_of(1, chance.randint(1, 700), seed + i)[0]] for i in range(count)]
     samplings = [plain(chance.randint(1, 300), seed=i, temperature=chance.choice((0.6, 1.0, 1.0, 1.3))) for i in range(count)]
     small = Limits(max_requests=128, step_tokens=2048, chunk_tokens=1024)
-    with engine_of(model, limits=small, kv_tokens=24_000, chaos=chaos) as engine:
+    with engine_of(model, limits=small, kv_tokens=max(12_000, 75 * count), chaos=chaos) as engine:
         run = generate(engine, prompts, samplings)
+        scheduler = engine.core.scheduler
+        preemptions, hits = scheduler.preemptions, scheduler.prefix_hits
         wrong, total = differing(model, run)
+        first = where_they_part(engine, model, run) if wrong else ""
         alone = range(0, count, max(1, count // 8))
         moved = 0
         for i in alone:
             again = generate(engine, [prompts[i]], [replace(samplings[i])]).completions[0]
             moved += again.token_ids != run.completions[i].token_ids or again.logprobs != run.completions[i].logprobs
-    return wrong, total, moved, len(alone)
+    return Storm(wrong=wrong, tokens=total, moved=moved, asked=len(alone), preemptions=preemptions, prefix_hits=hits, first=first)
+
+
+def where_they_part(engine: ExactEngine, model: Any, run: Run) -> str:
+    """The first token, layer and operator that differ in the first completion that has a differing log-probability."""
+    for prompt, completion, temperature in zip(run.prompts, run.completions, run.temperatures, strict=True):
+        if differing(model, Run([prompt], [completion], run.seconds, [temperature]))[0]:
+            return str(
+                compare(engine.core, [*prompt, *completion.token_ids]) or "the operators agree in a plain step: look at the decode graphs"
+            )
+    return ""
 
 
 def bits(quick: bool) -> list[Report]:
     rows = []
     for shape in ("0.6B",) if quick else tuple(SHAPES):
         model = model_of(shape, seed=3)
-        wrong, total, moved, asked = storm(model, 24 if quick else 240, seed=11)
-        rows.append((shape, f"{wrong} of {total}", f"{moved} of {asked}"))
-        print(f"{shape}: {wrong} of {total} log-probabilities differ", file=sys.stderr, flush=True)
+        found = storm(model, 24 if quick else STORM, seed=11)
+        rows.append((
+            shape, f"{found.wrong} of {found.tokens}", f"{found.moved} of {found.asked}", found.preemptions, found.prefix_hits
+        ))  # fmt: skip
+        print(f"{shape}: {found.wrong} of {found.tokens} log-probabilities differ. {found.first}", file=sys.stderr, flush=True)
         del model
         torch.cuda.empty_cache()
-    columns = ("shape", "log-probabilities differ", "requests that differ alone")
+    columns = ("shape", "log-probabilities differ", "requests that differ alone", "preemptions", "prompt tokens shared")
     notes = ["random lengths, temperatures, chunk sizes, page order, shared prefixes and preemptions in one run per shape"]
     return [Report(title="Bits under a random schedule, bf16", columns=columns, rows=rows, notes=notes)]
 

@@ -8,13 +8,12 @@ what is under way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tokentrue.engine.graphs import BUCKETS, MOST_STEPS, DecodeGraphs, Pending
-from tokentrue.engine.request import Phase, Request, Sampled
+from tokentrue.engine.request import Phase, Request
 from tokentrue.engine.sample import not_finite
 from tokentrue.engine.schedule import Work
 
@@ -69,6 +68,10 @@ class Bursts:
             flight, self.flight = self.flight, None
             self.hear(flight)
 
+    def close(self) -> None:
+        self.flight = None
+        self.graphs.forget()
+
     def next_of(self, flight: Flight) -> Flight | None:
         active = [r for r in flight.requests if r.phase is Phase.RUNNING and not r.cancelled]
         scheduler = self.core.scheduler
@@ -97,19 +100,16 @@ class Bursts:
         return steps
 
     def hear(self, flight: Flight) -> None:
-        """Give each request its tokens, step by step, as if they had been sampled one at a time."""
-        core = self.core
-        ids, logprobs = flight.pending.results()
-        for row_ids, row_logprobs in zip(ids, logprobs, strict=True):
-            for i, request in enumerate(flight.requests):
-                if request.phase is not Phase.RUNNING or request.cancelled:
-                    continue
-                if not math.isfinite(row_logprobs[i]):
-                    self.flight = None
-                    core.take(request, not_finite())  # drops every page, so nothing after it counts
-                    return
-                core.scheduler.record(Work(request, request.computed, 1))
-                core.take(request, Sampled(token_id=row_ids[i], logprob=row_logprobs[i], raw_logprob=row_logprobs[i]))
+        """Give each request its tokens."""
+        ids, logprobs, good = flight.pending.results()
+        for request, tokens, found, finite in zip(flight.requests, ids, logprobs, good, strict=False):
+            if request.phase is not Phase.RUNNING or request.cancelled:
+                continue
+            if not finite:
+                self.flight = None
+                self.core.take(request, not_finite())  # drops every page, so nothing after it counts
+                return
+            self.core.take_run(request, tokens, found)
 
 
 def is_plain(request: Request) -> bool:

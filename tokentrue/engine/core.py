@@ -136,13 +136,35 @@ class Core:
             self.scheduler.restart()
             self.fail(request, result)
             return
-        request.take(result, self.version)
-        self.meter.sampled(request)
+        request.take([result], self.version)
+        self.meter.sampled(request, 1)
+        self.tell(request, [result])
+
+    def take_run(self, request: Request, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Tokens that a decoding request sampled one after the other, without filters; what follows its end is dropped."""
+        if request.sampling.stop:  # text is read token by token
+            for token, logprob in zip(ids, logprobs, strict=True):
+                if request.phase is Phase.RUNNING:
+                    self.scheduler.record(Work(request, request.computed, 1))
+                    self.take(request, Sampled(token_id=token, logprob=logprob, raw_logprob=logprob))
+            return
+        room = min(request.max_tokens - len(request.sampled), self.capacity - len(request.tokens))
+        stops = request.stop_ids
+        stop = next((i for i, token in enumerate(ids[:room]) if token in stops), room - 1)
+        results = [Sampled(token_id=t, logprob=p, raw_logprob=p) for t, p in zip(ids[: stop + 1], logprobs, strict=False)]
+        request.take(results, self.version)
+        self.scheduler.record(Work(request, request.computed, len(results)))
+        self.meter.sampled(request, len(results))
+        self.tell(request, results)
+
+    def tell(self, request: Request, results: list[Sampled]) -> None:
+        """The newest tokens to whoever listens, and the end where they are the last."""
+        if request.listener is not None:
+            for result in results:
+                request.listener(request, result)
         finish, by = self.ending(request)
         if finish is not None:
-            self.end(request, finish, by, result)
-        elif request.listener is not None:
-            request.listener(request, result)
+            self.end(request, finish, by)
 
     def ending(self, request: Request) -> tuple[Finish | None, int | str | None]:
         token = request.tokens[-1]
@@ -163,13 +185,11 @@ class Core:
         text = self.read(sampled[-window:])
         return [stop for stop in stops if stop in text]
 
-    def end(self, request: Request, finish: Finish, by: int | str | None = None, last: Sampled | None = None) -> None:
+    def end(self, request: Request, finish: Finish, by: int | str | None = None) -> None:
         self.scheduler.finish(request)
         request.finish, request.stopped_by = finish, by
         self.meter.ended(request)
         if request.listener is not None:
-            if last is not None:
-                request.listener(request, last)
             request.listener(request, None)
 
     def fail(self, request: Request, error: Exception) -> None:
@@ -186,6 +206,12 @@ class Core:
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             if request.cancelled:
                 self.end(request, Finish.ABORT)
+
+    def close(self) -> None:
+        """Give the memory of the pages and of captured steps back now, not when this object is collected."""
+        if self.bursts is not None:
+            self.bursts.close()
+        self.forward.caches.clear()
 
     def load(self, weights: Weights, version: int) -> None:
         """New weights between two steps. Keys and values of the old ones are dropped and computed anew where they are still needed, so

@@ -253,6 +253,7 @@ class ExactEngine:
             self._state.notify_all()
         if self._thread is not None:
             self._thread.join(timeout=30)
+        self.core.close()
         self._undo.close()
 
     def __enter__(self) -> ExactEngine:

@@ -28,6 +28,7 @@ class Forward:
             for _ in decoder.layers
         ]
         self.trace: Trace | None = None
+        self.plain = all(is_plain(layer) for layer in decoder.layers)
         self.refresh()
 
     def refresh(self) -> None:
@@ -48,12 +49,48 @@ class Forward:
 
     def hidden(self, ids: Tensor, batch: PagedBatch) -> Tensor:
         """[T,K] after the last layer, before the final norm."""
+        if self.plain and self.trace is None:
+            h, x = self.plain_layers(ids, batch)
+            return x + h
         d = self.decoder
-        x = d.embed(ids)
-        ropes = {key: (cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)) for key, (cos, sin) in d.ropes.items()}
+        x, ropes = d.embed(ids), self.ropes(batch)
         for index, layer in enumerate(d.layers):
-            x = self.layer(index, layer, x, ropes[layer.rope] if layer.rope is not None else (None, None), batch)
+            x = self.layer(index, layer, x, ropes[layer.rope], batch)
         return x
+
+    def logits_of_all(self, ids: Tensor, batch: PagedBatch) -> Tensor:
+        """Logits [T,V] of every token of the step."""
+        d = self.decoder
+        if not self.plain or d.logit_softcap is not None:
+            return self.logits(self.hidden(ids, batch))
+        return self.ops.norm_linear(*self.plain_layers(ids, batch), d.norm, d.head, d.head_bias)[0]
+
+    def ropes(self, batch: PagedBatch) -> dict[str | None, tuple[Tensor | None, Tensor | None]]:
+        """cos and sin of the step's positions; none for layers without a rotary embedding."""
+        at = batch.positions
+        return {None: (None, None), **{key: (cos[at], sin[at]) for key, (cos, sin) in self.decoder.ropes.items()}}
+
+    def plain_layers(self, ids: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        """(h, x): the last layer's result and the residual behind it. Every residual sum is left to the norm that reads it."""
+        ops, d, ropes = self.ops, self.decoder, self.ropes(batch)
+        x, h = d.embed(ids), None
+        for (keys, values), layer in zip(self.caches, d.layers, strict=True):
+            n, m, mlp = layer.before_attention, layer.before_mlp, layer.mlp
+            assert n is not None and m is not None
+            if h is None:
+                qkv = ops.linear(ops.rms_norm(x, n.weight, n.eps, unit_offset=n.unit_offset), layer.qkv, layer.qkv_bias)
+            else:
+                qkv, x = ops.norm_linear(h, x, n, layer.qkv, layer.qkv_bias)
+            q = ops.prepare_qkv(qkv, d.heads, layer.head_norm, *ropes[layer.rope], keys, values, batch)
+            h = ops.linear(ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1), layer.out, layer.out_bias)
+            if isinstance(mlp, Dense) and mlp.gate_up_bias is None:
+                inner, x = ops.norm_linear(h, x, m, mlp.gate_up, kind=mlp.kind)
+                h = ops.linear(inner, mlp.down, mlp.down_bias)
+            else:
+                h, x = ops.add_rms_norm(h, x, m.weight, m.eps, unit_offset=m.unit_offset)
+                h = self.mlp("", mlp, h)
+        assert h is not None
+        return h, x
 
     def layer(self, index: int, layer: Layer, x: Tensor, rope: tuple[Tensor | None, Tensor | None], batch: PagedBatch) -> Tensor:
         ops, name = self.ops, f"layers.{index}"
@@ -106,12 +143,25 @@ class Forward:
                 cache.zero_()
 
 
+def is_plain(layer: Layer) -> bool:
+    """norm, attention, sum, norm, product, sum: the form whose sums can be left to the norms."""
+    before = layer.before_attention and layer.before_mlp
+    return bool(before and not layer.after_attention and not layer.after_mlp and layer.rope is not None)
+
+
 def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
     for layer in decoder.layers:
         yield from (layer.qkv, layer.out)
         if isinstance(layer.mlp, Dense):
             yield from (layer.mlp.gate_up, layer.mlp.down)
     yield decoder.head
+
+
+def slots_of(blocks: Sequence[int], size: int, start: int, stop: int) -> Iterator[int]:
+    """The slots of positions [start, stop), block by block."""
+    for index in range(start // size, -(-stop // size)):
+        first = blocks[index] * size - index * size
+        yield from range(first + max(start, index * size), first + min(stop, (index + 1) * size))
 
 
 def paged_batch(batch: Sequence[Work], size: int, device: torch.device) -> PagedBatch:
@@ -123,9 +173,8 @@ def paged_batch(batch: Sequence[Work], size: int, device: torch.device) -> Paged
             positions.append(work.start)
             slots.append(blocks[work.start // size] * size + work.start % size)
         else:
-            at = range(work.start, work.start + work.count)
-            positions.extend(at)
-            slots.extend(blocks[p // size] * size + p % size for p in at)
+            positions.extend(range(work.start, work.start + work.count))
+            slots.extend(slots_of(blocks, size, work.start, work.start + work.count))
         ends.append(ends[-1] + work.count)
         contexts.append(work.start + work.count)
         tables.append(blocks + [0] * (width - len(blocks)))

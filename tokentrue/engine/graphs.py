@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokentrue.engine.decoder import Dense
 from tokentrue.engine.forward import Forward
 from tokentrue.engine.request import Request
 from tokentrue.engine.sample import GOLDEN, MASK, mix, signed
@@ -36,9 +35,11 @@ class Pending:
     logprobs: Tensor
     done: torch.cuda.Event
 
-    def results(self) -> tuple[list[list[int]], list[list[float]]]:
+    def results(self) -> tuple[list[list[int]], list[list[float]], list[bool]]:
+        """Row by row: tokens, log-probabilities, and whether those are all finite."""
         self.done.synchronize()
-        return self.ids.tolist(), self.logprobs.tolist()
+        logprobs = self.logprobs.t()
+        return self.ids.t().tolist(), logprobs.tolist(), torch.isfinite(logprobs).all(-1).tolist()
 
 
 class DecodeGraphs:
@@ -94,6 +95,12 @@ class DecodeGraphs:
         if size not in self._captured:
             self._captured[size] = self.capture(size)
         return self._captured[size]
+
+    def forget(self) -> None:
+        """Give back the memory of what was captured."""
+        torch.cuda.synchronize()
+        self._captured.clear()
+        self._pool = None
 
     def fill(self, rows: Rows, requests: Sequence[Request]) -> None:
         """One copy of everything the rows need; padding rows decode token 0 at position 0 into the null block."""
@@ -154,42 +161,4 @@ class DecodeGraphs:
             positions=rows.positions, slots=rows.slots, cu_q=torch.arange(size + 1, dtype=torch.int32, device=rows.ids.device),
             context_lens=rows.contexts, block_tables=rows.tables, q_lens=(1,) * size, contexts=(1,) * size, num_decodes=size,
         )  # fmt: skip
-        self._advance(self.logits(rows.ids, batch), rows, self.forward.ops.block_size)
-
-    def logits(self, ids: Tensor, batch: PagedBatch) -> Tensor:
-        """As Forward's, with each residual sum fused into the norm behind it; layers with other norms go through Forward itself."""
-        from tokentrue.numerics.triton import TritonOps
-
-        f, d = self.forward, self.forward.decoder
-        plain = all(
-            isinstance(x.mlp, Dense)
-            and x.before_attention
-            and x.before_mlp
-            and not x.after_attention
-            and not x.after_mlp
-            and x.rope is not None
-            for x in d.layers
-        )
-        if not plain or d.logit_softcap is not None:
-            return f.logits(f.hidden(ids, batch))
-        ropes = {key: (cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)) for key, (cos, sin) in d.ropes.items()}
-        ops = f.ops
-        assert isinstance(ops, TritonOps)
-        x, h = d.embed(ids), None
-        for (keys, values), layer in zip(f.caches, d.layers, strict=True):
-            n, m, mlp = layer.before_attention, layer.before_mlp, layer.mlp
-            assert n is not None and m is not None and isinstance(mlp, Dense)
-            if h is None:
-                qkv = ops.linear(f.norm("", n, x), layer.qkv, layer.qkv_bias)
-            else:
-                qkv, x = ops.norm_linear(h, x, n, layer.qkv, layer.qkv_bias)
-            q = ops.prepare_qkv(qkv, d.heads, layer.head_norm, *ropes[layer.rope], keys, values, batch)
-            h = ops.linear(ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1), layer.out, layer.out_bias)
-            if mlp.gate_up_bias is None:
-                inner, x = ops.norm_linear(h, x, m, mlp.gate_up, kind=mlp.kind)
-            else:
-                both, x = ops.norm_linear(h, x, m, mlp.gate_up, mlp.gate_up_bias)
-                inner = ops.act_mul(*both.chunk(2, -1), mlp.kind)
-            h = ops.linear(inner, mlp.down, mlp.down_bias)
-        assert h is not None
-        return ops.norm_linear(h, x, d.norm, d.head, d.head_bias)[0]
+        self._advance(self.forward.logits_of_all(rows.ids, batch), rows, self.forward.ops.block_size)

@@ -27,15 +27,16 @@ class Meter:
         self.steps += 1
         self.prompt_tokens += sum(work.count for work in batch if work.count > 1)
 
-    def sampled(self, request: Request) -> None:
-        self.sampled_tokens += 1
+    def sampled(self, request: Request, count: int) -> None:
+        """`count` tokens were just added to the request."""
+        self.sampled_tokens += count
         now = time.monotonic()
-        if len(request.sampled) == 1 and request.first_token_s is not None:
+        if len(request.sampled) == count and request.first_token_s is not None:
             self.first_token_s.append(request.first_token_s - request.arrived_s)
         if self._recent and now - self._recent[-1][0] < 0.01:
-            self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + 1)
+            self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + count)
         else:
-            self._recent.append((now, 1))
+            self._recent.append((now, count))
 
     def ended(self, request: Request) -> None:
         self.requests += 1

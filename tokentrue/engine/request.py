@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -66,10 +66,10 @@ class Request:
         """Tokens whose keys are not in the cache yet; 1 in plain decoding."""
         return len(self.tokens) - self.computed
 
-    def take(self, sampled: Sampled, version: int) -> None:
-        self.tokens.append(sampled.token_id)
-        self.sampled.append(sampled)
-        self.versions.append(version)
+    def take(self, sampled: Sequence[Sampled], version: int) -> None:
+        self.tokens.extend(s.token_id for s in sampled)
+        self.sampled.extend(sampled)
+        self.versions.extend(version for _ in sampled)
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
 

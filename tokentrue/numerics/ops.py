@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +76,17 @@ class HeadNorm:
     k_weight: Tensor
     eps: float
     unit_offset: bool = False
+
+
+class Norm(Protocol):
+    """Weight, epsilon and kind of an RMS norm."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def unit_offset(self) -> bool: ...
 
 
 class Ops(ABC):
@@ -167,6 +179,13 @@ class Ops(ABC):
         """(grad) act_mul of the two halves of linear(x, gate_up [2*I, K]); rounded after each."""
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return self.act_mul(gate, up, kind)
+
+    def norm_linear(
+        self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(linear of add_rms_norm(h, residual), residual + h); gated_linear where `kind` names an activation. For inference."""
+        normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, unit_offset=norm.unit_offset)
+        return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
 
     def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
         """(grad) log_softmax(logits [R,V] float32)[r, ids[r]], float32 [R]."""

@@ -39,7 +39,7 @@ def activate(x, ACT: tl.constexpr):
     return y.to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n

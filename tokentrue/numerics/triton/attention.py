@@ -145,14 +145,14 @@ def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, lowest, num_block
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["starts_ptr", "context_ptr", "tile_seq_ptr", "tile_query_ptr", "table_ptr", "stride_table", "max_blocks"])
 def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
                     stride_qt, stride_page, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr,
                     max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-                    SPLITS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (tiles, J, SPLITS). With SPLITS > 0 (one query a sequence) the programs of a sequence leave their blocks in `part_*`, and the
+                    SPLIT: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (tiles, J, splits). With SPLIT (one query a sequence) the programs of a sequence leave their blocks in `part_*`, and the
     last one to arrive folds them all, in the same order as a program that has them alone."""
     tile = tl.program_id(0)
     j = tl.program_id(1)
@@ -189,9 +189,9 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
     total = tl.zeros((BM,), tl.float32)
     out = tl.zeros((BM, BD), tl.float32)
     step = 1
-    if SPLITS > 0:
+    if SPLIT:
         lowest += tl.program_id(2)
-        step = SPLITS
+        step = tl.num_programs(2)
     for block in range(lowest, num_blocks, step):
         key = block * BN + tl.arange(0, BN)
         at = _key_rows(table_ptr, s, start, j, block, stride_table, stride_page, stride_head, stride_key, BN, PAGE)
@@ -199,7 +199,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
         k = tl.load(k_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
         m, partial, o = _block(q, k, v, row_pos, key, scale, WINDOW, SOFTCAP, PRECISION)
-        if SPLITS > 0:
+        if SPLIT:
             slot = ((s * J + j) * max_blocks + block) * GP
             keep = row_ok & (r < GP)
             tl.store(part_m_ptr + slot + r, m, mask=keep)
@@ -207,10 +207,10 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
             tl.store(part_ptr + (slot + r)[:, None] * BD + d[None, :], o, mask=keep[:, None])
         else:
             top, total, out = _fold(top, total, out, m, partial, o)
-    if SPLITS > 0:
+    if SPLIT:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrived_ptr + s * J + j, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLITS - 1:
+        if arrived == tl.num_programs(2) - 1:
             first_block = lowest - tl.program_id(2)
             _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, first_block, num_blocks, max_blocks, H, J, D, BD, GP)
             tl.store(arrived_ptr + s * J + j, 0)
@@ -323,6 +323,6 @@ def attend(
         parts.arrived if parts else keys.starts, parts.max_blocks if parts else 0,
         H=heads, J=key_heads, D=size, BD=power_of_two(size), GP=power_of_two(heads // key_heads), BM=tile.rows, BN=key_block(q.dtype),
         PAGE=keys.page, WINDOW=spec.window or 0, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None,
-        SPLITS=parts.splits if parts else 0, DECODE=tiles is None, PRECISION=precision_of(q.dtype),
+        SPLIT=parts is not None, DECODE=tiles is None, PRECISION=precision_of(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages, **STRICT,
     )  # fmt: skip

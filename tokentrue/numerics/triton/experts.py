@@ -45,7 +45,7 @@ def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
     return Groups(pairs=pairs, experts=of_tile, rows=rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                   BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs."""

@@ -2,6 +2,8 @@
 
 The compiler picks a layout, and with it the order of a sum, from the alignment of its pointers; so rows are contiguous and start at 16-byte
 boundaries, always. It may also contract `a * b + c`; contraction is off, and a kernel that wants a fused multiply-add says `tl.fma`.
+Table widths and other numbers that change from step to step are not specialised on, and the self-test runs every tile: nothing is compiled
+while requests wait.
 """
 
 from __future__ import annotations

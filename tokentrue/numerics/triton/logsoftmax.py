@@ -53,7 +53,7 @@ def _whole_kernel(z_ptr, stats_ptr, out_ptr, V, stride, CHUNK: tl.constexpr):
     tl.store(out_ptr + row * V + at, (z - top) - log_total, mask=at < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _gather_kernel(z_ptr, stats_ptr, token_ptr, out_ptr, R, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = row < R

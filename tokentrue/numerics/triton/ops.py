@@ -7,34 +7,25 @@ Tiles are free as long as they agree on this machine: `self_test` compares them 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Norm, Ops, Packed, PagedBatch
 from tokentrue.numerics.triton import activation, attention, attention_grad, experts, logsoftmax, matmul, norm, norm_matmul, rope, selftest
 
 MOST_SHARED = 264
 """Most sequences × key heads of a decode step whose key blocks are shared out to several programs."""
 
+FEW_ROWS = 256
+"""Rows up to which gate, up and activation share a launch; beyond, two accumulators leave no room for a tall tile."""
+
 
 def splits_for(programs: int) -> int:
     """Programs that share one sequence's key blocks, so that two run on each multiprocessor of an H200; measured there."""
     return min(32, MOST_SHARED // programs)
-
-
-class Norm(Protocol):
-    """Weight, epsilon and kind of an RMS norm."""
-
-    @property
-    def weight(self) -> Tensor: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def unit_offset(self) -> bool: ...
 
 
 class TritonOps(Ops):
@@ -66,8 +57,8 @@ class TritonOps(Ops):
         return activation.act_mul(gate, up, kind)
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
-        """act_mul of the two halves of linear(x, gate_up), in one launch; for inference."""
-        if self.pinned or not self.fused:
+        """act_mul of the two halves of linear(x, gate_up), in one launch for few rows; for inference."""
+        if self.pinned or not self.fused or x.shape[0] > FEW_ROWS:
             gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
             return self.act_mul(gate, up, kind)
         return matmul.gated_product(x, gate_up, act=kind)
@@ -137,11 +128,9 @@ class TritonOps(Ops):
     def norm_linear(
         self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(linear of add_rms_norm(h, residual), residual + h); gated_linear where `kind` names an activation. For inference."""
         if self.fused and not self.pinned and norm_matmul.fits(h, weight, gated=kind is not None):
             return norm_matmul.norm_product(h, residual, norm.weight, norm.eps, weight, bias, unit_offset=norm.unit_offset, act=kind)
-        normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, unit_offset=norm.unit_offset)
-        return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
+        return super().norm_linear(h, residual, norm, weight, bias, kind)
 
     def prepare_qkv(
         self,
@@ -193,8 +182,7 @@ class InexactOps(TritonOps):
     def norm_linear(
         self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, unit_offset=norm.unit_offset)
-        return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
+        return Ops.norm_linear(self, h, residual, norm, weight, bias, kind)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)

@@ -15,13 +15,25 @@ from tokentrue.numerics.ops import HeadNorm
 from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
 from tokentrue.numerics.triton.norm import reciprocal_rms, scaled, warps_for
 
+MANY_TOKENS = 64
+"""From here on there are programs enough for one to take several heads."""
+
 
 @triton.jit
 def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, H: tl.constexpr,
                     J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-                    UNIT_OFFSET: tl.constexpr):  # fmt: skip
+                    UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+    """Grid (tokens, heads / HEADS); one head after the other, so that HEADS changes no bit."""
     t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    for i in tl.static_range(HEADS):
+        _prepare_head(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, t,
+                      tl.program_id(1) * HEADS + i, H, J, D, BD, PAGE, NORM, UNIT_OFFSET)  # fmt: skip
+
+
+@triton.jit
+def _prepare_head(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, t, head, H: tl.constexpr,
+                  J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+                  UNIT_OFFSET: tl.constexpr):  # fmt: skip
     at = tl.arange(0, BD)
     inside = at < D
     partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
@@ -70,10 +82,12 @@ def prepare_qkv(
     qkv, tokens = aligned(qkv), qkv.shape[0]
     q = torch.empty((tokens, h, d), dtype=qkv.dtype, device=qkv.device)
     if tokens:
-        _prepare_kernel[(tokens, h + 2 * j)](
+        together = 4 if tokens >= MANY_TOKENS and (h + 2 * j) % 4 == 0 else 1
+        _prepare_kernel[(tokens, (h + 2 * j) // together)](
             qkv, aligned(cos), aligned(sin), norm.q_weight if norm else qkv, norm.k_weight if norm else qkv, q, k_cache, v_cache, slots,
             qkv.stride(0), norm.eps if norm else 0.0, H=h, J=j, D=d, BD=power_of_two(d), PAGE=k_cache.shape[2],
-            NORM=norm is not None, UNIT_OFFSET=norm.unit_offset if norm else False, num_warps=warps_for(d), **STRICT,
+            NORM=norm is not None, UNIT_OFFSET=norm.unit_offset if norm else False,
+            HEADS=together, num_warps=warps_for(d), **STRICT,
         )  # fmt: skip
     return q
 

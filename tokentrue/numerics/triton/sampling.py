@@ -1,7 +1,8 @@
 """One decode step's end on the device: Gumbel-max choice, its log-probability, and the inputs of the next step; no host in between.
 
 The noise is a hash of (seed, position, token) in float64, that of `engine/sample.py`; `engine/graphs.py` passes the seed half of the
-hash as `keys`. Log-probabilities are those of `logsoftmax.py`. Legend: R rows, V vocabulary.
+hash as `keys`. Scores in float32 name the chunks of the vocabulary that can hold the winner; among those it is found in float64, so the
+choice is that of float64 scores throughout. Log-probabilities are those of `logsoftmax.py`. Legend: R rows, V vocabulary.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
-from tokentrue.numerics.logprob import scaled_logits
 from tokentrue.numerics.triton.launch import STRICT, power_of_two
 from tokentrue.numerics.triton.logsoftmax import row_stats
 
 CHUNK = 1024
+SLACK, SLACK_OF_SCORE = 1e-3, 1e-6
+"""How far below the best quick score a chunk may hold the true winner: a quick score is within 3e-5 + 2e-7·|score| of the true one."""
 
 
 @triton.jit
@@ -29,34 +32,73 @@ def _mixed(z):
 
 
 @triton.jit
-def _choose_kernel(z_ptr, key_ptr, noisy_ptr, context_ptr, value_ptr, index_ptr, V, chunks, CHUNK: tl.constexpr):
-    """The best noisy score of one chunk, and the first token that has it."""
+def _noise_bits(key, context, token):
+    """The 53 random bits of each token of one row."""
+    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    stream = _mixed(key.to(tl.uint64) + context.to(tl.uint64) * golden)
+    return _mixed(stream + (token + 1).to(tl.uint64) * golden) >> 11
+
+
+@triton.jit
+def _uniform(bits):
+    return (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _gumbel(bits):
+    """-log(-log(u)) in float64."""
+    return -tl.log(-tl.log(_uniform(bits)))
+
+
+@triton.jit
+def _quick_gumbel(bits):
+    """The same in float32 within 3e-5: from 1 - u where u is near 1, because there the first logarithm is all rounding."""
+    u = _uniform(bits)
+    v = (1.0 - u).to(tl.float32)
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
+    return -libdevice.fast_logf(tl.where(v < 0.0625, series, -libdevice.fast_logf(u.to(tl.float32))))
+
+
+@triton.jit
+def _quick_kernel(logit_ptr, temperature_ptr, key_ptr, noisy_ptr, context_ptr, z_ptr, top_ptr, V, chunks, CHUNK: tl.constexpr):
+    """float32 logits over temperature of one chunk, and the best quick score in it."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < V
-    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-    score = tl.load(z_ptr + row * V + token, mask=inside, other=float("-inf")).to(tl.float64)
+    logit = tl.load(logit_ptr + row * V + token, mask=inside, other=float("-inf")).to(tl.float32)
+    score = tl.div_rn(logit, tl.zeros_like(logit) + tl.load(temperature_ptr + row))
+    tl.store(z_ptr + row * V + token, score, mask=inside)
     if tl.load(noisy_ptr + row) != 0:
-        stream = _mixed(tl.load(key_ptr + row).to(tl.uint64) + tl.load(context_ptr + row).to(tl.uint64) * golden)
-        hashed = _mixed(stream + (token + 1).to(tl.uint64) * golden)
-        uniform = ((hashed >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
-        score += -tl.log(-tl.log(uniform))
-    best = tl.max(score, 0)
-    tl.store(value_ptr + row * chunks + chunk, best)
-    tl.store(index_ptr + row * chunks + chunk, tl.min(tl.where(score == best, token, 2147483647), 0))
+        score += _quick_gumbel(_noise_bits(tl.load(key_ptr + row), tl.load(context_ptr + row), token))
+    tl.store(top_ptr + row * chunks + chunk, tl.max(score, 0))
 
 
 @triton.jit
-def _advance_kernel(z_ptr, stats_ptr, value_ptr, index_ptr, ids_ptr, position_ptr, slot_ptr, context_ptr, table_ptr, start_ptr, out_id_ptr,
-                    out_logprob_ptr, V, chunks, R, stride_table, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Folds the chunks of one row, writes the result at its step of the burst, and moves the row to its next position."""
+def _advance_kernel(z_ptr, stats_ptr, top_ptr, key_ptr, noisy_ptr, ids_ptr, position_ptr, slot_ptr, context_ptr, table_ptr, start_ptr,
+                    out_id_ptr, out_logprob_ptr, V, chunks, R, stride_table, slack, slack_of_score, PAGE: tl.constexpr,
+                    BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """Scores in float64 the chunks that may hold the winner, writes it at its step of the burst, moves the row to its next position."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    values = tl.load(value_ptr + row * chunks + at, mask=at < chunks, other=float("-inf"))
-    indices = tl.load(index_ptr + row * chunks + at, mask=at < chunks, other=2147483647)
-    best = tl.max(values, 0)
-    token = tl.minimum(tl.min(tl.where(values == best, indices, 2147483647), 0), V - 1).to(tl.int64)
+    tops = tl.load(top_ptr + row * chunks + at, mask=at < chunks, other=float("-inf"))
+    limit = tl.max(tops, 0)
+    limit -= slack + slack_of_score * tl.abs(limit)
+    key, context, noisy = tl.load(key_ptr + row), tl.load(context_ptr + row), tl.load(noisy_ptr + row)
+    best = tl.full((), float("-inf"), tl.float64)
+    winner = tl.full((), 2147483647, tl.int32)
+    chunk = tl.min(tl.where(tops >= limit, at, BLOCK), 0)
+    while chunk < BLOCK:
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        score = tl.load(z_ptr + row * V + token, mask=token < V, other=float("-inf")).to(tl.float64)
+        if noisy != 0:
+            score += _gumbel(_noise_bits(key, context, token))
+        top = tl.max(score, 0)
+        if top > best:  # chunks come in ascending order: on a tie the first token stays
+            best = top
+            winner = tl.min(tl.where(score == top, token, 2147483647), 0)
+        chunk = tl.min(tl.where((tops >= limit) & (at > chunk), at, BLOCK), 0)
+    token = tl.minimum(winner, V - 1).to(tl.int64)
     z = tl.load(z_ptr + row * V + token)
     logprob = (z - tl.load(stats_ptr + row * 2)) - tl.load(stats_ptr + row * 2 + 1)
     position = tl.load(position_ptr + row)
@@ -90,16 +132,16 @@ class Rows:
 
 def advance(logits: torch.Tensor, rows: Rows, page: int) -> None:
     """Sample one token a row from logits [R, V] and make it the row's newest."""
-    scaled = scaled_logits(logits, rows.temperatures)
-    count, vocabulary = scaled.shape
-    stats = row_stats(scaled)
+    count, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
-    values = torch.empty((count, chunks), dtype=torch.float64, device=scaled.device)
-    indices = torch.empty((count, chunks), dtype=torch.int32, device=scaled.device)
-    _choose_kernel[(count, chunks)](
-        scaled, rows.keys, rows.noisy, rows.contexts, values, indices, vocabulary, chunks, CHUNK=CHUNK, num_warps=4, **STRICT
-    )
+    scaled = torch.empty((count, vocabulary), dtype=torch.float32, device=logits.device)
+    tops = torch.empty((count, chunks), dtype=torch.float32, device=logits.device)
+    _quick_kernel[(count, chunks)](
+        logits, rows.temperatures, rows.keys, rows.noisy, rows.contexts, scaled, tops, vocabulary, chunks, CHUNK=CHUNK, num_warps=4,
+        **STRICT,
+    )  # fmt: skip
     _advance_kernel[(count,)](
-        scaled, stats, values, indices, rows.ids, rows.positions, rows.slots, rows.contexts, rows.tables, rows.starts, rows.out_ids,
-        rows.out_logprobs, vocabulary, chunks, count, rows.tables.stride(0), PAGE=page, BLOCK=power_of_two(chunks), num_warps=1, **STRICT,
+        scaled, row_stats(scaled), tops, rows.keys, rows.noisy, rows.ids, rows.positions, rows.slots, rows.contexts, rows.tables,
+        rows.starts, rows.out_ids, rows.out_logprobs, vocabulary, chunks, count, rows.tables.stride(0), SLACK, SLACK_OF_SCORE, PAGE=page,
+        BLOCK=power_of_two(chunks), CHUNK=CHUNK, num_warps=4, **STRICT,
     )  # fmt: skip
