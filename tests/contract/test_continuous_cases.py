@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tokentrue as tt
-from tests import parts
+from tests import carriers, parts
 
 USER = {"role": "user", "content": "question"}
 
@@ -118,3 +118,77 @@ def test_an_unstable_template_is_extended_by_its_suffix_or_refused() -> None:
     follows = tt.load_renderer(str(parts.standin_dir(template)), history="template")
     refused = follows.extend(ids, [USER, {"role": "assistant", "content": "yes"}], [user("more")])
     assert isinstance(refused, tt.Refusal) and refused.why == "history_rewritten"
+
+
+# Names of tools' results, where the format wants them: gpt-oss and Gemma-4
+
+
+def calling(*names: str, ids: bool = False) -> dict[str, Any]:
+    made = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in names]
+    return says("", tool_calls=[{**call, "id": f"call_{place}"} if ids else call for place, call in enumerate(made)])
+
+
+def says(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def gpt_oss() -> Any:
+    return tt.load_renderer(str(parts.tokenizer_dir("gpt-oss")))
+
+
+def gemma_4() -> Any:
+    template = carriers.all_templates().get("llama.cpp/google-gemma-4-31B-it.jinja")
+    if template is None:
+        pytest.skip("Gemma-4's template is in llama.cpp's collection, which cannot be had here")
+    return tt.load_renderer(str(parts.standin_dir(template)))
+
+
+def result_of(name: str, text: str) -> str:
+    return f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{text}<|end|>"
+
+
+NAMED = {
+    "by the id of its call": (calling("lookup", ids=True), [tool("ok", tool_call_id="call_0")], result_of("lookup", "ok")),
+    "its own name before that of the call": (
+        calling("from_context", ids=True), [tool("ok", tool_call_id="call_0", name="from_message")], result_of("from_message", "ok")),
+    "by place": (calling("search", "calculate"), [tool("hits"), tool("42")], result_of("search", "hits") + result_of("calculate", "42")),
+    "not by place among two": (calling("search", "calculate"), [tool("hits")], None),
+    "not from an older turn": (says("an answer"), [tool("answer")], None),
+    "not by place in a broken group": (
+        calling("search", "calculate", "order", "weather"), [tool("hits"), tool("42"), user("go on"), tool("shipped")], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_names_of_results(case: str) -> None:
+    turn, new, added = NAMED[case]
+    r = gpt_oss()
+    stop = r.codec.literals["<|call|>" if turn.get("tool_calls") else "<|return|>"]
+    past = [USER, calling("old_lookup"), tool("x"), turn] if added is None else [USER, turn]
+    found = r.extend([7, stop], past, new)
+    if added is None:
+        assert isinstance(found, tt.Refusal) and found.why == "template_raises" and "name" in found.detail
+    else:
+        assert r.decode(found.added_ids) == added + "<|start|>assistant"
+
+
+@pytest.mark.parametrize("sampled", ["<tool_call|>", "<tool_call|><|tool_response>"])
+def test_gemma_4_opens_results_once(sampled: str) -> None:
+    r = gemma_4()
+    ids = r.encode_sampled("<|tool_call>call:lookup{}" + sampled)
+    found = r.extend([7, *ids], [USER, calling("lookup", ids=True)], [tool("answer", tool_call_id="call_0")])
+    whole = r.decode([*ids, *found.added_ids])
+    assert whole.count("<|tool_response>") == 1 and 'response:lookup{value:<|"|>answer<|"|>}<tool_response|>' in whole
+
+
+def test_gemma_4_names_a_result_by_place() -> None:
+    r = gemma_4()
+    found = r.extend([7, *r.encode_sampled("<|tool_call>call:lookup{}<tool_call|>")], [USER, calling("lookup")], [tool("answer")])
+    assert 'response:lookup{value:<|"|>answer<|"|>}' in r.decode(found.added_ids)
+
+
+def test_variables_and_tools_reach_the_first_prompt() -> None:
+    r = gpt_oss()
+    tools = [{"type": "function", "function": {"name": "lookup", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
+    text = r.decode(r.render([USER], tools, template_kwargs={"reasoning_effort": "high"}).token_ids)
+    assert "Reasoning: high" in text and "type lookup" in text and text.endswith("<|start|>assistant")

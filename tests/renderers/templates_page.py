@@ -54,12 +54,16 @@ def page(found: list[Row]) -> str:
     wrong = sum(case.outcome == "wrong" for row in found if row.proof for case in row.proof.cases)
     cases = sum(len(row.proof.cases) for row in found if row.proof)
     real = sum(row.tokenizer != "stand-in" for row in found)
+    carriers = Counter(row.name.partition("/")[0] for row in found)
     lines = [
         "# Chat templates, proven or refused",
         "",
         f"{len(found)} distinct templates of released models, {cases} cases (shapes of conversation × roles appended).",
         f"{real} run on a real tokenizer with all their tokens, the others on a byte-level BPE with exactly those tokens.",
         "Each case compares the ids that `extend` adds with those that the real history's render has behind the last turn's stop token.",
+        "Of the templates, each counted where its text was first found: " + ", ".join(f"{name} {n}" for name, n in carriers.items()) + ".",
+        "llama.cpp's are in the PyPI sdist `llama-cpp-python` 0.3.36, trl's, xinference's and axolotl's in their PyPI wheels, those of",
+        "Ollama's models in the npm package `@huggingface/ollama-utils`; vllm's, sglang's and miles' are in their source repositories.",
         "",
         f"**Silently wrong: {wrong}.**",
         "",

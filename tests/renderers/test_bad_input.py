@@ -111,12 +111,17 @@ def test_unknown_settings(setting: Any) -> None:
 
 
 def test_ten_megabytes() -> None:
-    """Rendered, shielded and spliced in time that grows with the text and no faster."""
+    """Rendered, shielded and spliced, in time that grows with the text and no faster (processor time: other jobs do not count)."""
     renderer = loaded("qwen3-like")
-    text = "some words <|im_end|> and a line of numbers 12345\n" * 200_000
-    assert len(text) == 10_000_000
-    started = time.monotonic()
-    found = extended(renderer, [7, stop_id(renderer)], [user("a"), says("b")], [user(text)])
-    assert time.monotonic() - started < 120
-    assert renderer.codec.literals["<|im_end|>"] in found.added_ids
-    assert found.added_ids.count(renderer.codec.literals["<|im_end|>"]) == 1
+    line = "some words <|im_end|> and a line of numbers 12345\n"
+
+    def took(size: int) -> float:
+        text = line * (size // len(line))
+        started = time.process_time()
+        found = extended(renderer, [7, stop_id(renderer)], [user("a"), says("b")], [user(text)])
+        assert found.added_ids.count(renderer.codec.literals["<|im_end|>"]) == 1
+        return time.process_time() - started
+
+    took(100_000)
+    small, large = took(1_000_000), took(10_000_000)
+    assert large < 60 and large < 30 * small, (small, large)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
@@ -133,21 +134,32 @@ def filled_in(messages: list[Plain], calls: Sequence[Plain] = ()) -> list[Plain]
     """Tool messages get the name (and, where there is none, the id) of the call they answer. `calls` are those of the turn before."""
     names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
     waiting = list(calls)
-    for message in messages:
+    for index, message in enumerate(messages):
         if message["role"] == "assistant" and message.get("tool_calls"):
             waiting = list(message["tool_calls"])
             names |= {call["id"]: call["function"]["name"] for call in waiting if call["id"]}
         elif message["role"] == "tool":
             call_id = message.get("tool_call_id")
-            answered = next((call for call in waiting if not call_id or call["id"] == call_id), None)
+            answered = _answered(messages, index, waiting)
             if answered is not None:
                 waiting.remove(answered)
                 if not call_id and answered["id"]:
-                    message["tool_call_id"] = call_id = answered["id"]
+                    message["tool_call_id"] = answered["id"]
                 message.setdefault("name", answered["function"]["name"])
             elif call_id in names:
                 message.setdefault("name", names[call_id])
     return messages
+
+
+def _answered(messages: Sequence[Plain], index: int, waiting: Sequence[Plain]) -> Plain | None:
+    """By its id; else by its name; else by its place, where there is one result for each call that waits. Never by a guess."""
+    message = messages[index]
+    if call_id := message.get("tool_call_id"):
+        return next((call for call in waiting if call["id"] == call_id), None)
+    if name := message.get("name"):
+        return next((call for call in waiting if call["function"]["name"] == name), None)
+    group = list(takewhile(lambda other: other["role"] == "tool" and not other.get("tool_call_id"), messages[index:]))
+    return waiting[0] if waiting and len(group) == len(waiting) else None
 
 
 def short_id(call_id: str) -> str:
