@@ -195,7 +195,7 @@ def answer_headers(live: Live, reply: Reply) -> RawHeaders:
 
 
 class Line:
-    """An open event stream. The status is held back until there is something to say, so that early failures keep their status."""
+    """An open event stream. The status is held back until the first token is there, so that early failures keep their status."""
 
     def __init__(self, send: Send, encoder: Encoder) -> None:
         self._send, self._encoder = send, encoder
@@ -205,7 +205,7 @@ class Line:
 
     async def feed(self, event: TurnEvent) -> None:
         data = self._encoder.feed(event)
-        if not self.started and event.delta is None and event.reply is None:
+        if not self.started and not event.token_ids and event.delta is None and event.reply is None:
             self._held += data
             return
         await self._write(data)

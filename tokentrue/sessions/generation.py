@@ -64,6 +64,7 @@ class Choice:
         parser = self.renderer.parser(prompt_ids=self.asked.prompt.ids, tools=self.asked.request.tools)
         shown = Deltas(self.node, self.asked.sampling.stop)
         final: Completion | None = None
+        first = True
         stream = self.provider.stream(self.asked.prompt.ids, self.sampling, session=self.session_id)
         async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
             async for chunk in chunks:
@@ -71,6 +72,8 @@ class Choice:
                 if chunk.token_ids:
                     heard.add(chunk)
                     self._emit_chunk(emit, chunk, [seen for delta in parser.feed(chunk.token_ids) if (seen := shown.feed(delta))])
+                    if first:
+                        first = await _let_out()
         if final is None or final.token_ids != tuple(heard.ids):
             raise EngineContractError("the engine's stream and its final answer differ")
         rest, parsed = parser.finish()
@@ -119,6 +122,14 @@ class _Heard:
             versions=() if unversioned else tuple(self.versions),
             prompt_tokens=prompt_tokens,
         )
+
+
+async def _let_out() -> bool:
+    """Lets the first event out before the next is looked at, though more may have come already: one round of the loop for whoever sends it,
+    one for the socket."""
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return False
 
 
 async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
