@@ -88,7 +88,8 @@ def test_finite_differences(name: str) -> None:
 
     grad = grad_of(current, batch.trainer, batch.trainer, batch.advantages, batch.mask, config, reference_logprobs=reference)
     if name in ("cispo", "gspo"):
-        return _stopped(name, config, current, batch.trainer, batch.advantages, batch.mask, grad)
+        _stopped(name, config, current, batch.trainer, batch.advantages, batch.mask, grad)
+        return
     step = 1e-6
     for row, column in batch.mask.nonzero()[:40].tolist():
         up, down = current.clone(), current.clone()
@@ -96,7 +97,6 @@ def test_finite_differences(name: str) -> None:
         down[row, column] -= step
         slope = (loss_at(up) - loss_at(down)) / (2 * step)
         assert float(grad[row, column]) == pytest.approx(float(slope), rel=1e-5, abs=1e-9)
-    return None
 
 
 def _stopped(name: str, config: LossConfig, current: Tensor, base: Tensor, a: Tensor, mask: Tensor, grad: Tensor) -> None:

@@ -244,12 +244,3 @@ def test_normalising_over_a_step_adds_up_micro_batches() -> None:
     joined = torch.cat([part.normalised(total, int(count)).weights for part in parts])  # type: ignore[arg-type]
     torch.testing.assert_close(joined, whole.weights, atol=1e-12, rtol=1e-12)
     assert float(whole.weights[whole.mask].mean()) == pytest.approx(1.0)
-
-
-def test_a_single_row_at_sequence_level_warns_that_nothing_is_left() -> None:
-    from tokentrue.mismatch import Normalise
-
-    config = Correction(weights=Weights(level="sequence", upper=2.0, normalise=Normalise(scope="call", level="sequence")))
-    with pytest.warns(UserWarning, match="cancelled"):
-        out = correct(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), None, config)
-    assert out.weights.tolist() == [[1.0, 1.0]]
