@@ -9,6 +9,7 @@ import pytest
 import tokentrue as tt
 from tests import parts
 from tests.renderers.talk import OWN, TOOLS, calls, extended, judge, loaded, result, says, stop_id, user
+from tokentrue.renderers import renderer_of
 from tokentrue.renderers.messages import filled_in, plain_messages
 
 FAST = ("qwen3", "kimi-k2", "glm-4.6", "deepseek-v3.1", "mistral-nemo", "gemma-3")
@@ -161,3 +162,31 @@ def test_spans_cover_the_prompt() -> None:
     found = {span.message: renderer.decode(rendered.token_ids[span.start : span.end]) for span in content}
     assert found == {0: "user", 1: "one é", 2: "two <think>", 3: "three"}
     assert {span.message: span.role for span in content} == {0: "system", 1: "user", 2: "assistant", 3: "user"}
+
+
+@pytest.mark.parametrize("name", ["real:gemma-3", "real:llama-2"])
+def test_spans_of_sentencepiece(name: str) -> None:
+    """Pieces with `▁` for a blank, bytes as `<0xE2>`, and Llama-2's own blank before text behind a token."""
+    renderer = loaded(name)
+    talk = [user("one é  東京 🫨\n"), says("two"), user("three  <end_of_turn> </s> four")]
+    rendered = renderer.render(talk)
+    assert [span.start for span in rendered.spans] == [0, *(span.end for span in rendered.spans[:-1])]
+    content = [span for span in rendered.spans if span.message is not None]
+    found = {span.message: renderer.decode(rendered.token_ids[span.start : span.end]).strip() for span in content}
+    assert found == {index: message["content"].strip() for index, message in enumerate(talk)}
+    added = extended(renderer, [7, stop_id(renderer)], talk[:2], talk[2:])
+    [span] = [span for span in added.spans if span.message is not None]
+    assert renderer.decode(added.added_ids[span.start : span.end]).strip() == talk[2]["content"]
+
+
+def test_spans_where_a_token_eats_the_blanks_behind_it() -> None:
+    from tokenizers import AddedToken
+
+    template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n"
+    tokenizer = parts.standin_tokenizer(template + "{# <|user|> <|assistant|> <|end|> #}")
+    tokenizer.add_tokens([AddedToken(text, rstrip=True, normalized=False) for text in ("<|user|>", "<|assistant|>", "<|end|>")])
+    renderer = renderer_of(tokenizer, chat_template=template)
+    assert "<|end|>" in renderer.codec.eats
+    rendered = renderer.render([user("one"), says("two"), user("three")])
+    content = [span for span in rendered.spans if span.message is not None]
+    assert [renderer.decode(rendered.token_ids[span.start : span.end]) for span in content] == ["one", "two", "three"]

@@ -23,6 +23,8 @@ from tokentrue.types import Ids
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Encoding, Tokenizer
 
+    from tokentrue.renderers.parsing_bytes import TokenBytes
+
 _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: never assigned, valid in UTF-8
 # text behind it is not at the start of a text
 _EDGE = f"\ufdef{secrets.token_hex(8)}\ufdef"  # an added token of the bare tokenizer only, of this process: no text can hold it on purpose
@@ -56,13 +58,19 @@ class Codec:
         return max(map(len, self._guarded), default=0)
 
     @cached_property
-    def _eats(self) -> set[str]:
+    def eats(self) -> set[str]:
         """The blanks behind such a token belong to it."""
         return {token.content for token in self._added.values() if token.rstrip}
 
     @cached_property
+    def spelling(self) -> TokenBytes:
+        from tokentrue.renderers.parsing_bytes import TokenBytes
+
+        return TokenBytes(self.backend)
+
+    @cached_property
     def _lead(self) -> str:
-        return next((text for text in self._guarded if text not in self._eats), "")
+        return next((text for text in self._guarded if text not in self.eats), "")
 
     @cached_property
     def heads(self) -> frozenset[str]:
@@ -124,7 +132,7 @@ class Codec:
         return self._encode_pieces(self._stripped_after(text, literal), mark, at_start=False)
 
     def _stripped_after(self, text: str, literal: str) -> str:
-        return text.lstrip() if literal in self._eats else text
+        return text.lstrip() if literal in self.eats else text
 
     def _encode_pieces(self, text: str, mark: str, *, at_start: bool) -> list[int]:
         ids: list[int] = []

@@ -1,7 +1,7 @@
 """Which tokens of a prompt come from which message: the template's own text is known from a marked render, the rest is content.
 
 Spans cover all tokens without gap or overlap. A token that holds both structure and content counts as content. Where the places cannot be
-told (a tokenizer that is not byte-level, a template that writes otherwise than it marked), everything is structure.
+told (a normalizer that changed the text, a template that writes otherwise than it marked), everything is structure.
 """
 
 from __future__ import annotations
@@ -79,9 +79,32 @@ def _places(text: str, mark: str, joins: Sequence[str]) -> list[tuple[int, int]]
 
 
 def _ends(codec: Codec, text: str, mark: str, ids: Sequence[int]) -> list[int] | None:
-    sizes = codec.sizes(ids)
-    if sizes is None:
-        return None
-    ends = list(accumulate(sizes))
+    """Where each token ends, in bytes of the text; None where they do not spell it (a normalizer changed it)."""
     whole = text.replace(mark, "") if mark else text
-    return ends if ends and ends[-1] == (len(whole) if whole.isascii() else len(whole.encode())) else None
+    sizes = codec.sizes(ids)
+    if sizes is not None:
+        ends = list(accumulate(sizes))
+        if ends and ends[-1] == (len(whole) if whole.isascii() else len(whole.encode())):
+            return ends
+    return _walked(codec, whole.encode("utf-8", "surrogatepass"), ids)
+
+
+def _walked(codec: Codec, data: bytes, ids: Sequence[int]) -> list[int] | None:
+    """Token by token: SentencePiece puts a blank of its own before text behind an added token, some tokens eat the blanks behind them."""
+    ends: list[int] = []
+    at, opens = 0, True
+    piece = codec.spelling.piece
+    for index in ids:
+        spelled = piece(index)
+        if data.startswith(spelled, at):
+            at += len(spelled)
+        elif opens and spelled[:1] == b" " and data.startswith(spelled[1:], at):
+            at += len(spelled) - 1
+        else:
+            return None
+        literal = codec.texts.get(index)
+        while literal in codec.eats and data[at : at + 1].isspace():
+            at += 1
+        opens = literal is not None
+        ends.append(at)
+    return ends if at == len(data) else None
