@@ -115,6 +115,6 @@ async def test_a_call_that_must_be_made_reaches_the_engine_as_the_models_own_for
         status, answer = await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"])
         assert status == 200, answer
     begins = [[tag["begin"] for tag in asked["tool_choice"]["format"]["elements"][1]["tags"]] for asked in engine.asked[:2]]
-    look, wait = ('<tool_call>\n{"name": "%s", "arguments": ' % name for name in ("look", "wait"))
+    look, wait = (f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in ("look", "wait"))
     assert begins == [[look, wait], [wait]] and engine.asked[2] == {}
     await app.close()

@@ -77,10 +77,22 @@ class SGLangStandIn:
         try:
             if body["stream"]:
                 return await self._stream(request, body, fault, stop)
-            final = await self.engine.generate(body["input_ids"], sampling_of(body))
+            final = await self._whole(body, stop)
             return web.json_response(self._event(body, final, len(final.token_ids), fault, ended=True))
         finally:
             self._running.pop(body["rid"], None)
+
+    async def _whole(self, body: dict[str, Any], stop: asyncio.Event) -> Completion:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async for chunk in self.engine.stream(body["input_ids"], sampling_of(body)):
+            if chunk.final is not None:
+                return chunk.final
+            ids += chunk.token_ids
+            logprobs += chunk.logprobs
+            if stop.is_set():
+                break
+        return self._cut(body, ids, logprobs)
 
     @torch.no_grad()
     def _before_filters(self, body: dict[str, Any], sampled: tuple[int, ...]) -> list[float]:
@@ -104,6 +116,8 @@ class SGLangStandIn:
                 request.transport.close()
                 return response
             if stop.is_set():
+                event = self._event(body, self._cut(body, ids, logprobs), new, fault, ended=True)
+                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
                 break
             finish = chunk.final.finish if chunk.final else Finish.LENGTH
             so_far = Completion(
@@ -117,6 +131,9 @@ class SGLangStandIn:
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def _cut(self, body: dict[str, Any], ids: list[int], logprobs: list[float]) -> Completion:
+        return Completion(token_ids=tuple(ids), logprobs=tuple(logprobs), finish=Finish.ABORT, prompt_tokens=len(body["input_ids"]))
 
     def _event(self, body: dict[str, Any], completion: Completion, new: int, fault: str, *, ended: bool) -> dict[str, Any]:
         filters = bool(sampling_of(body).filters)
@@ -148,6 +165,8 @@ class SGLangStandIn:
 def finish_reason(completion: Completion) -> dict[str, Any]:
     if completion.finish is Finish.STOP:
         return {"type": "stop", "matched": completion.stopped_by}
+    if completion.finish is Finish.ABORT:
+        return {"type": "abort", "message": "Aborted"}
     return {"type": "length", "length": len(completion.token_ids)}
 
 

@@ -183,16 +183,21 @@ class Administration:
     # Administration: every worker does it, whoever was asked.
     async def pause(self, request: Request) -> Response:
         asked = parsed(await self._body(request), Pause)
+        if asked.drain and asked.abort:
+            raise InputError("drain and abort: what is broken off stays in flight until resume; choose one")
         gateway = self._gateway
         gateway.gate.pause()
         gateway.provider.pause()
         gateway.metrics.paused.set(1)
+        aborted = await gateway.provider.interrupt() if asked.abort else 0
         drained = (
             await gateway.gate.drained(min(max(asked.timeout_s, 0.0), LONGEST_DRAIN_S)) if asked.drain else gateway.gate.in_flight == 0
         )
         own = {"paused": True, "drained": drained, "in_flight": gateway.gate.in_flight}
         others = await self._everywhere(request)
         own["in_flight"] += sum(other["in_flight"] for other in others)
+        if asked.abort:
+            own["aborted"] = aborted + sum(other["aborted"] for other in others)
         own["drained"] = drained and all(other["drained"] for other in others)
         return answer(200, own)
 

@@ -83,6 +83,11 @@ class Metered:
     def pause(self) -> None:
         call_if_there(self.inner, "pause")
 
+    async def interrupt(self) -> int:
+        """Generations broken off at the engine; none where it has nothing to stop."""
+        method = getattr(self.inner, "interrupt", None)
+        return await method() if method is not None else 0
+
     def resume(self) -> None:
         call_if_there(self.inner, "resume")
 

@@ -154,7 +154,8 @@ def _session_paths() -> Json:
 
 
 def _admin_paths() -> Json:
-    pause = _object({"drain": {"type": "boolean"}, "timeout_s": {"type": "number", "minimum": 0, "maximum": 600}})
+    seconds = {"type": "number", "minimum": 0, "maximum": 600}
+    pause = _object({"drain": {"type": "boolean"}, "abort": {"type": "boolean"}, "timeout_s": seconds})
     version = _object({"version": {"type": "integer", "minimum": 0, "maximum": 2**53}}, "version")
     return {
         "/admin/pause": {"post": _operation("Hold generations back", body=pause)},

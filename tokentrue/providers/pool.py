@@ -50,6 +50,15 @@ class Pool:
     def resume(self) -> None:
         self._open.set()
 
+    async def interrupt(self) -> int:
+        """Paused, and what is running at the engines broken off, where an engine must be stopped for new weights; how many that were.
+
+        Each goes on after `resume()` from the tokens it has. An engine that takes weights between two tokens is not stopped.
+        """
+        self.pause()
+        stoppable: list[Any] = [replica for replica in self._replicas if hasattr(replica, "interrupt")]
+        return sum(await asyncio.gather(*(replica.interrupt() for replica in stoppable)))
+
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         if len(self._replicas) > 1 or not self._open.is_set():
             return await self._whole(prompt_ids, sampling, session, [])
@@ -149,7 +158,7 @@ class Pool:
                 continue
             assert final is not None
             self._down.discard(index)
-            if final.finish is Finish.ABORT and len(done) < self._resumptions:
+            if final.finish is Finish.ABORT and (not self._open.is_set() or len(done) < self._resumptions):
                 done.append(final)
                 continue
             yield Chunk(final=joined([*done, final], prompt_tokens=len(prompt_ids)))

@@ -7,10 +7,11 @@ SGLANG_RETURN_ORIGINAL_LOGPROB=1 reports temperature 1 whatever was sampled: do 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import orjson
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.providers.constraints import CONSTRAINTS, for_sglang, plain
 from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
+from tokentrue.providers.running import Running
 from tokentrue.providers.wire import IdsJson, Wire, version_of
 from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling
 
@@ -46,6 +48,7 @@ class SGLangProvider:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else None
         self._wire = Wire(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, headers=headers)
         self._ids = IdsJson()
+        self._running = Running()
         self._sampling_mask = sampling_mask
         self._routed = routed_experts
 
@@ -58,10 +61,12 @@ class SGLangProvider:
         gathering = Gathering(self.name, len(prompt_ids))
         body = self._body(prompt_ids, sampling, session=session, rid=rid, stream=False)
         done = False
+        self._running.add(rid)
         try:
             answer = await self._wire.json("POST", "/generate", body)
             done = True
         finally:
+            self._running.remove(rid)
             if not done:
                 await self._abort(rid)
         self._take(gathering, answer, masked=self._masked(sampling))
@@ -72,6 +77,7 @@ class SGLangProvider:
         gathering = Gathering(self.name, len(prompt_ids))
         body = self._body(prompt_ids, sampling, session=session, rid=rid, stream=True)
         masked, meta, done = self._masked(sampling), None, False
+        self._running.add(rid)
         try:
             async with aclosing(self._wire.events("/generate", body)) as events:
                 async for event in events:
@@ -85,6 +91,7 @@ class SGLangProvider:
                 raise EngineContractError("sglang closed the stream without a finish reason")
             done = True
         finally:
+            self._running.remove(rid)
             if not done:  # the caller went away or something broke: do not let the engine sample on
                 await self._abort(rid)
         yield Chunk(final=self._complete(gathering, meta))
@@ -113,6 +120,14 @@ class SGLangProvider:
             await self._post("/continue_generation", {})
         if not answer.get("success", False):
             raise EngineRejected(f"sglang did not take the weights: {answer.get('message')}")
+
+    async def interrupt(self, *, within_s: float = 30.0) -> int:
+        """Ends every generation of ours at the engine; each returns what it has, as aborted."""
+
+        async def abort(rids: Sequence[str]) -> None:
+            await asyncio.gather(*map(self._abort, rids))
+
+        return await self._running.break_off(abort, within_s=within_s)
 
     async def close(self) -> None:
         await self._wire.close()

@@ -22,6 +22,7 @@ import orjson
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected, SamplingError
 from tokentrue.providers.constraints import CONSTRAINTS, for_vllm, plain
 from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
+from tokentrue.providers.running import Running
 from tokentrue.providers.wire import IdsJson, Wire, version_of
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
@@ -55,6 +56,7 @@ class VLLMProvider:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else None
         self._wire = Wire(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, headers=headers)
         self._ids = IdsJson()
+        self._running = Running()
         self._model = model
         self._abilities: Abilities | None = None
         self._probing = asyncio.Lock()
@@ -69,10 +71,12 @@ class VLLMProvider:
         gathering = Gathering(self.name, len(prompt_ids))
         path, body, request_id = self._body(abilities, prompt_ids, sampling, session=session, stream=False)
         done = False
+        self._running.add(request_id)
         try:
             answer = await self._wire.json("POST", path, body)
             done = True
         finally:
+            self._running.remove(request_id)
             if not done:
                 await self._abort(abilities, request_id)
         choice = answer["choices"][0]
@@ -86,6 +90,7 @@ class VLLMProvider:
         last: Mapping[str, Any] | None = None
         usage: Mapping[str, Any] | None = None
         done = False
+        self._running.add(request_id)
         try:
             async with aclosing(self._wire.events(path, body)) as events:
                 async for event in events:
@@ -101,6 +106,7 @@ class VLLMProvider:
                 raise EngineContractError("vllm closed the stream without a finish reason")
             done = True
         finally:
+            self._running.remove(request_id)
             if not done:  # closing the connection cancels too; the abort makes it certain behind a router
                 await self._abort(abilities, request_id)
         yield Chunk(final=self._complete(gathering, last, usage))
@@ -131,6 +137,16 @@ class VLLMProvider:
         finally:
             await self._post("/resume")
         self.version = version
+
+    async def interrupt(self, *, within_s: float = 30.0) -> int:
+        """Ends every generation of ours at the engine; each returns what it has, as aborted. Without the token route they run on."""
+        if not (await self._learn()).token_route:
+            return 0
+
+        async def abort(request_ids: Sequence[str]) -> None:
+            await self._post("/inference/v1/abort_requests", {"request_ids": list(request_ids)})
+
+        return await self._running.break_off(abort, within_s=within_s)
 
     async def close(self) -> None:
         await self._wire.close()

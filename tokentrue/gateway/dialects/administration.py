@@ -32,9 +32,13 @@ class GiveReward(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
-    """`drain`: answer only when nothing is in flight any more, or after `timeout_s`."""
+    """`drain`: answer only when nothing is in flight any more, or after `timeout_s`.
+
+    `abort`: break off what the engine is sampling; it goes on after resume, from the tokens it has.
+    """
 
     drain: bool = False
+    abort: bool = False
     timeout_s: float = 60.0
 
 

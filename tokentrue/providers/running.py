@@ -1,0 +1,32 @@
+"""The generations that an adapter has at its engine, by the engine's own names, so that they can be broken off for a weight update."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from tokentrue.errors import EngineTimeout
+
+_AGAIN_S = 0.1  # a request may reach the engine after the abort that was meant for it
+
+
+class Running:
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+
+    def add(self, request_id: str) -> None:
+        self._ids.add(request_id)
+
+    def remove(self, request_id: str) -> None:
+        self._ids.discard(request_id)
+
+    async def break_off(self, abort: Callable[[Sequence[str]], Awaitable[None]], *, within_s: float) -> int:
+        """Aborts everything that is running and waits until the engine has let go of it; how many that were."""
+        count, end = len(self._ids), time.monotonic() + within_s
+        while self._ids:
+            if time.monotonic() > end:
+                raise EngineTimeout(f"the engine did not let go of {len(self._ids)} generations within {within_s:g} s")
+            await abort(sorted(self._ids))
+            await asyncio.sleep(_AGAIN_S if self._ids else 0)
+        return count
