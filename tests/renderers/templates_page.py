@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests import parts
 from tests.renderers.standins import standin, tokenizer_for
@@ -75,7 +74,7 @@ def page(found: list[Row]) -> str:
         "`python -m tests.renderers.templates_page` and checked by `pytest tests/renderers/test_all_templates.py -m slow`.",
         "",
         "What the reasons mean: `message_dropped` the template leaves the message out without raising; `message_moved` it puts it",
-        "elsewhere (a system message hoisted to the top) or twice; `template_raises` it refuses such a conversation itself; `no_stop` it",
+        "elsewhere (a system message hoisted to the top) or twice; `template` it refuses such a conversation itself; `no_stop` it",
         "ends the turn with no token; `calls_dropped` it does not show the turn's last call; `ambiguous_stop` it writes the stop",
         "twice; `turn_lost` the turn does not show, or more than once; `turn_split` part of the turn is written behind the new messages.",
         "",
@@ -90,10 +89,11 @@ def page(found: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+TARGET = parts.ROOT / "docs" / "templates.md"
+
 if __name__ == "__main__":
     import os
 
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["XDG_CACHE_HOME"] = scratch
-        target = Path(__file__).resolve().parent.parent.parent / "docs" / "templates.md"
-        target.write_text(page(list(rows())), encoding="utf-8")
+        TARGET.write_text(page(list(rows())), encoding="utf-8")
