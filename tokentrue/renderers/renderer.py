@@ -173,7 +173,7 @@ class Renderer:
         plan = self._plans.get(key)
         if plan is None or plan.context == "history":
             plan = self._splicer.plan(call, self._past(messages), only_history=plan is not None or bool(key[1]))
-            self._plans[key] = plan
+            plan = self._plans[key] = self._splicer.framed(plan, call)
             if len(self._plans) > _PLANS:
                 self._plans.popitem(last=False)
         return plan

@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 from tokentrue.errors import TemplateError
 from tokentrue.renderers.encoding import Codec, Shield
+from tokentrue.renderers.frames import Frames, frame_from, has_frame, opaque_messages, opaque_turn
 from tokentrue.renderers.spans import joins_of
 from tokentrue.renderers.stops import Stops, content_of
 from tokentrue.renderers.template import Habits, Plain, Template
@@ -61,6 +63,7 @@ class Plan:
     join: Join
     closing: str = ""
     joins: tuple[str, ...] = ()  # what the template writes around the new contents, `closing` included
+    frame: tuple[str, ...] | None = None  # the same, where it is proven that no content can change it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,7 @@ class Splicer:
         self._template, self._codec, self._habits, self._stops, self._safe = template, codec, habits, stops, safe
         self._base = "qz" + "".join(chr(97 + byte % 16) for byte in secrets.token_bytes(8))  # no text can hold it on purpose
         self._sentinel, self._own = self._base + "sampled", self._base + "own"
+        self._frames = Frames(template)
         self._last_tools: tuple[Sequence[Plain], bool] | None = None
         self._dummy_user: Plain = {"role": "user", "content": content_of("Hello.", habits)}
 
@@ -110,10 +114,29 @@ class Splicer:
 
     def tail(self, plan: Plan, call: Call, history: Sequence[Plain]) -> tuple[str, str]:
         """The text after the recorded prefix, and the mark that shields content in it (empty where nothing had to be shielded)."""
+        if plan.frame is not None and has_frame(call.last, call.fresh):
+            contents = [message["content"] for message in call.fresh]
+            if all(map(self._codec.clean, contents)):
+                return "".join(chain.from_iterable(zip(plan.frame, contents, strict=False))) + plan.frame[-1], ""
         context = self._context(plan.context, plan.place, call, history)
         tools = None if plan.context == "light" else call.tools
         text, mark = self._text([*context, *call.fresh], tools, call.kwargs)
         return plan.closing + self._after(text, plan), mark
+
+    def framed(self, plan: Plan, call: Call) -> Plan:
+        """The plan with its frame, where there is one."""
+        if not self._safe or plan.context == "history" or not has_frame(call.last, call.fresh):
+            return plan
+        *context, last = self._context(plan.context, plan.place, call, ())
+        tools = None if plan.context == "light" else call.tools
+        if not self._codec.clean([*context, last]) or not self._clean_tools(tools):
+            return plan
+        text = self._frames.text([*context, opaque_turn(last), *opaque_messages(call.fresh)], tools, call.kwargs, self._habits)
+        try:
+            frame = None if text is None else frame_from(plan.closing + self._after(text, plan), len(call.fresh))
+        except Refused:
+            return plan
+        return replace(plan, frame=frame)
 
     def _text(
         self, messages: list[Plain], tools: Sequence[Plain] | None, kwargs: Mapping[str, Any], *, generate: bool = True

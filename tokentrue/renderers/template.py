@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tokentrue.errors import TemplateError
+
+if TYPE_CHECKING:
+    from tokentrue.renderers.sandbox import Quick
 
 Plain = dict[str, Any]
 
@@ -49,9 +52,14 @@ class Template:
         from tokentrue.renderers.sandbox import quick
 
         try:
-            return quick(_compile_jinja_template(self.source).environment).from_string(self.source)
+            environment: Any = _compile_jinja_template(self.source).environment
+            return quick(environment).from_string(self.source)
         except (JinjaError, SyntaxError) as error:
             raise TemplateError(f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…") from error
+
+    @property
+    def environment(self) -> Quick:
+        return self._compiled.environment
 
     def compiles(self) -> None:
         """Raises TemplateError where it does not."""
@@ -65,10 +73,12 @@ class Template:
         *,
         generate: bool = True,
         habits: Habits | None = None,
+        compiled: Any = None,
     ) -> str:
+        """`compiled` is the same source in another environment."""
         if not tools:
             tools = [] if habits is not None and habits.no_tools == "empty" else None
-        compiled = self._compiled
+        compiled = compiled or self._compiled
         try:
             return compiled.render(
                 **{**self._variables, "documents": None, **kwargs}, messages=messages, tools=tools, add_generation_prompt=generate
