@@ -83,7 +83,8 @@ PEEKING = [
     "{% if m.content is upper %}u{% endif %}{{ m.content }}", "{% set x %}{{ m.content }}{% endset %}{{ x | trim }}",
     "{% macro f(x) %}{{ x }}{% endmacro %}{{ f(m.content) | trim }}", "{% filter trim %}{{ m.content }}{% endfilter %}",
     "{{ m.content }}{{ strftime_now('%H') }}", "{{ m.content }}{{ [1, 2, 3] | random }}", "{{ m.content if loop.changed(m.content) }}",
-    "{{ messages | map(attribute='content') | join }}", "{{ messages | groupby('content') }}", "{{ messages | unique(attribute='content') | list }}",
+    "{{ messages | map(attribute='content') | join }}", "{{ messages | groupby('content') }}",
+    "{{ messages | unique(attribute='content') | list }}",
 ]  # fmt: skip
 
 

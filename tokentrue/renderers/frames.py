@@ -56,7 +56,7 @@ class Opaque:
         return True
 
 
-_PEEKS = "eq ne lt le gt ge hash str repr format len iter contains getitem mul rmul mod rmod getattr bytes reversed index int float copy deepcopy html"
+_PEEKS = "eq ne lt le gt ge hash str repr format bytes html len iter reversed contains getitem getattr mul rmul mod rmod int float index"
 for _name in _PEEKS.split():
     setattr(Opaque, f"__{_name}__", _peek)
 
