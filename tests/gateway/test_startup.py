@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import transformers  # noqa: F401  # `serve` in this process must find it loaded, or it would hide torch from all other tests
 
-from tests.gateway.world import model_dir, write_script
+from tests.gateway.world import ROOT, model_dir, scripted_server, write_script
 from tokentrue.cli.main import run
 
 
@@ -75,3 +78,43 @@ def test_template_refused(tmp_path: Path) -> None:
 )
 def test_wrong_settings(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     one_line(serve("--port", "0", *arguments), *words)
+
+
+def test_a_gateway_in_front_of_another_process_never_loads_torch(tmp_path: Path) -> None:
+    """Also after turns in every dialect, and also where torch is installed: the process has none of its libraries mapped."""
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        pytest.skip("needs /proc")
+    server = scripted_server(tmp_path, ["<think>\nhm\n</think>\n\nok"] * 3)
+    try:
+        session = server.session()
+        said = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        for path, body in (
+            ("/v1/chat/completions", {**said, "stream": True}),
+            ("/v1/messages", {**said, "max_tokens": 50}),
+            ("/v1/responses", {"model": "m", "input": "hi"}),
+        ):
+            assert server.ask("POST", path, body, key=session.api_key)[0] == 200
+        server.samples(session.session_id)
+        mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert "tokenizers" in mapped, "the check can see libraries"
+        assert "torch" not in mapped
+    finally:
+        server.stop()
+
+
+def test_torch_is_hidden_only_while_transformers_is_loaded() -> None:
+    program = (
+        "import sys\n"
+        "from tokentrue.cli.torchless import torch_kept_out\n"
+        "with torch_kept_out('exact'):\n"
+        "    assert 'torch' not in sys.modules, 'an engine of this process needs it'\n"
+        "with torch_kept_out('vllm'):\n"
+        "    from transformers import AutoTokenizer\n"
+        "assert 'torch' not in sys.modules\n"
+        "import transformers.utils as t\n"
+        "assert not t.is_torch_available()\n"
+        "with torch_kept_out('vllm'):\n"
+        "    assert 'torch' not in sys.modules, 'too late: nothing is hidden'\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tokentrue.cli.config import read
+from tokentrue.cli.torchless import torch_kept_out
 from tokentrue.cli.wiring import ADMIN_KEY, REMOTE, ServeConfig, gateway_for
 from tokentrue.errors import ConfigError, EngineError, TokenTrueError
 
@@ -53,7 +54,8 @@ def command(
         if settings.server.workers > 1:
             return supervise(start_worker, settings, public, settings.server.workers, ready=lambda: greet(settings, base))
         log_to_stderr(enabled=settings.server.log == "json")
-        gateway = gateway_for(settings)
+        with torch_kept_out(settings.engine.name):
+            gateway = gateway_for(settings)
         asyncio.run(reach(gateway.provider))
         run_worker(gateway, public, ready=lambda: greet(settings, base))
     return 0
@@ -95,7 +97,8 @@ def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers:
     log_to_stderr(enabled=settings.server.log == "json")
     try:
         peers = Peers(me=me, workers=workers, folder=folder, body_limit=settings.limits.body_bytes)
-        gateway = gateway_for(settings, peers=peers)
+        with torch_kept_out(settings.engine.name):
+            gateway = gateway_for(settings, peers=peers)
         asyncio.run(reach(gateway.provider))
     except TokenTrueError as error:
         print(f"tokentrue serve: {error}", file=sys.stderr)
