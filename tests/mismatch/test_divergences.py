@@ -53,7 +53,8 @@ def test_row_01_k1_bounds_hold_for_the_inverse_ratio_in_verl(verl: SimpleNamespa
     _, of_skyrl = formulas.skyrl(delta, zeros, mask, **skyrl)
     ours, faithful = (kept_by(delta, Correction.from_verl(config, faithful=how)) for how in (False, True))
     outside, inside = [0.95, 1.05, 1.3, 1.6], [0.7, 0.95, 1.05]
-    picked = [[v for v, keep in zip(values, mask[0].tolist(), strict=True) if keep] for mask in (peer, faithful, ours, areal, of_miles, of_skyrl)]
+    masks = (peer, faithful, ours, areal, of_miles, of_skyrl)
+    picked = [[v for v, keep in zip(values, mask[0].tolist(), strict=True) if keep] for mask in masks]
     assert picked == [outside, outside, inside, inside, inside, inside]
 
 

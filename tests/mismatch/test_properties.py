@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.mismatch.batches import Batch, make
+from tokentrue.errors import InputError
 from tokentrue.mismatch import PRESETS, Correction, Metrics, Reject, Staleness, Veto, Weights, correct, diagnose
-from tokentrue.mismatch.bag import as_float, exact_total
+from tokentrue.mismatch.bag import as_float, exact_total, exact_totals
 from tokentrue.mismatch.metrics import contribution, k1, k2, k3
 
 seeds = st.integers(0, 10**6)
@@ -109,8 +110,17 @@ def test_exact_totals_are_exact(values: list[float]) -> None:
     want = sum(map(Fraction, values), Fraction(0))
     assert Fraction(exact_total(values), 1 << 1074) == want
     assert exact_total(values) == exact_total(values[::-1])
+    assert exact_totals(torch.tensor([values, values[::-1]], dtype=torch.float64)) == [exact_total(values)] * 2
     if abs(want) < Fraction(2) ** 1023:
         assert as_float(exact_total(values)) == float(want)
+
+
+def test_sums_that_overflow_are_refused_and_markers_are_not() -> None:
+    """Some engines mark a missing log-probability by -9999; its perplexity is capped, not infinite."""
+    with pytest.raises(InputError, match="sane size"):
+        diagnose(torch.zeros(1, 2), torch.ones(1, 2), advantages=torch.full((1, 2), 1e200, dtype=torch.float64))
+    found = diagnose(torch.full((1, 2), -1.0), torch.full((1, 2), -9999.0))
+    assert found["delta/clamped"] == 1.0 and all(math.isfinite(value) for value in found.metrics.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -11,6 +11,7 @@ import torch
 
 from tokentrue.cli.main import run
 from tokentrue.mismatch import diagnose
+from tokentrue.mismatch.charts import bar_chart, line_chart
 from tokentrue.mismatch.report import Excerpt, Token, report_html
 from tokentrue.samples import write_samples
 from tokentrue.types import Certificate, Sample, Span
@@ -96,6 +97,8 @@ def test_noise_is_measured_and_shown(model_dir: Path, tmp_path: Path, capsys: py
     for title in ("|δ| per token", "Ratio tails, raw and as applied", "K1 and K3 over steps", "Contribution C(r)", "Worst sequences"):
         assert title in text
     assert "by kind" in text and "polyline" in text
+    assert "prefers-color-scheme:dark" in text and "width=device-width" in text and "url(" not in text and "http" not in text
+    assert text.count("class='worst'") == 5  # the largest |δ| of each excerpt
     firsts = [sample.token_ids[GIVEN] for sample in make_samples(model_dir, 0.05)]
     assert sum(f">{first}</span>" in text for first in firsts) >= 5  # tokens as ids, without a tokenizer
 
@@ -133,6 +136,22 @@ def test_called_wrong(
     (tmp_path / "short.jsonl").write_text('{"sample_id": "s0", "logprobs": [null, -1.0]}\n')
     assert run("diagnose", ["s.jsonl", *extra]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_charts_have_round_ticks_and_gaps() -> None:
+    text = bar_chart([("a", 1234.0), ("b", 0.0), ("c", -300.0)], label="x")
+    assert ">0<" in text and ">500<" in text and ">1,000<" in text and text.count("class='a'") == 2 and text.count("class='b'") == 1
+    lines = line_chart(["0", "1", "2"], {"up": [1e-4, 0.0, 1e-2], "nothing": [None, None, None]}, label="x", log=True)
+    assert lines.count("<circle") == 2 and ">0.0001<" in lines and ">0.01<" in lines
+    assert "Nothing above zero" in line_chart(["0"], {"k": [0.0]}, label="x", log=True)
+    assert "<rect" in bar_chart([("only", 0.0)], label="x") and "svg" in bar_chart([], label="x")
+
+
+def test_control_characters_are_shown() -> None:
+    found = diagnose(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]]))
+    tokens = [Token(text="a\n", trainer=-1.0, rollout=-2.0), Token(text="\x00", trainer=-1.0, rollout=-1.0)]
+    text = report_html(found, excerpts=[Excerpt(row=found.worst[0], first=0, tokens=tokens)])
+    assert "a⏎" in text and "\x00" not in text and "�" in text
 
 
 def test_text_is_escaped() -> None:

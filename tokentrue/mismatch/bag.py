@@ -24,24 +24,34 @@ _SHIFT = 17  # a histogram bin is a float32 without its low 17 bits: 64 bins an 
 _OFFSET = 1 << 14  # makes bins of negative values count from 0
 _MAGNITUDE = _OFFSET - 1  # a bin without its sign
 BINS = 2 * _OFFSET
+NOT_FINITE = "metrics: a sum is not finite in float64; are the advantages or the log-probabilities of a sane size?"
 QUANTILES = (0.01, 0.5, 0.9, 0.99, 0.999)
 
 
 def exact_total(values: Iterable[float]) -> int:
     """The sum of finite doubles, exactly, in units of 2**-1074."""
-    return exact_totals(torch.tensor([list(values)], dtype=torch.float64))[0]
+    total = 0
+    for value in values:
+        if value:
+            if not math.isfinite(value):
+                raise InputError(NOT_FINITE)
+            top, bottom = value.as_integer_ratio()
+            total += top << (_POINT - bottom.bit_length() + 1)
+    return total
 
 
 def exact_totals(values: Tensor) -> list[int]:
-    """`exact_total` of each row of a `[M, n]` tensor of doubles.
+    """`exact_total` of each row of a `[M, n]` tensor of doubles, for many of them.
 
     A double is h·2^(e-27) + l·2^(e-53) with whole h and l below 2^27. Those of one row and exponent add up exactly in a double for any n
     below 2^26; what is left to Python's integers is one addition per exponent.
     """
     values = values.detach().cpu()
     fraction, exponent = torch.frexp(values)
-    if not values.numel() or not math.isfinite(float(fraction.sum())):
-        return _not_finite(values) if values.numel() else [0] * values.shape[0]
+    if not values.numel():
+        return [0] * values.shape[0]
+    if not math.isfinite(float(fraction.sum())):
+        raise InputError(NOT_FINITE)
     scaled = fraction * 2.0**27
     high = scaled.trunc()
     low = (scaled - high) * 2.0**26
@@ -56,11 +66,6 @@ def exact_totals(values: Tensor) -> list[int]:
         shift = key % width + least - 53 + _POINT
         totals[key // width] += whole << shift if shift >= 0 else whole >> -shift  # subnormals end in as many zero bits
     return totals
-
-
-def _not_finite(values: Tensor) -> list[int]:
-    bad = int((~torch.isfinite(values)).sum())
-    raise InputError(f"metrics: {bad} sums are not finite in float64; are the advantages or the log-probabilities of a sane size?")
 
 
 def as_float(total: int) -> float:
@@ -91,7 +96,9 @@ class Mean:
 
     @staticmethod
     def of(row_sums: Tensor, count: int) -> Mean:
-        return Mean(total=exact_total(row_sums.tolist()), count=count)
+        few = row_sums.numel() < 64  # Python is quicker up to there
+        total = exact_total(row_sums.tolist()) if few else exact_totals(row_sums.view(1, -1))[0]
+        return Mean(total=total, count=count)
 
     @staticmethod
     def fraction(hits: int, count: int) -> Mean:

@@ -159,7 +159,7 @@ def policy_loss(
     loss = reduce(per_token, keep)
     metrics["loss/policy"] = Mean.of(loss.detach().reshape(1), 1)
     if config.penalty is not None:
-        value = _penalty(config.penalty, tokens, rows, layout, reference_logprobs, rollout_logprobs, old_logprobs)
+        value = _penalty(config, tokens, layout, reference_logprobs, rollout_logprobs, old_logprobs)
         paid = keep if config.penalty.tokens == "kept" else rows.valid
         loss = loss + config.penalty.coefficient * reduce(value, paid)
         metrics["loss/kl"] = Mean.of(rows.sum(value.detach().masked_fill(~paid, 0)), int(paid.sum()))
@@ -184,6 +184,7 @@ class Tokens:
     base: Tensor  # log-probabilities of the denominator
     log_ratio: Tensor  # current - base, clamped; carries gradient
     advantages: Tensor
+    bad: Tensor | None = None  # not finite, and set to agreement
 
 
 def _tokens(
@@ -212,15 +213,17 @@ def _tokens(
         layout.check("old_logprobs", old_logprobs)
         base = rows.read(old_logprobs).detach()
         base = base if mass is None else base - mass.detach()
+    bad = None
     if not bool(torch.isfinite(current.detach() + base).all()):
         if config.correction.non_finite == "raise":
             raise InputError("log-probabilities: a valid token of the current policy or of the denominator is not finite; mend the mask")
-        good = torch.isfinite(current.detach()) & torch.isfinite(base)
-        base = torch.where(good, base, torch.where(torch.isfinite(current.detach()), current.detach(), 0.0))
+        bad = ~(torch.isfinite(current.detach()) & torch.isfinite(base))
+        base = torch.where(~bad, base, torch.where(torch.isfinite(current.detach()), current.detach(), 0.0))
         current = torch.where(torch.isfinite(current.detach()), current, 0.0)
     limit = config.correction.log_clamp
     spread = read_per_token(layout, rows, "advantages", advantages).detach()
-    return Tokens(rows=rows, current=current, base=base, log_ratio=(current - base).clamp(-limit, limit), advantages=spread)
+    log_ratio = (current - base).clamp(-limit, limit)
+    return Tokens(rows=rows, current=current, base=base, log_ratio=log_ratio, advantages=spread, bad=bad)
 
 
 def _correction(
@@ -336,13 +339,19 @@ class Reduction:
 
 
 def _penalty(
-    penalty: Penalty, t: Tokens, rows: Rows, layout: Layout, reference: Values | None, rollout: Values | None, old: Values | None
+    config: LossConfig, t: Tokens, layout: Layout, reference: Values | None, rollout: Values | None, old: Values | None
 ) -> Tensor:
+    penalty, rows = config.penalty, t.rows
+    assert penalty is not None
     other = {"reference": reference, "rollout": rollout, "trainer": old}[penalty.against]
     if other is None:
         raise InputError(f"{penalty.against}_logprobs: needed for the penalty against the {penalty.against} policy")
     layout.check(f"{penalty.against}_logprobs", other)
-    x = (rows.read(other).detach() - t.current).clamp(-20.0, 20.0)
+    base = rows.read(other).detach()
+    bad = ~torch.isfinite(base) if t.bad is None else t.bad | ~torch.isfinite(base)
+    if config.correction.non_finite == "raise" and bool(bad.any()):
+        raise InputError(f"{penalty.against}_logprobs: a valid token's is not finite, and the penalty is against it; mend the mask")
+    x = torch.where(bad, 0.0, base - t.current).clamp(-20.0, 20.0)  # what could not be scored costs nothing
     if penalty.estimator == "unbiased":
         return t.log_ratio.exp() * k3(x)
     return {"k1": k1, "k2": k2, "k3": k3}[penalty.estimator](x)

@@ -1,4 +1,4 @@
-"""A diagnosis as one HTML page that needs nothing beside it: tables and plots in plain SVG."""
+"""A diagnosis as one HTML page that needs nothing beside it: tables and plots, light or dark, wide or narrow."""
 
 from __future__ import annotations
 
@@ -7,21 +7,48 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tokentrue.mismatch.bag import Histogram
+from tokentrue.mismatch.bag import Histogram, Mean
+from tokentrue.mismatch.charts import bar_chart, line_chart
 from tokentrue.mismatch.diagnose import Diagnosis, WorstRow
 from tokentrue.mismatch.sums import SIGNS, TAILS
 
-WIDTH, HEIGHT, PAD = 760, 240, 46
-COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700")
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#1f2328}}
-table{{border-collapse:collapse;margin:.6rem 0}}td,th{{padding:.2rem .8rem;border-bottom:1px solid #d8dee4;text-align:right}}
-td:first-child,th:first-child{{text-align:left}}svg{{width:100%;height:auto}}
-.verdict{{padding:.6rem 1rem;background:#f6f8fa;border-left:4px solid {colour}}}
-.tokens{{line-height:2;overflow-wrap:anywhere}}
-.tokens span{{padding:.1rem .15rem;border-radius:3px;margin-right:1px;font:13px ui-monospace,monospace}}
-summary{{cursor:pointer}}</style>
-<h1>{title}</h1><p class="verdict">{verdict}</p>{body}</html>"""
+STYLE = """
+:root{color-scheme:light dark;--ink:#1f2328;--soft:#59636e;--line:#d1d9e0;--page:#fff;--card:#f6f8fa;--a:#0969da;--b:#cf222e;
+--good:#1a7f37;--up:9,105,218;--down:207,34,46}
+@media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9198a1;--line:#3d444d;--page:#0d1117;--card:#151b23;--a:#4493f8;--b:#f47067;
+--good:#3fb950;--up:68,147,248;--down:244,112,103}}
+*{box-sizing:border-box}
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:var(--ink);background:var(--page)}
+h1{font-size:1.6rem;margin:0 0 .8rem}
+h2{font-size:1.15rem;margin:2.2rem 0 .6rem;padding-top:.8rem;border-top:1px solid var(--line)}
+.scroll,.plot{overflow-x:auto}
+table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
+td,th{padding:.22rem .8rem .22rem 0;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+th{color:var(--soft);font-weight:500}
+td:first-child,th:first-child{text-align:left}
+.verdict{padding:.7rem 1rem;background:var(--card);border-left:4px solid var(--good);border-radius:4px}
+.verdict.alarm{border-color:var(--b)}
+dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(16rem,1fr));gap:.15rem 2rem;margin:0}
+dl div{display:flex;justify-content:space-between;gap:1rem;border-bottom:1px solid var(--line);padding:.2rem 0}
+dt{color:var(--soft)}
+dd{margin:0;text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+dl.facts{grid-template-columns:1fr;max-width:44rem}
+dl.facts dd{white-space:normal;overflow-wrap:anywhere}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(22rem,100%),1fr));gap:1rem 2rem;align-items:start}
+.pair>*{min-width:0}
+svg{width:100%;height:auto;display:block}
+.a{fill:var(--a)}.b{fill:var(--b)}
+.line{fill:none;stroke-width:2}.line.a{stroke:var(--a)}.line.b{stroke:var(--b)}
+.grid{stroke:var(--line)}.base{stroke:var(--soft)}
+text{fill:var(--soft);font-size:11px}.caption{fill:var(--ink);font-size:13px}
+.tokens{font:13px/1.9 ui-monospace,monospace;overflow-wrap:anywhere;white-space:pre-wrap;margin:.4rem 0 1rem}
+.tokens span{padding:.12rem .05rem;border-radius:3px}
+.tokens .worst{outline:2px solid var(--ink)}
+summary{cursor:pointer}
+.soft{color:var(--soft);font-size:14px}
+"""
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{style}</style><h1>{title}</h1><p class="{verdict_class}">{verdict}</p>{body}</html>"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +81,7 @@ def report_html(
 ) -> str:
     """The page. `steps` are the parts over time, each with a label, in order."""
     parts = [
-        section("What was compared", table(("", ""), [(name, value) for name, value in (facts or {}).items()])) if facts else "",
+        section("What was compared", listing(list((facts or {}).items()), kind="facts")) if facts else "",
         section("In numbers", _numbers(diagnosis)),
         section("|δ| per token", _delta_histogram(diagnosis)),
         section("Ratio tails, raw and as applied", _tails(diagnosis)),
@@ -63,8 +90,8 @@ def report_html(
         section("Where |δ| is", _where(diagnosis)),
         section("Worst sequences", _worst(diagnosis, excerpts)),
     ]
-    colour = "#d1242f" if alarm else "#1a7f37"
-    return PAGE.format(title=html.escape(title), verdict=html.escape(verdict), colour=colour, body="".join(parts))
+    kind = "verdict alarm" if alarm else "verdict"
+    return PAGE.format(title=html.escape(title), style=STYLE, verdict=html.escape(verdict), verdict_class=kind, body="".join(parts))
 
 
 def section(title: str, body: str) -> str:
@@ -74,11 +101,21 @@ def section(title: str, body: str) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(_text(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return f"<div class='scroll'><table><tr>{top}</tr>{body}</table></div>"
+
+
+def listing(items: Sequence[tuple[str, object]], *, kind: str = "numbers") -> str:
+    rows = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(_text(value))}</dd></div>" for name, value in items)
+    return f"<dl class='{kind}'>{rows}</dl>"
+
+
+def _pair(*parts: str) -> str:
+    """Side by side where the page is wide enough."""
+    return f"<div class='pair'>{''.join(f'<div>{part}</div>' for part in parts)}</div>"
 
 
 def _text(cell: object) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    return f"{cell:.4g}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else str(cell)
 
 
 def _numbers(d: Diagnosis) -> str:
@@ -93,7 +130,8 @@ def _numbers(d: Diagnosis) -> str:
         "ratio/sequence/ess": "effective sample share, sequences", "flips": "argmax flips",
         "fraction/rejected": "tokens rejected by the correction",
     }  # fmt: skip
-    return table(("", ""), [(label, d[key]) for key, label in names.items() if key in d.metrics])
+    whole = ("tokens", "rows")
+    return listing([(label, int(d[key]) if key in whole else d[key]) for key, label in names.items() if key in d.metrics])
 
 
 def _delta_histogram(d: Diagnosis) -> str:
@@ -129,11 +167,12 @@ def _tails(d: Diagnosis) -> str:
     if isinstance(found, Histogram) and found.total:
         shares = (0.5, 0.9, 0.99, 0.999, 0.9999)
         lines = {
-            "upper tail: quantile of r - 1": [max(math.expm1(min(found.quantile(s), 80)), 1e-12) for s in shares],
-            "lower tail: 1 - quantile of r": [max(-math.expm1(found.quantile(1 - s)), 1e-12) for s in shares],
+            "above: r - 1": [math.expm1(min(found.quantile(s), 80)) for s in shares],
+            "below: 1 - r": [-math.expm1(found.quantile(1 - s)) for s in shares],
         }
-        plot = line_chart([f"{s:g}" for s in shares], lines, label="how far r is from 1, by share of tokens (log scale)", log=True)
-    return table(("share of tokens", "raw", "as applied"), rows) + plot
+        label = "distance of r from 1 that this share of tokens stays within (log scale)"
+        plot = line_chart([f"{100 * s:g}%" for s in shares], lines, label=label, log=True, width=520)
+    return _pair(table(("share of tokens", "raw", "as applied"), rows), plot)
 
 
 def _over_steps(steps: Sequence[tuple[str, Diagnosis]]) -> str:
@@ -153,17 +192,18 @@ def _contribution(d: Diagnosis) -> str:
         for sign in SIGNS
     ]
     bars = [(f"{name}, A {'>' if sign == 'positive' else '<'} 0", d[f"contribution/{name}/{sign}/mean"]) for name, sign, *_ in rows]
-    return table(head, rows) + bar_chart(bars, label="mean of C(r); 0 when on policy")
+    return _pair(table(head, rows), bar_chart(bars, label="mean of C(r); 0 when on policy", width=520))
 
 
 def _where(d: Diagnosis) -> str:
-    out = ""
+    charts: list[str] = []
     titles = {"by_probability": "probability of the token under the rollout", "by_position": "sampled tokens before it", "by_kind": "kind"}
     for prefix, title in titles.items():
-        bars = [(key.partition("/")[2], value) for key, value in d.metrics.items() if key.startswith(f"{prefix}/")]
+        found = {name: stat for name, stat in d.metrics.statistics.items() if name.startswith(f"{prefix}/") and isinstance(stat, Mean)}
+        bars = [(name.partition("/")[2], stat.value) for name, stat in found.items() if stat.count]
         if any(value for _, value in bars):
-            out += bar_chart(bars, label=f"mean |δ| by {title}")
-    return out or "<p>No difference anywhere.</p>"
+            charts.append(bar_chart(bars, label=f"mean |δ| by {title}", width=520))
+    return _pair(*charts) if charts else "<p>No difference anywhere.</p>"
 
 
 def _worst(d: Diagnosis, excerpts: Sequence[Excerpt]) -> str:
@@ -173,71 +213,28 @@ def _worst(d: Diagnosis, excerpts: Sequence[Excerpt]) -> str:
     rows = [
         (w.row, w.tokens, w.score, w.sum_k3, w.mean_delta, w.max_abs_delta, w.position, w.log_product) for w in d.worst
     ]
-    return table(head, rows) + "".join(_excerpt(excerpt) for excerpt in excerpts)
+    note = "Blue: the trainer finds the token likelier than the rollout did; red: less likely. Full colour is the excerpt's largest |δ|, "
+    note += "which is framed; none is a hundredth of it or less."
+    shown = f"<p class='soft'>{note}</p>" if excerpts else ""
+    return table(head, rows) + shown + "".join(_excerpt(excerpt) for excerpt in excerpts)
 
 
 def _excerpt(excerpt: Excerpt) -> str:
-    spans = "".join(_token(excerpt.first + index, token) for index, token in enumerate(excerpt.tokens))
+    most = max((abs(token.trainer - token.rollout) for token in excerpt.tokens), default=0.0)
+    spans = "".join(_token(excerpt.first + index, token, most) for index, token in enumerate(excerpt.tokens))
     name = html.escape(excerpt.row.row)
     return f"<details open><summary>{name}, tokens from {excerpt.first}</summary><p class='tokens'>{spans}</p></details>"
 
 
-def _token(number: int, token: Token) -> str:
+def _token(number: int, token: Token, most: float) -> str:
     delta = token.trainer - token.rollout
-    strength = min(1.0, max(0.0, (math.log10(abs(delta)) + 4) / 4)) if delta else 0.0  # 1e-4 pale … 1 full
-    colour = f"rgba(209,36,47,{strength:.2f})" if delta < 0 else f"rgba(31,111,235,{strength:.2f})"
+    strength = min(1.0, max(0.0, (math.log10(abs(delta) / most) + 2) / 2)) if delta and most else 0.0
+    kind = " class='worst'" if most and abs(delta) == most else ""
+    colour = f" style='background:rgba(var(--{'up' if delta > 0 else 'down'}),{0.65 * strength:.2f})'" if strength else ""
     tip = f"token {number}: δ {delta:+.4g}, trainer {token.trainer:.4f}, rollout {token.rollout:.4f}"
-    return f"<span style='background:{colour}' title='{tip}'>{html.escape(token.text)}</span>"
+    return f"<span{kind}{colour} title='{tip}'>{html.escape(_visible(token.text))}</span>"
 
 
-def bar_chart(bars: Sequence[tuple[str, float]], *, label: str, log: bool = False) -> str:
-    """Bars from zero; with `log`, of counts."""
-    values = [math.log10(value + 1) if log else value for _, value in bars]
-    high, low = max([0.0, *values]) or (0.0 if min([0.0, *values]) else 1.0), min([0.0, *values])
-    span = high - low
-    step = (WIDTH - 2 * PAD) / max(1, len(bars))
-    zero = PAD + (HEIGHT - 2 * PAD) * high / span
-    marks = ""
-    for index, ((name, value), shown) in enumerate(zip(bars, values, strict=True)):
-        x, size = PAD + step * index, (HEIGHT - 2 * PAD) * abs(shown) / span
-        top = zero - size if shown >= 0 else zero
-        tip = f"<title>{html.escape(name)}: {value:.6g}</title>"
-        colour = COLOURS[0] if shown >= 0 else COLOURS[1]
-        marks += f"<rect x='{x + 1:.1f}' y='{top:.1f}' width='{max(step - 2, 1):.1f}' height='{size:.1f}' fill='{colour}'>{tip}</rect>"
-        if len(bars) <= 14 or index % (len(bars) // 10) == 0:
-            marks += f"<text x='{x + step / 2:.1f}' y='{HEIGHT - PAD + 14}' text-anchor='middle' font-size='10'>{html.escape(name)}</text>"
-    ends = [f"{10**high - 1:,.0f}" if log else f"{high:.3g}", "0" if log else f"{low:.3g}"]
-    return _frame(marks + f"<line x1='{PAD}' x2='{WIDTH - PAD}' y1='{zero:.1f}' y2='{zero:.1f}' stroke='#57606a'/>", label, ends)
-
-
-def line_chart(labels: Sequence[str], lines: Mapping[str, Sequence[float]], *, label: str, log: bool = False) -> str:
-    every = [value for line in lines.values() for value in line]
-    floor = min((value for value in every if value > 0), default=1e-12)
-    scale = [[math.log10(max(value, floor)) if log else value for value in line] for line in lines.values()]
-    high, low = max(max(line) for line in scale), min(min(line) for line in scale)
-    span = (high - low) or 1.0
-    marks = ""
-    for number, (name, line) in enumerate(zip(lines, scale, strict=True)):
-        places = [
-            (PAD + (WIDTH - 2 * PAD) * index / max(1, len(line) - 1), HEIGHT - PAD - (HEIGHT - 2 * PAD) * (value - low) / span)
-            for index, value in enumerate(line)
-        ]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        colour = COLOURS[number % len(COLOURS)]
-        marks += f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='2'/>"
-        place = f"x='{WIDTH - PAD}' y='{18 + 14 * number}' text-anchor='end'"
-        marks += f"<text {place} font-size='12' fill='{colour}'>{html.escape(name)}</text>"
-    for index in {0, len(labels) // 2, len(labels) - 1}:
-        x = PAD + (WIDTH - 2 * PAD) * index / max(1, len(labels) - 1)
-        marks += f"<text x='{x:.1f}' y='{HEIGHT - PAD + 14}' text-anchor='middle' font-size='10'>{html.escape(labels[index])}</text>"
-    ends = [f"{10**high:.1e}" if log else f"{high:.3g}", f"{10**low:.1e}" if log else f"{low:.3g}"]
-    return _frame(marks, label, ends)
-
-
-def _frame(marks: str, label: str, ends: Sequence[str]) -> str:
-    """The plot area with the largest and smallest value on its left and a caption below."""
-    axis = f"<line x1='{PAD}' x2='{PAD}' y1='{PAD}' y2='{HEIGHT - PAD}' stroke='#57606a'/>"
-    axis += f"<text x='{PAD - 4}' y='{PAD + 4}' text-anchor='end' font-size='10'>{ends[0]}</text>"
-    axis += f"<text x='{PAD - 4}' y='{HEIGHT - PAD}' text-anchor='end' font-size='10'>{ends[1]}</text>"
-    caption = f"<text x='{WIDTH / 2}' y='{HEIGHT - 8}' text-anchor='middle' font-size='12'>{html.escape(label)}</text>"
-    return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{html.escape(label)}'>{axis}{marks}{caption}</svg>"
+def _visible(text: str) -> str:
+    """Line ends and other controls that would vanish on the page."""
+    return "".join({"\n": "⏎\n", "\t": "⇥", "\r": "␍"}.get(c, c if c.isprintable() else "�") for c in text)
