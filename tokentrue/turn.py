@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from secrets import token_hex
 from typing import Any, Literal
 
 from tokentrue.errors import ConfigError, InputError, SamplingError, SessionConflict
@@ -162,8 +163,8 @@ class Session:
         if self.record.state != "open":
             raise SessionConflict(f"session {self.id!r} has ended")
         plan = self._matcher.resolve(request.messages, request.tools, after=request.after)
-        request = replace(request, sampling=self._settled(request.sampling))
-        digest = request_digest(request, plan.place, plan.key)
+        sampling = self._settled(request.sampling)
+        digest = request_digest(request, sampling, plan.place, plan.key)
         if request.request_key is not None and (recorded := self.tree.keyed.get(request.request_key)):
             if recorded[0].request_digest != digest:
                 raise SessionConflict(f"request key {request.request_key!r} was used for another request; use a new key")
@@ -176,7 +177,7 @@ class Session:
         started = self.tree.next_seq
         turn_key = (plan.node.id if isinstance(plan, Continue) else None, plan.key)
         self._matcher.flying[turn_key] = self._matcher.flying.get(turn_key, 0) + 1
-        flight = self._airspace.launch(key, lambda me: self._fly(me, request, plan, started, digest), streamed=streamed)
+        flight = self._airspace.launch(key, lambda me: self._fly(me, request, sampling, plan, started, digest), streamed=streamed)
         flight.task.add_done_callback(lambda task: self._landed(task, turn_key))
         return flight, [], False
 
@@ -189,13 +190,15 @@ class Session:
         elif (error := task.exception()) is not None:
             self.counters[f"failed:{getattr(error, 'code', 'error')}"] += 1
 
-    async def _fly(self, flight: Flight, request: TurnRequest, plan: Plan, started: int, digest: str) -> tuple[Reply, ...]:
+    async def _fly(
+        self, flight: Flight, request: TurnRequest, sampling: Sampling, plan: Plan, started: int, digest: str
+    ) -> tuple[Reply, ...]:
         """The corridor, once it is known what is being continued."""
         prompt = await prompt_for(plan, request, renderer=self.renderer, tree=self.tree, matcher=self._matcher)
         self.limits.admit_prompt(len(prompt.ids))
-        asked = Asked(request=request, prompt=prompt, sampling=request.sampling, started=started, digest=digest)
+        asked = Asked(request=request, prompt=prompt, sampling=sampling, started=started, digest=digest)
         engine: dict[str, Any] = {"provider": self.provider, "renderer": self.renderer, "session_id": self.id}
-        choices = [Choice(asked=asked, index=index, node=uuid.uuid4().hex, **engine) for index in range(request.n)]
+        choices = [Choice(asked=asked, index=index, node=token_hex(16), **engine) for index in range(request.n)]
         if flight.streamed:
             return tuple(await all_of([self._stream_one(choice, flight, plan) for choice in choices]))
         drafts = await all_of([choice.generate() for choice in choices])

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,6 +31,11 @@ Work = Callable[[sqlite3.Connection], Any]
 _GROUP = 512
 _CHECKPOINT_EVERY = 200  # inline writes
 _COLUMNS = tuple(f.name for f in fields(Row))
+_VALUES = attrgetter(*_COLUMNS)
+_INSERT = f"""
+    INSERT INTO nodes(session, {", ".join(_COLUMNS)}) SELECT {",".join("?" * (len(_COLUMNS) + 1))}
+    WHERE EXISTS (SELECT 1 FROM sessions WHERE id=? AND state='open')
+      AND (? IS NULL OR EXISTS (SELECT 1 FROM nodes WHERE session=? AND id=?))"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,18 +327,18 @@ def _append_all(db: sqlite3.Connection, session_id: str, rows: Sequence[Row]) ->
 
 
 def _append(db: sqlite3.Connection, session_id: str, row: Row) -> None:
+    try:
+        done = db.execute(_INSERT, (session_id, *_VALUES(row), session_id, row.parent, session_id, row.parent))
+    except sqlite3.IntegrityError as error:
+        raise SessionConflict(f"another process writes session {session_id!r}: place {row.seq} is taken") from error
+    if done.rowcount == 1:
+        return
     state = db.execute("SELECT state FROM sessions WHERE id=?", (session_id,)).fetchone()
     if state is None:
         raise SessionNotFound(f"no session {session_id!r}")
     if state[0] != "open":
         raise SessionConflict(f"session {session_id!r} has ended")
-    if row.parent is not None and db.execute("SELECT 1 FROM nodes WHERE session=? AND id=?", (session_id, row.parent)).fetchone() is None:
-        raise SessionConflict(f"parent {row.parent} of node {row.id} is not in the journal")
-    values = (session_id, *(getattr(row, name) for name in _COLUMNS))
-    try:
-        db.execute(f"INSERT INTO nodes(session, {', '.join(_COLUMNS)}) VALUES ({','.join('?' * len(values))})", values)
-    except sqlite3.IntegrityError as error:
-        raise SessionConflict(f"another process writes session {session_id!r}: place {row.seq} is taken") from error
+    raise SessionConflict(f"parent {row.parent} of node {row.id} is not in the journal")
 
 
 def _body(record: SessionRecord) -> bytes:

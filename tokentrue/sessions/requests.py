@@ -40,10 +40,10 @@ class Pinned:
         return replace(sampling, **{name: getattr(pinned, name) for name in self.values})
 
 
-def request_digest(request: TurnRequest, place: str | None, key: bytes) -> str:
+def request_digest(request: TurnRequest, sampling: Sampling, place: str | None, key: bytes) -> str:
     """The same request, whatever spelling its replayed history has: same place in the record, same new messages, same settings."""
     try:
-        settings = dumps([place, sampling_to_json(request.sampling), dict(request.template_kwargs), request.n])
+        settings = dumps([place, sampling_to_json(sampling), dict(request.template_kwargs), request.n])
     except TypeError as error:
         raise SamplingError(f"sampling.extra and template_kwargs must be plain JSON values: {error}") from error
     return blake2b(key + settings, digest_size=16).hexdigest()
