@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from tokentrue.errors import ConfigError, InputError, SamplingError, SessionConflict
 from tokentrue.protocols import Provider, Renderer
-from tokentrue.samples import assemble
+from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import Client
 from tokentrue.sessions.flights import Airspace, Flight, to_the_end
 from tokentrue.sessions.generation import Choice, Disconnected, all_of
@@ -269,8 +269,12 @@ class Session:
         """One contiguous sample per surviving leaf; every sampled token is trained once or accounted for in `coverage`."""
         return assemble(self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned, metadata=metadata).samples
 
+    async def assembly(self) -> Assembly:
+        """`samples` and `coverage` as they are now, built in a thread: other sessions' turns do not wait for it."""
+        return await asyncio.to_thread(assemble, self.tree.snapshot(), self.record)
+
     def coverage(self, *, max_tokens: int | None = None, include_abandoned: bool = False) -> Coverage:
-        return assemble(self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned).coverage
+        return coverage_of(self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned)
 
     async def reward(self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
         """Of the whole session, or of one leaf (a node's id)."""

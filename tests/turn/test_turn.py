@@ -378,3 +378,32 @@ async def test_an_agent_that_never_asked_has_no_sample() -> None:
     session, _ = session_of()
     with pytest.raises(SessionConflict, match="no model call"):
         await tt.rollout(idle, None, session)
+
+
+async def test_samples_are_built_in_a_thread_from_what_was_there_when_they_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    import tokentrue.turn as corridor
+
+    where: list[threading.Thread] = []
+    held = threading.Event()
+
+    def watched(*args: Any, **settings: Any) -> Any:
+        where.append(threading.current_thread())
+        held.wait(10)
+        return real(*args, **settings)
+
+    real = corridor.assemble
+    session, _ = session_of(said("a", "1"), said("b", "2"))
+    first = await session.chat([USER])
+    monkeypatch.setattr(corridor, "assemble", watched)
+    building = asyncio.ensure_future(session.assembly())
+    await asyncio.sleep(0.01)
+    second = await session.chat([USER, first.message, USER])  # a turn goes through while they are built
+    held.set()
+    made = await building
+    assert where[0] is not threading.main_thread()
+    assert made.coverage.sampled == len(first.completion.token_ids)
+    assert session.coverage().sampled == made.coverage.sampled + len(second.completion.token_ids)
+    monkeypatch.undo()
+    assert (await session.assembly()).samples == session.samples()

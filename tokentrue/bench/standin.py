@@ -83,7 +83,7 @@ class Door(asyncio.Protocol):
         if self._url == b"/generate":
             self._task = asyncio.ensure_future(self._generate())
         elif self._url == b"/v1/chat/completions":
-            self._chat()
+            self._task = asyncio.ensure_future(self._chat())
         elif self._url == b"/model_info":
             self._answer(b'{"model_path":"stand-in","weight_version":"1"}')
         else:
@@ -93,13 +93,15 @@ class Door(asyncio.Protocol):
         head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
         self._transport.write(head + body)
 
-    def _chat(self) -> None:
+    async def _chat(self) -> None:
         if b'"stream":true' not in self._body[-4096:] and b'"stream":true' not in self._body[:4096]:
             self._answer(self._engine.chat)
             return
         self._start_events()
-        for _ in range(len(self._engine.head) + 7 + len(self._engine.tail)):
+        for count in range(1, len(self._engine.head) + 7 + len(self._engine.tail) + 1):
             self._event(b'{"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}],"id":"x","object":"chat.completion.chunk"}')
+            if count == 1:
+                await asyncio.sleep(0)  # an engine sends its first token before it has the second
         self._end_events()
 
     async def _generate(self) -> None:
@@ -123,6 +125,8 @@ class Door(asyncio.Protocol):
             if engine.token_delay_s:
                 await asyncio.sleep(engine.token_delay_s)
             self._event(engine.event(ids[:count], 1, prompt_tokens, last=count == len(ids)))
+            if count == 1:
+                await asyncio.sleep(0)
         self._end_events()
 
     def _start_events(self) -> None:

@@ -24,7 +24,7 @@ from tokentrue.gateway.openapi import document
 from tokentrue.gateway.peers import FROM_PEER, Peers
 from tokentrue.gateway.problems import Refused, problem_of
 from tokentrue.gateway.views import record_json, session_json
-from tokentrue.samples import coverage_to_json, exported, sample_to_json
+from tokentrue.samples import Assembly, coverage_to_json, exported, sample_to_json
 
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
@@ -171,14 +171,12 @@ class Administration:
 
     async def samples(self, request: Request) -> Response:
         live = await self._live(request)
-        samples = live.session.samples()
+        made = await live.session.assembly()
         format_ = request.query_params.get("format", "json")
         if format_ != "json":
-            content, media_type = await asyncio.to_thread(exported, samples, format=format_[:40])
+            content, media_type = await asyncio.to_thread(exported, made.samples, format=format_[:40])
             return Response(content, media_type=media_type)
-        shown = [sample_to_json(sample) for sample in samples]
-        coverage = coverage_to_json(live.coverage())
-        return answer(200, {"session_id": live.session.id, "samples": shown, "coverage": coverage})
+        return await asyncio.to_thread(samples_answer, live.session.id, made)
 
     # Administration: every worker does it, whoever was asked.
     async def pause(self, request: Request) -> Response:
@@ -247,12 +245,12 @@ class Administration:
                 raise Refused(503, "worker_not_ready", "a worker is not ready", retry_after_s=1.0)
         return answer(200, {"status": "ready", "paused": gateway.gate.paused, "engine": dict(facts)})
 
-    def _measure(self) -> list[dict[str, Any]]:
+    async def _measure(self) -> list[dict[str, Any]]:
         gateway = self._gateway
         metrics = gateway.metrics
         metrics.in_flight.set(gateway.gate.in_flight)
         metrics.sessions.set(len(gateway.registry))
-        sampled, trained, untrained = gateway.registry.totals()
+        sampled, trained, untrained = await gateway.registry.totals()
         metrics.trained.labels("sampled").set(sampled)
         metrics.trained.labels("trained").set(trained)
         for why, tokens in untrained.items():
@@ -260,13 +258,13 @@ class Administration:
         return [*metrics.snapshot(), *engine_families(gateway.provider)]
 
     async def metrics(self, request: Request) -> Response:
-        snapshots = [self._measure()]
+        snapshots = [await self._measure()]
         if self._gateway.peers is not None:
             snapshots += [other for other in await self._gateway.peers.ask_all("GET", "/internal/metrics") if other is not None]
         return Response(page(snapshots), headers={"content-type": CONTENT_TYPE.decode()})
 
     async def own_metrics(self, request: Request) -> Response:
-        return answer(200, self._measure())
+        return answer(200, await self._measure())
 
     async def openapi(self, request: Request) -> Response:
         return answer(200, document())
@@ -286,6 +284,12 @@ class _Forwarded(Response):
             return
         except Refused as error:
             await refusal(error)(scope, receive, send)
+
+
+def samples_answer(session_id: str, made: Assembly) -> Response:
+    """Long: for a thread."""
+    shown = [sample_to_json(sample) for sample in made.samples]
+    return answer(200, {"session_id": session_id, "samples": shown, "coverage": coverage_to_json(made.coverage)})
 
 
 def answer(status: int, value: Any) -> Response:

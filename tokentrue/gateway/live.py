@@ -133,6 +133,10 @@ class Live:
         if time.time() - record.created > self._limits.session_age_s:
             raise SessionConflict(f"session {record.id!r} is older than {self._limits.session_age_s:g} s (limits.session_age_s)")
 
+    @property
+    def counted(self) -> bool:
+        return self._coverage is not None and self._coverage[0] == len(self.session.tree)
+
     def coverage(self) -> Coverage:
         """Kept until the record grows."""
         size = len(self.session.tree)
@@ -142,8 +146,9 @@ class Live:
 
 
 class Registry:
-    def __init__(self, open_session: Opener, limits: Limits) -> None:
-        self._open_session = open_session
+    def __init__(self, open_session: Opener, limits: Limits, *, left: Callable[[str], None] = lambda _: None) -> None:
+        """`left` is told of every session that leaves the memory."""
+        self._open_session, self._left = open_session, left
         self._limits = limits
         self._live: OrderedDict[str, Live] = OrderedDict()
         self._opening: dict[str, asyncio.Future[Live]] = {}
@@ -178,6 +183,7 @@ class Registry:
 
     def forget(self, session_id: str) -> None:
         self._live.pop(session_id, None)
+        self._left(session_id)
 
     def _make_room(self) -> None:
         """The longest unused idle ones go; the journal has them."""
@@ -189,6 +195,7 @@ class Registry:
             if not live.in_flight:
                 self._count_gone(live)
                 del self._live[session_id]
+                self._left(session_id)
 
     def _count_gone(self, live: Live) -> None:
         coverage = live.coverage()
@@ -197,10 +204,12 @@ class Registry:
         for span in coverage.untrained:
             self._gone["untrained"][span.why] = self._gone["untrained"].get(span.why, 0) + span.tokens
 
-    def totals(self) -> tuple[int, int, dict[str, int]]:
-        """Sampled, trained and untrained by reason, over every session seen since the start."""
+    async def totals(self) -> tuple[int, int, dict[str, int]]:
+        """Sampled, trained and untrained by reason, over every session seen since the start; turns are let through in between."""
         sampled, trained, untrained = self._gone["sampled"], self._gone["trained"], dict(self._gone["untrained"])
-        for live in self._live.values():
+        for live in list(self._live.values()):
+            if not live.counted:
+                await asyncio.sleep(0)
             coverage = live.coverage()
             sampled += coverage.sampled
             trained += coverage.trained

@@ -34,6 +34,7 @@ BACKLOG = 4096
 RESTARTS_PER_MINUTE = 10
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 KEPT_BYTES = 64 << 20
+SWITCH_S = 0.001  # a thread that builds samples or renders a long text gives way to the turns sooner
 
 
 def is_loopback(host: str) -> bool:
@@ -167,6 +168,7 @@ def run_worker(gateway: Gateway, public: socket.socket, *, peer_socket: str | No
     """With uvloop where it is installed."""
     keep_freed_memory()
     settle_garbage()
+    sys.setswitchinterval(SWITCH_S)
     try:
         import uvloop
     except ImportError:

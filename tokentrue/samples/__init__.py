@@ -1,6 +1,6 @@
 """Records become training samples, with coverage, certificates and exporters."""
 
-from tokentrue.samples.assemble import Assembly, assemble, coverage_to_json
+from tokentrue.samples.assemble import Assembly, assemble, coverage_of, coverage_to_json
 from tokentrue.samples.audit import Audit, Finding, audit
 from tokentrue.samples.files import exported, read_samples, write_samples
 from tokentrue.samples.shape import sample_from_json, sample_to_json
@@ -12,6 +12,7 @@ __all__ = [
     "Finding",
     "assemble",
     "audit",
+    "coverage_of",
     "coverage_to_json",
     "exported",
     "given_up",

@@ -37,9 +37,26 @@ def assemble(
     metadata: Mapping[str, Any] | None = None,
 ) -> Assembly:
     """`max_tokens` cuts a sample behind the last sampled span that fits. `include_abandoned` trains what was given up as well."""
+    _check_links(tree)
+    owner, drafts, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
+    coverage = _coverage(tree, owner, abandoned)
+    build = _Builder(tree, record, abandoned, coverage, dict(metadata or {}))
+    samples = [build.sample(leaf, path, {node.id for node in path if owner[node.id] == leaf.id}) for leaf, path in drafts]
+    return Assembly(samples=samples, coverage=coverage)
+
+
+def coverage_of(tree: Tree, record: SessionRecord, *, max_tokens: int | None = None, include_abandoned: bool = False) -> Coverage:
+    """The account alone, in time linear in the nodes; certificates are checked where samples are built."""
+    owner, _, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
+    return _coverage(tree, owner, abandoned)
+
+
+def _drafts(
+    tree: Tree, record: SessionRecord, max_tokens: int | None, include_abandoned: bool
+) -> tuple[dict[str, str], list[tuple[Node, list[Node]]], dict[str, str]]:
+    """Which sample trains a node, the leaf and path of each sample, and what was given up."""
     if max_tokens is not None and max_tokens <= 0:
         raise InputError(f"max_tokens must be positive, got {max_tokens}")
-    _check_links(tree)
     abandoned = given_up(tree, record.rewards.leaves)
     kept = set(tree.nodes) if include_abandoned else set(tree.nodes) - set(abandoned)
     owner: dict[str, str] = {}  # node -> the sample that trains it
@@ -50,10 +67,7 @@ def assemble(
         if fresh:
             owner.update((node.id, leaf.id) for node in fresh)
             drafts.append((leaf, path))
-    coverage = _coverage(tree, owner, abandoned)
-    build = _Builder(tree, record, abandoned, coverage, dict(metadata or {}))
-    samples = [build.sample(leaf, path, {node.id for node in path if owner[node.id] == leaf.id}) for leaf, path in drafts]
-    return Assembly(samples=samples, coverage=coverage)
+    return owner, drafts, abandoned
 
 
 def _check_links(tree: Tree) -> None:

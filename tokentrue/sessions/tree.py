@@ -263,6 +263,16 @@ class Tree:
         if prompt_ids is not None:
             self._remember(node, prompt_ids + node.sampled_ids)
 
+    def snapshot(self) -> Tree:
+        """As it is now, for another thread to read while this one grows."""
+        copy = Tree(template=self.template, tokenizer=self.tokenizer)
+        copy.nodes, copy._places, copy.passed, copy.next_seq = dict(self.nodes), dict(self._places), dict(self.passed), self.next_seq
+        copy.tool_sets = dict(self.tool_sets)
+        for name in ("children", "followers", "ends", "asked", "keyed"):
+            index: dict[Any, list[Node]] = getattr(copy, name)
+            index.update((key, list(found)) for key, found in getattr(self, name).items())
+        return copy
+
     def in_order(self) -> list[Node]:
         return sorted(self.nodes.values(), key=lambda node: node.seq)
 
