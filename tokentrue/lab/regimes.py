@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from tokentrue.lab.arms import Arm
-from tokentrue.lab.study import after, average, before, late, worst
+from tokentrue.lab.study import after, average, band, before, late, save, worst
 
 CLAIM = (
-    "The same source of mismatch does more harm where errors add up (longer horizons, older policies) or where a small error changes a "
-    "choice (a mixture of experts). Exact rollouts do not care."
+    "The same source of mismatch does more harm where errors add up (longer horizons, older policies), where there are more tokens to err "
+    "on (a larger vocabulary), or where a small error changes a choice (a mixture of experts)."
 )
 COMMAND = "tokentrue lab run regimes --model DIR"
-CURVES = {"reward": "rollout reward", "mismatch/delta_abs_mean": "mean |δ|", "update/grad_norm": "gradient norm"}
+CURVES = {"reward": "rollout reward", "mismatch/delta_abs_mean": "mean |δ|"}
 COLUMNS = (
     ("before", before),
     ("held-out reward", after),
@@ -39,3 +43,26 @@ def arms(*, quick: bool) -> list[Arm]:
         made.append(arm("vocabulary", name, source, variant="vocab"))
     made.sort(key=lambda each: each.name.split(":")[0])
     return [each for each in made if not each.variant and each.source != "int8"] if quick else made
+
+
+def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """A column per regime: reward above, mean |δ| below; a line per source with the range over seeds."""
+    import matplotlib.pyplot as plt
+
+    regimes = list(dict.fromkeys(result["arm"].split(": ")[0] for result in results))
+    drawn, axes = plt.subplots(2, len(regimes), figsize=(3.4 * len(regimes), 5.2), squeeze=False, sharex=True)
+    for column, regime in enumerate(regimes):
+        for row, (key, label) in enumerate(CURVES.items()):
+            axis = axes[row][column]
+            for color, (name, _) in zip(("C0", "C1", "C3"), SOURCES, strict=True):
+                band(axis, [r for r in results if r["arm"] == f"{regime}: {name}"], key, label=name, color=color)
+            if row == 0:
+                axis.set_title(regime)
+                axis.set_ylim(0, 1)
+            else:
+                axis.set_yscale("symlog", linthresh=1e-5)
+                axis.set_xlabel("step")
+            if column == 0:
+                axis.set_ylabel(label)
+    axes[0][0].legend(fontsize=7)
+    save(drawn, path)

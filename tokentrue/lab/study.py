@@ -111,10 +111,12 @@ def table_of(title: str, arms: Sequence[Arm], results: Sequence[Result], columns
 
 # ---- cells -----------------------------------------------------------------------------------------------------------------------------
 def spread(values: Sequence[float], form: str = ".3f") -> str:
-    """Mean and range over seeds."""
+    """Mean and range over seeds; one number where there is no range to show."""
     if not values:
         return "–"
-    if len(values) == 1:
+    if not any(values):
+        return "0"
+    if format(min(values), form) == format(max(values), form):
         return format(values[0], form)
     return f"{statistics.fmean(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
 
@@ -194,22 +196,37 @@ def figure(path: Path, arms: Sequence[Arm], results: Sequence[Result], curves: M
     drawn, axes = plt.subplots(1, len(curves), figsize=(5.2 * len(curves), 3.6), squeeze=False)
     for axis, (key, label) in zip(axes[0], curves.items(), strict=True):
         for arm in arms:
-            runs = [[row.get(key, float("nan")) for row in r["rows"]] for r in results if r["arm"] == arm.name and r["rows"]]
-            if not runs:
-                continue
-            length = min(map(len, runs))
-            columns = [[run[i] for run in runs] for i in range(length)]
-            steps = range(length)
-            axis.plot(steps, [statistics.fmean(c) for c in columns], label=arm.name, linewidth=1.4)
-            axis.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], alpha=0.12)
+            band(axis, [r for r in results if r["arm"] == arm.name], key, label=arm.name)
         axis.set_xlabel("step")
         axis.set_title(label)
         if any(word in key for word in ("grad_norm", "delta", "k3", "chi2")):
             axis.set_yscale("symlog", linthresh=1e-6)
     axes[0][0].legend(fontsize=7)
+    save(drawn, path)
+
+
+def band(axis: Any, results: Sequence[Result], key: str, **style: Any) -> None:
+    """The mean of the runs' curves as a line, their range shaded."""
+    runs = [[row.get(key, float("nan")) for row in result["rows"]] for result in results if result["rows"]]
+    if not runs:
+        return
+    columns = list(zip(*runs, strict=False))
+    (line,) = axis.plot(range(len(columns)), [statistics.fmean(c) for c in columns], linewidth=1.4, **style)
+    axis.fill_between(range(len(columns)), [min(c) for c in columns], [max(c) for c in columns], alpha=0.12, color=line.get_color())
+
+
+def save(drawn: Any, path: Path) -> None:
+    """A small file: few colours are enough for lines."""
+    import io
+
+    import matplotlib.pyplot as plt
+    from PIL import Image
+
     drawn.tight_layout()
-    drawn.savefig(path, dpi=110)
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, dpi=100)
     plt.close(drawn)
+    Image.open(buffer).convert("RGB").quantize(96).save(path, optimize=True)
 
 
 def provenance(scale: Scale) -> Result:

@@ -17,7 +17,7 @@ import torch
 
 from tokentrue.lab.arms import Arm, Scale, engine_for, loss_of, publish, trainer_for
 from tokentrue.lab.play import Player
-from tokentrue.lab.study import spread
+from tokentrue.lab.study import save, spread
 from tokentrue.mismatch import Correction, Reject, Weights
 from tokentrue.renderers import load_renderer
 from tokentrue.train import Trainer
@@ -130,6 +130,4 @@ def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
         axis.set_xlabel(kind)
     axes[0].set_ylabel("cosine with the exact gradient")
     axes[0].legend(fontsize=7, title="dotted: no correction", title_fontsize=7)
-    drawn.tight_layout()
-    drawn.savefig(path, dpi=110)
-    plt.close(drawn)
+    save(drawn, path)

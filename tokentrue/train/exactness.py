@@ -36,7 +36,7 @@ def agreement(rows: Sequence[Row], trainer: Sequence[Tensor], *, version: int, p
     for number, (row, values) in enumerate(zip(rows, trainer, strict=True)):
         current = row.sampled & (row.versions == version)
         mine = values.detach().to(device="cpu", dtype=torch.float32)
-        unequal = current & (mine.view(torch.int32) != row.rollout.view(torch.int32)) & ~((mine == 0) & (row.rollout == 0))
+        unequal = current & (mine.view(torch.int32) != row.rollout.view(torch.int32))
         compared += int(current.sum())
         if bool(unequal.any()):
             differing += int(unequal.sum())
