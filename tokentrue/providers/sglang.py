@@ -121,6 +121,10 @@ class SGLangProvider:
         if not answer.get("success", False):
             raise EngineRejected(f"sglang did not take the weights: {answer.get('message')}")
 
+    def forget(self, session: str) -> None:
+        """A session that is no longer in memory needs no grown prompt either; where it comes back, it is made anew."""
+        self._ids.forget(session)
+
     async def interrupt(self, *, within_s: float = 30.0) -> int:
         """Ends every generation of ours at the engine; each returns what it has, as aborted."""
 

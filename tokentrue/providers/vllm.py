@@ -138,6 +138,10 @@ class VLLMProvider:
             await self._post("/resume")
         self.version = version
 
+    def forget(self, session: str) -> None:
+        """A session that is no longer in memory needs no grown prompt either; where it comes back, it is made anew."""
+        self._ids.forget(session)
+
     async def interrupt(self, *, within_s: float = 30.0) -> int:
         """Ends every generation of ours at the engine; each returns what it has, as aborted. Without the token route they run on."""
         if not (await self._learn()).token_route:

@@ -58,6 +58,11 @@ class IdsJson:
             self._bytes -= len(old_raw) + len(old_text)
         return bytes(text)
 
+    def forget(self, session: str) -> None:
+        known = self._kept.pop(session, None)
+        if known is not None:
+            self._bytes -= len(known[0]) + len(known[1])
+
 
 def _joined(ids: array[int]) -> bytes:
     return orjson.dumps(ids.tolist())[1:-1]
