@@ -64,6 +64,26 @@ def test_three_layouts_give_the_same_bits(preset: str, dtype: torch.dtype) -> No
             assert found[kind][2] == found["padded"][2] and found[kind][3] == found["padded"][3]
 
 
+@pytest.mark.parametrize("width", [2048, 5000])
+@pytest.mark.parametrize("holes", [False, True])
+def test_long_rows_too(width: int, holes: bool) -> None:
+    """Rows of many chunks; NaN stands wherever the mask is off."""
+    generator = torch.Generator().manual_seed(width)
+    lengths = torch.randint(width - 300, width + 1, (5, 1), generator=generator)
+    mask = torch.arange(width) < lengths
+    if holes:
+        mask &= torch.rand(5, width, generator=generator) < 0.9
+    trainer = torch.where(mask, -torch.rand(5, width, generator=generator), torch.nan)
+    rollout = trainer + 0.05 * torch.randn(5, width, generator=generator)
+    padded = diagnose(trainer, rollout, mask, correction=PRESETS["decoupled_k3_rs_token_tis"])
+    rows = [[values[m] for values, m in zip(batch, mask, strict=True)] for batch in (trainer, rollout)]
+    lists = diagnose(*rows, correction=PRESETS["decoupled_k3_rs_token_tis"])
+    assert lists == padded and padded.corrected is not None and lists.corrected is not None
+    assert torch.equal(flat(lists.corrected.weights), padded.corrected.weights[mask]) and not padded.corrected.weights[~mask].any()
+    assert torch.equal(flat(lists.corrected.mask), padded.corrected.mask[mask]) and not padded.corrected.mask[~mask].any()
+    assert padded["delta/abs_mean"] == pytest.approx(float((trainer - rollout)[mask].double().abs().mean()), rel=1e-6)
+
+
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_losses_agree_across_layouts(name: str) -> None:
     config = loss_named(name)

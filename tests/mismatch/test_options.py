@@ -150,9 +150,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "denominator": ("trainer", "rollout"),
     "surrogate": get_args(Surrogate),
     "weights": (
-        None, *(lambda level=level, mode=mode: Weights(level=level, mode=mode, **({} if mode == "raw" else BOUNDS[1]))
-                for level in get_args(Level) for mode in get_args(Mode)),
-        lambda: Weights(mode="clip", **BOUNDS[3]), lambda: Weights(upper=2.0, signal="ppo_rollout"),
+        None, *(lambda level=level: Weights(level=level, upper=1.5) for level in get_args(Level)),
+        lambda: Weights(mode="clip", **BOUNDS[3]), lambda: Weights(mode="mask", upper=1.5),
+        lambda: Weights(upper=2.0, signal="ppo_rollout"),
         lambda: Weights(upper=2.0, signal="ppo_train"),
         lambda: Weights(upper=2.0, normalise=Normalise(scope="call")), lambda: Weights(upper=2.0, normalise=Normalise(scope="step")),
     ),

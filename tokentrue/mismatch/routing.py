@@ -81,15 +81,19 @@ def replay_routing(model: nn.Module, experts: Tensor) -> Iterator[None]:
     found = routers(model)
     if experts.dim() != 3 or experts.shape[1] != len(found):
         raise InputError(f"experts: shape {list(experts.shape)} for a model with {len(found)} routers; pass [tokens, layers, top_k]")
-    replaced: list[nn.Module] = []
+    replaced: list[tuple[nn.Module, Any]] = []
     try:
         for layer, (name, router) in enumerate(found):
-            router.forward = _replayer(name, router, experts[:, layer].long())  # type: ignore[method-assign]
-            replaced.append(router)
+            replayer = _replayer(name, router, experts[:, layer].long())
+            replaced.append((router, router.__dict__.get("forward")))  # one of the object's own, where `exact` is active
+            router.forward = replayer  # type: ignore[method-assign]
         yield
     finally:
-        for router in replaced:
-            del router.forward  # the class's own shows again
+        for router, own in replaced:
+            if own is None:
+                del router.forward  # the class's own shows again
+            else:
+                router.forward = own  # type: ignore[method-assign]
 
 
 def _replayer(name: str, router: Any, chosen: Tensor) -> Any:

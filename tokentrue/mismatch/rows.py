@@ -59,7 +59,6 @@ class Rows:
     row: Tensor  # the row of each chunk
     filled: Tensor  # valid tokens of each chunk
     valid: Tensor  # bool [S, CHUNK]
-    padding: Tensor  # its inverse
     edges: Tensor  # chunks that hold some padding
     edge_padding: Tensor  # where in them
     picked: Tensor | None
@@ -79,12 +78,12 @@ class Rows:
         valid = torch.zeros(int(chunks.sum()) * CHUNK, dtype=torch.bool, device=flat_mask.device)
         valid[target] = True
         valid = valid.view(-1, CHUNK)
-        filled, padding = chunk_counts(valid), ~valid
+        filled = chunk_counts(valid)
         edges = (filled < CHUNK).nonzero().squeeze(1)
         row = torch.arange(place.num_rows, device=flat_mask.device).repeat_interleave(chunks)
         return Rows(
-            place=place, lengths=lengths, tokens=source.shape[0], chunks=chunks, row=row, filled=filled, valid=valid, padding=padding,
-            edges=edges, edge_padding=padding.index_select(0, edges), picked=None, source=source, target=target,
+            place=place, lengths=lengths, tokens=source.shape[0], chunks=chunks, row=row, filled=filled, valid=valid,
+            edges=edges, edge_padding=~valid.index_select(0, edges), picked=None, source=source, target=target,
         )  # fmt: skip
 
     @property
@@ -100,9 +99,9 @@ class Rows:
         if source is not None and target is not None:
             still = valid.view(-1)[target]
             source, target = source[still], target[still]
-        edges, padding = (filled < CHUNK).nonzero().squeeze(1), ~valid
+        edges = (filled < CHUNK).nonzero().squeeze(1)
         return replace(
-            self, valid=valid, padding=padding, filled=filled, edges=edges, edge_padding=padding.index_select(0, edges),
+            self, valid=valid, filled=filled, edges=edges, edge_padding=~valid.index_select(0, edges),
             lengths=lengths, tokens=int(lengths.sum()), source=source, target=target,
         )  # fmt: skip
 
@@ -113,8 +112,8 @@ class Rows:
             slots = torch.zeros(self.valid.numel(), dtype=dtype, device=flat.device)
             return slots.index_copy(0, self.target, flat.index_select(0, self.source).to(dtype)).view(-1, CHUNK)
         assert self.picked is not None
-        slots = _chunked(flat.view(self.num_rows, self.place.width)).index_select(0, self.picked).to(dtype)
-        return self.clear_padding(slots)
+        grid = flat.view(self.num_rows, self.place.width)
+        return self.clear_padding(_chunked(grid).index_select(0, self.picked).to(dtype))
 
     def read_rows(self, values: Tensor) -> Tensor:
         """One value per row of the batch, spread over the row's slots."""
@@ -122,12 +121,13 @@ class Rows:
 
     def write(self, slots: Tensor, out: Tensor) -> None:
         """Puts slots back at their positions of the flat `out`, which holds zeros; slots outside `valid` must hold 0."""
-        part, slots = out[self.place.begin : self.place.end], slots.to(out.dtype)
+        part = out[self.place.begin : self.place.end]
         if self.source is not None and self.target is not None:
-            part.index_copy_(0, self.source, slots.reshape(-1).index_select(0, self.target))
+            part.index_copy_(0, self.source, slots.reshape(-1).index_select(0, self.target).to(out.dtype))
             return
         assert self.picked is not None
         grid = part.view(self.num_rows, self.place.width)
+        slots = slots.to(out.dtype)
         if self.place.width % CHUNK == 0:
             grid.view(-1, CHUNK).index_copy_(0, self.picked, slots)
             return
@@ -146,8 +146,8 @@ class Rows:
 
     def max(self, slots: Tensor, empty: float) -> Tensor:
         """Row maxima over valid tokens; `empty` for rows without one."""
-        best = slots.masked_fill(self.padding, -torch.inf).amax(dim=1)
-        rows = row_maxima(best, self.chunks, -torch.inf)
+        edges = slots.index_select(0, self.edges).masked_fill_(self.edge_padding, -torch.inf).amax(dim=1)
+        rows = row_maxima(slots.amax(dim=1).index_copy(0, self.edges, edges), self.chunks, -torch.inf)
         return torch.where(self.lengths > 0, rows, torch.full_like(rows, empty))
 
     def peak(self, slots: Tensor) -> Tensor:
@@ -169,8 +169,14 @@ class Rows:
         low, high = float(slots.amin()), float(slots.amax())
         if low < 0 and high > 0:  # the padding's zeros are neither
             return low, high
-        low = float(slots.masked_fill(self.padding, torch.inf).amin())
-        return low, float(slots.masked_fill(self.padding, -torch.inf).amax())
+        return self.least(slots), -self.least(-slots)
+
+    def least(self, slots: Tensor) -> float:
+        """Smallest value over valid tokens; inf if there is none."""
+        by_chunk = slots.amin(dim=1)
+        edges = slots.index_select(0, self.edges).masked_fill_(self.edge_padding, torch.inf).amin(dim=1)
+        by_chunk = by_chunk.index_copy(0, self.edges, edges)
+        return float(by_chunk.amin()) if by_chunk.numel() else torch.inf
 
     def mean(self, slots: Tensor) -> Tensor:
         """Row means; 0 for empty rows."""
@@ -191,7 +197,6 @@ class Prefixes:
     """A padded batch whose rows each begin with all of their valid tokens: looked at once, cut into `Rows` by slicing."""
 
     valid: Tensor
-    padding: Tensor
     filled: Tensor
     lengths: Tensor
     chunks: Tensor
@@ -221,7 +226,7 @@ class Prefixes:
             return None
         counts = lengths.tolist()
         return Prefixes(
-            valid=valid, padding=~valid, filled=filled, lengths=lengths, chunks=chunks, row=picked // width, picked=picked, edges=edges,
+            valid=valid, filled=filled, lengths=lengths, chunks=chunks, row=picked // width, picked=picked, edges=edges,
             tokens_before=_before(counts), chunks_before=_before(-(-count // CHUNK) for count in counts),
             edges_before=_before(int(count % CHUNK > 0) for count in counts), width=width,
         )  # fmt: skip
@@ -230,12 +235,12 @@ class Prefixes:
         """Those of `place`; `first` is the batch's row that this record begins with."""
         start, stop = place.start - first, place.stop - first
         low, high = self.chunks_before[start], self.chunks_before[stop]
-        padding = self.padding[low:high]
+        valid = self.valid[low:high]
         edges = self.edges[self.edges_before[start] : self.edges_before[stop]] - low
         return Rows(
             place=place, lengths=self.lengths[start:stop], tokens=self.tokens_before[stop] - self.tokens_before[start],
-            chunks=self.chunks[start:stop], row=self.row[low:high] - start, filled=self.filled[low:high], valid=self.valid[low:high],
-            padding=padding, edges=edges, edge_padding=padding.index_select(0, edges), picked=self.picked[low:high] - start * self.width,
+            chunks=self.chunks[start:stop], row=self.row[low:high] - start, filled=self.filled[low:high], valid=valid,
+            edges=edges, edge_padding=~valid.index_select(0, edges), picked=self.picked[low:high] - start * self.width,
             source=None, target=None,
         )  # fmt: skip
 

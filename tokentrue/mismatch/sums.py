@@ -138,7 +138,7 @@ class Sums:
         self.count("applied", rows.tokens)
         self.push_powers("applied", weights)
         high = float(weights.amax()) if rows.tokens else -math.inf
-        low = float(weights.masked_fill(rows.padding, torch.inf).amin()) if rows.tokens else math.inf
+        low = rows.least(weights) if rows.tokens else math.inf
         self.span("applied", low, high)
         for bound in TAILS:
             self.count(f"applied/above_{bound:g}", weights > bound if high > bound else 0)
