@@ -145,7 +145,7 @@ async def test_writes_that_come_thick_or_slow_go_to_the_writer(tmp_path: Path) -
     assert journal.write_now(lambda db: 1) == (1,)
     assert journal.write_now(lambda db: 2) is None  # too soon after the first
     await asyncio.sleep(0.002)
-    assert journal.write_now(lambda db: time.sleep(0.02)) == (None,)
+    assert journal.write_now(lambda db: time.sleep(0.03)) == (None,)
     await asyncio.sleep(0.002)
     assert journal.write_now(lambda db: 3) is None  # the disk was slow: for a second the loop stays away from it
     assert await journal.write(lambda db: 4) == 4

@@ -40,6 +40,8 @@ TOOL = {
     "description": "Read lines of a file.",
     "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
 }
+RULES = "You mend programs. Read before you write, change one thing at a time, and run the tests after each change. "
+LINES = 19  # with RULES: about 5k, 18k, 70k and 140k tokens of history at turns 8, 32, 128 and 256
 LINE = "    total = total + weights[index] * values[index]  # accumulate in order, or the bits differ\n"
 
 
@@ -160,7 +162,7 @@ class Agent:
     """A conversation as its bytes: grown by what was answered, never dumped anew, so the client costs the same at every turn."""
 
     def __init__(self) -> None:
-        system = {"role": "system", "content": "You mend programs. " * 20}
+        system = {"role": "system", "content": RULES * 60}
         user = {"role": "user", "content": "The sum is off in the last bit. Find out why."}
         self._messages = b'{"messages":[' + orjson.dumps(system) + b"," + orjson.dumps(user)
         self._tail = b'],"model":"m","tools":[' + orjson.dumps({"type": "function", "function": TOOL}) + b"]"
@@ -169,7 +171,7 @@ class Agent:
         return self._messages + self._tail + (b',"stream":true}' if streamed else b"}")
 
     def heard(self, message: dict[str, Any], turn: int) -> None:
-        result = f"# lines {turn}\n" + LINE * 16
+        result = f"# lines {turn}\n" + LINE * LINES
         tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": result}
         self._messages += b"," + orjson.dumps(message) + b"," + orjson.dumps(tool)
 

@@ -36,7 +36,8 @@ class IdsJson:
         self._bytes = 0
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
 
-    def dump(self, ids: Ids, session: str | None) -> bytes:
+    def dump(self, ids: Ids, session: str | None) -> bytes | bytearray:
+        """For use at once: the text is the memory itself, and grows with the session's next turn."""
         packed = ids if isinstance(ids, array) and ids.itemsize == 4 else array("i", ids)
         raw = packed.tobytes()
         if session is None:
@@ -56,7 +57,7 @@ class IdsJson:
         while len(self._kept) > self._max_sessions or (self._bytes > self._max_bytes and len(self._kept) > 1):
             _, (old_raw, old_text) = self._kept.popitem(last=False)
             self._bytes -= len(old_raw) + len(old_text)
-        return bytes(text)
+        return text
 
     def forget(self, session: str) -> None:
         known = self._kept.pop(session, None)

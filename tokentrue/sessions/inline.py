@@ -17,7 +17,7 @@ from tokentrue.errors import JournalError, TokenTrueError
 
 T = TypeVar("T")
 APART_S = 0.0005
-SLOW_S, REST_S = 0.005, 1.0
+SLOW_S, REST_S = 0.02, 1.0
 
 
 class Inline:

@@ -139,12 +139,11 @@ def _loose(value: Any) -> Any:
 
 
 def _digest(previous: bytes, fields: Sequence[str]) -> bytes:
-    state = blake2b(previous, digest_size=16)
+    parts = [previous]
     for field in fields:
         data = field.encode("utf-8", "surrogatepass")
-        state.update(b"%d:" % len(data))
-        state.update(data)
-    return state.digest()
+        parts += (b"%d:" % len(data), data)
+    return blake2b(b"".join(parts), digest_size=16).digest()
 
 
 class Bases:
