@@ -166,7 +166,8 @@ class Turns:
         if turn.first_byte is not None:
             metrics.first.observe(turn.first_byte - turn.started)
         if LOG.isEnabledFor(logging.INFO):
-            LOG.info("%s", log_line(turn, first, sampled, now))
+            # As LOG.info would, without looking for the caller's place in the source.
+            LOG.handle(logging.LogRecord(LOG.name, logging.INFO, __file__, 0, log_line(turn, first, sampled, now), None, None))
 
 
 def log_line(turn: Turn, reply: Reply, sampled: int, now: float) -> str:

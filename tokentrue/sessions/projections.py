@@ -12,13 +12,15 @@ from typing import Any
 from tokentrue.sessions.keys import calls_of, loose_arguments, reasoning_of, said, text_of
 from tokentrue.types import Message
 
-_KNOWN = {"role", "content", "reasoning_content", "reasoning", "tool_calls"}
+_KNOWN = ("role", "content", "reasoning_content", "reasoning", "tool_calls")
 
 
 def projection(served: Message, replayed: Message) -> tuple[str, ...] | None:
     """The losses, sorted; `()` where nothing visible differs; None where this is not a replay of `served`."""
     if served is replayed:
         return ()
+    if all(served.get(name) == replayed.get(name) for name in _KNOWN):  # most come back as they went out
+        return tuple(_extras(replayed))
     # A model may write a stray tag into its visible text: where the text came back as served, no reasoning was inlined into it.
     literal = text_of(served.get("content")).strip() == text_of(replayed.get("content")).strip()
     was, now = said(served, tags=not literal), said(replayed, tags=not literal)
