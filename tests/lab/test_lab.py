@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,12 @@ import pytest
 import torch
 
 from tokentrue.environments import SMALL_MODEL
-from tokentrue.lab import EXPERIMENTS, SOURCES, Scale, run_experiment
+from tokentrue.errors import ConfigError
+from tokentrue.lab import EXPERIMENTS, SOURCES, Arm, Scale, run_experiment
+from tokentrue.lab.arms import run_arm
 from tokentrue.lab.play import compact, given, reencoded, rerendered, sampled, stringified, unchanged
 from tokentrue.lab.registry import chosen, module_of, shown
+from tokentrue.lab.routing import routing_flips
 from tokentrue.lab.sources import quantised, rollout_weights
 from tokentrue.types import Certificate, Sample
 
@@ -93,6 +98,47 @@ def test_what_a_round_trip_through_text_does_to_a_sample() -> None:
     dropped = rerendered(sample, renderer, stringified)
     assert "done" not in renderer.decode(dropped.token_ids)
     assert sum(dropped.loss_mask) < sum(healed.loss_mask)
+
+
+def test_a_mixture_is_exact_through_training_and_its_routing_flips_with_other_weights(tmp_path: Path) -> None:
+    """Made on the spot: engine and trainer agree in every bit over updates, and a rounded router chooses other experts."""
+    import shutil
+
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(SMALL_MODEL / name, tmp_path / name)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=659, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, eos_token_id=2,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    assert routing_flips(model, model.named_parameters(), range(40)) == 0.0
+    assert routing_flips(model, rollout_weights(model.named_parameters(), "int3"), range(40)) > 0.05
+    scale = Scale(model=str(tmp_path), groups=2, size=2, steps=2, heldout=1)
+    found = run_arm(Arm(name="mixture", loss="reinforce", baseline="none"), scale, seed=0)
+    assert all(row["exact_compared"] > 50 and row["exact_differing"] == 0 for row in found["rows"])
+
+
+def test_nonsense_is_refused_with_its_field(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="steps"):
+        Scale(steps=0)
+    with pytest.raises(ConfigError, match="seeds"):
+        Scale(seeds=())
+    with pytest.raises(ConfigError, match="no model in"):
+        run_arm(Arm(name="mixture", variant="moe"), Scale(model=str(tmp_path / "m")), seed=0)
+
+
+@pytest.mark.slow
+def test_all_of_the_lab_by_a_deadline(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/lab_all.py", "--tiny", "--device", "cpu", "--jobs", "2", "--deadline", "270"]
+    root = Path(__file__).parent.parent.parent
+    subprocess.run([*command, "--models", str(tmp_path / "m"), "--out", str(tmp_path / "out")], cwd=root, check=True, timeout=290)
+    for name in EXPERIMENTS:
+        table = shown(name, out=tmp_path / "out")
+        assert table.rows and not [row for row in table.rows if "stopped" in row[0]]
 
 
 def test_compact_is_what_json_stringify_writes() -> None:

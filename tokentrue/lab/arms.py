@@ -42,6 +42,15 @@ class Scale:
     jobs: int = 2
     threads: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("groups", "size", "steps", "heldout", "jobs", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} must be at least 1")
+        if not self.seeds:
+            raise ConfigError("seeds: at least one run of each arm, three for a result")
+        if not self.lr > 0:
+            raise ConfigError(f"lr: {self.lr!r} must be > 0")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
