@@ -9,9 +9,11 @@ Messages and tools are plain mappings in the OpenAI Chat Completions shape: `rol
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import SamplingError, TokenContractError
@@ -35,6 +37,28 @@ def is_logprob(value: float) -> bool:
 def are_logprobs(values: Sequence[float]) -> bool:
     """`is_logprob` of every one, at the cost of a few."""
     return not values or (all(map(math.isfinite, values)) and min(values) > -9000.0 and max(values) <= 0.0)
+
+
+@cache
+def _memcmp() -> Callable[[int, int, int], int] | None:
+    """The C library's, where Python can reach it."""
+    import ctypes
+
+    try:
+        compare = ctypes.CDLL(None).memcmp
+    except (OSError, AttributeError, TypeError):
+        return None
+    compare.argtypes, compare.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
+    return compare  # pyright: ignore[reportReturnType]
+
+
+def starts_with(ids: array[int], prefix: array[int]) -> bool:
+    """Bit for bit, without a copy of either: the ids of a long conversation are compared with the recorded ones at every turn."""
+    if len(ids) < len(prefix) or ids.typecode != prefix.typecode:
+        return False
+    if (memcmp := _memcmp()) is None:
+        return ids[: len(prefix)] == prefix
+    return not prefix or memcmp(ids.buffer_info()[0], prefix.buffer_info()[0], len(prefix) * prefix.itemsize) == 0
 
 
 class Finish(StrEnum):

@@ -33,6 +33,7 @@ class Body:
     prefix: bytes
     tail: bytes
     state: Any  # blake2b over prefix
+    extends: Memo | None = None  # the request that this one continues
 
     @property
     def total(self) -> int:
@@ -80,15 +81,21 @@ class Memory:
                 prefix=body[:end],
                 tail=memo.tail,
                 state=state,
+                extends=memo,
             )
         return None
 
     def remember(self, body: Body, node: str) -> None:
         if not body.prefix:
             return
-        self._memos = [memo for memo in self._memos if not body.prefix.startswith(memo.prefix) or memo.tail != body.tail][1 - KEPT :]
+        self._memos = [memo for memo in self._memos if not _continues(body, memo)][1 - KEPT :]
         memo = Memo(prefix=body.prefix, tail=body.tail, state=body.state, call=body.call, total=body.total, node=node)
         self._memos.append(memo)
+
+
+def _continues(body: Body, memo: Memo) -> bool:
+    """Whether `memo` has served its turn now that `body` has been answered."""
+    return memo is body.extends or (body.extends is None and memo.tail == body.tail and body.prefix.startswith(memo.prefix))
 
 
 def _digest(state: Any, tail: bytes) -> str:

@@ -17,7 +17,7 @@ import orjson
 
 from tokentrue.errors import EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable
 from tokentrue.providers.connection import Broken, Connection, Connections, Silent
-from tokentrue.types import UNVERSIONED, Ids
+from tokentrue.types import UNVERSIONED, Ids, starts_with
 
 RETRIED_STATUS = frozenset({502, 503})
 
@@ -32,37 +32,33 @@ class IdsJson:
     """Prompt ids as JSON text, grown by what is new: the prompt of a session's next turn starts with the last one's."""
 
     def __init__(self, *, max_sessions: int = 2048, max_bytes: int = 1 << 30) -> None:
-        self._kept: OrderedDict[str, tuple[bytes, bytearray]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[array[int], bytearray]] = OrderedDict()
         self._bytes = 0
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
 
     def dump(self, ids: Ids, session: str | None) -> bytes | bytearray:
         """For use at once: the text is the memory itself, and grows with the session's next turn."""
-        packed = ids if isinstance(ids, array) and ids.itemsize == 4 else array("i", ids)
-        raw = packed.tobytes()
+        packed = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
         if session is None:
             return _joined(packed)
         known = self._kept.pop(session, None)
-        if known is not None and raw.startswith(known[0]) and known[0]:
+        if known is not None:
+            self._bytes -= _size(known)
+        if known is not None and len(known[0]) and starts_with(packed, known[0]):
             text = known[1]
-            self._bytes -= len(known[0]) + len(text)
-            delta = packed[len(known[0]) // 4 :]
-            if delta:
+            if delta := packed[len(known[0]) :]:
                 text += b"," + _joined(delta)
         else:
-            self._bytes -= len(known[0]) + len(known[1]) if known is not None else 0
             text = bytearray(_joined(packed))
-        self._kept[session] = (raw, text)
-        self._bytes += len(raw) + len(text)
+        kept = self._kept[session] = (packed[:], text)  # a copy: what the caller does to its own must not change what we compare with
+        self._bytes += _size(kept)
         while len(self._kept) > self._max_sessions or (self._bytes > self._max_bytes and len(self._kept) > 1):
-            _, (old_raw, old_text) = self._kept.popitem(last=False)
-            self._bytes -= len(old_raw) + len(old_text)
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
         return text
 
-    def forget(self, session: str) -> None:
-        known = self._kept.pop(session, None)
-        if known is not None:
-            self._bytes -= len(known[0]) + len(known[1])
+
+def _size(kept: tuple[array[int], bytearray]) -> int:
+    return len(kept[0]) * kept[0].itemsize + len(kept[1])
 
 
 def _joined(ids: array[int]) -> bytes:

@@ -26,6 +26,7 @@ from tokentrue.types import (
     TemplateKwargs,
     Tools,
     VersionSpan,
+    starts_with,
 )
 
 _CACHED_BRANCHES = 2
@@ -221,8 +222,7 @@ class Tree:
 
     def _check_prefix(self, node: Node, parent: Node | None, prompt_ids: array[int]) -> None:
         prefix = array("i") if parent is None else self.full_ids(parent)
-        asked, known, given = prompt_ids.tobytes(), prefix.tobytes(), node.given_ids.tobytes()  # bytes are compared faster than items
-        if len(asked) != len(known) + len(given) or not asked.startswith(known) or not asked.endswith(given):
+        if not starts_with(prompt_ids, prefix) or prompt_ids[len(prefix) :] != node.given_ids:
             recorded = prefix + node.given_ids
             pairs = enumerate(zip(recorded, prompt_ids, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(recorded), len(prompt_ids)))
