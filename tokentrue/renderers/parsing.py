@@ -118,9 +118,7 @@ def grammar_for(tokenizer: Tokenizer, family: Family | None, *, stop_token_ids: 
 
 
 def parse(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
-    parser = Parser(grammar, prompt_ids=prompt_ids, tools=tools)
-    parser.feed(sampled_ids)
-    return parser.finish()[1]
+    return Parser(grammar, prompt_ids=prompt_ids, tools=tools).whole(sampled_ids)
 
 
 class Parser:
@@ -168,6 +166,20 @@ class Parser:
         self._regions.pass_by(text)
         return [] if self._shows is None else self._more(self._shows, text)
 
+    def whole(self, token_ids: Ids) -> Parsed:
+        """All of the turn at once: what `feed` and `finish` give, in one pass, because nothing more can come."""
+        stop = token_ids[-1] if token_ids and token_ids[-1] in self._grammar.stop_ids else None
+        if stop in self._grammar.stops_that_close:
+            self.feed(token_ids)
+            return self.finish()[1]
+        text = self._source.take(token_ids if stop is None else token_ids[:-1]) + self._source.rest()
+        self._places.note(text, 0)
+        self._length = len(text)
+        self._deltas(self._regions.end(stopped=stop is not None, text=text))
+        if stop is not None:
+            self._source.take((stop,))
+        return self._parsed(stop)
+
     def finish(self) -> tuple[list[Delta], Parsed]:
         stop = self._held_stop
         deltas = self._shown(self._source.rest())
@@ -176,7 +188,10 @@ class Parser:
             if stop in self._grammar.stops_that_close and self._regions.inside:
                 deltas += self._shown(shown)
         deltas += self._deltas(self._regions.end(stopped=stop is not None))
-        return deltas, Parsed(
+        return deltas, self._parsed(stop)
+
+    def _parsed(self, stop: int | None) -> Parsed:
+        return Parsed(
             message=self._message.whole(),
             attempts=tuple(self._message.attempts),
             ended=TurnEnded.OPEN if stop is None else TurnEnded.STOP,

@@ -244,10 +244,14 @@ class Regions(ResponseParser):
         self._process([], eos=False)
         return self._taken()
 
-    def end(self, *, stopped: bool) -> list[Part]:
-        """`stopped`: the turn ended at a stop token, not at a cut-off."""
+    def end(self, *, stopped: bool, text: str = "") -> list[Part]:
+        """`text` is the last of it. `stopped`: the turn ended at a stop token, not at a cut-off."""
         self._stopped = stopped
-        self._process([], eos=True)
+        self._buffer += text
+        if self._pos == len(self._buffer) and self._current in TEXT_FIELDS:  # nothing is left that could be a marker
+            self._close_current([])
+        else:
+            self._process([], eos=True)
         return self._taken()
 
     @property

@@ -31,16 +31,18 @@ class Source:
 
     def take(self, token_ids: Ids) -> str:
         self._ids.extend(token_ids)
-        ordinary, out, run = self._ordinary, [], []
-        for token_id in token_ids:
-            text = ordinary[token_id]
-            if text is None or self._undecided:
-                out.append(self._plain("".join(run)))
-                out.append(self._odd(token_id))
-                run = []
-            else:
-                run.append(text)
-        return self._plain("".join(run)) if not out else "".join((*out, self._plain("".join(run))))
+        texts = list(map(self._ordinary.__getitem__, token_ids))
+        if not self._undecided and None not in texts:
+            return self._plain("".join(texts))  # type: ignore[arg-type]  # there is no None in it
+        out: list[str] = []
+        place = 0
+        while place < len(texts):
+            odd = place if self._undecided else _index(texts, place)
+            out.append(self._plain("".join(texts[place:odd])))  # type: ignore[arg-type]  # up to the first None
+            if odd < len(texts):
+                out.append(self._odd(token_ids[odd]))
+            place = odd + 1
+        return "".join(out)
 
     def keep(self, token_ids: Ids, text: str) -> None:
         """Tokens of which nothing need be held back: `text` is theirs."""
@@ -163,6 +165,14 @@ class Spelling:
             for place, token in enumerate(self._open):
                 self._reach[token] = self._length + (place + 1 if broken else 1)
         self._length += len(text)
+
+
+def _index(texts: list[str | None], start: int) -> int:
+    """The first None from `start` on, or the end."""
+    try:
+        return texts.index(None, start)
+    except ValueError:
+        return len(texts)
 
 
 def _decoder() -> Any:

@@ -212,9 +212,7 @@ class Renderer:
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
         from tokentrue.renderers.parsing import turn_parser
 
-        parser = turn_parser(self, prompt_ids=prompt_ids, tools=tools, early=False)
-        parser.feed(sampled_ids)
-        return parser.finish()[1]
+        return turn_parser(self, prompt_ids=prompt_ids, tools=tools, early=False).whole(sampled_ids)
 
     def parser(self, *, prompt_ids: Ids = (), tools: Tools | None = None) -> TurnParser:
         from tokentrue.renderers.parsing import turn_parser
