@@ -1,22 +1,31 @@
-"""The engine's own numbers reach the gateway's /metrics."""
+"""The engine's own numbers reach /metrics of a gateway that a user starts."""
 
 from __future__ import annotations
 
-from tests.engine.world import build
-from tokentrue.gateway.metrics import Metrics, engine_families, page
-from tokentrue.providers.exact import ExactProvider
-from tokentrue.types import Sampling
+from pathlib import Path
+
+from tests.gateway.world import Server
+from tokentrue.gateway.metrics import engine_families
+
+ASSET = Path(__file__).parents[2] / "tokentrue" / "assets" / "calculator"
+TURN = {"model": "calculator", "max_tokens": 8, "messages": [{"role": "user", "content": "what is 12 + 30 ?"}]}
 
 
-async def test_first_token_time_speed_cache_and_prefix_hits_are_on_the_page() -> None:
-    provider = ExactProvider(build("qwen3"))
-    for _ in range(2):
-        await provider.generate(list(range(3, 60)), Sampling(max_tokens=5, seed=1))
-    text = page([[*Metrics().snapshot(), *engine_families(provider)]]).decode()
-    await provider.close()
+def test_first_token_time_speed_cache_and_prefix_hits_are_on_the_page(tmp_path: Path) -> None:
+    server = Server("--engine", "exact", "--model", str(ASSET), "--store", "memory", folder=tmp_path)
+    try:
+        for _ in range(2):
+            status, answer = server.ask("POST", "/v1/chat/completions", TURN, key=server.session().api_key)
+            assert status == 200, answer
+        _, text = server.ask("GET", "/metrics")
+    finally:
+        server.stop()
     values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("tokentrue_engine_")}
-    assert values["tokentrue_engine_sampled_tokens_total"] == 10
-    assert values["tokentrue_engine_prefix_hit_tokens_total"] == 48
+    assert values["tokentrue_engine_requests_total"] == 2 and 2 <= values["tokentrue_engine_sampled_tokens_total"] <= 16
+    assert values["tokentrue_engine_prefix_hit_tokens_total"] == 16  # the second prompt's full page
     assert values["tokentrue_engine_first_token_seconds_p50"] > 0 and values["tokentrue_engine_tokens_per_second"] > 0
     assert values["tokentrue_engine_kv_blocks_used"] == 0 < values["tokentrue_engine_kv_blocks_total"]
+
+
+def test_a_remote_engine_adds_nothing() -> None:
     assert engine_families(object()) == []

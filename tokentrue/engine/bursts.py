@@ -113,5 +113,6 @@ class Bursts:
 
 
 def is_plain(request: Request) -> bool:
-    s = request.sampling
-    return not s.filters and not s.top_logprobs and not (request.wants_prompt and not request.sampled)
+    if request.shaped or request.sampling.top_logprobs or request.wants_routes:
+        return False
+    return not (request.wants_prompt and not request.sampled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from tokentrue.engine.blocks import BlockPool
 from tokentrue.engine.decoder import Decoder
 from tokentrue.engine.forward import Forward
 from tokentrue.engine.metrics import Meter
-from tokentrue.engine.request import Phase, Request, Sampled
+from tokentrue.engine.request import Phase, Request, Routes, Sampled
 from tokentrue.engine.sample import sample
 from tokentrue.engine.schedule import Limits, Scheduler, Work
 from tokentrue.engine.weights import Weights, load_weights
@@ -53,13 +53,10 @@ class Core:
         self.scheduler = Scheduler(self.pool, limits, chunk=chaos.chunk)
         self.forward = Forward(decoder, ops, num_blocks=num_blocks, dtype=weight.dtype, device=weight.device)
         self.meter = Meter()
+        self.capacity = min(decoder.max_positions, (num_blocks - 1) * ops.block_size)
+        """Most tokens that one request can hold."""
         self.broken: str | None = None
         self.bursts = bursts_of(self)
-
-    @property
-    def capacity(self) -> int:
-        """Most tokens that one request can hold."""
-        return min(self.forward.decoder.max_positions, (self.pool.num_blocks - 1) * self.pool.block_size)
 
     @property
     def busy(self) -> bool:
@@ -100,8 +97,10 @@ class Core:
             return True
 
     def run(self, batch: list[Work]) -> None:
-        rows, sampling, scoring, start = [], [], [], 0
+        rows, sampling, scoring, routing, start = [], [], [], [], 0
         for work in batch:
+            if work.samples and work.request.wants_routes:
+                routing.append((work.request, start + work.count - 1))
             if work.request.wants_prompt and work.start + 1 < len(work.request.prompt_ids):
                 scoring.append((work, len(rows)))
                 rows.extend(range(start, start + work.count))
@@ -110,7 +109,7 @@ class Core:
             if work.samples:
                 sampling.append((work.request, len(rows) - 1))
             start += work.count
-        logits = self.forward.step(batch, rows)
+        logits, routes = self.stepped(batch, rows, routing)
         for work in batch:
             self.scheduler.record(work)
         for work, at in scoring:
@@ -120,7 +119,20 @@ class Core:
             chosen = logits if len(index) == logits.shape[0] else logits.index_select(0, index)
             results = sample(self.forward.ops, chosen, [request for request, _ in sampling])
             for (request, _), result in zip(sampling, results, strict=True):
+                if request in routes and isinstance(result, Sampled):
+                    result = replace(result, routes=routes[request])
                 self.take(request, result)
+
+    def stepped(self, batch: list[Work], rows: list[int], routing: list[tuple[Request, int]]) -> tuple[torch.Tensor, dict[Request, Routes]]:
+        """Logits of `rows`, and the experts chosen at the token rows of `routing`."""
+        if not routing:
+            return self.forward.step(batch, rows), {}
+        with self.forward.routes() as chosen:
+            logits = self.forward.step(batch, rows)
+            found = chosen([row for _, row in routing])
+        _, layers, top_k = found.shape
+        data = [row.numpy().astype("<i2").tobytes() for row in found]
+        return logits, {request: Routes(layers, top_k, each) for (request, _), each in zip(routing, data, strict=True)}
 
     def score_prompt(self, work: Work, logits: torch.Tensor) -> None:
         request = work.request
@@ -170,8 +182,9 @@ class Core:
         token = request.tokens[-1]
         if token in request.stop_ids:
             return Finish.STOP, token
-        for text in self.stop_strings(request):
-            return Finish.STOP, text
+        if request.sampling.stop:
+            for text in self.stop_strings(request):
+                return Finish.STOP, text
         full = len(request.sampled) >= request.max_tokens or len(request.tokens) >= self.capacity
         return (Finish.LENGTH, None) if full else (None, None)
 

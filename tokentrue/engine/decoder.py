@@ -93,10 +93,18 @@ def read_decoder(model: Any, *, max_positions: int) -> Decoder:
     layers = tuple(read_layer(f"layers.{i}", layer, heads) for i, layer in enumerate(body.layers))
     ropes = {key: rope_table(body, key, max_positions, heads[2]) for key in {layer.rope for layer in layers} if key is not None}
     return Decoder(
-        embed=body.embed_tokens, layers=layers, ropes=ropes, norm=read_norm("norm", body.norm), head=head.weight.data,
+        embed=read_embedding(body.embed_tokens), layers=layers, ropes=ropes, norm=read_norm("norm", body.norm), head=head.weight.data,
         head_bias=None if head.bias is None else head.bias.data, logit_softcap=getattr(config, "final_logit_softcapping", None),
         heads=heads, vocabulary=head.weight.shape[0], max_positions=max_positions,
     )  # fmt: skip
+
+
+def read_embedding(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The table's rows; a module that does more than look them up is called itself."""
+    if type(module) is not nn.Embedding or module.max_norm is not None:
+        return module
+    weight = module.weight.data
+    return lambda ids: torch.embedding(weight, ids)
 
 
 def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int]) -> Layer:

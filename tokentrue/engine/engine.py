@@ -28,13 +28,13 @@ from tokentrue.engine.sizing import blocks_for
 from tokentrue.engine.weights import Weights, load_model
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, SamplingError
 from tokentrue.numerics import Contract, Ops, exact
-from tokentrue.numerics.patch import STATE
+from tokentrue.numerics.patch import STATE, is_experts
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_LIMITS = Limits(step_tokens=16384, chunk_tokens=4096)
 """A GPU wants long steps: a prompt's piece of a few hundred tokens does not fill it."""
-EXTRAS = {"ignore_eos", "prompt_logprobs"}
+EXTRAS = {"ignore_eos", "prompt_logprobs", "routed_experts"}
 """Keys of Sampling.extra that the engine understands; any other is refused."""
 
 
@@ -164,6 +164,8 @@ class ExactEngine:
         unknown = sorted(set(sampling.extra) - EXTRAS)
         if unknown:
             raise SamplingError(f"extra {unknown} unknown to the exact engine; it knows {sorted(EXTRAS)}")
+        if sampling.extra.get("routed_experts") and not has_experts(self.model):
+            raise SamplingError("extra routed_experts: this model is no mixture of experts; leave it out")
         if sampling.stop and self.core.read is None:
             raise SamplingError("stop strings need a reader of tokens: ExactEngine(..., read=renderer.decode); or use stop_token_ids")
         stops = set(sampling.stop_token_ids) | (set() if sampling.extra.get("ignore_eos") else set(self.eos_ids))
@@ -175,6 +177,7 @@ class ExactEngine:
             stop_ids=frozenset(stops),
             max_tokens=min(sampling.max_tokens or room, room),
             wants_prompt=bool(sampling.extra.get("prompt_logprobs")),
+            wants_routes=bool(sampling.extra.get("routed_experts")),
             listener=listener,
         )
 
@@ -261,6 +264,10 @@ class ExactEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any(is_experts(dict(module.named_parameters(recurse=False))) for module in model.modules())
 
 
 def eos_of(model: Any) -> tuple[int, ...]:

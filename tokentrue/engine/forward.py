@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -13,6 +14,8 @@ from tokentrue.engine.schedule import Work
 from tokentrue.numerics import Ops, PagedBatch
 
 Trace = Callable[[str, Tensor], None]
+TABLE_STEP = 8
+"""Block tables are as wide as a multiple of this."""
 
 
 class Forward:
@@ -47,6 +50,16 @@ class Forward:
             hidden = hidden.index_select(0, torch.tensor(rows, device=self.device))
         return self.logits(hidden)
 
+    @contextmanager
+    def routes(self) -> Iterator[Callable[[Sequence[int]], Tensor]]:
+        """The experts chosen in a step inside the block: rows -> int16 [rows, layers, top_k], in host memory."""
+        chosen: list[Tensor] = []
+        self.ops.routes = chosen
+        try:
+            yield lambda rows: torch.stack([index[list(rows)] for index in chosen], 1).to(torch.int16).cpu()
+        finally:
+            self.ops.routes = None
+
     def hidden(self, ids: Tensor, batch: PagedBatch) -> Tensor:
         """[T,K] after the last layer, before the final norm."""
         if self.plain and self.trace is None:
@@ -73,7 +86,8 @@ class Forward:
     def plain_layers(self, ids: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
         """(h, x): the last layer's result and the residual behind it. Every residual sum is left to the norm that reads it."""
         ops, d, ropes = self.ops, self.decoder, self.ropes(batch)
-        x, h = d.embed(ids), None
+        alone, copies = ids.shape[0] < ops.least_rows, ops.least_rows
+        x, h = d.embed(ids.expand(copies) if alone else ids), None
         for (keys, values), layer in zip(self.caches, d.layers, strict=True):
             n, m, mlp = layer.before_attention, layer.before_mlp, layer.mlp
             assert n is not None and m is not None
@@ -81,8 +95,10 @@ class Forward:
                 qkv = ops.linear(ops.rms_norm(x, n.weight, n.eps, unit_offset=n.unit_offset), layer.qkv, layer.qkv_bias)
             else:
                 qkv, x = ops.norm_linear(h, x, n, layer.qkv, layer.qkv_bias)
+            qkv = qkv[:1] if alone else qkv
             q = ops.prepare_qkv(qkv, d.heads, layer.head_norm, *ropes[layer.rope], keys, values, batch)
-            h = ops.linear(ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1), layer.out, layer.out_bias)
+            attended = ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1)
+            h = ops.linear(attended.repeat(copies, 1) if alone else attended, layer.out, layer.out_bias)
             if isinstance(mlp, Dense) and mlp.gate_up_bias is None:
                 inner, x = ops.norm_linear(h, x, m, mlp.gate_up, kind=mlp.kind)
                 h = ops.linear(inner, mlp.down, mlp.down_bias)
@@ -90,7 +106,7 @@ class Forward:
                 h, x = ops.add_rms_norm(h, x, m.weight, m.eps, unit_offset=m.unit_offset)
                 h = self.mlp("", mlp, h)
         assert h is not None
-        return h, x
+        return (h[:1], x[:1]) if alone else (h, x)
 
     def layer(self, index: int, layer: Layer, x: Tensor, rope: tuple[Tensor | None, Tensor | None], batch: PagedBatch) -> Tensor:
         ops, name = self.ops, f"layers.{index}"
@@ -166,7 +182,7 @@ def slots_of(blocks: Sequence[int], size: int, start: int, stop: int) -> Iterato
 
 def paged_batch(batch: Sequence[Work], size: int, device: torch.device) -> PagedBatch:
     positions, slots, ends, contexts, tables = [], [], [0], [], []
-    width = max(len(work.request.blocks) for work in batch)
+    width = -(-max(len(work.request.blocks) for work in batch) // TABLE_STEP) * TABLE_STEP
     for work in batch:
         blocks = work.request.blocks
         if work.count == 1:

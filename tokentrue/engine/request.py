@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tokentrue.types import Completion, Finish, Sampling, VersionSpan
+from tokentrue.types import Completion, Finish, RoutedExperts, Sampling, VersionSpan
 
 _numbers = itertools.count()
 
@@ -19,6 +19,15 @@ class Phase(StrEnum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts, [layers, top_k] as little-endian int16, at the position that predicted a token."""
+
+    layers: int
+    top_k: int
+    data: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """One sampled token with its numbers."""
@@ -27,6 +36,7 @@ class Sampled:
     logprob: float
     raw_logprob: float
     top: dict[int, float] | None = None
+    routes: Routes | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,6 +50,7 @@ class Request:
     max_tokens: int
     listener: Callable[[Request, Sampled | None], None] | None = None
     wants_prompt: bool = False
+    wants_routes: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
     arrived_s: float = field(default_factory=time.monotonic)
     first_token_s: float | None = None
@@ -57,9 +68,11 @@ class Request:
     finish: Finish | None = None
     stopped_by: int | str | None = None
     error: Exception | None = None
+    shaped: bool = field(init=False)  # by filters: the distribution is not that of softmax(logits / temperature)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
+        self.shaped = bool(self.sampling.filters)
 
     @property
     def remaining(self) -> int:
@@ -75,7 +88,6 @@ class Request:
 
     def completion(self, fingerprint: str) -> Completion:
         assert self.finish is not None
-        filtered = bool(self.sampling.filters)
         return Completion(
             token_ids=tuple(s.token_id for s in self.sampled),
             logprobs=tuple(s.logprob for s in self.sampled),
@@ -84,13 +96,23 @@ class Request:
             prompt_tokens=len(self.prompt_ids),
             stopped_by=self.stopped_by,
             top_logprobs=tuple(s.top or {} for s in self.sampled) if self.sampling.top_logprobs else None,
-            raw_logprobs=tuple(s.raw_logprob for s in self.sampled) if filtered else None,
+            raw_logprobs=tuple(s.raw_logprob for s in self.sampled) if self.shaped else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt else None,
+            routed_experts=routed(self.sampled) if self.wants_routes else None,
             fingerprint=fingerprint,
         )
 
 
+def routed(sampled: Sequence[Sampled]) -> RoutedExperts | None:
+    rows = [s.routes for s in sampled if s.routes is not None]
+    if not rows:
+        return None
+    return RoutedExperts(shape=(len(rows), rows[0].layers, rows[0].top_k), data=b"".join(row.data for row in rows))
+
+
 def spans_of(versions: list[int]) -> tuple[VersionSpan, ...]:
+    if versions and versions.count(versions[0]) == len(versions):
+        return (VersionSpan(start=0, end=len(versions), version=versions[0]),)
     spans: list[VersionSpan] = []
     start = 0
     for version, run in itertools.groupby(versions):

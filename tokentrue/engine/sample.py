@@ -6,6 +6,7 @@ softmax. Temperature 0 takes the argmax itself, and then reports log-probabiliti
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -59,13 +60,14 @@ def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torc
 def sample(ops: Ops, logits_RV: Tensor, requests: list[Request]) -> list[Sampled | Exception]:
     """One token per row, for the requests in their order."""
     temperatures = [r.sampling.temperature or 1.0 for r in requests]
-    penalised = penalties(logits_RV, requests)
-    per_row = torch.tensor(temperatures, dtype=torch.float32, device=logits_RV.device)
-    raw_scaled = scaled_logits(logits_RV, per_row)
+    shaped = [i for i, r in enumerate(requests) if r.shaped]
+    penalised = penalties(logits_RV, requests) if shaped else {}
+    even = all(t == 1.0 for t in temperatures)
+    per_row = torch.tensor(temperatures, dtype=torch.float32, device=logits_RV.device) if shaped or not even else None
+    raw_scaled = scaled_logits(logits_RV, 1.0 if even or per_row is None else per_row)
     raw_table = ops.log_softmax(raw_scaled)
     scaled, table = raw_scaled, raw_table
-    shaped = [i for i, r in enumerate(requests) if r.sampling.filters]
-    if shaped:
+    if per_row is not None and shaped:
         scaled, table = raw_scaled.clone(), raw_table.clone()
         for i in shaped:
             s = requests[i].sampling
@@ -76,10 +78,9 @@ def sample(ops: Ops, logits_RV: Tensor, requests: list[Request]) -> list[Sampled
     at = chosen[:, None]
     raws = raw_table.gather(-1, at).squeeze(-1).tolist()
     logprobs = table.gather(-1, at).squeeze(-1).tolist() if shaped else raws
-    finite = torch.isfinite(raw_scaled.sum(-1)).tolist()
     results: list[Sampled | Exception] = []
     for i, (request, token) in enumerate(zip(requests, chosen.tolist(), strict=True)):
-        if not finite[i]:
+        if not math.isfinite(raws[i]):  # a NaN or infinity anywhere in the row shows in its normaliser
             results.append(not_finite())
             continue
         top = None

@@ -255,7 +255,7 @@ class Administration:
         metrics.trained.labels("trained").set(trained)
         for why, tokens in untrained.items():
             metrics.untrained.labels(why).set(tokens)
-        return [*metrics.snapshot(), *engine_families(gateway.provider)]
+        return [*metrics.snapshot(), *engine_families(gateway.provider.inner)]
 
     async def metrics(self, request: Request) -> Response:
         snapshots = [await self._measure()]

@@ -1,9 +1,10 @@
 """Batch-invariant operators and THE ONE log-probability function, shared by engine and trainer."""
 
+from tokentrue.numerics.devices import ops_for
 from tokentrue.numerics.fingerprint import Contract
 from tokentrue.numerics.gradient import deterministic_grad
 from tokentrue.numerics.logprob import filtered, logprobs_of, scaled_logits
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch, ops_for
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
 from tokentrue.numerics.patch import SWITCHES, exact
 from tokentrue.numerics.score import logits_of, score
 from tokentrue.numerics.selftest import same_bits

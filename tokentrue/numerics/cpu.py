@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class CpuOps(Ops):
     name = "cpu"
     block_size = PAGE
+    least_rows = 2
 
     def __init__(self) -> None:
         self.structural: set[int] = set()
@@ -137,11 +139,16 @@ class CpuOps(Ops):
         self.has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
         self.rows = 8  # least rows of an attention product; `self_test` finds it
         self._packed: dict[tuple[int, int], tuple[Product, Tensor]] = {}
+        self._head_weights: dict[int, Tensor] = {}
+        self._turn: tuple[Tensor, Tensor, Tensor] | None = None
         self._buffers: dict[str, Tensor] = {}
         self._plan: tuple[PagedBatch, dict[int | None, list[DecodePlan]]] | None = None
 
     # ---- rows x features ----------------------------------------------------------------------------------------------------------
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        packed = self._packed.get((weight.data_ptr(), weight.shape[0])) if self._packed and not torch.is_grad_enabled() else None
+        if packed is not None and x.dim() == 2 and x.is_contiguous():  # a step of the engine: the shortest way
+            return packed[0](x, packed[1], bias)
         flat = x.reshape(-1, x.shape[-1])
         if not flat.is_contiguous():
             flat = flat.contiguous()
@@ -150,7 +157,6 @@ class CpuOps(Ops):
         elif torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             out = Linear.apply(flat, weight, bias, self.product(weight, flat.shape[0]))
         else:
-            packed = self._packed.get((weight.data_ptr(), weight.shape[0]))
             product, form = packed or (self.product(weight, flat.shape[0]), weight)
             out = product(flat, form, bias)
         return out.view(*x.shape[:-1], weight.shape[0])  # pyright: ignore
@@ -164,6 +170,7 @@ class CpuOps(Ops):
 
     def pack(self, weights: Iterable[Tensor]) -> None:
         self._packed.clear()
+        self._head_weights.clear()
         for weight in weights:
             n, k = weight.shape
             if weight.dtype != torch.float32 or not self.has_onednn or k in self.structural:
@@ -242,12 +249,24 @@ class CpuOps(Ops):
                 q = self.rms_norm(qk[:, :h], norm.q_weight, norm.eps, unit_offset=norm.unit_offset)
                 qk = torch.cat((q, self.rms_norm(qk[:, h:], norm.k_weight, norm.eps, unit_offset=norm.unit_offset)), 1)
             else:
-                weight = torch.cat((norm.q_weight.expand(h, d), norm.k_weight.expand(j, d)))
-                qk = F.rms_norm(qk, (d,), None, norm.eps).mul_(weight)
+                qk = F.rms_norm(qk, (d,), None, norm.eps).mul_(self.head_weights(norm, h, j, d))
         if cos is not None and sin is not None:
-            qk = rotated(qk, cos, sin)
+            qk = turned(qk, *self.turn(cos, sin))
         self.store_kv(qk[:, h:], v, k_cache, v_cache, batch.slots)
         return qk[:, :h]
+
+    def head_weights(self, norm: HeadNorm, h: int, j: int, d: int) -> Tensor:
+        """The norm weights of every query and key head [H+J, D]; made anew after `pack`."""
+        key = norm.q_weight.data_ptr()
+        if key not in self._head_weights:
+            self._head_weights[key] = torch.cat((norm.q_weight.expand(h, d), norm.k_weight.expand(j, d)))
+        return self._head_weights[key]
+
+    def turn(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors of `turned`: the same for every layer of a step, so made once."""
+        if self._turn is None or self._turn[0] is not cos:
+            self._turn = (cos, *turn_of(cos, sin))
+        return self._turn[1:]
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         decodes = batch.num_decodes
@@ -282,7 +301,10 @@ class CpuOps(Ops):
         rows = slice(0, batch.num_decodes) if len(members) == batch.num_decodes else torch.tensor(members)
         keys = cpu_attention.up_to(max(contexts), cpu_attention.KEYS)
         hidden = hidden_decode(contexts, keys, window)
-        return DecodePlan(rows, self.pages_of(batch.block_tables[rows], keys), keys, None if hidden is None else hidden.repeat(heads, 1, 1))
+        if hidden is not None and len(members) > 1:
+            hidden = hidden.repeat(heads, 1, 1)
+        tables = batch.block_tables if len(members) == batch.block_tables.shape[0] else batch.block_tables[rows]
+        return DecodePlan(rows, self.pages_of(tables, keys), keys, hidden)
 
     def pages_of(self, tables: Tensor, keys: int) -> Tensor:
         """The pages of the first `keys` keys of each sequence, flat."""
@@ -371,10 +393,18 @@ class DecodePlan:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return turned(x, *turn_of(cos, sin))
+
+
+def turn_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, each with room for the heads. (-x2)*sin and x2*(-sin) are the same bits; here the sign has the smaller tensor."""
+    half = sin.shape[-1] // 2
+    return cos.unsqueeze(1), torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
+
+
+def turned(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
     half = cos.shape[-1] // 2
-    # (-x2)*sin and x2*(-sin) are the same bits; the sign moves to the smaller tensor.
-    signed = torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
-    return (x * cos.unsqueeze(1)).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed))
+    return (x * cos).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed))
 
 
 def decode_buckets(contexts: tuple[int, ...]) -> list[list[int]]:
@@ -393,9 +423,20 @@ def prefill_buckets(batch: PagedBatch) -> list[list[int]]:
     return list(buckets.values())
 
 
+@lru_cache(maxsize=1)
+def past_the_end() -> Tensor:
+    """Row c: which keys of a block lie past its first c. Read only."""
+    return torch.arange(cpu_attention.KEYS)[None, :] >= torch.arange(cpu_attention.KEYS + 1)[:, None]
+
+
 def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor | None:
+    """[S,1,N]: keys that the query of each sequence does not see; N the last block alone where that is all."""
+    first = keys - cpu_attention.KEYS
     if window is None and all(context == keys for context in contexts):
         return None
+    if window is None and min(contexts) > first:
+        table = past_the_end()
+        return table[contexts[0] - first].view(1, 1, -1) if len(contexts) == 1 else table[[c - first for c in contexts]].unsqueeze(1)
     ends = torch.tensor(contexts).view(-1, 1, 1)
     at = torch.arange(keys).view(1, 1, -1)
     hidden = at >= ends

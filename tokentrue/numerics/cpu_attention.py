@@ -38,7 +38,8 @@ def fold(q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor | None, sof
     if softcap is not None:
         s_XMN = s_XMN.div_(softcap).tanh_().mul_(softcap)
     if hidden is not None:
-        s_XMN[..., s_XMN.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
+        last = s_XMN if s_XMN.shape[-1] == hidden.shape[-1] else s_XMN[..., s_XMN.shape[-1] - hidden.shape[-1] :]
+        last.masked_fill_(hidden, -torch.inf)
     top = s_XMN.amax(-1, keepdim=True)
     p_XMN = s_XMN.sub_(top).exp_()
     x, m, n = p_XMN.shape

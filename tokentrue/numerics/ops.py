@@ -21,8 +21,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tokentrue.errors import ExactnessError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
@@ -97,6 +95,10 @@ class Ops(ABC):
 
     name: str
     block_size: int
+    least_rows: int = 1
+    """Products of fewer rows cost more than of this many: a lone token may be computed so many times over."""
+    routes: list[Tensor] | None = None
+    """While it is a list, every mixture of experts that runs appends its choice [T,k]."""
 
     # ---- rows x features ----------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -215,17 +217,3 @@ class Ops(ABC):
             q, k = self.rotary(q, k, cos, sin)
         self.store_kv(k, v, k_cache, v_cache, batch.slots)
         return q
-
-
-def ops_for(device: torch.device | str) -> Ops:
-    """The operators of a device; a fresh object, because fall-backs belong to one model on one machine."""
-    kind = torch.device(device).type
-    if kind == "cpu":
-        from tokentrue.numerics.cpu import CpuOps
-
-        return CpuOps()
-    if kind == "cuda":
-        from tokentrue.numerics.triton import TritonOps
-
-        return TritonOps()
-    raise ExactnessError(f"no exact operators for device {kind!r}; use cpu or cuda")

@@ -23,8 +23,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu import ACTIVATIONS
+from tokentrue.numerics.devices import ops_for
 from tokentrue.numerics.fingerprint import Contract, contract_of
-from tokentrue.numerics.ops import AttentionSpec, Ops, Packed, ops_for
+from tokentrue.numerics.ops import AttentionSpec, Ops, Packed
 
 ATTENTION = "tokentrue_exact"
 SWITCHES = ("linear", "rms_norm", "activation", "rotary", "experts", "attention")
@@ -174,6 +175,8 @@ def experts_forward(name: str, module: nn.Module, ops: Ops) -> Forward:
         raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: experts {what}")
 
     def forward(hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        if ops.routes is not None:
+            ops.routes.append(index)
         return ops.experts(hidden, index, weight, module.gate_up_proj, module.down_proj, kind)  # pyright: ignore
 
     return forward
