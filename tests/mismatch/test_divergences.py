@@ -302,6 +302,12 @@ def test_row_22_decoupled_areal_without_rejection_corrects_nothing() -> None:
     assert Correction.from_areal({}).denominator == "rollout"
 
 
+def test_the_page_lists_every_row() -> None:
+    tests = {name for name in globals() if name.startswith("test_row_")}
+    page = (Path(__file__).parents[2] / "docs" / "mismatch-peers.md").read_text()
+    assert len(tests) == 23 and {name for name in tests if f"`{name}`" in page} == tests
+
+
 def test_row_23_a_test_that_returns_its_verdict_cannot_fail() -> None:
     """One of verl's does. Ours assert: no test of this folder returns a value, and pytest takes one that does for an error."""
     for file in Path(__file__).parent.glob("test_*.py"):

@@ -82,6 +82,9 @@ def probe(m: Any) -> None:
     near(found["corr/k1"], -flat.mean())
     near(found["corr/k2"], (flat**2).mean() / 2)
     near(found["corr/k3"], (flat.exp() - 1 - flat).mean())
+    near(m.diagnose(delta, zeros, mask, logprobs=delta)["ppo_rollout/k3"], (flat.exp() - 1 - flat).mean())
+    small = m.diagnose(torch.full((1, 3), 9e-4, dtype=D), torch.zeros(1, 3, dtype=D))["corr/k3"]
+    near(small / (0.5 * 9e-4**2 + 9e-4**3 / 6 + 9e-4**4 / 24), 1.0, 1e-9)
     near(found["chi2/token"], (2 * flat).exp().mean() - 1)
     near(found["chi2/sequence"], (2 * torch.tensor([5.4, 0.1, -3.0], dtype=D)).exp().mean() - 1)
     near(found["ratio/raw/ess"], flat.exp().sum() ** 2 / (7 * (2 * flat).exp().sum()))
@@ -143,6 +146,10 @@ def _probe_losses(m: Any) -> None:
     with_penalty = m.LossConfig(surrogate="reinforce", penalty=m.Penalty(coefficient=1.0))
     value, _ = m.policy_loss(one, None, None, torch.zeros(1, 1), None, with_penalty, reference_logprobs=torch.tensor([[-0.5]], dtype=D))
     near(torch.autograd.grad(value, one)[0], [[1 - math.exp(0.5)]])
+    # Weights of current ÷ rollout hold the current policy, and are constants all the same: the gradient is -w·A/n and no more.
+    weighed = m.Correction(denominator="rollout", surrogate="reinforce", weights=m.Weights(upper=3.0, signal="ppo_rollout"))
+    value, _ = m.policy_loss(current, old, old, a, None, weighed)
+    near(torch.autograd.grad(value, current)[0][0], [-0.125, 0.25, -0.375, 0.75])
 
 
 MUTANTS = [
@@ -175,6 +182,10 @@ MUTANTS = [
     ("sums.py", "gap = per_row[\"rollout\"] - per_row[\"trainer\"]", "gap = per_row[\"trainer\"] - per_row[\"rollout\"]"),
     ("sums.py", "(advantages > 0, advantages < 0)", "(advantages < 0, advantages > 0)"),
     ("sums.py", "delta > edge if most > edge else 0", "delta > 2 * edge if most > edge else 0"),
+    ("sums.py", "third / 6 + fourth / 24", "third / 5 + fourth / 24"),
+    ("sums.py", "gap = first - total", "gap = first + total"),
+    ("sums.py", "peak <= NEAR", "peak <= 1000 * NEAR"),
+    ("sums.py", "total.index_select(0, near) + series", "series"),
     ("bag.py", "merged[name] = stat if mine is None else mine.merge(stat)", "merged[name] = stat"),
     ("diagnose.py", "valid[: int(gap", "valid[1 : int(gap"),
     ("loss.py", "loss = torch.maximum(plain, bounded)", "loss = torch.minimum(plain, bounded)"),
@@ -194,6 +205,25 @@ MUTANTS = [
 
 def test_the_probe_holds_for_the_code_as_it_is() -> None:
     with room(None) as m:
+        probe(m)
+
+
+GUARDS = [  # any one of them keeps gradient out of weights; the mutant lacks all three
+    ("correct.py", "    with torch.no_grad():\n        for rows in layout.blocks():", "    if True:\n        for rows in layout.blocks():"),
+    ("signals.py", "rows.read(_detached(policies.current))", "rows.read(policies.current)"),
+    ("loss.py", "logprobs.detach() if isinstance(logprobs, Tensor) else [row.detach() for row in logprobs]", "logprobs"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")
+def test_weights_would_be_differentiated_without_the_guards(tmp_path: Path) -> None:
+    folder = tmp_path / "tokentrue"
+    shutil.copytree(ROOM, folder / "mismatch", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, old, new in GUARDS:
+        path = folder / "mismatch" / file
+        assert path.read_text().count(old) == 1, (file, old)
+        path.write_text(path.read_text().replace(old, new))
+    with room(folder) as m, pytest.raises(AssertionError, match="not close"):
         probe(m)
 
 

@@ -136,6 +136,21 @@ def test_k3_keeps_its_digits_where_the_plain_formula_is_noise(dtype: torch.dtype
     assert float(k3(torch.zeros(1))) == 0.0
 
 
+@pytest.mark.parametrize("scale", [1e-10, 1e-7, 1e-5, 9e-4, 1.1e-3, 1e-2, 1.0])
+def test_sums_of_k3_keep_their_digits_at_every_scale(scale: float) -> None:
+    """Chunks below and above the edge of the series, and both in one row; χ² beside it."""
+    generator = torch.Generator().manual_seed(0)
+    delta = torch.randn(3, 300, generator=generator, dtype=torch.float64) * scale
+    delta[0, 130] = 0.5
+    found = diagnose(delta, torch.zeros_like(delta))
+    each = [_k3_exactly(x) for x in delta.view(-1).tolist()]
+    assert found["corr/k3"] == pytest.approx(math.fsum(each) / 900, rel=1e-8)
+    chi2 = math.fsum(2 * (x + k) + (x + k) ** 2 for x, k in zip(delta.view(-1).tolist(), each, strict=True)) / 900
+    assert found["chi2/token"] == pytest.approx(chi2, rel=1e-8, abs=1e-18)
+    rows = [math.fsum(each[300 * row : 300 * row + 300]) for row in range(3)]
+    assert [row.sum_k3 for row in found.worst] == pytest.approx(sorted(rows, reverse=True), rel=1e-7)
+
+
 def _k3_exactly(x: float) -> float:
     """The series in rational arithmetic."""
     value, term, total = Fraction(x), Fraction(x), Fraction(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokentrue.errors import InputError
 from tokentrue.mismatch.bag import BINS, Count, Extremes, Histogram, Mean, Metrics, Moments, Statistic, exact_total, exact_totals
 from tokentrue.mismatch.layout import Layout
-from tokentrue.mismatch.metrics import LOG_CLAMP, contribution, excess_and_k3, k1, k2, k3
+from tokentrue.mismatch.metrics import LOG_CLAMP, contribution, k1, k2, k3
 from tokentrue.mismatch.reduce import chunk_sums, row_maxima, row_sums
 from tokentrue.mismatch.rows import CHUNK, Rows, Values
 from tokentrue.mismatch.signals import Signals
@@ -26,6 +26,7 @@ POSITIONS = (128, 512, 2048, 8192, 32768)  # whole chunks
 TAILS = (1.1, 1.5, 2.0, 5.0, 10.0)
 SIGNS = ("positive", "negative")
 COUNTED_TOKENS = 1 << 20
+NEAR = 1e-3
 LARGEST = 700.0  # of a logarithm whose exp is finite
 
 
@@ -89,15 +90,12 @@ class Sums:
         rows, delta = signals.rows, signals.corr
         self.shape.append((rows.lengths, rows.chunks, rows.filled))
         magnitude = delta.abs()
-        self.parts.setdefault("peak", []).append(magnitude.amax(dim=1))
+        peak = magnitude.amax(dim=1)
+        self.parts.setdefault("peak", []).append(peak)
         self.push("delta", delta)
         self.push("abs", magnitude)
-        inner = signals.clamped(LOG_CLAMP)
-        self.push("square", inner * inner)
-        excess, gap = excess_and_k3(inner)
-        self.push("k3", gap)
         self.push("rollout", signals.rollout)
-        self.push_powers("excess", excess)
+        self.add_divergence(signals.clamped(LOG_CLAMP), peak)
         self.add_bins(rows, delta)
         least, most = signals.span
         self.span("delta", least, most)
@@ -108,6 +106,27 @@ class Sums:
             self.count(f"raw/below_1/{bound:g}", delta < -edge if least < -edge else 0)
         buckets = _probability_table(delta.device).index_select(0, Histogram.bins_of(signals.rollout).view(-1)).view_as(delta)
         self.bucket("probability", rows, buckets, magnitude, size=len(PROBABILITIES) + 1, padding=len(PROBABILITIES))
+
+    def add_divergence(self, x: Tensor, peak: Tensor) -> None:
+        """Chunks' sums of x², K3, r - 1 and (r - 1)².
+
+        Σ(e^x - 1) - Σx is K3's sum but for 1e-14, which is nothing to a chunk with one |x| above `NEAR`. In the others rounding would
+        be all that is left: there K3 is summed by its series, and gives the sum of r - 1 too.
+        """
+        square = x * x
+        excess = x.exp().sub_(1)
+        total, second = chunk_sums(x), chunk_sums(square)
+        first = chunk_sums(excess)
+        gap = first - total
+        near = (peak <= NEAR).nonzero().squeeze(1)
+        if near.numel():
+            value, power = x.index_select(0, near), square.index_select(0, near)
+            third, fourth = chunk_sums(value.mul_(power)), chunk_sums(power.mul_(power))
+            series = second.index_select(0, near) / 2 + third / 6 + fourth / 24
+            gap = gap.index_copy(0, near, series)
+            first = first.index_copy(0, near, total.index_select(0, near) + series)
+        for name, sums in (("square", second), ("k3", gap), ("excess1", first), ("excess2", chunk_sums(excess.mul_(excess)))):
+            self.parts.setdefault(name, []).append(sums)
 
     def add_ppo(self, signals: Signals) -> None:
         if signals.current is None:
