@@ -82,6 +82,7 @@ class Session:
         self._airspace: Airspace[tuple[Any, ...]] = Airspace()
         self._tokens = 0
         self._last_settled: tuple[Sampling, Sampling] | None = None  # what was asked for, what it became: mostly the same from turn to turn
+        self._creating: asyncio.Future[None] | None = None
         self._created = journal.create(self.record) if journal is not None and _record is None else None
 
     @classmethod
@@ -101,10 +102,12 @@ class Session:
         return self.record.id
 
     async def ready(self) -> None:
-        """The session itself is in the journal."""
+        """The session itself is in the journal. Everyone waits for one future: who came together goes on together."""
         if self._created is not None:
-            await asyncio.wrap_future(self._created)
-            self._created = None
+            if self._creating is None:
+                self._creating = asyncio.wrap_future(self._created)
+            await asyncio.shield(self._creating)
+            self._created = self._creating = None
 
     # The turn.
     async def chat(

@@ -144,6 +144,7 @@ class Server:
         return answer
 
     def turns_logged(self) -> list[dict[str, Any]]:
+        time.sleep(0.2)  # the line is written when the answer is out
         lines = [line for line in self.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in map(json.loads, lines) if line.get("event") == "turn"]
 

@@ -54,6 +54,7 @@ def served_before_written(patch: pytest.MonkeyPatch) -> None:
         return None
 
     patch.setattr(journal.Journal, "append_all", later)
+    patch.setattr(journal.Journal, "append_now", lambda self, session_id, rows: True)
 
 
 def prefix_decoded_and_encoded(patch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,7 @@ def ids_not_restored(patch: pytest.MonkeyPatch) -> None:
 
 def joins_nobody(patch: pytest.MonkeyPatch) -> None:
     numbers = count()
-    patch.setattr(turn, "request_digest", lambda request, place, key: str(next(numbers)))
+    patch.setattr(turn, "request_digest", lambda *_: str(next(numbers)))
 
 
 MUTATIONS: list[tuple[Patch, Callable[[Path], Any]]] = [
