@@ -7,7 +7,9 @@ session. Nothing here knows about tokens.
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +68,7 @@ def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on
         quiet = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
         # one's own Ray stays on loopback
         where = {"address": None, "_node_ip_address": "127.0.0.1"} if address == "local" else {"address": address}
+        require_listener(address)
         try:
             ray.init(**where, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -77,6 +80,17 @@ def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on
         fleet.stop()
         if mine:
             ray.shutdown()
+
+
+def require_listener(address: str) -> None:
+    """Ray itself tries a wrong address for minutes; whether anybody listens there is known at once."""
+    found = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=10).close()
+    except OSError as error:
+        raise ConfigError(f"--ray {address}: nobody listens there ({error}); `local` starts a Ray here") from error
 
 
 def serve_config(settings: RolloutRun, number: int) -> ServeConfig:

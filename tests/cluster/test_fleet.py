@@ -1,0 +1,101 @@
+"""The fleet without its actors: pinning, absences waited for, one-line errors. With actors: tests/e2e/test_ray.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tokentrue.cluster import actors
+from tokentrue.cluster.rollout import Fleet, require_listener
+from tokentrue.environments import Plan, RolloutConfig, Task, plan_groups
+from tokentrue.errors import ConfigError, EngineUnreachable
+
+pytest.importorskip("ray")
+PLANS = plan_groups([Task(task_id=f"t{i}", prompt="") for i in range(16)], n=4, seed=0)
+
+
+def test_a_rollout_is_pinned_by_its_key_alone_and_gateways_share_the_load() -> None:
+    fleet = object.__new__(Fleet)
+    fleet.gateways = ["a", "b", "c"]
+    found = [fleet.gateway_of(plan) for plan in PLANS]
+    assert found == [fleet.gateway_of(plan) for plan in reversed(PLANS)][::-1]
+    assert all(found.count(name) > len(PLANS) / 6 for name in "abc")
+
+
+def test_nobody_at_an_address_is_said_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="nobody listens"):
+        require_listener("127.0.0.1:1")
+    with pytest.raises(ConfigError, match="nobody listens"):
+        require_listener("ray://127.0.0.1:1")
+    assert time.monotonic() - began < 15
+    require_listener("local")
+    require_listener("auto")
+
+
+class Moody:
+    """The gateway is away `absent` times, then there; sessions that were opened are counted."""
+
+    def __init__(self, absent: int) -> None:
+        self.absent = absent
+        self.opened = 0
+
+    def sessions(self, base_url: str, **_: Any) -> Moody:
+        return self
+
+    async def __aenter__(self) -> Moody:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    @asynccontextmanager
+    async def open(self, plan: Plan) -> AsyncIterator[Any]:
+        self.opened += 1
+        if self.opened <= self.absent:
+            raise EngineUnreachable("gone")
+        yield self
+
+    session_id = "s"
+    client = None
+
+    async def finish(self, reward: float) -> tuple[Any, Any]:
+        return [{"reward": reward}], {"sampled": 1, "trained": 1}
+
+
+class Agent:
+    name = "agent"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    async def run(self, client: Any, task: Task) -> float:
+        if self.error is not None:
+            raise self.error
+        return 1.0
+
+
+async def address() -> str:
+    return "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("absent", "error", "opened", "said"),
+    [(2, None, 3, None), (0, ValueError("the agent broke"), 1, "ValueError: the agent broke"), (0, ConnectionError("reset"), 99, "away")],
+)
+async def test_an_absence_is_waited_for_and_an_agent_s_failure_is_not(
+    absent: int, error: Exception | None, opened: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moody = Moody(absent)
+    monkeypatch.setattr(actors, "GatewaySessions", moody.sessions)
+    monkeypatch.setattr(actors, "PATIENCE_S", 60.0 if said is None else 4.0)
+    actors.is_absence(ValueError())  # its imports take their time, and are not what is waited for here
+    found = await actors.play_through(Agent(error), PLANS[0], address, RolloutConfig(), "key", time.perf_counter())
+    assert found.plan == PLANS[0]
+    assert found.reward == (1.0 if said is None else None)
+    assert (found.error is None) if said is None else (said in (found.error or ""))
+    assert moody.opened == opened if opened < 99 else moody.opened > 1, "an absence was not tried again"
