@@ -83,8 +83,9 @@ def probe(m: Any) -> None:
     near(found["corr/k2"], (flat**2).mean() / 2)
     near(found["corr/k3"], (flat.exp() - 1 - flat).mean())
     near(m.diagnose(delta, zeros, mask, logprobs=delta)["ppo_rollout/k3"], (flat.exp() - 1 - flat).mean())
-    small = m.diagnose(torch.full((1, 3), 9e-4, dtype=D), torch.zeros(1, 3, dtype=D))["corr/k3"]
-    near(small / (0.5 * 9e-4**2 + 9e-4**3 / 6 + 9e-4**4 / 24), 1.0, 1e-9)
+    small = m.diagnose(torch.full((1, 3), 9e-4, dtype=D), torch.zeros(1, 3, dtype=D))
+    near(small["corr/k3"] / (0.5 * 9e-4**2 + 9e-4**3 / 6 + 9e-4**4 / 24), 1.0, 1e-9)
+    near(small["chi2/token"] / math.expm1(2 * 9e-4), 1.0)
     near(found["chi2/token"], (2 * flat).exp().mean() - 1)
     near(found["chi2/sequence"], (2 * torch.tensor([5.4, 0.1, -3.0], dtype=D)).exp().mean() - 1)
     near(found["ratio/raw/ess"], flat.exp().sum() ** 2 / (7 * (2 * flat).exp().sum()))
