@@ -155,7 +155,8 @@ def test_sums_by_pairs_depend_on_nothing_but_their_row() -> None:
     assert torch.equal(whole, alone)
     want = torch.tensor([math.fsum(part.tolist()) for part in parts], dtype=torch.float64)
     torch.testing.assert_close(whole, want, rtol=1e-13, atol=1e-13)
-    assert sum_padded_rows(torch.zeros(0), torch.zeros(2, dtype=torch.long)).tolist() == [0.0, 0.0]
+    nothing = sum_padded_rows(torch.zeros(0, requires_grad=True), torch.zeros(2, dtype=torch.long))
+    assert nothing.tolist() == [0.0, 0.0] and nothing.requires_grad  # a batch that is masked altogether has a gradient, of zeros
 
 
 def test_no_rows_at_all() -> None:

@@ -35,7 +35,7 @@ def sum_padded_rows(sums: Tensor, chunks: Tensor) -> Tensor:
     """`row_sums` by pairs of neighbours: the zeros that fill up the shorter rows change no bit."""
     width = int(chunks.max()) if chunks.numel() else 0
     if not width:
-        return sums.new_zeros(chunks.shape[0])
+        return sums.new_zeros(chunks.shape[0]) + sums.sum()  # 0, and still of the graph
     row = torch.arange(chunks.shape[0], device=sums.device).repeat_interleave(chunks)
     place = torch.arange(sums.shape[0], device=sums.device) - (chunks.cumsum(0) - chunks)[row] + row * width
     grid = sums.new_zeros(chunks.shape[0] * width).index_copy(0, place, sums)
