@@ -167,7 +167,7 @@ class TestVLLM(Conformance):
         if not (await provider.health())["token_route"]:
             pytest.skip("aborting by name needs --enable-scale-out")
         pool = Pool([provider])
-        sampling = Sampling(max_tokens=300, seed=3, extra={"ignore_eos": True})
+        sampling = Sampling(max_tokens=4000, seed=3, extra={"ignore_eos": True})
         work = asyncio.create_task(collected(pool, prompt, sampling) if streamed else pool.generate(prompt, sampling))
         await asyncio.sleep(0.5)
         assert await pool.interrupt() == 1
@@ -176,7 +176,7 @@ class TestVLLM(Conformance):
         pool.resume()
         done: Any = await work
         final = done[2] if isinstance(done, tuple) else done
-        assert len(final.token_ids) == 300 and final.finish is Finish.LENGTH
+        assert len(final.token_ids) == 4000 and final.finish is Finish.LENGTH
 
     async def test_a_response_format_is_enforced(self, provider: VLLMProvider, prompt: list[int], model_dir: Path) -> None:
         """A random model that must write this schema writes it."""

@@ -56,6 +56,12 @@ class IdsJson:
             self._bytes -= _size(self._kept.popitem(last=False)[1])
         return text
 
+    def forget(self, session: str) -> None:
+        """A session that is no longer in memory; where it comes back, its text is made anew."""
+        known = self._kept.pop(session, None)
+        if known is not None:
+            self._bytes -= _size(known)
+
 
 def _size(kept: tuple[array[int], bytearray]) -> int:
     return len(kept[0]) * kept[0].itemsize + len(kept[1])
