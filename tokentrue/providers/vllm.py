@@ -148,7 +148,7 @@ class VLLMProvider:
             return 0
 
         async def abort(request_ids: Sequence[str]) -> None:
-            await self._post("/inference/v1/abort_requests", {"request_ids": list(request_ids)})
+            await self._post("/inference/v1/abort_requests", {"request_ids": names_of(request_ids)})
 
         return await self._running.break_off(abort, within_s=within_s)
 
@@ -265,9 +265,14 @@ class VLLMProvider:
     async def _abort(self, abilities: Abilities, request_id: str) -> None:
         if abilities.token_route:
             try:
-                await self._post("/inference/v1/abort_requests", {"request_ids": [request_id]})
+                await self._post("/inference/v1/abort_requests", {"request_ids": names_of([request_id])})
             except EngineError:
                 return  # the engine is gone: nothing is left to abort
+
+
+def names_of(request_ids: Sequence[str]) -> list[str]:
+    """What the server may call our requests: it puts the route's name before the id that it was given."""
+    return [name for request_id in request_ids for name in (request_id, f"generate-tokens-{request_id}")]
 
 
 def completion_rows(logprobs: Mapping[str, Any], ids: Sequence[int]) -> list[dict[str, Any]]:
