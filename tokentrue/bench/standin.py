@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httptools
+import numpy as np
 import orjson
 
 LOGPROB = -0.6931471805599453
@@ -46,6 +47,11 @@ class StandIn:
             "finish_reason": {"type": "stop", "matched": ids[-1]} if last else None,
         }
         return orjson.dumps({"text": "", "output_ids": ids[-new:], "meta_info": meta})
+
+
+def count_ids(body: bytearray) -> int:
+    """A gateway checks that every id arrived. An engine that answers at once must not spend half a millisecond counting them."""
+    return int(np.count_nonzero(np.frombuffer(body, dtype=np.uint8, count=body.find(b"]")) == ord(","))) + 1
 
 
 class Door(asyncio.Protocol):
@@ -116,7 +122,7 @@ class Door(asyncio.Protocol):
             await asyncio.sleep(engine.delay_s)
         ids = engine.ids()
         tail = bytes(self._body[-2048:])
-        prompt_tokens = self._body.count(b",", 0, self._body.find(b"]")) + 1  # a gateway checks that every id arrived
+        prompt_tokens = count_ids(self._body)
         if b'"stream":true' not in tail:
             self._answer(engine.event(ids, len(ids), prompt_tokens, last=True))
             return
