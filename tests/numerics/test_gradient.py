@@ -78,7 +78,7 @@ for (name, a), b in zip(model.named_parameters(), plain.parameters()):
     worst = max(worst, ((full - b.grad).norm() / b.grad.norm()).item())
 assert worst < 1e-4, worst
 assert "forward" not in model.model.norm.__dict__
-print("ok", rank)
+os.write(1, b"ok %d\\n" % rank)  # in one piece: two processes share the pipe
 dist.destroy_process_group()
 """
 
