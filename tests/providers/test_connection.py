@@ -144,6 +144,34 @@ async def test_a_reader_that_leaves_closes_its_connection(at: tuple[Server, Wire
     assert await wire.json("POST", "/x", b"1") == {} and server.connections == 3
 
 
+UNENDED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"e\r\ndata: [DONE]\n\n\r\n" + b"~" * 300  # [DONE], and then no end
+
+
+@pytest.mark.parametrize("answer", [OK, UNENDED])
+async def test_closing_leaves_no_socket_behind(at: tuple[Server, Wire], answer: bytes) -> None:
+    server, wire = at
+    server.answers = [answer]
+    if answer is OK:
+        await wire.json("POST", "/x", b"1")
+    else:
+        assert [event async for event in wire.events("/x", b"1")] == []
+    connections = wire._connections
+    (kept,) = (*connections._idle, *connections._leaving)
+    assert kept._transport is not None
+    await wire.close()
+    assert kept._transport is None and not connections._idle and not connections._leaving
+
+
+async def test_a_connection_whose_end_never_comes_is_forgotten(at: tuple[Server, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+    server, wire = at
+    monkeypatch.setattr("tokentrue.providers.connection.LEFT_S", 0.02)
+    server.answers = [UNENDED]
+    assert [event async for event in wire.events("/x", b"1")] == []
+    assert len(wire._connections._leaving) == 1
+    await asyncio.sleep(0.1)
+    assert not wire._connections._leaving and not wire._connections._idle
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://x", "http://"])
 def test_a_url_that_is_none(url: str) -> None:
     with pytest.raises(ConfigError, match="http://HOST:PORT"):

@@ -78,6 +78,9 @@ class Connection(asyncio.Protocol):
             else:
                 self._fail(Broken(str(exc or "the server closed the connection"), reused=self._served > 0 and not self.status))
         self._wake()
+        if self._left is not None:  # whoever waits for the end of the answer waits no longer
+            left, self._left = self._left, None
+            left(self)
 
     # httptools' side
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -205,6 +208,7 @@ class Connections:
         if any(char in "\r\n" for value in given.values() for char in value):
             raise ConfigError("a header of the engine's may not hold a line break")
         self._idle: list[Connection] = []
+        self._leaving: set[Connection] = set()  # read as far as it matters; the end of the answer is on its way
 
     def head(self, method: str, path: str, length: int) -> bytes:
         return f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}content-length: {length}\r\n\r\n".encode("latin-1")
@@ -227,11 +231,16 @@ class Connections:
 
     def give_back(self, connection: Connection, *, read: bool = False) -> None:
         """`read` says that nothing more is wanted of the answer, though its end may not have come yet."""
+        self._leaving.discard(connection)
         if read and not connection.whole:
+            self._leaving.add(connection)
             connection.leave(self.give_back)
         elif connection.finish():
             self._idle.append(connection)
 
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+    async def close(self) -> None:
+        for connection in (*self._idle, *self._leaving):
+            connection.close()
+        self._idle.clear()
+        self._leaving.clear()
+        await asyncio.sleep(0)  # a transport lets go of its socket in the next round of the loop

@@ -80,7 +80,7 @@ class Wire:
         self._connections = Connections(self.url, connect_s=connect_s, headers={"content-type": "application/json", **(headers or {})})
 
     async def close(self) -> None:
-        self._connections.close()
+        await self._connections.close()
 
     @asynccontextmanager
     async def open(self, method: str, path: str, body: bytes | None = None, *, retry: bool = True) -> AsyncIterator[Connection]:
