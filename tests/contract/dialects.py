@@ -60,9 +60,7 @@ def _invokes(calls: Sequence[Call]) -> str:
 
 
 def deepseek_fenced(calls: Sequence[Call]) -> str:
-    inner = "\n".join(
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c['name']}\n```json\n{dumps(c)}\n```<｜tool▁call▁end｜>" for c in calls
-    )
+    inner = "\n".join(f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c['name']}\n```json\n{dumps(c)}\n```<｜tool▁call▁end｜>" for c in calls)
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 

@@ -152,9 +152,7 @@ def trl() -> SimpleNamespace:
     file = unpacked("trl") / "trl" / "trainer" / "grpo_trainer.py"
     helpers = {"nanmin": torch.min, "nanmax": torch.max}
     functions = _functions(file, {"get_off_policy_mask", "get_gamma_weights", "_compute_loss"}, helpers)
-    return SimpleNamespace(
-        ratio=_trl_ratio(file), off_policy_mask=functions["get_off_policy_mask"], loss=_trl_loss(functions)
-    )
+    return SimpleNamespace(ratio=_trl_ratio(file), off_policy_mask=functions["get_off_policy_mask"], loss=_trl_loss(functions))
 
 
 def _trl_ratio(file: Path) -> Callable[..., torch.Tensor]:

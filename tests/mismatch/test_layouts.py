@@ -94,7 +94,13 @@ def test_losses_agree_across_layouts(name: str) -> None:
             current = given["current"]
             leaves = current.requires_grad_() if isinstance(current, Tensor) else [row.requires_grad_() for row in current]  # type: ignore[union-attr]
             loss, _ = policy_loss(
-                leaves, given["trainer"], given["rollout"], given["advantages"], given["mask"], config, cu_seqlens=given.get("cu_seqlens")  # type: ignore[arg-type]
+                leaves,
+                given["trainer"],
+                given["rollout"],
+                given["advantages"],
+                given["mask"],
+                config,
+                cu_seqlens=given.get("cu_seqlens"),  # type: ignore[arg-type]
             )
             grads = flat(torch.autograd.grad(loss, leaves, allow_unused=True))
             mask = flat(given["mask"]) if given["mask"] is not None else torch.ones_like(grads, dtype=torch.bool)

@@ -174,9 +174,7 @@ def test_skyrl_losses_anchored_on_the_rollout_on_a_thousand_batches() -> None:
         ({"kind": "rollout_is"}, Correction(denominator="rollout", surrogate="reinforce", weights=calibrated)),
     )
     moved = 0
-    for seed, ((kind, correction), reduction) in zip(
-        range(BATCHES), itertools.cycle(itertools.product(kinds, REDUCTIONS)), strict=False
-    ):
+    for seed, ((kind, correction), reduction) in zip(range(BATCHES), itertools.cycle(itertools.product(kinds, REDUCTIONS)), strict=False):
         batch = make(seed)
         near = Batch(**{n: getattr(batch, n) for n in ("trainer", "advantages", "mask")}, rollout=_near(batch),
                      current=(_near(batch) + (batch.current - batch.trainer)).clamp(max=0))  # fmt: skip

@@ -97,7 +97,13 @@ def run(config: LossConfig, batch: Hostile) -> tuple[Tensor, Tensor, Any]:
         assert out.totals is not None
         rest["corrected"] = out.normalised(*out.totals)
     loss, metrics = policy_loss(
-        current, given["trainer"], given["rollout"], given["advantages"], batch.mask, config, **rest  # type: ignore[arg-type]
+        current,
+        given["trainer"],
+        given["rollout"],
+        given["advantages"],
+        batch.mask,
+        config,
+        **rest,  # type: ignore[arg-type]
     )
     (grad,) = torch.autograd.grad(loss, current, allow_unused=True)
     return loss.detach(), torch.zeros_like(current) if grad is None else grad, metrics

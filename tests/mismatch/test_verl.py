@@ -159,9 +159,7 @@ def test_global_counts_and_fixed_length(verl: SimpleNamespace) -> None:
                 loss_agg_mode=mode, config=verl.actor(global_batch_info=info),
             )  # fmt: skip
             config = LossConfig(dual_clip=3.0, **mine)
-            loss, _ = policy_loss(
-                current, batch.trainer, batch.rollout, batch.advantages, batch.mask, config, num_tokens=977, num_rows=31
-            )
+            loss, _ = policy_loss(current, batch.trainer, batch.rollout, batch.advantages, batch.mask, config, num_tokens=977, num_rows=31)
             torch.testing.assert_close(loss, want, **CLOSE)
             torch.testing.assert_close(gradient(loss, current), gradient(want, current), **CLOSE)
 
@@ -220,9 +218,7 @@ def test_kl_penalties(verl: SimpleNamespace) -> None:
         for name in ("k1", "k2", "k3"):
             config = LossConfig(penalty=Penalty(coefficient=1.0, estimator=name))
             base, _ = policy_loss(current, batch.trainer, None, batch.advantages, batch.mask, LossConfig())
-            with_penalty, _ = policy_loss(
-                current, batch.trainer, None, batch.advantages, batch.mask, config, reference_logprobs=reference
-            )
+            with_penalty, _ = policy_loss(current, batch.trainer, None, batch.advantages, batch.mask, config, reference_logprobs=reference)
             per_token = verl.core.kl_penalty(current, reference, name)
             want = (per_token * batch.float_mask).sum() / batch.mask.sum()
             torch.testing.assert_close(with_penalty - base, want, **CLOSE)

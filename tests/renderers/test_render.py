@@ -140,9 +140,10 @@ def test_parts_and_nulls() -> None:
     parts_of = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert "one\ntwo" in renderer.decode(renderer.render([user(parts_of)]).token_ids)
     assert renderer.render([user("a"), says(None)]).token_ids == renderer.render([user("a"), says("")]).token_ids
-    assert renderer.render([{"role": "developer", "content": "x"}, user("a")]).token_ids == renderer.render(
-        [{"role": "system", "content": "x"}, user("a")]
-    ).token_ids
+    assert (
+        renderer.render([{"role": "developer", "content": "x"}, user("a")]).token_ids
+        == renderer.render([{"role": "system", "content": "x"}, user("a")]).token_ids
+    )
 
 
 def test_arguments_as_text_or_object_are_the_same() -> None:

@@ -107,7 +107,7 @@ async def test_an_edited_question_forks() -> None:
 
 
 async def test_swapped_tool_results_fork() -> None:
-    two = '<think>\nx\n</think>\n\n' + "\n".join(
+    two = "<think>\nx\n</think>\n\n" + "\n".join(
         f'<tool_call>\n{{"name": "look", "arguments": {{"path": "{p}"}}}}\n</tool_call>' for p in "ab"
     )
     session, _ = session_of((*encode(two, "own"), renderer("own").stop_token_ids[0]), *[said("ok", "x")] * 4)

@@ -125,9 +125,7 @@ async def ask(engine: Any, prompts: list[list[int]], output: int) -> list[Any]:
 
     engine.core.pool.forget()  # no round profits from the one before
     engine.core.meter.first_token_s.clear()
-    asked = (
-        engine.generate(prompt, Sampling(max_tokens=output, seed=i, extra={"ignore_eos": True})) for i, prompt in enumerate(prompts)
-    )
+    asked = (engine.generate(prompt, Sampling(max_tokens=output, seed=i, extra={"ignore_eos": True})) for i, prompt in enumerate(prompts))
     return await asyncio.gather(*asked)
 
 

@@ -127,9 +127,7 @@ def done(
     coverage: Mapping[str, Any] | None = None,
 ) -> Rollout:
     seconds = time.perf_counter() - began
-    return Rollout(
-        plan=plan, session_id=session_id, reward=reward, error=error, seconds=seconds, samples=samples, coverage=coverage or {}
-    )
+    return Rollout(plan=plan, session_id=session_id, reward=reward, error=error, seconds=seconds, samples=samples, coverage=coverage or {})
 
 
 def is_absence(trouble: BaseException) -> bool:

@@ -178,9 +178,7 @@ def _inner(left: list[_Segment], right: list[_Segment]) -> list[tuple[_Segment |
     return pairs
 
 
-def _difference(
-    mine: _Segment | None, theirs: _Segment | None, expected_ids: Ids, actual_ids: Ids, renderer: Reader
-) -> Mismatch | None:
+def _difference(mine: _Segment | None, theirs: _Segment | None, expected_ids: Ids, actual_ids: Ids, renderer: Reader) -> Mismatch | None:
     one = theirs or mine
     assert one is not None
     expected, actual = _part(mine, expected_ids, renderer, one), _part(theirs, actual_ids, renderer, one)

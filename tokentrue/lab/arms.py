@@ -187,4 +187,3 @@ def retell(kind: Retelling, groups: list[list[Sample]], renderer: Any) -> list[l
         "stringify": lambda sample: rerendered(sample, renderer, stringified),
     }[kind]
     return [[change(sample) for sample in group] for group in groups]
-

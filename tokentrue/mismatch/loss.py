@@ -338,9 +338,7 @@ class Reduction:
         return sums.sum() / max(float((counts > 0).sum()) if self.num_rows is None else self.num_rows, 1.0)
 
 
-def _penalty(
-    config: LossConfig, t: Tokens, layout: Layout, reference: Values | None, rollout: Values | None, old: Values | None
-) -> Tensor:
+def _penalty(config: LossConfig, t: Tokens, layout: Layout, reference: Values | None, rollout: Values | None, old: Values | None) -> Tensor:
     penalty, rows = config.penalty, t.rows
     assert penalty is not None
     other = {"reference": reference, "rollout": rollout, "trainer": old}[penalty.against]

@@ -210,9 +210,7 @@ def _worst(d: Diagnosis, excerpts: Sequence[Excerpt]) -> str:
     if not d.worst:
         return "<p>No sequence differs.</p>"
     head = ("sequence", "tokens", "mean K3", "ΣK3", "mean δ", "max |δ|", "at token", "log of the ratios' product")
-    rows = [
-        (w.row, w.tokens, w.score, w.sum_k3, w.mean_delta, w.max_abs_delta, w.position, w.log_product) for w in d.worst
-    ]
+    rows = [(w.row, w.tokens, w.score, w.sum_k3, w.mean_delta, w.max_abs_delta, w.position, w.log_product) for w in d.worst]
     note = "Blue: the trainer finds the token likelier than the rollout did; red: less likely. Full colour is the excerpt's largest |δ|, "
     note += "which is framed; none is a hundredth of it or less."
     shown = f"<p class='soft'>{note}</p>" if excerpts else ""

@@ -52,9 +52,7 @@ class Verification:
         }
 
 
-def verify(
-    model: str | Path, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
-) -> Verification:
+def verify(model: str | Path, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None) -> Verification:
     """Proves or refutes, in id space, that the model's template can be extended; works offline on a directory."""
     renderer = load_renderer(model, chat_template=chat_template, template_kwargs=template_kwargs)
     proof: Proof = renderer.proof

@@ -78,9 +78,7 @@ def _check_links(tree: Tree) -> None:
 
 def _leaves(tree: Tree, kept: set[str]) -> list[Node]:
     """Kept nodes without a kept child, first committed first."""
-    return [
-        node for node in tree.in_order() if node.id in kept and not any(child.id in kept for child in tree.children.get(node.id, ()))
-    ]
+    return [node for node in tree.in_order() if node.id in kept and not any(child.id in kept for child in tree.children.get(node.id, ()))]
 
 
 def _fitting(path: list[Node], max_tokens: int | None) -> list[Node]:
