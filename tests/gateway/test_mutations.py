@@ -187,12 +187,17 @@ async def text_never_becomes_structure() -> None:
     assert sum(i in structure for i in node.given_ids) == sum(i in structure for i in plain)
 
 
-async def what_was_sampled_for_a_client_that_left_is_kept() -> None:
+async def left_in_mid_stream() -> tuple[Gateway, Engine, dict[str, str], Exchange]:
     app, engine, session = await begin()
     engine.hold_at = 9
     exchange = Exchange(app, session["api_key"], {**HELLO, "stream": True})
     await until(lambda: exchange.sent.count(b"data:") >= 3)
     exchange.leave()
+    return app, engine, session, exchange
+
+
+async def what_was_sampled_for_a_client_that_left_is_kept() -> None:
+    app, engine, session, exchange = await left_in_mid_stream()
     await asyncio.wait_for(exchange.task, 5)
     await until(lambda: len(nodes(app, session)) == 1)
     (node,) = nodes(app, session)
@@ -200,11 +205,7 @@ async def what_was_sampled_for_a_client_that_left_is_kept() -> None:
 
 
 async def a_client_that_leaves_stops_the_engine() -> None:
-    app, engine, session = await begin()
-    engine.hold_at = 9
-    exchange = Exchange(app, session["api_key"], {**HELLO, "stream": True})
-    await until(lambda: exchange.sent.count(b"data:") >= 3)
-    exchange.leave()
+    _, engine, _, exchange = await left_in_mid_stream()
     try:
         await until(lambda: engine.closed_early, seconds=1.0)
     finally:

@@ -19,6 +19,7 @@ import tokentrue as tt
 from tests import parts
 from tests.gateway.inside import Parrot
 from tests.providers.standin import SGLangStandIn
+from tests.providers.tiny import tiny_qwen3
 from tokentrue.gateway import Gateway, GatewayConfig
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.providers.pool import Pool
@@ -27,26 +28,6 @@ from tokentrue.sessions.journal import Journal
 
 TOKENS = 500  # enough to be overtaken
 HELLO: list[Any] = [{"role": "user", "content": "Go on."}]
-
-
-def tiny_model() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=renderer().codec.backend.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).eval()
 
 
 def renderer() -> Any:
@@ -95,7 +76,7 @@ async def serving(provider: Any) -> AsyncIterator[tuple[Gateway, str]]:
 
 @asynccontextmanager
 async def world(engine: str, folder: Any) -> AsyncIterator[World]:
-    model = tiny_model()
+    model = tiny_qwen3(vocab_size=renderer().codec.backend.get_vocab_size(), positions=1024, spread=0.3)
     if engine == "exact":
         provider = ExactProvider(model, version=1)
         async with serving(Pool([provider])) as (app, url):

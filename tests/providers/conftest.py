@@ -5,32 +5,16 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
 from aiohttp.test_utils import TestServer
 
 from tests.providers.conformance import Truth
 from tests.providers.standin import SGLangStandIn
+from tests.providers.tiny import tiny_qwen3
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        initializer_range=0.5,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return tiny_qwen3(vocab_size=97, positions=512, spread=0.5)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.protocols import Provider
+from tokentrue.protocols import Provider, call_if_there
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling, VersionSpan
 
 
@@ -85,9 +85,7 @@ class Metered:
 
     def forget(self, session: str) -> None:
         """What the adapter keeps for a session that has left the memory."""
-        forget = getattr(self.inner, "forget", None)
-        if forget is not None:
-            forget(session)
+        call_if_there(self.inner, "forget", session)
 
     async def interrupt(self) -> int:
         """Generations broken off at the engine; none where it has nothing to stop."""
@@ -102,10 +100,3 @@ class Metered:
 
     async def close(self) -> None:
         await self.inner.close()
-
-
-def call_if_there(target: Any, name: str) -> None:
-    """Pools hold back what they resume; a lone engine has nothing to hold."""
-    method = getattr(target, name, None)
-    if method is not None:
-        method()

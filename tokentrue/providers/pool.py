@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokentrue.errors import ConfigError, EngineError, EngineTimeout, EngineUnreachable
-from tokentrue.protocols import Provider
+from tokentrue.protocols import Provider, call_if_there
 from tokentrue.providers.evidence import Gathering
 from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling, VersionSpan
 
@@ -57,9 +57,7 @@ class Pool:
 
     def forget(self, session: str) -> None:
         for replica in self._replicas:
-            forget = getattr(replica, "forget", None)
-            if forget is not None:
-                forget(session)
+            call_if_there(replica, "forget", session)
 
     async def interrupt(self) -> int:
         """Paused, and what is running at the engines broken off, where an engine must be stopped for new weights; how many that were.

@@ -1,10 +1,14 @@
-"""The generations that an adapter has at its engine, by the engine's own names, so that they can be broken off for a weight update."""
+"""The generations that an adapter has at its engine, by the engine's own names.
+
+One that its caller leaves, or that breaks, is aborted: the engine must not sample on. All can be broken off for a weight update.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
 
 from tokentrue.errors import EngineTimeout
 
@@ -15,11 +19,9 @@ class Running:
     def __init__(self) -> None:
         self._ids: set[str] = set()
 
-    def add(self, request_id: str) -> None:
-        self._ids.add(request_id)
-
-    def remove(self, request_id: str) -> None:
-        self._ids.discard(request_id)
+    def holding(self, request_id: str, abort: Callable[[], Awaitable[None]]) -> Held:
+        """For the block in which the engine samples."""
+        return Held(self._ids, request_id, abort)
 
     async def break_off(self, abort: Callable[[Sequence[str]], Awaitable[None]], *, within_s: float) -> int:
         """Aborts everything that is running and waits until the engine has let go of it; how many that were."""
@@ -30,3 +32,16 @@ class Running:
             await abort(sorted(self._ids))
             await asyncio.sleep(_AGAIN_S if self._ids else 0)
         return count
+
+
+class Held:
+    def __init__(self, ids: set[str], request_id: str, abort: Callable[[], Awaitable[None]]) -> None:
+        self._ids, self._request_id, self._abort = ids, request_id, abort
+
+    async def __aenter__(self) -> None:
+        self._ids.add(self._request_id)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ids.discard(self._request_id)
+        if kind is not None:
+            await self._abort()

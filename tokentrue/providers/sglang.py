@@ -60,15 +60,8 @@ class SGLangProvider:
         rid = uuid.uuid4().hex
         gathering = Gathering(self.name, len(prompt_ids))
         body = self._body(prompt_ids, sampling, session=session, rid=rid, stream=False)
-        done = False
-        self._running.add(rid)
-        try:
+        async with self._running.holding(rid, lambda: self._abort(rid)):
             answer = await self._wire.json("POST", "/generate", body)
-            done = True
-        finally:
-            self._running.remove(rid)
-            if not done:
-                await self._abort(rid)
         self._take(gathering, answer, masked=self._masked(sampling))
         return self._complete(gathering, answer["meta_info"])
 
@@ -76,9 +69,8 @@ class SGLangProvider:
         rid = uuid.uuid4().hex
         gathering = Gathering(self.name, len(prompt_ids))
         body = self._body(prompt_ids, sampling, session=session, rid=rid, stream=True)
-        masked, meta, done = self._masked(sampling), None, False
-        self._running.add(rid)
-        try:
+        masked, meta = self._masked(sampling), None
+        async with self._running.holding(rid, lambda: self._abort(rid)):
             async with aclosing(self._wire.events("/generate", body)) as events:
                 async for event in events:
                     if "error" in event:
@@ -89,11 +81,6 @@ class SGLangProvider:
                         yield chunk
             if meta is None or meta.get("finish_reason") is None:
                 raise EngineContractError("sglang closed the stream without a finish reason")
-            done = True
-        finally:
-            self._running.remove(rid)
-            if not done:  # the caller went away or something broke: do not let the engine sample on
-                await self._abort(rid)
         yield Chunk(final=self._complete(gathering, meta))
 
     async def health(self) -> Mapping[str, Any]:

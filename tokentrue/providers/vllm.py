@@ -70,15 +70,8 @@ class VLLMProvider:
         abilities = await self._ready(sampling)
         gathering = Gathering(self.name, len(prompt_ids))
         path, body, request_id = self._body(abilities, prompt_ids, sampling, session=session, stream=False)
-        done = False
-        self._running.add(request_id)
-        try:
+        async with self._running.holding(request_id, lambda: self._abort(abilities, request_id)):
             answer = await self._wire.json("POST", path, body)
-            done = True
-        finally:
-            self._running.remove(request_id)
-            if not done:
-                await self._abort(abilities, request_id)
         choice = answer["choices"][0]
         self._take(gathering, choice, sampling)
         return self._complete(gathering, choice, answer.get("usage"))
@@ -89,9 +82,7 @@ class VLLMProvider:
         path, body, request_id = self._body(abilities, prompt_ids, sampling, session=session, stream=True)
         last: Mapping[str, Any] | None = None
         usage: Mapping[str, Any] | None = None
-        done = False
-        self._running.add(request_id)
-        try:
+        async with self._running.holding(request_id, lambda: self._abort(abilities, request_id)):
             async with aclosing(self._wire.events(path, body)) as events:
                 async for event in events:
                     if "error" in event:
@@ -104,11 +95,6 @@ class VLLMProvider:
                             yield chunk
             if last is None:
                 raise EngineContractError("vllm closed the stream without a finish reason")
-            done = True
-        finally:
-            self._running.remove(request_id)
-            if not done:  # closing the connection cancels too; the abort makes it certain behind a router
-                await self._abort(abilities, request_id)
         yield Chunk(final=self._complete(gathering, last, usage))
 
     async def health(self) -> Mapping[str, Any]:
@@ -263,6 +249,7 @@ class VLLMProvider:
             pass
 
     async def _abort(self, abilities: Abilities, request_id: str) -> None:
+        """Closing the connection cancels too; this makes it certain behind a router."""
         if abilities.token_route:
             try:
                 await self._post("/inference/v1/abort_requests", {"request_ids": names_of([request_id])})
