@@ -61,10 +61,6 @@ class PagedBatch:
     contexts: tuple[int, ...]  # context_lens on the host
     num_decodes: int
 
-    @property
-    def max_context(self) -> int:
-        return max(self.contexts, default=0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm:
