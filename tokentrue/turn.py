@@ -11,7 +11,8 @@ import asyncio
 import math
 import time
 import uuid
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -76,9 +77,10 @@ class Session:
             key_hash=key_hash,
             created=time.time(),
         )
-        self.tree = Tree(template=self.record.template, tokenizer=self.record.tokenizer)
+        self._tree = Tree(template=self.record.template, tokenizer=self.record.tokenizer)
+        self._entering: deque[tuple[Node, array[int], Plan]] = deque()  # in the journal, not yet in the tree
         self.counters: Counter[str] = Counter()
-        self._matcher = Matcher(self.tree)
+        self._matcher = Matcher(self._tree)
         self._airspace: Airspace[tuple[Any, ...]] = Airspace()
         self._tokens = 0
         self._last_settled: tuple[Sampling, Sampling] | None = None  # what was asked for, what it became: mostly the same from turn to turn
@@ -100,6 +102,15 @@ class Session:
     @property
     def id(self) -> str:
         return self.record.id
+
+    @property
+    def tree(self) -> Tree:
+        """The record in memory, up to the last turn that was answered."""
+        while self._entering:
+            node, prompt_ids, plan = self._entering.popleft()
+            self._tree.add(node, prompt_ids)
+            self._matcher.remember_calls(node, plan)
+        return self._tree
 
     async def ready(self) -> None:
         """The session itself is in the journal. Everyone waits for one future: who came together goes on together."""
@@ -157,7 +168,7 @@ class Session:
         try:
             while (event := await flight.events.get()) is not None:
                 yield event
-            await asyncio.shield(flight.task)
+            await flight.ended()
         finally:
             await flight.leave()
 
@@ -165,32 +176,37 @@ class Session:
         """Resolve without changing anything; then the flight to wait for (and whether it was another's), or the recorded answer."""
         if self.record.state != "open":
             raise SessionConflict(f"session {self.id!r} has ended")
+        tree = self.tree
         plan = self._matcher.resolve(request.messages, request.tools, after=request.after)
         sampling = self._settled(request.sampling)
         digest = request_digest(request, sampling, plan.place, plan.key)
-        if request.request_key is not None and (recorded := self.tree.keyed.get(request.request_key)):
+        if request.request_key is not None and (recorded := tree.keyed.get(request.request_key)):
             if recorded[0].request_digest != digest:
                 raise SessionConflict(f"request key {request.request_key!r} was used for another request; use a new key")
             return None, sorted(recorded, key=lambda node: node.choice), False
         key = (digest,)
-        if (flight := self._airspace.get(key)) is not None and not flight.task.done():
+        if (flight := self._airspace.get(key)) is not None:
             self.counters["joined"] += 1
             return flight, [], True
-        self.limits.admit(n=request.n, nodes=len(self.tree), tokens=self._tokens, in_flight=len(self._airspace))
-        started = self.tree.next_seq
+        self.limits.admit(n=request.n, nodes=len(tree), tokens=self._tokens, in_flight=len(self._airspace))
+        started = tree.next_seq
         turn_key = (plan.node.id if isinstance(plan, Continue) else None, plan.key)
         self._matcher.flying[turn_key] = self._matcher.flying.get(turn_key, 0) + 1
-        flight = self._airspace.launch(key, lambda me: self._fly(me, request, sampling, plan, started, digest), streamed=streamed)
-        flight.task.add_done_callback(lambda task: self._landed(task, turn_key))
+        flight = self._airspace.launch(
+            key,
+            lambda me: self._fly(me, request, sampling, plan, started, digest),
+            lambda error: self._landed(error, turn_key),
+            streamed=streamed,
+        )
         return flight, [], False
 
-    def _landed(self, task: asyncio.Task[Any], turn_key: tuple[str | None, bytes]) -> None:
+    def _landed(self, error: BaseException | None, turn_key: tuple[str | None, bytes]) -> None:
         self._matcher.flying[turn_key] -= 1
         if not self._matcher.flying[turn_key]:
             del self._matcher.flying[turn_key]
-        if task.cancelled():
+        if isinstance(error, asyncio.CancelledError):
             self.counters["cancelled"] += 1
-        elif (error := task.exception()) is not None:
+        elif error is not None:
             self.counters[f"failed:{getattr(error, 'code', 'error')}"] += 1
 
     async def _fly(
@@ -235,11 +251,11 @@ class Session:
         return self._enter(nodes, drafts, asked, plan)
 
     def _enter(self, nodes: list[Node], drafts: list[Draft], asked: Asked, plan: Plan) -> tuple[Reply, ...]:
-        for node in nodes:
-            self.tree.add(node, asked.prompt.ids)
+        """Nobody need wait for the tree's indexes: they are made in the next round of the loop, or when `tree` is looked at."""
         for node in nodes:
             self._count(node)
-            self._matcher.remember_calls(node, plan)
+            self._entering.append((node, asked.prompt.ids, plan))
+        asyncio.get_running_loop().call_soon(lambda: self.tree)
         return tuple(reply_from(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
 
     def _settled(self, sampling: Sampling) -> Sampling:
@@ -256,7 +272,7 @@ class Session:
         return sampling
 
     def _adopt(self, tree: Tree) -> None:
-        self.tree, self._matcher = tree, Matcher(tree)
+        self._tree, self._matcher = tree, Matcher(tree)
         for node in tree.in_order():
             self._count(node)
 

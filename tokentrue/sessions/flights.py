@@ -5,43 +5,89 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from tokentrue.types import Reply, TurnEvent
 
 T = TypeVar("T")
+Work: TypeAlias = "Callable[[Flight], Coroutine[Any, Any, tuple[Reply, ...]]]"
+Landed: TypeAlias = Callable[[BaseException | None], None]
 
 
 class Flight:
-    """One turn being generated. `events` is filled where its first caller streams."""
+    """One turn being generated. `events` is filled where its first caller streams.
 
-    def __init__(self, work: Callable[[Flight], Coroutine[Any, Any, tuple[Reply, ...]]], *, streamed: bool) -> None:
+    It lands inside its own task, before anyone who waits goes on: whoever hears of it finds the airspace free.
+    """
+
+    def __init__(self, work: Work, landed: Landed, *, streamed: bool) -> None:
         self.streamed = streamed
         self.events: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
         self.waiters = 0
-        self.task: asyncio.Task[tuple[Reply, ...]] = asyncio.create_task(work(self))
-        self.task.add_done_callback(self._landed)
+        self.over = False
+        self._landed = landed
+        self._waiting: list[asyncio.Future[tuple[Reply, ...]]] = []
+        self.task: asyncio.Task[tuple[Reply, ...]] = asyncio.create_task(self._fly(work))
+        self.task.add_done_callback(self._see)
 
     def emit(self, event: TurnEvent) -> None:
         if self.streamed:
             self.events.put_nowait(event)
 
-    def _landed(self, task: asyncio.Task[tuple[Reply, ...]]) -> None:
+    async def _fly(self, work: Work) -> tuple[Reply, ...]:
+        try:
+            replies = await work(self)
+        except BaseException as error:
+            self._land(error)
+            raise
+        self._land(None, replies)
+        return replies
+
+    def _land(self, error: BaseException | None, replies: tuple[Reply, ...] = ()) -> None:
+        self.over = True
+        self._landed(error)
+        for waiter in self._waiting:
+            if waiter.done():
+                continue
+            if error is None:
+                waiter.set_result(replies)
+            elif isinstance(error, asyncio.CancelledError):
+                waiter.cancel()
+            else:
+                waiter.set_exception(error)
+        self.events.put_nowait(None)
+
+    def _see(self, task: asyncio.Task[tuple[Reply, ...]]) -> None:
         if not task.cancelled():
             task.exception()  # seen: every waiter gets it, and there may be none left
-        self.events.put_nowait(None)
+        elif not self.over:
+            self._land(asyncio.CancelledError())  # before its first step
 
     async def result(self) -> tuple[Reply, ...]:
         """Wait as one of several."""
         self.waiters += 1
         try:
-            return await asyncio.shield(self.task)
+            return await self._outcome()
         finally:
             await self.leave()
 
+    async def ended(self) -> None:
+        """For one who has listened to the events: raises what the flight ended with."""
+        await self._outcome()
+
+    async def _outcome(self) -> tuple[Reply, ...]:
+        if self.task.done():
+            return self.task.result()
+        waiter: asyncio.Future[tuple[Reply, ...]] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        try:
+            return await waiter
+        finally:
+            self._waiting.remove(waiter)
+
     async def leave(self) -> None:
         self.waiters -= 1
-        if self.waiters <= 0 and not self.task.done():
+        if self.waiters <= 0 and not self.over:
             self.task.cancel()
             await asyncio.wait([self.task])
 
@@ -58,15 +104,15 @@ class Airspace(Generic[T]):
     def get(self, key: T) -> Flight | None:
         return self._flights.get(key)
 
-    def launch(self, key: T, work: Callable[[Flight], Coroutine[Any, Any, tuple[Reply, ...]]], *, streamed: bool) -> Flight:
-        flight = Flight(work, streamed=streamed)
-        self._flights[key] = flight
+    def launch(self, key: T, work: Work, landed: Landed, *, streamed: bool) -> Flight:
+        """`landed` is told how it ended, with None for well."""
 
-        def land(_: asyncio.Task[tuple[Reply, ...]]) -> None:
+        def land(error: BaseException | None) -> None:
             if self._flights.get(key) is flight:
                 del self._flights[key]
+            landed(error)
 
-        flight.task.add_done_callback(land)
+        flight = self._flights[key] = Flight(work, land, streamed=streamed)
         return flight
 
 
