@@ -208,24 +208,43 @@ class Rendered:
     spans: tuple[PromptSpan, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class LateSpans:
+    """The `spans` of a record, given as they are or as a function that is called when they are first read."""
+
+    def __get__(self, record: object | None, owner: type) -> tuple[PromptSpan, ...]:
+        if record is None:
+            return ()  # what a record has that is given none
+        spans: Any = record.__dict__["spans"]
+        if callable(spans):
+            spans = record.__dict__["spans"] = spans()
+        return spans
+
+    def __set__(self, record: object, spans: tuple[PromptSpan, ...] | Callable[[], tuple[PromptSpan, ...]]) -> None:
+        record.__dict__["spans"] = spans
+
+
+@dataclass(frozen=True, kw_only=True)
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all of them given, none sampled.
 
-    `spans` count from the start of `added_ids`. `context` says what the cut was proven on: "dummy" or "history". `join` says how the
-    recorded turn had ended: at the template's own stop; at an alias of it that only ends a conversation (harmony's <|return|>); at a
-    foreign stop token or at none (open), where `added_ids` begins with the template's own closing of the turn.
+    `spans` count from the start of `added_ids`; they are worked out when they are first read, because an engine can be asked without them.
+    `context` says what the cut was proven on: "dummy" or "history". `join` says how the recorded turn had ended: at the template's own
+    stop; at an alias of it that only ends a conversation (harmony's <|return|>); at a foreign stop token or at none (open), where
+    `added_ids` begins with the template's own closing of the turn.
     """
 
     prefix_ids: Ids
     added_ids: tuple[int, ...]
-    spans: tuple[PromptSpan, ...] = ()
+    spans: LateSpans = LateSpans()  # the descriptor, not a default that records share
     context: Literal["dummy", "history"] = "dummy"
     join: Literal["stop", "alias", "foreign", "open"] = "stop"
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         return (*self.prefix_ids, *self.added_ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "spans": self.spans}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
 
+import tokentrue as tt
 from tests.renderers.talk import OWN, TOOLS, calls, extended, loaded, result, says, stop_id, user
 
 WORKED_PROMPT = (151644, 872, 198, 17, 10, 17, 30, 151645, 198, 151644, 77091, 198)
@@ -146,3 +149,22 @@ def test_spans_say_what_is_content() -> None:
     assert found.spans[-1].end == len(found.added_ids)
     texts = {span.message: renderer.decode(found.added_ids[span.start : span.end]) for span in found.spans if span.message is not None}
     assert {index: text.strip() for index, text in texts.items()} == {0: "first\nuser é", 1: "second", 2: "third <|im_end|>"}
+
+
+def test_spans_are_worked_out_when_they_are_read() -> None:
+    """And stay what they were, whatever became of the caller's own messages meanwhile."""
+    renderer = loaded("qwen3-like")
+    new = [result("21 degrees"), user("and now?")]
+
+    def extension() -> tt.Extension:
+        return extended(renderer, [1, 2, stop_id(renderer, call=True)], [user("hi"), calls("Oslo")], new, TOOLS)
+
+    late, read, sent = extension(), extension(), extension()
+    expected = read.spans
+    assert callable(late.__dict__["spans"]) and read.__dict__["spans"] is expected is read.spans
+    new[0]["content"], new[0]["role"] = "changed in place", "user"
+    assert pickle.loads(pickle.dumps(sent)) == late == read and late.spans == expected == sent.spans
+    assert replace(late, prefix_ids=(7,)).spans == expected and repr(expected) in repr(late)
+    with pytest.raises(FrozenInstanceError):
+        late.spans = ()  # type: ignore[misc]
+    assert tt.Extension(prefix_ids=(1,), added_ids=(2,)).spans == ()

@@ -105,7 +105,7 @@ class Renderer:
             joins = joins_of(*self._splicer.marked_text(messages, tools, kwargs))
         except TemplateError:  # a template may look into contents and refuse the marked words
             joins = ()
-        return spans_of(self.codec, text, mark, ids, joins, messages)
+        return spans_of(self.codec, text, mark, ids, joins, [message["role"] for message in messages])
 
     def extend(
         self,
@@ -133,11 +133,12 @@ class Renderer:
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
             return Refusal(why="template_raises", detail=str(error))
-        added = self._encode_tail(tail, mark, plan)
+        added = tuple(self._encode_tail(tail, mark, plan))
+        roles = tuple(message["role"] for message in call.fresh)
         return Extension(
             prefix_ids=prefix_ids,
-            added_ids=tuple(added),
-            spans=spans_of(self.codec, tail, mark, added, plan.joins, call.fresh),
+            added_ids=added,
+            spans=lambda: spans_of(self.codec, tail, mark, added, plan.joins, roles),
             context="history" if plan.context == "history" else "dummy",
             join=plan.join,
         )

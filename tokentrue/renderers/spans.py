@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from tokentrue.renderers.encoding import Codec
-from tokentrue.renderers.template import Plain
 from tokentrue.types import PromptSpan
 
 
@@ -27,19 +26,18 @@ def joins_of(text: str, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def spans_of(
-    codec: Codec, text: str, mark: str, ids: Sequence[int], joins: Sequence[str], messages: Sequence[Plain]
+    codec: Codec, text: str, mark: str, ids: Sequence[int], joins: Sequence[str], roles: Sequence[str]
 ) -> tuple[PromptSpan, ...]:
-    """`text` is what `ids` encode; `joins` go around the contents of `messages`, in order."""
+    """`text` is what `ids` encode; `joins` go around the contents of the messages of these `roles`, in order."""
     places = _places(text, mark, joins)
     ends = _ends(codec, text, mark, ids) if places else None
     if not ids:
         return ()
     if ends is None:
-        return (PromptSpan(start=0, end=len(ids), role="assistant" if not messages else str(messages[-1]["role"])),)
+        return (PromptSpan(start=0, end=len(ids), role="assistant" if not roles else roles[-1]),)
     out: list[PromptSpan] = []
     done = 0
-    for index, ((start, end), message) in enumerate(zip(places, messages, strict=True)):
-        role = str(message["role"])
+    for index, ((start, end), role) in enumerate(zip(places, roles, strict=True)):
         first, last = max(bisect_right(ends, start), done), bisect_left(ends, end) + 1
         if first > done:
             out.append(PromptSpan(start=done, end=first, role=role))
