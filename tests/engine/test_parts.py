@@ -68,8 +68,8 @@ def test_any_schedule_serves_everyone_and_loses_no_block(seed: int) -> None:
             assert len(work.request.blocks) * 4 >= work.start + work.count
             scheduler.record(work)
             if work.samples:
-                work.request.take([Sampled(token_id=rng.randint(0, 2), logprob=0.0, raw_logprob=0.0)], 1)
-                if len(work.request.sampled) == work.request.max_tokens:
+                work.request.take(Sampled(token_id=rng.randint(0, 2), logprob=0.0, raw_logprob=0.0), 1)
+                if work.request.num_sampled == work.request.max_tokens:
                     scheduler.finish(work.request)
         if not todo and all(request.phase is Phase.FINISHED for request in requests):
             break
@@ -85,7 +85,7 @@ def test_a_group_waits_for_the_first_to_compute_the_prompt() -> None:
     (work,) = scheduler.next_batch()
     assert work.request is group[0] and work.count == 9
     scheduler.record(work)
-    group[0].take([Sampled(token_id=1, logprob=0.0, raw_logprob=0.0)], 0)
+    group[0].take(Sampled(token_id=1, logprob=0.0, raw_logprob=0.0), 0)
     later = {w.request: w for w in scheduler.next_batch()}
     assert {w.start for r, w in later.items() if r is not group[0]} == {8} and scheduler.prefix_hits == 16
     assert group[1].blocks[:2] == group[0].blocks[:2] and group[1].blocks[2] != group[0].blocks[2]

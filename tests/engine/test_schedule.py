@@ -20,9 +20,9 @@ def check(kind: str, dtype: str, seed: int, tokens: int, replays: int) -> int:
     assert compared == run.tokens >= tokens
     assert different == 0, f"{different} of {compared} log-probabilities differ: {first}"
     crossed = [r for r in run.finished if len(set(r.versions)) > 1]
-    chosen = [*crossed[:2], *(r for r in run.finished if r.sampled and r not in crossed)][:replays]
+    chosen = [*crossed[:2], *(r for r in run.finished if r.num_sampled and r not in crossed)][:replays]
     for request in chosen:
-        assert alone(run, model, dtype, request) == [s.token_id for s in request.sampled], f"request {request.number} alone"
+        assert alone(run, model, dtype, request) == request.sampled_ids, f"request {request.number} alone"
     run.engine.close()
     return compared
 

@@ -66,7 +66,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        return sum(len(r.sampled) for r in self.finished)
+        return sum(r.num_sampled for r in self.finished)
 
 
 def random_sampling(rng: random.Random) -> Sampling:
@@ -107,8 +107,8 @@ def random_run(model: Any, dtype: str, seed: int, *, tokens: int, ops: Ops | Non
     run = Run(engine, trainer, getattr(torch, dtype), {0: clone_of(trainer)})
     pending: list[Request] = []
     at_loads = sorted(rng.randint(tokens // 10, tokens) for _ in range(loads))
-    while run.tokens + sum(len(r.sampled) for r in pending) < tokens or pending:
-        enough = run.tokens + sum(len(r.sampled) for r in pending) >= tokens
+    while run.tokens + sum(r.num_sampled for r in pending) < tokens or pending:
+        enough = run.tokens + sum(r.num_sampled for r in pending) >= tokens
         if not enough and rng.random() < 0.35:
             request = engine.request(random_prompt(rng, run.finished), random_sampling(rng))
             core.add(request)
@@ -157,7 +157,7 @@ def judge(run: Run, *, without: frozenset[str] = frozenset(), ops: Ops | None = 
         with torch.no_grad(), exact(run.trainer, without=without, ops=ops):
             trainer_ops = run.trainer.__dict__[STATE].ops
             for request in run.finished:
-                spans = [s for s in (request.completion("").versions if request.sampled else ()) if s.version == version]
+                spans = [s for s in (request.completion("").versions if request.num_sampled else ()) if s.version == version]
                 for span in spans:
                     bad = judge_span(run, request, span.start, span.end, trainer_ops)
                     compared += span.end - span.start
@@ -182,16 +182,14 @@ def judge_span(run: Run, request: Request, start: int, end: int, ops: Ops) -> li
     temperature = request.sampling.temperature or 1.0
     s = request.sampling
     raw = score(run.trainer, ids, temperature)[0, at + start : at + end]
-    recorded = torch.tensor([x.raw_logprob for x in request.sampled[start:end]])
+    recorded = torch.tensor((request.raw_logprobs if s.filters else request.logprobs)[start:end])
     wrong = recorded.view(torch.int32) != raw.view(torch.int32)
     if s.filters:
         rows = scaled_logits(logits_of(run.trainer, ids)[0, at + start : at + end], temperature)
         tables = [ops.log_softmax(filtered(row, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)[None])[0] for row in rows]
-        shaped = torch.stack([t[x.token_id] for t, x in zip(tables, request.sampled[start:end], strict=True)])
-        recorded = torch.tensor([x.logprob for x in request.sampled[start:end]])
+        shaped = torch.stack([t[token] for t, token in zip(tables, request.sampled_ids[start:end], strict=True)])
+        recorded = torch.tensor(request.logprobs[start:end])
         wrong |= recorded.view(torch.int32) != shaped.view(torch.int32)
-    else:
-        assert all(x.logprob == x.raw_logprob for x in request.sampled)
     return [start + i for i in wrong.nonzero().flatten().tolist()]
 
 
@@ -203,15 +201,15 @@ def alone(run: Run, model: Any, dtype: str, request: Request) -> list[int]:
     versions = request.versions
     core.load(run.weights[versions[0]], versions[0])
     core.add(again)
-    while again.phase is not Phase.FINISHED and len(again.sampled) < len(versions):
-        wanted = versions[len(again.sampled)]
+    while again.phase is not Phase.FINISHED and again.num_sampled < len(versions):
+        wanted = versions[again.num_sampled]
         if wanted != core.version:
             core.load(run.weights[wanted], wanted)
         core.step()
     engine.close()
     if request.finish is not Finish.ABORT:
         assert again.finish is request.finish
-    return [s.token_id for s in again.sampled]
+    return again.sampled_ids
 
 
 __all__ = ["alone", "build", "engine_of", "judge", "random_run", "same_bits"]

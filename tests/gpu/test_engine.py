@@ -57,7 +57,7 @@ def test_new_weights_between_bursts() -> None:
         requests = [engine.request(p, engine_gpu.plain(80, seed=i)) for i, p in enumerate(engine_gpu.prompts_of(6, 100, seed=2))]
         for request in requests:
             core.add(request)
-        while len(requests[0].sampled) < 30:
+        while requests[0].num_sampled < 30:
             core.step()
         core.load(dict(other.state_dict()), 2)
         while core.busy:
@@ -66,6 +66,6 @@ def test_new_weights_between_bursts() -> None:
             for request in requests:
                 assert request.error is None and set(request.versions) == {1, 2}
                 trainer = score(model, torch.tensor(request.tokens, device="cuda")[None])[0, len(request.prompt_ids) - 1 :]
-                rollout = torch.tensor([s.logprob for s in request.sampled], device="cuda")
+                rollout = torch.tensor(request.logprobs, device="cuda")
                 new = torch.tensor(request.versions, device="cuda") == 2
                 assert torch.equal(trainer[new].view(torch.int32), rollout[new].view(torch.int32))

@@ -115,4 +115,4 @@ class Bursts:
 def is_plain(request: Request) -> bool:
     if request.shaped or request.sampling.top_logprobs or request.wants_routes:
         return False
-    return not (request.wants_prompt and not request.sampled)
+    return not (request.wants_prompt and not request.num_sampled)

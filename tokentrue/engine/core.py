@@ -148,9 +148,8 @@ class Core:
             self.scheduler.restart()
             self.fail(request, result)
             return
-        request.take([result], self.version)
-        self.meter.sampled(request, 1)
-        self.tell(request, [result])
+        request.take(result, self.version)
+        self.tell(request, 1)
 
     def take_run(self, request: Request, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Tokens that a decoding request sampled one after the other, without filters; what follows its end is dropped."""
@@ -160,20 +159,19 @@ class Core:
                     self.scheduler.record(Work(request, request.computed, 1))
                     self.take(request, Sampled(token_id=token, logprob=logprob, raw_logprob=logprob))
             return
-        room = min(request.max_tokens - len(request.sampled), self.capacity - len(request.tokens))
+        room = min(request.max_tokens - request.num_sampled, self.capacity - len(request.tokens), len(ids))
         stops = request.stop_ids
-        stop = next((i for i, token in enumerate(ids[:room]) if token in stops), room - 1)
-        results = [Sampled(token_id=t, logprob=p, raw_logprob=p) for t, p in zip(ids[: stop + 1], logprobs, strict=False)]
-        request.take(results, self.version)
-        self.scheduler.record(Work(request, request.computed, len(results)))
-        self.meter.sampled(request, len(results))
-        self.tell(request, results)
+        if not stops.isdisjoint(ids):
+            room = next((i + 1 for i, token in enumerate(ids[:room]) if token in stops), room)
+        request.take_run(ids[:room], logprobs[:room], self.version)
+        self.scheduler.record(Work(request, request.computed, room))
+        self.tell(request, room)
 
-    def tell(self, request: Request, results: list[Sampled]) -> None:
-        """The newest tokens to whoever listens, and the end where they are the last."""
+    def tell(self, request: Request, count: int) -> None:
+        """Whoever listens hears of the newest `count` tokens, and of the end where they are the last."""
+        self.meter.sampled(request, count)
         if request.listener is not None:
-            for result in results:
-                request.listener(request, result)
+            request.listener(request)
         finish, by = self.ending(request)
         if finish is not None:
             self.end(request, finish, by)
@@ -185,7 +183,7 @@ class Core:
         if request.sampling.stop:
             for text in self.stop_strings(request):
                 return Finish.STOP, text
-        full = len(request.sampled) >= request.max_tokens or len(request.tokens) >= self.capacity
+        full = request.num_sampled >= request.max_tokens or len(request.tokens) >= self.capacity
         return (Finish.LENGTH, None) if full else (None, None)
 
     def stop_strings(self, request: Request) -> list[str]:
@@ -194,16 +192,16 @@ class Core:
         if not stops or self.read is None:
             return []
         window = max(len(stop.encode()) for stop in stops) + 8
-        sampled = [s.token_id for s in request.sampled]
-        text = self.read(sampled[-window:])
+        text = self.read(request.sampled_ids[-window:])
         return [stop for stop in stops if stop in text]
 
     def end(self, request: Request, finish: Finish, by: int | str | None = None) -> None:
         self.scheduler.finish(request)
-        request.finish, request.stopped_by = finish, by
+        request.stopped_by = by
+        request.finish = finish  # last: whoever sees it set may read the rest
         self.meter.ended(request)
         if request.listener is not None:
-            request.listener(request, None)
+            request.listener(request)
 
     def fail(self, request: Request, error: Exception) -> None:
         if request.phase is Phase.FINISHED:

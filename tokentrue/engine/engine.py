@@ -21,7 +21,7 @@ from torch import nn
 from tokentrue.engine.core import Chaos, Core
 from tokentrue.engine.decoder import read_decoder
 from tokentrue.engine.proof import prove
-from tokentrue.engine.request import Request, Sampled
+from tokentrue.engine.request import Request
 from tokentrue.engine.sample import child_seed
 from tokentrue.engine.schedule import Limits
 from tokentrue.engine.sizing import blocks_for
@@ -75,8 +75,8 @@ class ExactEngine:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def hear(request: Request, sampled: Sampled | None) -> None:
-            if sampled is None:
+        def hear(request: Request) -> None:
+            if request.finish is not None:
                 with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
                     loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
 
@@ -98,33 +98,24 @@ class ExactEngine:
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
         """A chunk per sampled token, then one with the whole completion. Closing the iterator cancels the generation."""
         loop = asyncio.get_running_loop()
-        heard: list[tuple[Sampled, int]] = []
         news = asyncio.Event()
-        ended = False
 
-        def hear(request: Request, sampled: Sampled | None) -> None:
-            version = request.versions[-1] if request.versions else UNVERSIONED
+        def hear(request: Request) -> None:
             with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
-                loop.call_soon_threadsafe(note, sampled, version)
-
-        def note(sampled: Sampled | None, version: int) -> None:
-            nonlocal ended
-            if sampled is None:
-                ended = True
-            else:
-                heard.append((sampled, version))
-            news.set()
+                loop.call_soon_threadsafe(news.set)
 
         request = self.submit(prompt_ids, sampling, hear)
+        told, prompt = 0, len(request.prompt_ids)
         try:
             while True:
                 await news.wait()
                 news.clear()
-                last, batch = ended, heard[:]
-                heard.clear()
-                for sampled, version in batch:
-                    yield Chunk(token_ids=(sampled.token_id,), logprobs=(sampled.logprob,), policy_version=version)
-                if last:
+                ended = request.finish is not None  # before the tokens are counted, so that none is left behind
+                for at in range(told, request.num_sampled):
+                    token, logprob, version = request.tokens[prompt + at], request.logprobs[at], request.versions[at]
+                    yield Chunk(token_ids=(token,), logprobs=(logprob,), policy_version=version)
+                    told = at + 1
+                if ended:
                     yield Chunk(final=self.result(request))
                     return
         finally:
@@ -133,11 +124,11 @@ class ExactEngine:
     def generate_sync(self, prompt_ids: Ids, sampling: Sampling) -> Completion:
         """The same from a thread without an event loop."""
         done = threading.Event()
-        request = self.submit(prompt_ids, sampling, lambda _, sampled: done.set() if sampled is None else None)
+        request = self.submit(prompt_ids, sampling, lambda heard: done.set() if heard.finish is not None else None)
         done.wait()
         return self.result(request)
 
-    def submit(self, prompt_ids: Ids, sampling: Sampling, listener: Callable[[Request, Sampled | None], None]) -> Request:
+    def submit(self, prompt_ids: Ids, sampling: Sampling, listener: Callable[[Request], None]) -> Request:
         request = self.request(prompt_ids, sampling, listener)
         with self._state:
             if self._closed:

@@ -31,7 +31,7 @@ class Meter:
         """`count` tokens were just added to the request."""
         self.sampled_tokens += count
         now = time.monotonic()
-        if len(request.sampled) == count and request.first_token_s is not None:
+        if request.num_sampled == count and request.first_token_s is not None:
             self.first_token_s.append(request.first_token_s - request.arrived_s)
         if self._recent and now - self._recent[-1][0] < 0.01:
             self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + count)

@@ -41,14 +41,17 @@ class Sampled:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """Mutable, owned by the engine's thread. `tokens[:computed]` have their keys and values in `blocks`."""
+    """Mutable, owned by the engine's thread. `tokens[:computed]` have their keys and values in `blocks`.
+
+    What was sampled is kept in columns of numbers, not as an object a token: those would wake the collector of a busy process.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
     stop_ids: frozenset[int]
     max_tokens: int
-    listener: Callable[[Request, Sampled | None], None] | None = None
+    listener: Callable[[Request], None] | None = None  # hears in the engine's thread that there are new tokens, or that `finish` is set
     wants_prompt: bool = False
     wants_routes: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
@@ -60,8 +63,11 @@ class Request:
     computed: int = 0
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
-    sampled: list[Sampled] = field(default_factory=list[Sampled])
-    versions: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    raw_logprobs: list[float] = field(default_factory=list[float])  # where filters shape the distribution; else they are `logprobs`
+    tops: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
+    routes: list[Routes] = field(default_factory=list[Routes])
+    versions: list[int] = field(default_factory=list[int])  # grows last: so many tokens may be read from another thread
     prompt_logprobs: list[float] = field(default_factory=list[float])
     prefix_hits: int = 0
     preemptions: int = 0
@@ -79,32 +85,49 @@ class Request:
         """Tokens whose keys are not in the cache yet; 1 in plain decoding."""
         return len(self.tokens) - self.computed
 
-    def take(self, sampled: Sequence[Sampled], version: int) -> None:
-        self.tokens.extend(s.token_id for s in sampled)
-        self.sampled.extend(sampled)
-        self.versions.extend(version for _ in sampled)
+    @property
+    def num_sampled(self) -> int:
+        return len(self.versions)
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]
+
+    def take(self, sampled: Sampled, version: int) -> None:
+        if self.shaped:
+            self.raw_logprobs.append(sampled.raw_logprob)
+        if self.sampling.top_logprobs:
+            self.tops.append(sampled.top or {})
+        if sampled.routes is not None:
+            self.routes.append(sampled.routes)
+        self.take_run((sampled.token_id,), (sampled.logprob,), version)
+
+    def take_run(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Tokens with nothing beside their log-probabilities."""
+        self.tokens.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.versions.extend([version] * len(token_ids))
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
 
     def completion(self, fingerprint: str) -> Completion:
         assert self.finish is not None
         return Completion(
-            token_ids=tuple(s.token_id for s in self.sampled),
-            logprobs=tuple(s.logprob for s in self.sampled),
+            token_ids=tuple(self.sampled_ids),
+            logprobs=tuple(self.logprobs),
             finish=self.finish,
             versions=spans_of(self.versions),
             prompt_tokens=len(self.prompt_ids),
             stopped_by=self.stopped_by,
-            top_logprobs=tuple(s.top or {} for s in self.sampled) if self.sampling.top_logprobs else None,
-            raw_logprobs=tuple(s.raw_logprob for s in self.sampled) if self.shaped else None,
+            top_logprobs=tuple(self.tops) if self.sampling.top_logprobs else None,
+            raw_logprobs=tuple(self.raw_logprobs) if self.shaped else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt else None,
-            routed_experts=routed(self.sampled) if self.wants_routes else None,
+            routed_experts=routed(self.routes) if self.wants_routes else None,
             fingerprint=fingerprint,
         )
 
 
-def routed(sampled: Sequence[Sampled]) -> RoutedExperts | None:
-    rows = [s.routes for s in sampled if s.routes is not None]
+def routed(rows: Sequence[Routes]) -> RoutedExperts | None:
     if not rows:
         return None
     return RoutedExperts(shape=(len(rows), rows[0].layers, rows[0].top_k), data=b"".join(row.data for row in rows))
