@@ -329,7 +329,7 @@ def a_key_opens_any_named_session(patch: Patch) -> None:
 
     def open_door(self: Any, headers: Any, named: str | None) -> Claim:
         made = claim(self, headers, None)
-        return made if named is None else Claim(session_id=named, key=None)
+        return made if named is None else Claim(session_id=named, key_hash=None)
 
     patch.setattr(Keys, "claim", open_door)
 
@@ -457,9 +457,7 @@ def seals_are_not_read(patch: Patch) -> None:
 
 
 def the_queue_has_no_end(patch: Patch) -> None:
-    from contextlib import nullcontext
-
-    patch.setattr("tokentrue.gateway.live.Live.passing", lambda self: nullcontext())
+    patch.setattr("tokentrue.gateway.live.Live.enter", lambda self: None)
 
 
 Guard = Callable[[], Awaitable[None]]

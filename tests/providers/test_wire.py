@@ -13,7 +13,7 @@ from tokentrue.providers.wire import IdsJson
 def test_the_text_grows_with_the_prompt_and_is_forgotten_with_the_session() -> None:
     ids = IdsJson()
     for prompt in ([1, 2, 3], [1, 2, 3, 40, 5], [1, 2, 9]):
-        assert json.loads(b"[" + bytes(ids.dump(array("i", prompt), "s")) + b"]") == prompt
+        assert json.loads(b"[" + b"".join(ids.dump(array("i", prompt), "s")) + b"]") == prompt
     assert len(ids._kept) == 1 and ids._bytes > 0
     ids.forget("s")
     ids.forget("never seen")

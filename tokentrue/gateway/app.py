@@ -112,7 +112,7 @@ class Gateway:
         live = await self.turns.open(claim)
         dialect = live.dialects["anthropic"]
         assert isinstance(dialect, Anthropic)
-        head, items, _, _ = take_apart(await read_body(scope, receive, self.config.limits.body_bytes), "messages")
+        head, items, _ = take_apart(await read_body(scope, receive, self.config.limits.body_bytes), "messages")
         call = dialect.counting(head)
         messages = [*call.opening, *dialect.messages(items, call)]
         rendered = await asyncio.to_thread(live.session.renderer.render, messages, call.tools)

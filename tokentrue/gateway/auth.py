@@ -17,6 +17,7 @@ from tokentrue.gateway.problems import Refused
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]", "testserver"})
+CLAIMS = 4096
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -36,13 +37,13 @@ def hashed(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A request says that it belongs to a session; `key` proves it, None where the admin key already has."""
+    """A request says that it belongs to a session; the key behind `key_hash` proves it, None where the admin key already has."""
 
     session_id: str
-    key: str | None
+    key_hash: str | None
 
     def check(self, key_hash: str | None) -> None:
-        if self.key is not None and (key_hash is None or not hmac.compare_digest(hashed(self.key), key_hash)):
+        if self.key_hash is not None and (key_hash is None or not hmac.compare_digest(self.key_hash, key_hash)):
             raise invalid_key()
 
 
@@ -53,6 +54,7 @@ def invalid_key() -> Refused:
 class Keys:
     def __init__(self, *, admin_key: str | None) -> None:
         self._admin = admin_key.encode() if admin_key is not None else None
+        self._claims: dict[tuple[str, str | None], Claim] = {}  # what a key says, not whether it is true
 
     def is_admin(self, presented: str) -> bool:
         return self._admin is not None and hmac.compare_digest(presented.encode(), self._admin)
@@ -62,16 +64,26 @@ class Keys:
         presented = presented_key(headers)
         if presented is None:
             raise Refused(401, "missing_key", "send the session's api_key as Authorization: Bearer or x-api-key")
+        claim = self._claims.get((presented, named))
+        if claim is None:
+            claim = self._claimed(presented, named)
+            if claim.key_hash is not None:
+                if len(self._claims) >= CLAIMS:
+                    self._claims.clear()
+                self._claims[presented, named] = claim
+        return claim
+
+    def _claimed(self, presented: str, named: str | None) -> Claim:
         if self.is_admin(presented):
             if named is None:
                 raise Refused(400, "no_session", "the admin key names no session; use /sessions/{id}/v1/… or the session's api_key")
-            return Claim(session_id=named, key=None)
+            return Claim(session_id=named, key_hash=None)
         owner = claimed_session(presented)
         if owner is None:
             raise invalid_key()
         if named is not None and named != owner:
             raise Refused(403, "wrong_session", "this key belongs to another session")
-        return Claim(session_id=owner, key=presented)
+        return Claim(session_id=owner, key_hash=hashed(presented))
 
     def require_admin(self, headers: Headers) -> None:
         presented = presented_key(headers)

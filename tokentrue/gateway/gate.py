@@ -6,8 +6,6 @@ A paused gateway holds generations back instead of failing them: to the harness 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.problems import Refused
@@ -67,13 +65,12 @@ class Gate:
         finally:
             self.waiting -= 1
 
-    @contextmanager
-    def passing(self) -> Iterator[None]:
+    def enter(self) -> None:
+        """After `admit`; whoever enters leaves."""
         self.in_flight += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            if not self.in_flight:
-                self._idle.set()
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._idle.set()

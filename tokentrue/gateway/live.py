@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +69,7 @@ class Live:
         if isinstance(tag, Refusal):
             raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")
         sampling = replace(body.call.sampling, extra={**body.call.sampling.extra, "tool_choice": tag})
-        return replace(body, call=replace(body.call, sampling=sampling))
+        return body._replace(call=replace(body.call, sampling=sampling))
 
     def _check_length(self, body: Body) -> None:
         if body.total > self._limits.messages:
@@ -115,16 +114,15 @@ class Live:
             number += 1
         return number
 
-    @contextmanager
-    def passing(self) -> Iterator[None]:
+    def enter(self) -> None:
+        """A generation begins, if there is room for it; whoever enters leaves."""
         if self.in_flight >= self._limits.in_flight_per_session:
             raise Refused(429, "too_many_in_flight", f"{self.in_flight} generations of this session are in flight", retry_after_s=1.0)
         self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            self.used = time.monotonic()
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+        self.used = time.monotonic()
 
     def check_open(self) -> None:
         record = self.session.record

@@ -10,19 +10,16 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from tokentrue.protocols import Provider, call_if_there
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling, VersionSpan
 
 
-class Clock:
+class Clock(Protocol):
     """Seconds that one turn spent in the engine."""
 
-    __slots__ = ("engine_s",)
-
-    def __init__(self) -> None:
-        self.engine_s = 0.0
+    engine_s: float
 
 
 CLOCK: ContextVar[Clock | None] = ContextVar("tokentrue_engine_clock", default=None)

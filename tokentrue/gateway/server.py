@@ -28,6 +28,7 @@ import uvicorn
 
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.app import Gateway
+from tokentrue.gateway.http11 import Http11
 from tokentrue.gateway.peers import FromPeer
 
 BACKLOG = 4096
@@ -104,7 +105,7 @@ def _server(app: Any, *, drain_s: float, kind: type[uvicorn.Server] = _Main, lif
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=Http11,
         ws="none",
         lifespan=lifespan,  # pyright: ignore[reportArgumentType]
         log_config=None,

@@ -24,7 +24,7 @@ from tokentrue.gateway.dialects import Dialect, Encoder, Problem
 from tokentrue.gateway.gate import Gate
 from tokentrue.gateway.live import Live, Registry
 from tokentrue.gateway.memo import Body
-from tokentrue.gateway.meter import CLOCK, Clock
+from tokentrue.gateway.meter import CLOCK
 from tokentrue.gateway.metrics import Metrics
 from tokentrue.gateway.problems import problem_of
 from tokentrue.types import Reply, TurnEvent, TurnRequest
@@ -40,7 +40,7 @@ class Turn:
     dialect: Dialect
     session_id: str
     started: float
-    clock: Clock
+    engine_s: float = 0.0
     streamed: bool = False
     fast: bool = False
     first_byte: float | None = None
@@ -55,7 +55,7 @@ class Turns:
         try:
             live = await self._registry.get(claim.session_id)
         except SessionNotFound:
-            if claim.key is not None:
+            if claim.key_hash is not None:
                 raise invalid_key() from None
             raise
         claim.check(live.session.record.key_hash)
@@ -64,7 +64,7 @@ class Turns:
     async def serve(self, name: str, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
         live = await self.open(claim)
         dialect = live.dialects[name]
-        turn = Turn(dialect=dialect, session_id=claim.session_id, started=time.perf_counter(), clock=Clock())
+        turn = Turn(dialect, claim.session_id, time.perf_counter())
         try:
             await self._run(turn, live, scope, receive, send)
         except ClientGone:
@@ -94,17 +94,20 @@ class Turns:
             request_key=live.request_key(scope, body),
         )
         turn.streamed, turn.fast = body.call.stream, body.after is not None
-        CLOCK.set(turn.clock)
-        with live.passing():
+        CLOCK.set(turn)
+        live.enter()
+        try:
             await self._gate.admit()
-            with self._gate.passing():
-                if body.call.stream:
-                    await self._streamed(turn, live, body, request, receive, send)
-                else:
-                    await self._whole(turn, live, body, request, receive, send)
+            self._gate.enter()
+            try:
+                await (self._streamed if turn.streamed else self._whole)(turn, live, body, request, receive, send)
+            finally:
+                self._gate.leave()
+        finally:
+            live.leave()
 
     async def _whole(self, turn: Turn, live: Live, body: Body, request: TurnRequest, receive: Receive, send: Send) -> None:
-        async with Leaving(receive, after_s=WATCH_AFTER_S):
+        with Leaving(receive):
             replies = await live.session.turn(request)
         self._remember(turn, live, body, replies)
         answer = turn.dialect.answer(body.call, replies, live.session.renderer.decode)
@@ -114,7 +117,7 @@ class Turns:
     async def _streamed(self, turn: Turn, live: Live, body: Body, request: TurnRequest, receive: Receive, send: Send) -> None:
         line = Line(send, turn.dialect.encoder(body.call, live.session.renderer.decode))
         replies: list[Reply] = []
-        async with Leaving(receive, line=line, every_s=self._config.keep_alive_s):
+        with Leaving(receive, line=line, every_s=self._config.keep_alive_s):
             try:
                 async with aclosing(live.session.stream(request)) as events:
                     async for event in events:
@@ -161,7 +164,7 @@ class Turns:
         if turn.fast:
             metrics.fast.inc()
         metrics.projections.labels(first.projection).inc()
-        metrics.added.labels(turn.dialect.name).observe(now - turn.started - turn.clock.engine_s)
+        metrics.added.labels(turn.dialect.name).observe(now - turn.started - turn.engine_s)
         metrics.turn_time.observe(now - turn.started)
         if turn.first_byte is not None:
             metrics.first.observe(turn.first_byte - turn.started)
@@ -180,8 +183,8 @@ def log_line(turn: Turn, reply: Reply, sampled: int, now: float) -> str:
         "tokens_in": reply.prompt_tokens,
         "tokens_new": reply.given_tokens,
         "tokens_sampled": sampled,
-        "added_ms": round((now - turn.started - turn.clock.engine_s) * 1000, 3),
-        "engine_ms": round(turn.clock.engine_s * 1000, 3),
+        "added_ms": round((now - turn.started - turn.engine_s) * 1000, 3),
+        "engine_ms": round(turn.engine_s * 1000, 3),
         "projection": reply.projection,
         "fork": reply.root,
         "replayed": reply.replayed,
@@ -235,21 +238,17 @@ class Line:
 class Leaving:
     """Watches for a client that goes away, and cancels the enclosed work then; `ClientGone` comes out instead.
 
-    On a stream it also sends the keep-alives. On a plain turn it starts late: most are over before it is needed.
+    It starts late: most turns are over, or have begun to answer, before it is needed. On a stream it also sends the keep-alives.
     """
 
-    def __init__(self, receive: Receive, *, after_s: float = 0.0, line: Line | None = None, every_s: float | None = None) -> None:
-        self._receive, self._after_s, self._line, self._every_s = receive, after_s, line, every_s
+    def __init__(self, receive: Receive, *, line: Line | None = None, every_s: float | None = None) -> None:
+        self._receive, self._line, self._every_s = receive, line, every_s
         self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._gone = False
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         self._work = asyncio.current_task()
-        if self._after_s:
-            self._timer = asyncio.get_running_loop().call_later(self._after_s, self._start)
-        else:
-            self._start()
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start)
 
     def _start(self) -> None:
         self._task = asyncio.create_task(self._watch())
@@ -269,9 +268,8 @@ class Leaving:
                 self._work.cancel()
                 return
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
         if self._gone and isinstance(error, asyncio.CancelledError):

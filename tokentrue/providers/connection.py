@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -20,6 +20,7 @@ from tokentrue.errors import ConfigError
 PORTS = {"http": 80, "https": 443}
 IDLE_S = 60.0
 LEFT_S = 1.0
+COPIED_BYTES = 1 << 16
 
 
 class Broken(Exception):
@@ -40,7 +41,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transport: Any = None
-        self._parser: Any = None
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._asked = False  # a request is out and its answer has not been taken to its end
         self._blocks: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -48,6 +50,7 @@ class Connection(asyncio.Protocol):
         self._error: Exception | None = None
         self._left: Callable[[Connection], None] | None = None
         self._served = 0
+        self._leaving = False  # the timer is that of `leave`
         self._framed = self._keeps = False  # the answer says where it ends; the server keeps the connection open behind it
         self.status = 0
         self.whole = False
@@ -60,8 +63,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = self._loop.time()
-        if self._parser is None:
-            self.close()  # nothing was asked
+        if not self._asked:
+            self.close()
             return
         try:
             self._parser.feed_data(data)
@@ -72,7 +75,9 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self._parser is not None and not self.whole:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._asked and not self.whole:
             if self.status and not self._framed:
                 self.whole = True  # without a length the end of the connection is the end of the answer
             else:
@@ -87,13 +92,20 @@ class Connection(asyncio.Protocol):
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._framed = True
 
+    def on_message_begin(self) -> None:
+        if self.whole:
+            self._keeps = False  # something behind the answer: whose it is cannot be known
+
     def on_headers_complete(self) -> None:
+        if self.whole:
+            return
         status = self._parser.get_status_code()
         self.status = status if status >= 200 else 0
         self._keeps = self._framed and self._parser.should_keep_alive()  # the parser forgets it behind the body
 
     def on_body(self, body: bytes) -> None:
-        self._blocks.append(body)
+        if not self.whole:
+            self._blocks.append(body)
 
     def on_message_complete(self) -> None:
         self.whole = self.status > 0
@@ -105,16 +117,18 @@ class Connection(asyncio.Protocol):
     def usable(self, loop: asyncio.AbstractEventLoop) -> bool:
         return self._transport is not None and self._loop is loop and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes, *, silence_s: float) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._blocks, self._error = [], None
+    def send(self, head: bytes, body: Sequence[bytes], *, silence_s: float) -> None:
+        """All in one call of the system; what is long is not copied."""
+        self._asked, self._blocks, self._error = True, [], None
         self.status, self.whole, self._framed, self._keeps, self._left = 0, False, False, False, None
         self.read_enough = False
         self._silence_s, self._heard = silence_s, self._loop.time()
-        self._timer = self._loop.call_later(silence_s, self._check_silence)
-        self._transport.write(head + body if len(body) < 1 << 16 else head)
-        if len(body) >= 1 << 16:
-            self._transport.write(body)
+        if self._timer is None:  # else the one of an earlier request is still to come, and will see that there is a new one
+            self._timer = self._loop.call_later(silence_s, self._check_silence)
+        if sum(map(len, body)) < COPIED_BYTES:
+            self._transport.write(b"".join((head, *body)))
+        else:
+            self._transport.writelines((head, *body))
 
     async def started(self) -> int:
         """The status, as soon as it is there."""
@@ -140,18 +154,18 @@ class Connection(asyncio.Protocol):
 
     def leave(self, then: Callable[[Connection], None]) -> None:
         """All that matters was read: what is left of the answer is waited for in the background, for a moment, then `then` is called."""
-        self._left = then
+        self._left, self._leaving = then, True
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(LEFT_S, self.close)
 
     def finish(self) -> bool:
         """After an answer: whether the connection can serve another request. If not it is closed."""
-        if self._timer is not None:
+        if self._leaving and self._timer is not None:
             self._timer.cancel()
             self._timer = None
         keep = self.whole and self._keeps and self._error is None and self.usable(self._loop)
-        self._parser = None
+        self._asked = self._leaving = False
         if not keep:
             self.close()
         self._served += 1
@@ -181,6 +195,9 @@ class Connection(asyncio.Protocol):
         self._error = self._error or error
 
     def _check_silence(self) -> None:
+        self._timer = None
+        if not self._asked:
+            return
         left = self._heard + self._silence_s - self._loop.time()
         if left > 0:
             self._timer = self._loop.call_later(left, self._check_silence)
@@ -205,13 +222,18 @@ class Connections:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             given.setdefault("authorization", f"Basic {b64encode(pair.encode()).decode()}")
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+        self._heads: dict[tuple[str, str], bytes] = {}  # up to the length of the body, by method and path
         if any(char in "\r\n" for value in given.values() for char in value):
             raise ConfigError("a header of the engine's may not hold a line break")
         self._idle: list[Connection] = []
         self._leaving: set[Connection] = set()  # read as far as it matters; the end of the answer is on its way
 
     def head(self, method: str, path: str, length: int) -> bytes:
-        return f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}content-length: {length}\r\n\r\n".encode("latin-1")
+        known = self._heads.get((method, path))
+        if known is None:
+            known = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}content-length: ".encode("latin-1")
+            self._heads[method, path] = known
+        return b"%b%d\r\n\r\n" % (known, length)
 
     async def take(self) -> Connection:
         loop = asyncio.get_running_loop()
@@ -220,6 +242,9 @@ class Connections:
             if connection.usable(loop) and loop.time() - connection.idle_since < IDLE_S:
                 return connection
             connection.close()
+        return await self._connected(loop)
+
+    async def _connected(self, loop: asyncio.AbstractEventLoop) -> Connection:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, made = await loop.create_connection(lambda: Connection(loop), self._host, self._port, ssl=self._tls)

@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from itertools import chain
+from typing import TypeVar, cast
 
 from tokentrue.errors import EngineContractError, SamplingError
 from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, VersionSpan, are_logprobs, is_logprob
 
+T = TypeVar("T")
+
 
 class Gathering:
-    """Collects a streamed generation and checks it token by token."""
+    """Collects a generation, whole or streamed, and checks it token by token. `count` is how many there are so far."""
 
     def __init__(self, engine: str, prompt_tokens: int) -> None:
-        self.engine, self.sent = engine, prompt_tokens
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
+        self.engine, self.sent, self.count = engine, prompt_tokens, 0
         self.top: list[Mapping[int, float]] = []
         self.raw: list[float] = []
         self.spans: list[VersionSpan] = []
+        self._ids: list[tuple[int, ...]] = []  # piece by piece
+        self._logprobs: list[tuple[float, ...]] = []
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int) -> Chunk:
+    def add(self, ids: tuple[int, ...], logprobs: tuple[float, ...], *, version: int) -> Chunk:
         if len(ids) != len(logprobs):
             raise EngineContractError(f"{self.engine} returned {len(ids)} ids and {len(logprobs)} log-probabilities")
-        start = len(self.token_ids)
-        if None in logprobs or not are_logprobs(cast("Sequence[float]", logprobs)):
-            for offset, value in enumerate(logprobs):
-                checked_logprob(self.engine, start + offset, value)
-        self.token_ids += ids
-        self.logprobs += logprobs  # type: ignore[arg-type]  # None was refused above
-        end = len(self.token_ids)
+        start = self.count
+        self.count = end = start + len(ids)
+        check_logprobs(self.engine, logprobs, start=start)
+        self._ids.append(ids)
+        self._logprobs.append(logprobs)
         if self.spans and self.spans[-1].version == version:
             self.spans[-1] = VersionSpan(start=self.spans[-1].start, end=end, version=version)
         elif end > start:
             self.spans.append(VersionSpan(start=start, end=end, version=version))
-        return Chunk(token_ids=tuple(ids), logprobs=tuple(self.logprobs[start:]), policy_version=version)
+        return Chunk(token_ids=ids, logprobs=logprobs, policy_version=version)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return _in_one(self._ids)
 
     def completion(
         self,
@@ -48,8 +53,8 @@ class Gathering:
         if prompt_tokens is not None and prompt_tokens != self.sent:
             raise EngineContractError(f"{self.engine} counted {prompt_tokens} prompt tokens where {self.sent} were sent")
         return Completion(
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
+            token_ids=_in_one(self._ids),
+            logprobs=_in_one(self._logprobs),
             finish=finish,
             versions=tuple(self.spans if versions is None else versions),
             prompt_tokens=prompt_tokens,
@@ -60,9 +65,20 @@ class Gathering:
         )
 
 
-def checked_logprob(engine: str, index: int, value: float | None) -> None:
-    if value is None or not is_logprob(value):
-        raise EngineContractError(f"{engine} returned {value!r} as log-probability of sampled token {index}")
+def _in_one(pieces: list[tuple[T, ...]]) -> tuple[T, ...]:
+    return pieces[0] if len(pieces) == 1 else tuple(chain.from_iterable(pieces))
+
+
+def check_logprobs(engine: str, logprobs: Sequence[float | None], *, start: int = 0) -> None:
+    """Engines are known to send null, NaN and sentinels; `start` is the place of the first one."""
+    try:
+        if are_logprobs(cast("Sequence[float]", logprobs)):
+            return
+    except TypeError:
+        pass  # one of them is no number
+    for index, value in enumerate(logprobs, start):
+        if not isinstance(value, (int, float)) or not is_logprob(value):
+            raise EngineContractError(f"{engine} returned {value!r} as log-probability of sampled token {index}")
 
 
 def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str]) -> None:

@@ -62,7 +62,7 @@ class HFProvider:
                 version = self.version
             token, logprob, top = pick(logits, sampling, generator)
             gathering.top += [top] if sampling.top_logprobs else []
-            yield gathering.add([token], [logprob], version=version)
+            yield gathering.add((token,), (logprob,), version=version)
             ids = [token]
             stopped_by = token if token in stops else self._stop_string(gathering.token_ids, sampling.stop)
             if stopped_by is not None:

@@ -193,7 +193,7 @@ def _pieces(chunks: Sequence[Chunk]) -> list[Completion]:
     gathering = Gathering("pool", 0)
     for chunk in chunks:
         gathering.add(chunk.token_ids, chunk.logprobs, version=chunk.policy_version)
-    return [gathering.completion(Finish.ABORT, prompt_tokens=None)] if gathering.token_ids else []
+    return [gathering.completion(Finish.ABORT, prompt_tokens=None)] if gathering.count else []
 
 
 def _remaining(prompt_ids: Ids, sampling: Sampling, done: Sequence[Completion]) -> tuple[Ids, Sampling | None]:

@@ -6,8 +6,10 @@ One that its caller leaves, or that breaks, is aborted: the engine must not samp
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from secrets import token_hex
 from types import TracebackType
 
 from tokentrue.errors import EngineTimeout
@@ -18,6 +20,11 @@ _AGAIN_S = 0.1  # a request may reach the engine after the abort that was meant 
 class Running:
     def __init__(self) -> None:
         self._ids: set[str] = set()
+        self._names = map((token_hex(8) + "{:08x}").format, itertools.count())
+
+    def new_id(self) -> str:
+        """A name that no other request has, of this process or of another."""
+        return next(self._names)
 
     def holding(self, request_id: str, abort: Callable[[], Awaitable[None]]) -> Held:
         """For the block in which the engine samples."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import uuid
 from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -22,11 +21,12 @@ from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.providers.constraints import CONSTRAINTS, for_sglang, plain
 from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
 from tokentrue.providers.running import Running
-from tokentrue.providers.wire import IdsJson, Wire, version_of
+from tokentrue.providers.wire import Body, IdsJson, OncePerSampling, Wire, version_of
 from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset({"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"})
 MASKABLE = frozenset({"top_k", "top_p", "min_p"})
+FINISHES = {finish.value: finish for finish in Finish}
 
 
 class SGLangProvider:
@@ -49,6 +49,7 @@ class SGLangProvider:
         self._wire = Wire(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, headers=headers)
         self._ids = IdsJson()
         self._running = Running()
+        self._asks = OncePerSampling(self._asked)
         self._sampling_mask = sampling_mask
         self._routed = routed_experts
 
@@ -57,16 +58,16 @@ class SGLangProvider:
         return MASKABLE if self._sampling_mask else frozenset()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        rid = uuid.uuid4().hex
-        gathering = Gathering(self.name, len(prompt_ids))
+        rid = self._running.new_id()
         body = self._body(prompt_ids, sampling, session=session, rid=rid, stream=False)
         async with self._running.holding(rid, lambda: self._abort(rid)):
             answer = await self._wire.json("POST", "/generate", body)
+        gathering = Gathering(self.name, len(prompt_ids))
         self._take(gathering, answer, masked=self._masked(sampling))
         return self._complete(gathering, answer["meta_info"])
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        rid = uuid.uuid4().hex
+        rid = self._running.new_id()
         gathering = Gathering(self.name, len(prompt_ids))
         body = self._body(prompt_ids, sampling, session=session, rid=rid, stream=True)
         masked, meta = self._masked(sampling), None
@@ -126,41 +127,41 @@ class SGLangProvider:
     def _masked(self, sampling: Sampling) -> bool:
         return self._sampling_mask and bool(sampling.filters)
 
-    def _body(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None, rid: str, stream: bool) -> bytes:
-        refuse_unknown_extra(self.name, sampling, EXTRA)
-        rest: dict[str, Any] = {
-            "rid": rid,
-            "sampling_params": sampling_params(sampling),
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "stream": stream,
-        }
+    def _body(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None, rid: str, stream: bool) -> Body:
+        own: dict[str, Any] = {"rid": rid, "stream": stream}
         if session is not None:
-            rest["routing_key"] = session
-        if sampling.top_logprobs:
-            rest["top_logprobs_num"] = sampling.top_logprobs
-        if self._masked(sampling):
-            rest["return_sampling_mask"] = True
+            own["routing_key"] = session
         if self._routed is not None:
-            rest |= {"return_routed_experts": True, "routed_experts_start_len": max(0, len(prompt_ids) - 1)}
-        return b"".join((b'{"input_ids":[', self._ids.dump(prompt_ids, session), b"],", orjson.dumps(rest)[1:]))
+            own |= {"return_routed_experts": True, "routed_experts_start_len": max(0, len(prompt_ids) - 1)}
+        asked = self._asks(sampling)
+        return (b'{"input_ids":[', *self._ids.dump(prompt_ids, session), b"],", asked, orjson.dumps(own)[1:])
+
+    def _asked(self, sampling: Sampling) -> bytes:
+        """The fields that depend on nothing else, with a comma behind them."""
+        refuse_unknown_extra(self.name, sampling, EXTRA)
+        fields: dict[str, Any] = {"sampling_params": sampling_params(sampling), "return_logprob": True, "logprob_start_len": -1}
+        if sampling.top_logprobs:
+            fields["top_logprobs_num"] = sampling.top_logprobs
+        if self._masked(sampling):
+            fields["return_sampling_mask"] = True
+        return orjson.dumps(fields)[1:-1] + b","
 
     def _take(self, gathering: Gathering, event: Mapping[str, Any], *, masked: bool) -> Chunk:
         """Events are cumulative or incremental by the server's setting; the running count tells how many tokens are new."""
         meta = event.get("meta_info")
         if meta is None or "output_token_logprobs" not in meta or "completion_tokens" not in meta:
             raise EngineContractError("sglang's answer lacks meta_info.output_token_logprobs; was return_logprob dropped by a router?")
-        new = meta["completion_tokens"] - len(gathering.token_ids)
+        new = meta["completion_tokens"] - gathering.count
         if new <= 0:
             return Chunk()
-        rows = meta["output_token_logprobs"][-new:]
-        ids, said = [row[1] for row in rows], event.get("output_ids")
-        if len(rows) != new or (said is not None and list(said[-new:]) != ids):
+        rows, said = meta["output_token_logprobs"][-new:], event.get("output_ids")
+        columns = tuple(zip(*rows, strict=False))  # log-probabilities, ids, texts
+        if len(rows) != new or len(columns) < 2 or (said is not None and tuple(said[-new:]) != columns[1]):
             raise EngineContractError("sglang's output_ids and output_token_logprobs disagree")
-        logprobs = [row[0] for row in rows]
+        logprobs, ids = columns[:2]
         if masked:
             gathering.raw += logprobs
-            logprobs = (meta.get("output_token_sampling_logprobs") or [])[-new:]
+            logprobs = tuple((meta.get("output_token_sampling_logprobs") or [])[-new:])
         if tops := meta.get("output_top_logprobs"):
             gathering.top += [{row[1]: row[0] for row in top} for top in tops[-new:]]
         return gathering.add(ids, logprobs, version=version_of(meta.get("weight_version")))
@@ -168,15 +169,16 @@ class SGLangProvider:
     def _complete(self, gathering: Gathering, meta: Mapping[str, Any]) -> Completion:
         reason = meta["finish_reason"]
         kind = reason["type"] if isinstance(reason, Mapping) else str(reason)
-        if kind not in {"stop", "length", "abort"}:
+        finish = FINISHES.get(kind)
+        if finish is None:
             raise EngineContractError(f"sglang ended with an unknown finish reason {kind!r}")
         if kind == "abort" and reason.get("status_code"):
             raise EngineRejected(f"sglang aborted the request: {reason.get('message')}")
         return gathering.completion(
-            Finish(kind),
+            finish,
             prompt_tokens=meta.get("prompt_tokens"),
             stopped_by=reason.get("matched") if isinstance(reason, Mapping) else None,
-            routed_experts=self._experts(meta, len(gathering.token_ids)),
+            routed_experts=self._experts(meta, gathering.count),
         )
 
     def _experts(self, meta: Mapping[str, Any], sampled: int) -> RoutedExperts | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from tokentrue.errors import EngineContractError, EngineError, EngineRejected, S
 from tokentrue.providers.constraints import CONSTRAINTS, for_vllm, plain
 from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
 from tokentrue.providers.running import Running
-from tokentrue.providers.wire import IdsJson, Wire, version_of
+from tokentrue.providers.wire import Body, IdsJson, Wire, version_of
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 EXTRA = CONSTRAINTS | frozenset({"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"})
@@ -196,15 +195,15 @@ class VLLMProvider:
 
     def _body(
         self, abilities: Abilities, prompt_ids: Ids, sampling: Sampling, *, session: str | None, stream: bool
-    ) -> tuple[str, bytes, str]:
-        request_id = uuid.uuid4().hex
+    ) -> tuple[str, Body, str]:
+        request_id = self._running.new_id()
         ids = self._ids.dump(prompt_ids, session)
         rest: dict[str, Any] = {"model": abilities.model, "request_id": request_id, "stream": stream}
         if stream:
             rest["stream_options"] = {"include_usage": True}
         if abilities.token_route:
             rest["sampling_params"] = {**sampling_params(sampling), "logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
-            return "/inference/v1/generate", b"".join((b'{"token_ids":[', ids, b"],", orjson.dumps(rest)[1:])), request_id
+            return "/inference/v1/generate", (b'{"token_ids":[', *ids, b"],", orjson.dumps(rest)[1:]), request_id
         rest |= {
             **sampling_params(sampling),
             "max_tokens": sampling.max_tokens,  # left out it would mean 16
@@ -213,7 +212,7 @@ class VLLMProvider:
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
         }
-        return "/v1/completions", b"".join((b'{"prompt":[', ids, b"],", orjson.dumps(rest)[1:])), request_id
+        return "/v1/completions", (b'{"prompt":[', *ids, b"],", orjson.dumps(rest)[1:]), request_id
 
     def _take(self, gathering: Gathering, choice: Mapping[str, Any], sampling: Sampling) -> Chunk:
         ids = choice.get("token_ids") or []
@@ -227,21 +226,21 @@ class VLLMProvider:
             raise EngineContractError("vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?")
         if sampling.top_logprobs:
             gathering.top += [{top["token_id"]: top["logprob"] for top in row["top_logprobs"]} for row in rows]
-        return gathering.add(ids, [row["logprob"] for row in rows], version=self.version)
+        return gathering.add(tuple(ids), tuple(row["logprob"] for row in rows), version=self.version)
 
     def _complete(self, gathering: Gathering, choice: Mapping[str, Any], usage: Mapping[str, Any] | None) -> Completion:
         finish = choice.get("finish_reason")
         if finish not in {"stop", "length", "abort"}:
             raise EngineContractError(f"vllm ended with an unknown finish reason {finish!r}")
         stopped_by = choice.get("stop_reason")
-        if finish == "stop" and stopped_by is None and gathering.token_ids:
+        if finish == "stop" and stopped_by is None and gathering.count:
             stopped_by = gathering.token_ids[-1]  # vLLM names no reason when its own EOS ended the turn
         return gathering.completion(
             Finish(finish),
             prompt_tokens=usage.get("prompt_tokens") if usage else None,
             stopped_by=stopped_by,
             versions=version_spans(choice.get("weight_versions")),
-            routed_experts=routed_experts(choice.get("routed_experts"), len(gathering.token_ids)),
+            routed_experts=routed_experts(choice.get("routed_experts"), gathering.count),
         )
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:

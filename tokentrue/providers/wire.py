@@ -9,66 +9,108 @@ import asyncio
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
 from tokentrue.errors import EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable
 from tokentrue.providers.connection import Broken, Connection, Connections, Silent
-from tokentrue.types import UNVERSIONED, Ids, starts_with
+from tokentrue.types import UNVERSIONED, Ids, Sampling, starts_with
 
 RETRIED_STATUS = frozenset({502, 503})
+PARTS = 16  # of a prompt's text, before they are made one again
+Body: TypeAlias = bytes | Sequence[bytes]  # whole, or in parts that are sent one behind the other
 
 
 def version_of(text: object) -> int:
     """The integer at the end of an engine's weight version ("7", "step-7"); engines start with a word such as "default"."""
-    match = re.search(r"(\d+)\s*$", str(text)) if text is not None else None
+    return _version_in(str(text)) if text is not None else UNVERSIONED
+
+
+@lru_cache(64)
+def _version_in(text: str) -> int:
+    match = re.search(r"(\d+)\s*$", text)
     return int(match.group(1)) if match else UNVERSIONED
+
+
+class Written(NamedTuple):
+    """The prompt of a session's last turn: `parts` are the JSON text of the first `length` of `ids`."""
+
+    ids: array[int]
+    length: int
+    parts: tuple[bytes, ...]
+    size: int
+
+    def begins(self, ids: array[int]) -> bool:
+        """`ids` go on where these end. The same array, grown, has the same beginning: see `protocols.Provider`."""
+        if ids is self.ids:
+            return 0 < self.length <= len(ids)
+        return self.length > 0 and starts_with(ids, self.ids if len(self.ids) == self.length else self.ids[: self.length])
 
 
 class IdsJson:
     """Prompt ids as JSON text, grown by what is new: the prompt of a session's next turn starts with the last one's."""
 
     def __init__(self, *, max_sessions: int = 2048, max_bytes: int = 1 << 30) -> None:
-        self._kept: OrderedDict[str, tuple[array[int], bytearray]] = OrderedDict()
+        self._kept: OrderedDict[str, Written] = OrderedDict()
         self._bytes = 0
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
 
-    def dump(self, ids: Ids, session: str | None) -> bytes | bytearray:
-        """For use at once: the text is the memory itself, and grows with the session's next turn."""
+    def dump(self, ids: Ids, session: str | None) -> tuple[bytes, ...]:
+        """The text, in a few parts: what has been written before is neither written nor copied again."""
         packed = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
-        if session is None:
-            return _joined(packed)
-        known = self._kept.pop(session, None)
+        known = self._kept.pop(session, None) if session is not None else None
+        parts: tuple[bytes, ...] = ()
         if known is not None:
-            self._bytes -= _size(known)
-        if known is not None and len(known[0]) and starts_with(packed, known[0]):
-            text = known[1]
-            if delta := packed[len(known[0]) :]:
-                text += b"," + _joined(delta)
-        else:
-            text = bytearray(_joined(packed))
-        kept = self._kept[session] = (packed[:], text)  # a copy: what the caller does to its own must not change what we compare with
-        self._bytes += _size(kept)
+            self._bytes -= known.size
+            if known.begins(packed):
+                parts = known.parts if len(known.parts) < PARTS else (b"".join(known.parts),)
+        if not parts:
+            parts = (_joined(packed),)
+        elif known is not None and len(packed) > known.length:
+            parts = (*parts, b"," + _joined(packed[known.length :]))
+        if session is not None:
+            self._keep(session, packed, parts)
+        return parts
+
+    def _keep(self, session: str, ids: array[int], parts: tuple[bytes, ...]) -> None:
+        size = len(ids) * ids.itemsize + sum(map(len, parts))
+        self._kept[session] = Written(ids, len(ids), parts, size)
+        self._bytes += size
         while len(self._kept) > self._max_sessions or (self._bytes > self._max_bytes and len(self._kept) > 1):
-            self._bytes -= _size(self._kept.popitem(last=False)[1])
-        return text
+            self._bytes -= self._kept.popitem(last=False)[1].size
 
     def forget(self, session: str) -> None:
         """A session that is no longer in memory; where it comes back, its text is made anew."""
         known = self._kept.pop(session, None)
         if known is not None:
-            self._bytes -= _size(known)
-
-
-def _size(kept: tuple[array[int], bytearray]) -> int:
-    return len(kept[0]) * kept[0].itemsize + len(kept[1])
+            self._bytes -= known.size
 
 
 def _joined(ids: array[int]) -> bytes:
     return orjson.dumps(ids.tolist())[1:-1]
+
+
+class OncePerSampling:
+    """What `write` makes of a `Sampling`, made once: a session asks with the same object turn after turn."""
+
+    def __init__(self, write: Callable[[Sampling], bytes], *, kept: int = 2048, longest: int = 1 << 14) -> None:
+        self._write, self._max, self._longest = write, kept, longest
+        self._kept: dict[int, tuple[Sampling, bytes]] = {}  # by identity, which the kept object holds
+
+    def __call__(self, sampling: Sampling) -> bytes:
+        found = self._kept.get(id(sampling))
+        if found is not None:
+            return found[1]
+        text = self._write(sampling)
+        if len(text) <= self._longest:
+            if len(self._kept) >= self._max:
+                self._kept.clear()
+            self._kept[id(sampling)] = (sampling, text)
+        return text
 
 
 class Wire:
@@ -83,28 +125,44 @@ class Wire:
         await self._connections.close()
 
     @asynccontextmanager
-    async def open(self, method: str, path: str, body: bytes | None = None, *, retry: bool = True) -> AsyncIterator[Connection]:
+    async def open(self, method: str, path: str, body: Body = (), *, retry: bool = True) -> AsyncIterator[Connection]:
         """The answer to an accepted request; what the engine refuses becomes a typed error with the engine's own words."""
-        where = self.url + path
-        connection = await self._answered(method, path, body or b"", self._retries if retry else 0)
+        connection = await self._answered(method, path, body, self._retries if retry else 0)
         try:
             if connection.status >= 300:
-                raise _refusal(where, connection.status, await connection.read())
+                raise _refusal(self.url + path, connection.status, await connection.read())
             yield connection
-        except Silent as error:
-            raise EngineTimeout(f"{where} fell silent for {self._silence_s:g} s") from error
-        except Broken as error:
-            raise EngineUnreachable(f"{where} broke off: {error}") from error
+        except (Silent, Broken) as error:
+            raise self._broken_off(path, error) from error
         finally:
             self._connections.give_back(connection, read=connection.read_enough)
 
-    async def _answered(self, method: str, path: str, body: bytes, retries: int) -> Connection:
+    async def json(self, method: str, path: str, body: Body = (), *, retry: bool = True) -> Any:
+        """A whole answer, parsed; as `open`, without the cost of a context."""
+        connection = await self._answered(method, path, body, self._retries if retry else 0)
+        try:
+            data = await connection.read()
+        except (Silent, Broken) as error:
+            raise self._broken_off(path, error) from error
+        finally:
+            self._connections.give_back(connection)
+        if connection.status >= 300:
+            raise _refusal(self.url + path, connection.status, data)
+        return parsed(data, self.url + path)
+
+    def _broken_off(self, path: str, error: Silent | Broken) -> Exception:
+        if isinstance(error, Silent):
+            return EngineTimeout(f"{self.url}{path} fell silent for {self._silence_s:g} s")
+        return EngineUnreachable(f"{self.url}{path} broke off: {error}")
+
+    async def _answered(self, method: str, path: str, body: Body, retries: int) -> Connection:
         """A connection on which an answer has begun. Nothing was sampled before that, so the request may be sent again."""
-        head = self._connections.head(method, path, len(body))
+        parts = (body,) if isinstance(body, bytes) else body
+        head = self._connections.head(method, path, sum(map(len, parts)))
         attempt = 0
         while True:
             try:
-                connection = await self._ask(head, body)
+                connection = await self._ask(head, parts)
                 if connection.status not in RETRIED_STATUS or attempt >= retries:
                     return connection
                 await self._drop(connection)
@@ -118,7 +176,7 @@ class Wire:
             attempt += 1
             await asyncio.sleep(0.1 * 2**attempt)
 
-    async def _ask(self, head: bytes, body: bytes) -> Connection:
+    async def _ask(self, head: bytes, body: Sequence[bytes]) -> Connection:
         connection = await self._connections.take()
         try:
             connection.send(head, body, silence_s=self._silence_s)
@@ -134,11 +192,7 @@ class Wire:
         finally:
             self._connections.give_back(connection)
 
-    async def json(self, method: str, path: str, body: bytes | None = None, *, retry: bool = True) -> Any:
-        async with self.open(method, path, body, retry=retry) as answer:
-            return parsed(await answer.read(), self.url + path)
-
-    async def events(self, path: str, body: bytes) -> AsyncGenerator[Any]:
+    async def events(self, path: str, body: Body) -> AsyncGenerator[Any]:
         """The data of a server-sent event stream, parsed, up to [DONE]."""
         async with self.open("POST", path, body) as answer, aclosing(answer.blocks()) as blocks:
             async for line in _lines(blocks):

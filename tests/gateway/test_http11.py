@@ -1,0 +1,468 @@
+"""HTTP/1.1 as clients really send it, byte for byte over raw sockets, on both event loops: `tokentrue.gateway.http11` under uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+import uvicorn.server
+
+from tests.gateway.world import wait_until
+from tokentrue.gateway.asgi import ClientGone, read_body, send_bytes, send_json
+from tokentrue.gateway.http11 import Http11
+from tokentrue.gateway.problems import Refused
+
+LIMIT = 3_000_000
+IDLE_S = 2
+HUGE = 20_000_000
+
+
+class Application:
+    """Answers by path, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.pieces = 0
+        self.gone = 0
+        self.sent = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        try:
+            await getattr(self, path.strip("/") or "echo")(scope, receive, send)
+        except Refused as error:
+            await send_json(send, error.problem.status, {"code": error.problem.code})
+        except ClientGone:
+            self.gone += 1
+
+    async def echo(self, scope: Any, receive: Any, send: Any) -> None:
+        async def counted() -> Any:
+            self.pieces += 1
+            return await receive()
+
+        body = await read_body(scope, counted, LIMIT)
+        self.bodies.append(body)
+        await send_bytes(send, 200, body, [(b"x-method", scope["method"].encode()), (b"x-query", scope["query_string"])])
+
+    async def slow(self, scope: Any, receive: Any, send: Any) -> None:
+        body = await read_body(scope, receive, LIMIT)
+        await asyncio.sleep(0.2)
+        await send_bytes(send, 200, body, [])
+
+    async def stream(self, scope: Any, receive: Any, send: Any) -> None:
+        await read_body(scope, receive, LIMIT)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"one", b"", b"two"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def flood(self, scope: Any, receive: Any, send: Any) -> None:
+        """Far more than sockets hold: only a client that reads gets on."""
+        await read_body(scope, receive, LIMIT)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % HUGE)]})
+        for _ in range(HUGE // 100_000):
+            await send({"type": "http.response.body", "body": b"x" * 100_000, "more_body": True})
+            self.sent += 100_000
+        await send({"type": "http.response.body", "body": b""})
+
+    async def wait(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers only when the client has left."""
+        await read_body(scope, receive, LIMIT)
+        assert (await receive())["type"] == "http.disconnect"
+        self.gone += 1
+
+    async def unread(self, scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.3)
+        await send_bytes(send, 200, b"unread", [])
+
+    async def fail(self, scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError("made to fail")
+
+    async def fail_late(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        raise ValueError("made to fail")
+
+    async def split(self, scope: Any, receive: Any, send: Any) -> None:
+        await send_bytes(send, 200, b"", [(b"x-evil", b"a\r\nset-cookie: b")])
+
+    async def nothing(self, scope: Any, receive: Any, send: Any) -> None:
+        return
+
+    async def empty(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+
+class Running:
+    def __init__(self, loop: str) -> None:
+        self.app = Application()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.server = uvicorn.Server(
+            uvicorn.Config(
+                self.app,
+                http=Http11,
+                loop=loop,  # pyright: ignore[reportArgumentType]
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=IDLE_S,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self.server.started)
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "the server did not end"
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def at(request: pytest.FixtureRequest) -> Iterator[Running]:
+    running = Running(request.param)
+    yield running
+    running.stop()
+
+
+class Client(socket.socket):
+    def __init__(self, at: Running) -> None:
+        super().__init__(socket.AF_INET, socket.SOCK_STREAM)
+        self.settimeout(10)
+        self.connect(("127.0.0.1", at.port))
+        self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._held = b""
+
+    def until(self, mark: bytes) -> bytes:
+        while mark not in self._held:
+            data = self.recv(1 << 16)
+            assert data, f"closed after {self._held!r}"
+            self._held += data
+        found, _, self._held = self._held.partition(mark)
+        return found
+
+    def exactly(self, length: int) -> bytes:
+        while len(self._held) < length:
+            data = self.recv(1 << 16)
+            assert data, "closed in mid-body"
+            self._held += data
+        body, self._held = self._held[:length], self._held[length:]
+        return body
+
+    def answer(self) -> tuple[int, dict[str, str], bytes]:
+        head = self.until(b"\r\n\r\n").decode()
+        first, *lines = head.split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        if "content-length" in headers:
+            return int(first.split()[1]), headers, self.exactly(int(headers["content-length"]))
+        assert headers.get("transfer-encoding") == "chunked", head
+        body = b""
+        while size := int(self.until(b"\r\n"), 16):
+            body += self.exactly(size)
+            assert self.until(b"\r\n") == b""
+        assert self.until(b"\r\n") == b""
+        return int(first.split()[1]), headers, body
+
+    def rest(self) -> bytes:
+        """Everything up to the end of the connection."""
+        while data := self.recv(1 << 16):
+            self._held += data
+        return self._held
+
+
+def request(body: bytes, path: str = "/", *, head: str = "", method: str = "POST", version: str = "1.1") -> bytes:
+    return f"{method} {path} HTTP/{version}\r\nHost: x\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def still_serves(client: Client) -> None:
+    client.sendall(request(b"again"))
+    assert client.answer()[2] == b"again"
+
+
+def test_a_connection_serves_many_requests(at: Running) -> None:
+    with Client(at) as client:
+        for size in (0, 1, 70_000, 300_000, 1_500_000, 5):
+            body = bytes(range(256)) * (size // 256 + 1)
+            client.sendall(request(body[:size], "/?a=1&b=%20"))
+            status, headers, answer = client.answer()
+            assert status == 200 and answer == body[:size]
+            assert headers["x-method"] == "POST" and headers["x-query"] == "a=1&b=%20" and "connection" not in headers
+    wait_until(lambda: not at.server.server_state.tasks)
+    assert at.server.server_state.total_requests == 6
+
+
+def test_a_body_is_handed_over_in_one_piece_and_a_long_one_in_few(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"x" * 400_000))
+        client.answer()
+        assert at.app.pieces == 1
+        client.sendall(request(b"x" * 2_900_000))
+        client.answer()
+        assert 2 <= at.app.pieces - 1 <= 4
+
+
+def test_one_byte_at_a_time(at: Running) -> None:
+    with Client(at) as client:
+        for byte in request(b'{"a": 1}', head="X-Long: " + "y" * 50 + "\r\n"):
+            client.sendall(bytes([byte]))
+        assert client.answer()[2] == b'{"a": 1}'
+        assert at.app.pieces == 1
+        still_serves(client)
+
+
+def test_chunked_bodies(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        time.sleep(0.05)
+        client.sendall(b"1\r\n \r\n5;ext=1\r\nworld\r\n0\r\nTrailer: z\r\n\r\n")
+        assert client.answer()[2] == b"hello world"
+        still_serves(client)
+
+
+def test_chunked_answers(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"", "/stream"))
+        assert client.answer()[2] == b"onetwo"
+        still_serves(client)
+
+
+def test_pipelined_requests_are_answered_in_order(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(
+            b"".join((request(b"first", "/slow"), request(b"second"), request(b"third", "/stream"), request(b"fourth" * 50_000)))
+        )
+        assert [client.answer()[2][:6] for _ in range(4)] == [b"first", b"second", b"onetwo", b"fourth"]
+        still_serves(client)
+
+
+def test_two_requests_in_one_packet_and_the_rest_of_the_second_later(at: Running) -> None:
+    with Client(at) as client:
+        both = request(b"one") + request(b"two and more")
+        client.sendall(both[:-5])
+        assert client.answer()[2] == b"one"
+        client.sendall(both[-5:])
+        assert client.answer()[2] == b"two and more"
+
+
+def test_a_declared_length_beyond_the_limit_is_refused_unread(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMIT + 1}\r\n\r\n".encode())
+        assert client.answer()[0] == 413  # before a byte of it was sent
+        sent = 0
+        while sent <= LIMIT:
+            sent += client.send(b"x" * min(100_000, LIMIT + 1 - sent))
+        still_serves(client)
+
+
+def test_an_undeclared_length_beyond_the_limit_is_refused(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(LIMIT // 100_000 + 12):  # more than the limit, by more than one piece
+            client.sendall(b"186a0\r\n" + b"x" * 100_000 + b"\r\n")
+        assert client.answer()[0] == 413
+        client.sendall(b"0\r\n\r\n")
+        still_serves(client)
+
+
+def test_nothing_is_gathered_for_an_application_that_does_not_read(at: Running) -> None:
+    with Client(at) as client:
+        client.setblocking(False)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        body, sent, end = request(b"x" * HUGE, "/unread"), 0, time.monotonic() + 0.25
+        while time.monotonic() < end:
+            try:
+                sent += client.send(body[sent : sent + 1_000_000])
+            except BlockingIOError:
+                time.sleep(0.01)
+        assert sent < len(body), "all of it was taken in though nobody reads it"
+        client.settimeout(10)
+        client.sendall(body[sent:])  # the answer does not wait for it, and what comes in behind the answer is dropped
+        assert client.answer()[2] == b"unread"
+        still_serves(client)
+
+
+def test_expect_continue(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-Continue\r\nContent-Length: 4\r\n\r\n")
+        assert client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue"
+        client.sendall(b"body")
+        assert client.answer()[2] == b"body"
+        client.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: {LIMIT + 1}\r\n\r\n".encode())
+        assert client.answer()[0] == 413  # and it is not told to go on
+
+
+@pytest.mark.parametrize("head", ["", "Connection: keep-alive\r\n"])
+def test_http_1_0(at: Running, head: str) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"old", head=head, version="1.0"))
+        assert b"connection: close" in client.until(b"\r\n\r\n") and client.rest() == b"old"
+    with Client(at) as client:
+        client.sendall(request(b"", "/stream", head=head, version="1.0"))
+        assert b"chunked" not in client.until(b"\r\n\r\n") and client.rest() == b"onetwo"  # an old client knows no chunks
+
+
+def test_connection_close(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"last", head="Connection: close\r\n") + request(b"never"))
+        status, headers, body = client.answer()
+        assert (status, headers["connection"], body, client.rest()) == (200, "close", b"last", b"")
+    assert at.app.bodies == [b"last"]
+
+
+def test_head_and_empty_answers_have_no_body(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"", "/stream", method="HEAD") + request(b"", "/empty", method="GET") + request(b"behind"))
+        assert client.until(b"\r\n\r\n").startswith(b"HTTP/1.1 200")
+        assert client.until(b"\r\n\r\n") == b"HTTP/1.1 204 No Content"
+        assert client.answer()[2] == b"behind"
+
+
+def test_a_failing_application(at: Running, caplog: pytest.LogCaptureFixture) -> None:
+    for path in ("/fail", "/nothing", "/split"):
+        with Client(at) as client:
+            client.sendall(request(b"", path))
+            status, headers, body = client.answer()
+            assert (status, headers["connection"], body, client.rest()) == (500, "close", b"Internal Server Error", b"")
+            assert "set-cookie" not in headers
+    with Client(at) as client:
+        client.sendall(request(b"", "/fail_late"))
+        assert client.rest().endswith(b"4\r\nhalf\r\n")  # no end: the client sees that it broke
+    assert "made to fail" in caplog.text
+
+
+def test_errors_of_ours_leave_the_connection_usable(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"x" * 10, head=f"X: {LIMIT}\r\n"))
+        assert client.answer()[0] == 200
+        client.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMIT + 1}\r\n\r\n".encode() + b"x" * (LIMIT + 1))
+        assert client.answer()[0] == 413
+        still_serves(client)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"rubbish\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",  # TLS
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnot a size\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"y" * 400_000,
+    ],
+)
+def test_what_is_not_http_is_refused(at: Running, rubbish: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with Client(at) as client:
+        client.sendall(rubbish)
+        status, headers, _ = client.answer()
+        assert (status, headers["connection"], client.rest()) == (400, "close", b"")
+    with Client(at) as client:  # what was asked before it is still answered
+        client.sendall(request(b"good", "/slow") + b"rubbish\r\n\r\n")
+        assert client.answer()[::2] == (200, b"good")
+        assert client.rest() == b""
+    assert at.app.bodies == [] and "Exception" not in caplog.text
+
+
+def test_an_upgrade_is_answered_in_http_1_1_and_ends_it(at: Running) -> None:
+    """The parser takes what stands behind such a head for bytes of the other protocol: they must not become a request."""
+    with Client(at) as client:
+        client.sendall(request(b"plain", head="Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"))
+        client.sendall(request(b"smuggled"))
+        status, headers, body = client.answer()
+        assert (status, headers["connection"], body) == (200, "close", b"")
+    assert at.app.bodies == [b""]
+
+
+def test_a_client_that_leaves_in_mid_body(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"x" * 1000)[:-10])
+        time.sleep(0.05)
+    wait_until(lambda: at.app.gone == 1 and not at.server.server_state.tasks and not at.server.server_state.connections)
+    assert at.app.bodies == []
+
+
+def test_a_client_that_leaves_before_its_answer(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"x", "/wait"))
+        time.sleep(0.05)
+        assert at.app.gone == 0
+    wait_until(lambda: at.app.gone == 1 and not at.server.server_state.tasks)
+
+
+def test_a_client_that_leaves_in_mid_answer(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"x", "/flood"))
+        client.recv(1000)
+    wait_until(lambda: not at.server.server_state.tasks and not at.server.server_state.connections)
+
+
+def test_a_slow_reader_holds_the_answer_back(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"x", "/flood"))
+        time.sleep(0.5)
+        held = at.app.sent
+        assert 0 < held < HUGE, "everything was put into memory"
+        assert client.answer()[2] == b"x" * HUGE
+        still_serves(client)
+
+
+def test_an_idle_connection_is_closed_and_a_used_one_is_not(at: Running) -> None:
+    with Client(at) as used, Client(at) as idle, Client(at) as half:
+        half.sendall(b"POST / HT")
+        start = time.monotonic()
+        for _ in range(6):
+            still_serves(used)
+            time.sleep(IDLE_S / 4)
+        assert idle.rest() == b"" and half.rest() == b"" and time.monotonic() - start < 3 * IDLE_S
+        still_serves(used)
+
+
+def test_shutting_down_finishes_what_is_being_answered() -> None:
+    at = Running("uvloop")
+    with Client(at) as busy, Client(at) as idle:
+        busy.sendall(request(b"last words", "/slow"))
+        time.sleep(0.05)
+        at.server.should_exit = True
+        status, headers, body = busy.answer()
+        assert (status, headers["connection"], body) == (200, "close", b"last words")
+        assert busy.rest() == b"" and idle.rest() == b""
+    at.stop()
+
+
+def test_shutting_down_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    at = Running("asyncio")
+    with Client(at) as client:
+        client.sendall(request(b"x", "/wait"))
+        time.sleep(0.05)
+        at.stop()
+        assert client.answer()[0] == 500
+
+
+def test_uvicorn_still_has_what_we_build_on() -> None:
+    """Everything of uvicorn's that `Http11` touches; where a new version moves one of these, this says which."""
+    made = inspect.getsource(uvicorn.Server.startup)
+    for argument in ("config=config", "server_state=self.server_state", "app_state=self.lifespan.state", "_loop=_loop"):
+        assert argument in made, f"uvicorn no longer gives its protocol {argument}"
+    assert list(inspect.signature(Http11.__init__).parameters)[1:] == ["config", "server_state", "app_state", "_loop"]
+    state = uvicorn.server.ServerState()
+    assert (state.total_requests, state.connections, state.tasks, state.default_headers) == (0, set(), set(), [])
+    assert "connection.shutdown()" in inspect.getsource(uvicorn.Server.shutdown)
+    config = uvicorn.Config(Application(), http=Http11, lifespan="off", log_config=None, proxy_headers=False)
+    assert (config.loaded, config.root_path) == (False, "") and config.timeout_keep_alive > 0
+    config.load()
+    assert config.http_protocol_class is Http11 and isinstance(config.loaded_app, Application)
