@@ -143,9 +143,19 @@ def _anthropic_turn(client: Any, settings: dict[str, Any], streamed: bool) -> An
         return stream.get_final_message()
 
 
+@pytest.fixture
+def a_loop_to_find() -> Iterator[None]:
+    """litellm's synchronous calls take the thread's event loop, and make one that nobody closes where there is none."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
 @STREAMED
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")  # its own, at import and in use
-def test_litellm(server: Server, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm(server: Server, streamed: bool, monkeypatch: pytest.MonkeyPatch, a_loop_to_find: None) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")
     session = server.session()
