@@ -22,6 +22,7 @@ from typing import Any, Literal
 from tokentrue.errors import ConfigError, InputError, SamplingError, SessionConflict
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
+from tokentrue.sessions.afterwards import afterwards
 from tokentrue.sessions.client import Client
 from tokentrue.sessions.flights import Airspace, Flight, to_the_end
 from tokentrue.sessions.generation import Choice, Disconnected, all_of
@@ -148,7 +149,7 @@ class Session:
         await self.ready()
         flight, recorded, joined = self._board(request, streamed=True)
         if flight is not None and not joined:
-            async with aclosing(self._follow(flight)) as events:
+            async with aclosing(flight.events()) as events:
                 async for event in events:
                     yield event
             return
@@ -162,15 +163,6 @@ class Session:
             for delta in deltas_of(reply.message):
                 yield TurnEvent(index=index, node=reply.node, delta=delta)
             yield TurnEvent(index=index, node=reply.node, reply=reply)
-
-    async def _follow(self, flight: Flight) -> AsyncGenerator[TurnEvent, None]:
-        flight.waiters += 1
-        try:
-            while (event := await flight.events.get()) is not None:
-                yield event
-            await flight.ended()
-        finally:
-            await flight.leave()
 
     def _board(self, request: TurnRequest, *, streamed: bool) -> tuple[Flight | None, list[Node], bool]:
         """Resolve without changing anything; then the flight to wait for (and whether it was another's), or the recorded answer."""
@@ -251,11 +243,11 @@ class Session:
         return self._enter(nodes, drafts, asked, plan)
 
     def _enter(self, nodes: list[Node], drafts: list[Draft], asked: Asked, plan: Plan) -> tuple[Reply, ...]:
-        """Nobody need wait for the tree's indexes: they are made in the next round of the loop, or when `tree` is looked at."""
+        """Nobody need wait for the tree's indexes: they are made afterwards, or when `tree` is looked at before."""
         for node in nodes:
             self._count(node)
             self._entering.append((node, asked.prompt.ids, plan))
-        asyncio.get_running_loop().call_soon(lambda: self.tree)
+        afterwards(lambda: self.tree)
         return tuple(reply_from(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
 
     def _settled(self, sampling: Sampling) -> Sampling:

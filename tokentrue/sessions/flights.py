@@ -4,7 +4,7 @@ and it is cancelled only when the last waiter has left."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from tokentrue.types import Reply, TurnEvent
@@ -15,14 +15,13 @@ Landed: TypeAlias = Callable[[BaseException | None], None]
 
 
 class Flight:
-    """One turn being generated. `events` is filled where its first caller streams.
+    """One turn being generated. It has `events` where its first caller streams.
 
     It lands inside its own task, before anyone who waits goes on: whoever hears of it finds the airspace free.
     """
 
     def __init__(self, work: Work, landed: Landed, *, streamed: bool) -> None:
-        self.streamed = streamed
-        self.events: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
+        self._events: asyncio.Queue[TurnEvent | None] | None = asyncio.Queue() if streamed else None
         self.waiters = 0
         self.over = False
         self._landed = landed
@@ -30,9 +29,24 @@ class Flight:
         self.task: asyncio.Task[tuple[Reply, ...]] = asyncio.create_task(self._fly(work))
         self.task.add_done_callback(self._see)
 
-    def emit(self, event: TurnEvent) -> None:
-        if self.streamed:
-            self.events.put_nowait(event)
+    @property
+    def streamed(self) -> bool:
+        return self._events is not None
+
+    def emit(self, event: TurnEvent | None) -> None:
+        if self._events is not None:
+            self._events.put_nowait(event)
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        """As they come, for the one caller that streams; raises what the flight ended with."""
+        assert self._events is not None
+        self.waiters += 1
+        try:
+            while (event := await self._events.get()) is not None:
+                yield event
+            await self._outcome()
+        finally:
+            await self.leave()
 
     async def _fly(self, work: Work) -> tuple[Reply, ...]:
         try:
@@ -55,7 +69,7 @@ class Flight:
                 waiter.cancel()
             else:
                 waiter.set_exception(error)
-        self.events.put_nowait(None)
+        self.emit(None)
 
     def _see(self, task: asyncio.Task[tuple[Reply, ...]]) -> None:
         if not task.cancelled():
@@ -70,10 +84,6 @@ class Flight:
             return await self._outcome()
         finally:
             await self.leave()
-
-    async def ended(self) -> None:
-        """For one who has listened to the events: raises what the flight ended with."""
-        await self._outcome()
 
     async def _outcome(self) -> tuple[Reply, ...]:
         if self.task.done():

@@ -45,12 +45,19 @@ class Choice:
         return base if base.seed is None or self.index == 0 else replace(base, seed=base.seed + self.index)
 
     async def generate(self) -> Draft:
+        self._prepare_soon()
         completion = await self.provider.generate(self.asked.prompt.ids, self.sampling, session=self.session_id)
         return await self._draft(checked(completion, self.asked.prompt))
+
+    def _prepare_soon(self) -> None:
+        """In the next round of the loop the request is on its way: what the record needs of the prompt is worked out while the engine
+        samples."""
+        asyncio.get_running_loop().call_soon(lambda: self.asked.prompt.spans)
 
     async def stream(self, emit: Emit) -> Draft:
         """Emits what the client may see, as it is sampled. A cancellation comes out as `Disconnected` with what there is."""
         emit(TurnEvent(index=self.index, node=self.node))
+        self._prepare_soon()
         heard = _Heard()
         try:
             completion, parsed = await self._listen(emit, heard)

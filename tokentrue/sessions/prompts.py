@@ -15,7 +15,7 @@ from tokentrue.errors import TokenContractError
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.matching import Continue, Matcher, Plan, Root
 from tokentrue.sessions.tree import Given, Node, Tree
-from tokentrue.types import Messages, PromptSpan, Refusal, TemplateKwargs, Tools, TurnRequest
+from tokentrue.types import Extension, Messages, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools, TurnRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,13 +29,18 @@ class Prompt:
 
     ids: array[int]
     given_ids: array[int]
-    spans: tuple[PromptSpan, ...]
+    source: Extension | Rendered
     parent: Node | None
     given: tuple[Given, ...]
     projection: str
     why: str | None
     detail: str
     origin: Node | None = None
+
+    @property
+    def spans(self) -> tuple[PromptSpan, ...]:
+        """Which of the given ids come from which message; worked out when first asked for."""
+        return self.source.spans
 
 
 async def inline_or_thread(work: Callable[P, T], small: bool, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -74,7 +79,7 @@ async def _extend(plan: Continue, renderer: Renderer, tree: Tree, tools: Tools |
     return Prompt(
         ids=prefix + given,
         given_ids=given,
-        spans=extension.spans,
+        source=extension,
         parent=node,
         given=plan.tail,
         projection=plan.projection,
@@ -90,7 +95,7 @@ async def _render(plan: Root, renderer: Renderer, tools: Tools | None, template_
     return Prompt(
         ids=ids,
         given_ids=ids,
-        spans=rendered.spans,
+        source=rendered,
         parent=None,
         given=plan.given,
         projection="root",
@@ -116,14 +121,15 @@ async def _same_context(renderer: Renderer, tree: Tree, node: Node, tools: Tools
 
 
 def _chars(messages: Messages | Iterable[Mapping[str, Any]]) -> int:
-    return sum(_size(message) for message in messages)
+    """About how much text there is to render."""
+    return sum(map(_size, messages))
 
 
 def _size(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, Mapping):
-        return sum(_size(item) for item in value.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, (list, tuple)):
-        return sum(_size(item) for item in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return sum(map(_size, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return 8

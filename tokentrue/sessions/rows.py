@@ -10,6 +10,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, cast
 
 import orjson
@@ -19,7 +20,11 @@ from tokentrue.sessions.chain import little_endian
 from tokentrue.sessions.tree import Given, Node, ServedRef
 from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, Status, VersionSpan
 
-_AT_REST = tuple((f.name, getattr(Sampling(), f.name)) for f in fields(Sampling))
+_SETTINGS = tuple(f.name for f in fields(Sampling))
+_SETTINGS_OF = attrgetter(*_SETTINGS)
+_AT_REST = _SETTINGS_OF(Sampling())
+_OPTIONAL = ("stopped_by", "why", "detail", "origin", "request_key", "request_digest", "choice", "fingerprint")
+_OPTIONAL_OF = attrgetter(*_OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +90,8 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
     }
     if parent is None or node.tools != parent.tools:
         body["tools"] = node.tools
-    for name in ("stopped_by", "why", "detail", "origin", "request_key", "request_digest", "choice", "fingerprint"):
-        if (value := getattr(node, name)) not in (None, "", 0):
+    for name, value in zip(_OPTIONAL, _OPTIONAL_OF(node), strict=True):
+        if value not in (None, "", 0):
             body[name] = value
     if node.outcome != "served":
         body["outcome"] = node.outcome
@@ -168,7 +173,8 @@ def _given(item: Mapping[str, Any]) -> Given:
 
 def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
     """Only what differs from rest."""
-    return {name: value for name, rest in _AT_REST if (value := getattr(sampling, name)) != rest}
+    settings = _SETTINGS_OF(sampling)
+    return {name: value for name, value, rest in zip(_SETTINGS, settings, _AT_REST, strict=True) if value != rest}
 
 
 def sampling_from_json(values: Mapping[str, Any]) -> Sampling:
