@@ -31,6 +31,28 @@ def test_random_schedule_has_the_trainers_bits() -> None:
         assert found.moved == 0, f"{family}: {found.moved} of {found.asked} requests differ when asked alone"
 
 
+def test_replayed_prefills_have_the_trainers_bits() -> None:
+    """Prompts around every captured size, alone and a few together; their first tokens come from a replayed step."""
+    from tokentrue.bench import engine_gpu
+    from tokentrue.engine.prefills import SIZES
+
+    groups = [(2,), (63,), (64,), (65,), (129,), (500,), (512,), (513,), (1000,), (1024,), (3, 100, 20), (60,) * 8, (120, 2, 300, 90)]
+    model = model_of("Qwen3")
+    with engine_gpu.engine_of(model, kv_tokens=24_000) as engine:
+        core = engine.core
+        for seed, lengths in enumerate(groups):
+            prompts = [engine_gpu.prompts_of(1, length, seed=100 * seed + i)[0] for i, length in enumerate(lengths)]
+            requests = [engine.request(prompt, engine_gpu.plain(3, seed=seed)) for prompt in prompts]
+            for request in requests:
+                core.add(request)
+            while core.busy:
+                core.step()
+            completions = [request.completion("") for request in requests]
+            wrong, tokens = engine_gpu.differing(model, engine_gpu.Run(prompts, completions, 1.0, [1.0] * len(prompts)))
+            assert tokens == 3 * len(lengths) and wrong == 0, f"prompts of {lengths}: {wrong} of {tokens} log-probabilities differ"
+        assert core.prefills is not None and set(core.prefills.sizes) == set(SIZES), "every size was captured"
+
+
 def test_without_exact_operators_bits_differ() -> None:
     """The negative control of the test above."""
     from tokentrue.bench import engine_gpu

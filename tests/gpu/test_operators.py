@@ -241,15 +241,15 @@ def test_too_few_rows_a_warp_are_caught() -> None:
     q, k, v = (randn(700, n, 128, seed=i) for i, n in enumerate((16, 8, 8)))
     spec, packed = AttentionSpec(scale=128**-0.5), Packed.of((700,), "cuda")
     whole = ops().attention(q, k, v, packed, spec)
-    tile, keys = attention.tall_tile, attention.key_block
+    tile, keys = attention.tile_of, attention.key_block
     try:
-        attention.tall_tile = lambda dtype: attention.QueryTile(rows=16, warps=4, stages=2)
+        attention.tile_of = lambda dtype, streams=False: attention.QueryTile(rows=16, warps=4, stages=2)
         assert not same(ops().attention(q, k, v, packed, spec), whole)
-        attention.tall_tile = tile
+        attention.tile_of = tile
         attention.key_block = lambda dtype: 32
         assert not same(ops().attention(q, k, v, packed, spec), whole), "the key block must be part of the bits"
     finally:
-        attention.tall_tile, attention.key_block = tile, keys
+        attention.tile_of, attention.key_block = tile, keys
 
 
 # ---- experts ----------------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tokentrue.types import Finish
 
 if TYPE_CHECKING:
     from tokentrue.engine.bursts import Bursts
+    from tokentrue.engine.prefills import PrefillGraphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Core:
         """Most tokens that one request can hold."""
         self.broken: str | None = None
         self.bursts = bursts_of(self)
+        self.prefills = prefills_of(self)
 
     @property
     def busy(self) -> bool:
@@ -126,7 +128,8 @@ class Core:
     def stepped(self, batch: list[Work], rows: list[int], routing: list[tuple[Request, int]]) -> tuple[torch.Tensor, dict[Request, Routes]]:
         """Logits of `rows`, and the experts chosen at the token rows of `routing`."""
         if not routing:
-            return self.forward.step(batch, rows), {}
+            replayed = self.prefills.step(batch, rows) if self.prefills is not None else None
+            return self.forward.step(batch, rows) if replayed is None else replayed, {}
         with self.forward.routes() as chosen:
             logits = self.forward.step(batch, rows)
             found = chosen([row for _, row in routing])
@@ -222,6 +225,8 @@ class Core:
         """Give the memory of the pages and of captured steps back now, not when this object is collected."""
         if self.bursts is not None:
             self.bursts.close()
+        if self.prefills is not None:
+            self.prefills.forget()
         self.forward.caches.clear()
 
     def load(self, weights: Weights, version: int) -> None:
@@ -250,3 +255,11 @@ def bursts_of(core: Core) -> Bursts | None:
     from tokentrue.engine.bursts import Bursts
 
     return Bursts(core)
+
+
+def prefills_of(core: Core) -> PrefillGraphs | None:
+    if core.forward.device.type != "cuda":
+        return None
+    from tokentrue.engine.prefills import PrefillGraphs
+
+    return PrefillGraphs(core.forward, width=-(-core.capacity // core.pool.block_size))

@@ -1,7 +1,7 @@
 """ExactEngine: the facade. One thread owns the core; callers are asyncio tasks or other threads, and concurrent calls are batched.
 
-    engine = ExactEngine("model_dir", device="cpu", dtype="float32")
-    completion = await engine.generate(prompt_ids, Sampling(max_tokens=64, seed=1))
+engine = ExactEngine("model_dir", device="cpu", dtype="float32")
+completion = await engine.generate(prompt_ids, Sampling(max_tokens=64, seed=1))
 """
 
 from __future__ import annotations
@@ -144,12 +144,13 @@ class ExactEngine:
 
     def request(self, prompt_ids: Ids, sampling: Sampling, listener: Any = None) -> Request:
         """Checked here, so that nothing in the loop can fail because of one caller."""
-        ids = tuple(int(i) for i in prompt_ids)
+        ids = tuple(map(int, prompt_ids))
         vocabulary, capacity = self.core.forward.decoder.vocabulary, self.core.capacity
         if not ids:
             raise EngineRejected("prompt_ids is empty; a decoder needs at least one token")
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            raise EngineRejected(f"prompt_ids holds {min(ids) if min(ids) < 0 else max(ids)}, outside the vocabulary of {vocabulary}")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocabulary:
+            raise EngineRejected(f"prompt_ids holds {low if low < 0 else high}, outside the vocabulary of {vocabulary}")
         if len(ids) >= capacity:
             raise EngineRejected(f"the prompt has {len(ids)} tokens, this engine holds {capacity - 1} and one more to sample")
         unknown = sorted(set(sampling.extra) - EXTRAS)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,9 +42,9 @@ class Forward:
     @torch.inference_mode()
     def step(self, batch: Sequence[Work], rows: Sequence[int]) -> Tensor:
         """Logits [len(rows), V] of those token rows of the step."""
-        ids = [token for work in batch for token in work.request.tokens[work.start : work.start + work.count]]
+        ids = np.array([token for work in batch for token in work.request.tokens[work.start : work.start + work.count]])
         paged = paged_batch(batch, self.ops.block_size, self.device)
-        hidden = self.hidden(torch.tensor(ids, device=self.device), paged)
+        hidden = self.hidden(torch.from_numpy(ids).to(self.device), paged)
         if not rows:
             return hidden.new_empty(0, self.decoder.vocabulary)
         if len(rows) < hidden.shape[0]:
@@ -173,35 +174,31 @@ def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
     yield decoder.head
 
 
-def slots_of(blocks: Sequence[int], size: int, start: int, stop: int) -> Iterator[int]:
-    """The slots of positions [start, stop), block by block."""
-    for index in range(start // size, -(-stop // size)):
-        first = blocks[index] * size - index * size
-        yield from range(first + max(start, index * size), first + min(stop, (index + 1) * size))
-
-
 def paged_batch(batch: Sequence[Work], size: int, device: torch.device) -> PagedBatch:
-    positions, slots, ends, contexts, tables = [], [], [0], [], []
-    width = -(-max(len(work.request.blocks) for work in batch) // TABLE_STEP) * TABLE_STEP
-    for work in batch:
-        blocks = work.request.blocks
-        if work.count == 1:
-            positions.append(work.start)
-            slots.append(blocks[work.start // size] * size + work.start % size)
-        else:
-            positions.extend(range(work.start, work.start + work.count))
-            slots.extend(slots_of(blocks, size, work.start, work.start + work.count))
-        ends.append(ends[-1] + work.count)
-        contexts.append(work.start + work.count)
-        tables.append(blocks + [0] * (width - len(blocks)))
-    q_lens = tuple(work.count for work in batch)
+    """Plain arithmetic on whole arrays: a step may hold tens of thousands of tokens."""
+    counts = np.array([work.count for work in batch])
+    starts = np.array([work.start for work in batch])
+    ends = np.concatenate(([0], counts.cumsum()))
+    positions = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], counts)
+    tables = table_of([work.request.blocks for work in batch], len(batch), TABLE_STEP)
+    slots = tables[np.repeat(np.arange(len(batch)), counts), positions // size].astype(np.int64) * size + positions % size
+    contexts = starts + counts
     return PagedBatch(
-        positions=torch.tensor(positions, device=device),
-        slots=torch.tensor(slots, device=device),
-        cu_q=torch.tensor(ends, dtype=torch.int32, device=device),
-        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
-        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
-        q_lens=q_lens,
-        contexts=tuple(contexts),
-        num_decodes=sum(count == 1 for count in q_lens),
+        positions=torch.from_numpy(positions).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        cu_q=torch.from_numpy(ends.astype(np.int32)).to(device),
+        context_lens=torch.from_numpy(contexts.astype(np.int32)).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
+        q_lens=tuple(counts.tolist()),
+        contexts=tuple(contexts.tolist()),
+        num_decodes=int((counts == 1).sum()),
     )
+
+
+def table_of(blocks: Sequence[Sequence[int]], rows: int, step: int) -> np.ndarray:
+    """int32 [rows, W], padded with the null block; W is the longest row's length, up to the next multiple of `step`."""
+    width = -(-max(map(len, blocks), default=1) // step) * step
+    table = np.zeros((rows, width), dtype=np.int32)
+    for row, own in zip(table, blocks, strict=False):
+        row[: len(own)] = own
+    return table

@@ -7,15 +7,15 @@ to the null block. Bits do not change: rows are independent of the batch, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tokentrue.engine.forward import Forward
+from tokentrue.engine.forward import Forward, table_of
 from tokentrue.engine.request import Request
 from tokentrue.engine.sample import GOLDEN, MASK, mix, signed
 from tokentrue.numerics import PagedBatch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MOST_STEPS = 16
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,20 @@ class Pending:
         self.done.synchronize()
         logprobs = self.logprobs.t()
         return self.ids.t().tolist(), logprobs.tolist(), torch.isfinite(logprobs).all(-1).tolist()
+
+
+def captured(step: Callable[[], Result], pool: tuple[int, int] | None = None) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of what `step` launches, and the tensors that every replay leaves its results in."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # compiles every kernel, so that nothing is compiled while capturing
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = step()
+    return graph, result
 
 
 class DecodeGraphs:
@@ -85,10 +100,7 @@ class DecodeGraphs:
         return Pending(ids=ids, logprobs=logprobs, done=done)
 
     def table_of(self, requests: Sequence[Request], size: int) -> Tensor:
-        table = np.zeros((size, self.width), dtype=np.int32)
-        for i, request in enumerate(requests):
-            table[i, : len(request.blocks)] = request.blocks
-        return torch.from_numpy(table)
+        return torch.from_numpy(table_of([request.blocks for request in requests], size, self.width))
 
     def captured(self, count: int) -> tuple[torch.cuda.CUDAGraph, Rows]:
         size = next(b for b in BUCKETS if b >= count)
@@ -105,18 +117,17 @@ class DecodeGraphs:
     def fill(self, rows: Rows, requests: Sequence[Request]) -> None:
         """One copy of everything the rows need; padding rows decode token 0 at position 0 into the null block."""
         size, page = rows.ids.shape[0], self.forward.ops.block_size
-        state = torch.zeros((4, size), dtype=torch.int64)
-        numbers = torch.ones((2, size), dtype=torch.float32)
-        numbers[1] = 0.0
-        for i, r in enumerate(requests):
-            at = len(r.tokens) - 1
-            state[0, i], state[1, i] = r.tokens[-1], at
-            state[2, i] = r.blocks[at // page] * page + at % page
-            state[3, i] = signed(mix((r.seed * GOLDEN + 1) & MASK))
-            if r.sampling.temperature > 0:
-                numbers[0, i], numbers[1, i] = r.sampling.temperature, 1.0
-        device = rows.ids.device
-        state_d, numbers_d = state.pin_memory().to(device, non_blocking=True), numbers.pin_memory().to(device, non_blocking=True)
+        state = np.zeros((4, size), dtype=np.int64)
+        numbers = np.zeros((2, size), dtype=np.float32)
+        numbers[0] = 1.0
+        count, last = len(requests), [len(r.tokens) - 1 for r in requests]
+        state[0, :count] = [r.tokens[-1] for r in requests]
+        state[1, :count] = last
+        state[2, :count] = [r.blocks[at // page] * page + at % page for r, at in zip(requests, last, strict=True)]
+        state[3, :count] = [signed(mix((r.seed * GOLDEN + 1) & MASK)) for r in requests]
+        numbers[0, :count] = [r.sampling.temperature or 1.0 for r in requests]
+        numbers[1, :count] = [r.sampling.temperature > 0 for r in requests]
+        state_d, numbers_d = (torch.from_numpy(a).pin_memory().to(rows.ids.device, non_blocking=True) for a in (state, numbers))
         rows.tables.copy_(self.table_of(requests, size).pin_memory(), non_blocking=True)
         for target, source in ((rows.ids, state_d[0]), (rows.positions, state_d[1]), (rows.starts, state_d[1]), (rows.slots, state_d[2])):
             target.copy_(source)
@@ -128,16 +139,7 @@ class DecodeGraphs:
     # ---- capture ------------------------------------------------------------------------------------------------------------------
     def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Rows]:
         rows = self.new_rows(size)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.step(rows)  # compiles every kernel, so that nothing is compiled while capturing
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        self.fill(rows, ())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self.step(rows)
+        graph, _ = captured(lambda: self.step(rows), pool=self._pool)
         self._pool = graph.pool()
         return graph, rows
 
@@ -148,7 +150,8 @@ class DecodeGraphs:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return self._rows(
-            ids=zeros(size), positions=zeros(size), slots=zeros(size), contexts=zeros(size, dtype=torch.int32) + 1,
+            order=torch.arange(size + 1, dtype=torch.int32, device=device), ids=zeros(size), positions=zeros(size), slots=zeros(size),
+            contexts=zeros(size, dtype=torch.int32) + 1,
             tables=zeros(size, self.width, dtype=torch.int32), starts=zeros(size), keys=zeros(size), noisy=zeros(size, dtype=torch.int32),
             temperatures=zeros(size, dtype=torch.float32) + 1.0, out_ids=zeros(MOST_STEPS, size),
             out_logprobs=zeros(MOST_STEPS, size, dtype=torch.float32),
@@ -158,7 +161,7 @@ class DecodeGraphs:
         """One decode step from and to device state."""
         size = rows.ids.shape[0]
         batch = PagedBatch(
-            positions=rows.positions, slots=rows.slots, cu_q=torch.arange(size + 1, dtype=torch.int32, device=rows.ids.device),
-            context_lens=rows.contexts, block_tables=rows.tables, q_lens=(1,) * size, contexts=(1,) * size, num_decodes=size,
+            positions=rows.positions, slots=rows.slots, cu_q=rows.order, context_lens=rows.contexts,
+            block_tables=rows.tables, q_lens=(1,) * size, contexts=(1,) * size, num_decodes=size,
         )  # fmt: skip
         self._advance(self.forward.logits_of_all(rows.ids, batch), rows, self.forward.ops.block_size)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class PagedBatch:
     q_lens: tuple[int, ...]
     contexts: tuple[int, ...]  # context_lens on the host
     num_decodes: int
+    plan: Any = None  # what the implementation would work out from q_lens, for a captured step that is replayed with other lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.triton.launch import STRICT, aligned
+from tokentrue.numerics.triton.launch import aligned, cdiv, launch
 
 # Name in a model's configuration -> branch of `activate`.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -81,7 +81,7 @@ class _Act(torch.autograd.Function):
         ctx.kind = kind
         y = torch.empty_like(x)
         if x.numel():
-            _act_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **STRICT)
+            launch(_act_kernel, (cdiv(x.numel(), 1024),), x, y, x.numel(), ACT=branch_of(kind), BLOCK=1024, num_warps=4)
         return y
 
     @staticmethod
@@ -103,7 +103,8 @@ def act_mul(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     flat_gate, flat_up = aligned(gate.reshape(-1, width)), aligned(up.reshape(-1, width))
     y = torch.empty(flat_gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
-        _act_mul_kernel[(y.shape[0], triton.cdiv(width, 1024))](
-            flat_gate, flat_up, y, width, flat_gate.stride(0), flat_up.stride(0), ACT=branch_of(kind), BLOCK=1024, num_warps=4, **STRICT
-        )
+        launch(
+            _act_mul_kernel, (y.shape[0], cdiv(width, 1024)), flat_gate, flat_up, y, width, flat_gate.stride(0), flat_up.stride(0),
+            ACT=branch_of(kind), BLOCK=1024, num_warps=4,
+        )  # fmt: skip
     return y.reshape(gate.shape)

@@ -19,11 +19,10 @@ import triton.language as tl
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import AttentionSpec
-from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
+from tokentrue.numerics.triton.launch import aligned, cdiv, launch, power_of_two
 from tokentrue.numerics.triton.matmul import precision_of
 
 LOG2E = 1.4426950408889634
-MANY_PROGRAMS = 512  # sequences × key heads from which a decode fills an H200 with one-warp programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +39,11 @@ def key_block(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
-def tall_tile(dtype: torch.dtype) -> QueryTile:
-    """For prefill, training, and decodes of few sequences."""
-    if dtype == torch.float32:  # plain multiply-adds spread a row over threads by the tile's shape: one tile for everything
+def tile_of(dtype: torch.dtype, *, streams: bool = False) -> QueryTile:
+    """The one shape for training, prefill and decode. A decode that `streams` a sequence's blocks from memory fetches two ahead."""
+    if dtype == torch.float32:  # plain multiply-adds spread a row over threads by the tile's shape
         return QueryTile(rows=16, warps=4, stages=2)
-    return QueryTile(rows=64, warps=4, stages=2)
-
-
-def decode_tile(dtype: torch.dtype, programs: int, group: int) -> QueryTile:
-    """For one query a sequence; `group` query heads share a key head, and a tile must hold them all."""
-    tall = tall_tile(dtype)
-    if group > tall.rows:
-        raise ExactnessError(f"{group} query heads for one key head have no exact form in {dtype}; the most is {tall.rows}")
-    if dtype == torch.float32 or programs <= MANY_PROGRAMS or group > 16:
-        return tall
-    return QueryTile(rows=16, warps=1, stages=2)
+    return QueryTile(rows=64, warps=4, stages=3 if streams else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,22 +97,6 @@ def divided(out, total, kind: tl.constexpr):
 
 
 @triton.jit
-def _key_rows(table_ptr, s, start, j, block, stride_table, stride_page, stride_head, stride_key, BN: tl.constexpr, PAGE: tl.constexpr):
-    """Offsets of the BN keys of one block: through the page table, or from the first key of a dense sequence."""
-    n = tl.arange(0, BN)
-    if PAGE > 0:
-        if PAGE % BN == 0:
-            page = tl.load(table_ptr + s * stride_table + block * BN // PAGE).to(tl.int64)
-            return page * stride_page + j * stride_head + ((block * BN) % PAGE + n) * stride_key
-        else:
-            key = block * BN + n
-            page = tl.load(table_ptr + s * stride_table + key // PAGE).to(tl.int64)
-            return page * stride_page + j * stride_head + (key % PAGE) * stride_key
-    else:
-        return (start.to(tl.int64) + block * BN + n) * stride_key + j * stride_head
-
-
-@triton.jit
 def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, lowest, num_blocks, max_blocks, H: tl.constexpr, J: tl.constexpr,
                 D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr):  # fmt: skip
     """The blocks of one decode query, folded in ascending order. Read past the first cache, where another program's writes may not show."""
@@ -147,8 +120,7 @@ def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, lowest, num_block
 
 @triton.jit(do_not_specialize=["starts_ptr", "context_ptr", "tile_seq_ptr", "tile_query_ptr", "table_ptr", "stride_table", "max_blocks"])
 def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
-                    stride_qt, stride_page, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr,
-                    max_blocks,
+                    stride_qt, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
                     SPLIT: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -160,11 +132,13 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
     if DECODE:
         s = tile.to(tl.int64)
         query0 = 0
+        start = s
+        count = 1
     else:
         s = tl.load(tile_seq_ptr + tile).to(tl.int64)
         query0 = tl.load(tile_query_ptr + tile)
-    start = tl.load(starts_ptr + s)
-    count = tl.load(starts_ptr + s + 1) - start
+        start = tl.load(starts_ptr + s).to(tl.int64)
+        count = tl.load(starts_ptr + s + 1) - start.to(tl.int32)
     if PAGE > 0:  # noqa: SIM108
         length = tl.load(context_ptr + s)
     else:
@@ -176,7 +150,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
     row_ok = (query < count) & (g < G)
     row_pos = first + tl.minimum(query, count - 1)
     d = tl.arange(0, BD)
-    token = (start + query).to(tl.int64)
+    token = start + query
     q = tl.load(
         q_ptr + token[:, None] * stride_qt + ((j * G + g) * D)[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0
     )
@@ -192,9 +166,18 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
     if SPLIT:
         lowest += tl.program_id(2)
         step = tl.num_programs(2)
+    n = tl.arange(0, BN)
+    row_of_table = table_ptr + s * stride_table
+    if PAGE > 0:  # max_blocks: a program of a short sequence may have no block, and asks for its page before it knows
+        page = tl.load(row_of_table + (tl.minimum(lowest, max_blocks - 1) if SPLIT else lowest) * BN // PAGE)
     for block in range(lowest, num_blocks, step):
-        key = block * BN + tl.arange(0, BN)
-        at = _key_rows(table_ptr, s, start, j, block, stride_table, stride_page, stride_head, stride_key, BN, PAGE)
+        key = block * BN + n
+        if PAGE > 0:
+            at = ((page.to(tl.int64) * J + j) * PAGE + block * BN % PAGE + n) * D
+            # Asked for a turn early, so that the next block's keys can be on their way before this one's are used.
+            page = tl.load(row_of_table + tl.minimum(block + step, num_blocks - 1) * BN // PAGE)
+        else:
+            at = (start + key) * stride_key + j * stride_head
         ok = (key < length)[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
@@ -224,14 +207,21 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
 
 
 def tiles_of(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Tall tiles over sequences with `counts` queries each, without the first `skip` sequences; one copy to the device."""
-    group = power_of_two(heads // key_heads)
-    per_tile = decode_tile(dtype, 0, group).rows // group
-    pairs = [(s, first) for s in range(skip, len(counts)) for first in range(0, counts[s], per_tile)]
+    """Tiles over sequences with `counts` queries each, without the first `skip` sequences; one copy to the device."""
+    pairs = tile_starts(counts, skip=skip, heads=heads, key_heads=key_heads, dtype=dtype)
     flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
     return Tiles(sequence=flat[0], query=flat[1])
+
+
+def tile_starts(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """(sequence, first query) of every tile."""
+    group, rows = power_of_two(heads // key_heads), tile_of(dtype).rows
+    if group > rows:
+        raise ExactnessError(f"{group} query heads for one key head have no exact form in {dtype}; the most is {rows}")
+    per_tile = rows // group
+    return [(s, first) for s in range(skip, len(counts)) for first in range(0, counts[s], per_tile)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +241,7 @@ def parts_for(
 ) -> Parts:
     """Room for sequences of up to `context` keys and (H, J, D) heads; `arrived` is lent by the caller."""
     heads, key_heads, size = shape
-    blocks = triton.cdiv(context, key_block(dtype))
+    blocks = cdiv(context, key_block(dtype))
     rows = sequences * key_heads * blocks * power_of_two(heads // key_heads)
     out = torch.empty((rows, power_of_two(size)), dtype=torch.float32, device=arrived.device)
     top, total = torch.empty((2, rows), dtype=torch.float32, device=arrived.device)
@@ -260,7 +250,7 @@ def parts_for(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Where keys and values are: dense [T, J, D] beside the queries, or pages [blocks, J, page, D] found through `table`."""
+    """Where keys and values are: dense [T, J, D] beside the queries, or contiguous pages [blocks, J, page, D] found through `table`."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -273,9 +263,9 @@ class Keys:
         return self.k.shape[2] if self.table is not None else 0
 
     @property
-    def strides(self) -> tuple[int, int, int]:
-        """Of a page, a head, a key."""
-        return self.k.stride()[:3] if self.table is not None else (0, self.k.stride(1), self.k.stride(0))  # type: ignore[return-value]
+    def strides(self) -> tuple[int, int]:
+        """Of a head and a key where they are dense."""
+        return (0, 0) if self.table is not None else (self.k.stride(1), self.k.stride(0))
 
 
 def dense_keys(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> Keys:
@@ -312,10 +302,11 @@ def attend(
     if programs == 0:
         return
     if tile is None:
-        tile = tall_tile(q.dtype) if tiles is not None else decode_tile(q.dtype, sequences * key_heads, power_of_two(heads // key_heads))
+        tile = tile_of(q.dtype, streams=tiles is None and parts is None)
     table = keys.table if keys.table is not None else keys.starts
     context = keys.context if keys.context is not None else keys.starts
-    _forward_kernel[(programs, key_heads, parts.splits if parts else 1)](
+    launch(
+        _forward_kernel, (programs, key_heads, parts.splits if parts else 1),
         q, keys.k, keys.v, out, lse if lse is not None else out, keys.starts, context,
         tiles.sequence if tiles else table, tiles.query if tiles else table, table,
         spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *keys.strides, table.stride(0) if keys.page else 0,
@@ -324,5 +315,5 @@ def attend(
         H=heads, J=key_heads, D=size, BD=power_of_two(size), GP=power_of_two(heads // key_heads), BM=tile.rows, BN=key_block(q.dtype),
         PAGE=keys.page, WINDOW=spec.window or 0, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None,
         SPLIT=parts is not None, DECODE=tiles is None, PRECISION=precision_of(q.dtype),
-        num_warps=tile.warps, num_stages=tile.stages, **STRICT,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

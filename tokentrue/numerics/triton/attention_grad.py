@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tokentrue.numerics.ops import AttentionSpec, Packed
 from tokentrue.numerics.triton.attention import LOG2E, Tiles, attend, dense_heads, dense_keys, scores, tiles_of
-from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
+from tokentrue.numerics.triton.launch import aligned, launch, power_of_two
 from tokentrue.numerics.triton.matmul import precision_of
 
 
@@ -135,11 +135,11 @@ class _Attention(torch.autograd.Function):
         scale = spec.scale if spec.softcap else spec.scale * LOG2E
         shape = {"H": heads, "J": key_heads, "D": size, "BD": power_of_two(size), "BM": side, "BN": side, "WINDOW": spec.window or 0,
                  "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype),
-                 "num_warps": 4, "num_stages": 2, **STRICT}  # fmt: skip
+                 "num_warps": 4, "num_stages": 2}  # fmt: skip
         args = (packed.cu_seqlens, sequence, first, scale, spec.scale, q.stride(0), k.stride(0), k.stride(1))
         if pairs:
-            _dq_kernel[(len(pairs), heads)](q, k, v, do, lse, delta, dq, *args, **shape)
-            _dkv_kernel[(len(pairs), key_heads)](q, k, v, do, lse, delta, dk, dv, *args, **shape)
+            launch(_dq_kernel, (len(pairs), heads), q, k, v, do, lse, delta, dq, *args, **shape)
+            launch(_dkv_kernel, (len(pairs), key_heads), q, k, v, do, lse, delta, dk, dv, *args, **shape)
         return dq, dk, dv, None, None, None
 
 

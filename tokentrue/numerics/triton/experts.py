@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.triton.activation import activate, activation_grad, branch_of
-from tokentrue.numerics.triton.launch import STRICT, aligned
+from tokentrue.numerics.triton.launch import aligned, cdiv, launch
 from tokentrue.numerics.triton.matmul import precision_of
 
 
@@ -38,7 +38,7 @@ def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
     padded = (counts + rows - 1) // rows * rows
     ends = padded.cumsum(0)
     offset = (ends - padded) - (counts.cumsum(0) - counts)
-    tiles = triton.cdiv(num, rows) + min(experts, num)
+    tiles = cdiv(num, rows) + min(experts, num)
     pairs = torch.full((tiles * rows,), num, dtype=torch.int64, device=device)
     pairs[offset[expert] + torch.arange(num, device=device)] = order
     of_tile = torch.searchsorted(ends, torch.arange(tiles, device=device) * rows, right=True)
@@ -102,9 +102,10 @@ def _grouped(x: torch.Tensor, weight: torch.Tensor, groups: Groups, num_pairs: i
     y = torch.empty((num_pairs, outputs), dtype=x.dtype, device=x.device)
     wide = 64 if x.dtype != torch.float32 else 32
     deep = 64 if x.dtype != torch.float32 else 32
-    _group_kernel[(groups.experts.shape[0], triton.cdiv(outputs, wide))](
+    launch(
+        _group_kernel, (groups.experts.shape[0], cdiv(outputs, wide)),
         x, weight, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, experts, SLOTS=slots, BM=groups.rows, BN=wide, BK=deep,
-        GATED=gated, ACT=act, PRECISION=precision_of(x.dtype), num_warps=4, num_stages=3, **STRICT,
+        GATED=gated, ACT=act, PRECISION=precision_of(x.dtype), num_warps=4, num_stages=3,
     )  # fmt: skip
     return y
 
@@ -121,9 +122,8 @@ def _forward(
     groups = group(index, experts, 64 if tall else 16)
     hidden = _grouped(x, gate_up, groups, tokens * slots, slots, gated=True, act=branch_of(kind))
     out = _grouped(hidden, down, groups, tokens * slots, slots, gated=False, act=0)
-    _add_slots_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](
-        out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4, **STRICT
-    )
+    grid = (tokens, cdiv(x.shape[1], 1024))
+    launch(_add_slots_kernel, grid, out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4)
     return y
 
 

@@ -1,4 +1,4 @@
-"""What every kernel launch shares: aligned inputs, and no fused multiply-add that the source did not write.
+"""What every kernel launch shares: aligned inputs, no fused multiply-add that the source did not write, and few microseconds on the host.
 
 The compiler picks a layout, and with it the order of a sum, from the alignment of its pointers; so rows are contiguous and start at 16-byte
 boundaries, always. It may also contract `a * b + c`; contraction is off, and a kernel that wants a fused multiply-add says `tl.fma`.
@@ -13,7 +13,34 @@ from typing import Any
 import torch
 
 ALIGNMENT_BYTES = 16
-STRICT: dict[str, Any] = {"enable_fp_fusion": False}
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""Kernel, device, constants and the forms of the arguments -> its compiled form."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
+    """`kernel[grid](*args, **constants)`; `constants` are the kernel's last parameters, in their order.
+
+    A compiled form that was met before is launched without Triton's own search for it, which costs more than the rest of an operator.
+    """
+    key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *constants.values(), *map(_form, args))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        assert tuple(constants) == tuple(kernel.arg_names[len(args) :]), f"{tuple(constants)} are not the last of {kernel.arg_names}"
+        _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+        return
+    compiled[(*grid, 1, 1)[:3]](*args, *constants.values())
+
+
+def _form(value: Any) -> Any:
+    """All that the compiler may specialise on: type and alignment of a tensor or descriptor, width and divisibility of a number."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % ALIGNMENT_BYTES == 0
+    if isinstance(value, int):
+        return value == 1, value % ALIGNMENT_BYTES == 0, -(1 << 31) <= value < 1 << 31
+    if isinstance(value, float):
+        return float
+    return value.base.dtype, *value.block_shape  # a tensor descriptor
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
@@ -28,6 +55,11 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """`x` as an aligned, contiguous [rows, last] matrix."""
     return aligned(x.reshape(-1, x.shape[-1]).contiguous())
+
+
+def cdiv(a: int, b: int) -> int:
+    """Triton's own takes four times as long on the host."""
+    return -(-a // b)
 
 
 def power_of_two(n: int) -> int:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.launch import STRICT, power_of_two, rows_of
+from tokentrue.numerics.triton.launch import cdiv, launch, power_of_two, rows_of
 
 CHUNK = 4096
 
@@ -67,12 +67,12 @@ def _gather_kernel(z_ptr, stats_ptr, token_ptr, out_ptr, R, stride, BLOCK: tl.co
 def row_stats(z: torch.Tensor) -> torch.Tensor:
     """[R, 2]: maximum and log-sum of each row of z [R, V] float32."""
     rows, vocabulary = z.shape
-    chunks = triton.cdiv(vocabulary, CHUNK)
+    chunks = cdiv(vocabulary, CHUNK)
     top, total = torch.empty((2, rows, chunks), dtype=torch.float32, device=z.device)
     stats = torch.empty((rows, 2), dtype=torch.float32, device=z.device)
     if rows:
-        _chunk_kernel[(rows, chunks)](z, top, total, vocabulary, z.stride(0), chunks, CHUNK=CHUNK, num_warps=4, **STRICT)
-        _fold_kernel[(rows,)](top, total, stats, chunks, BLOCK=power_of_two(chunks), num_warps=1, **STRICT)
+        launch(_chunk_kernel, (rows, chunks), z, top, total, vocabulary, z.stride(0), chunks, CHUNK=CHUNK, num_warps=4)
+        launch(_fold_kernel, (rows,), top, total, stats, chunks, BLOCK=power_of_two(chunks), num_warps=1)
     return stats
 
 
@@ -83,9 +83,8 @@ class _LogSoftmax(torch.autograd.Function):
         out = torch.empty_like(z)
         stats = row_stats(z)
         if rows:
-            _whole_kernel[(rows, triton.cdiv(vocabulary, CHUNK))](
-                z, stats, out, vocabulary, z.stride(0), CHUNK=CHUNK, num_warps=4, **STRICT
-            )
+            grid = (rows, cdiv(vocabulary, CHUNK))
+            launch(_whole_kernel, grid, z, stats, out, vocabulary, z.stride(0), CHUNK=CHUNK, num_warps=4)
         ctx.save_for_backward(out)
         return out
 
@@ -101,9 +100,8 @@ class _TokenLogprobs(torch.autograd.Function):
         stats = row_stats(z)
         out = torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
         if z.shape[0]:
-            _gather_kernel[(triton.cdiv(z.shape[0], 128),)](
-                z, stats, tokens, out, z.shape[0], z.stride(0), BLOCK=128, num_warps=4, **STRICT
-            )
+            grid = (cdiv(z.shape[0], 128),)
+            launch(_gather_kernel, grid, z, stats, tokens, out, z.shape[0], z.stride(0), BLOCK=128, num_warps=4)
         ctx.save_for_backward(z, tokens, stats)
         return out
 

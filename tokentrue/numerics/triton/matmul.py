@@ -1,37 +1,24 @@
 """y = x @ w.T + b with bits that do not depend on the number of rows.
 
 Every output element is one float32 sum over k in ascending order: no split of K, whatever the tile. The tile is chosen by the number of
-rows for speed alone; `selftest.py` checks on the machine at hand that tiles agree. Backward products are cuBLAS's (deterministic).
+rows for speed alone, and many rows on a Hopper go through `hopper.py`; `selftest.py` checks on the machine at hand that all agree. Backward
+products are cuBLAS's (deterministic).
 Legend: M rows, N outputs, K inputs. `gated` computes act(gate) * up of two stacked weights, rounding where the plain modules round.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from tokentrue.numerics.triton import hopper
 from tokentrue.numerics.triton.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import STRICT, aligned
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """One way to cut a product; free for bits, decisive for speed."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-
-
-LARGE = 16384
-"""Outputs from which a product has programs enough whatever its tile: a vocabulary, not a layer."""
+from tokentrue.numerics.triton.launch import aligned, cdiv, launch
+from tokentrue.numerics.triton.tiles import Tile, tile_at, tile_for
 
 
 @triton.jit
@@ -59,22 +46,10 @@ def _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM: tl.constexpr, BN:
 
 
 @triton.jit
-def _tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Programs walk GROUP row tiles together, so that the weight tiles they share stay in the cache."""
-    num_m = tl.cdiv(M, BM)
-    num_n = tl.cdiv(N, BN)
-    group = pid // (GROUP * num_n)
-    first = group * GROUP
-    size = tl.minimum(num_m - first, GROUP)
-    within = pid % (GROUP * num_n)
-    return first + within % size, within // size
-
-
-@triton.jit
 def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
-    m, n = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    m, n = tile_at(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
     acc = _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM, BN, BK, EVEN_K, EVEN_N, PRECISION)
@@ -88,7 +63,7 @@ def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: 
 def _gated_kernel(x_ptr, w_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                   EVEN_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """w holds N gate rows, then N up rows; one program computes the same columns of both."""
-    m, n = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    m, n = tile_at(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
@@ -112,35 +87,6 @@ def _gated_kernel(x_ptr, w_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.const
     tl.store(out, y.to(kind), mask=(rows < M)[:, None] & (cols < N)[None, :])
 
 
-def tile_for(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool = False) -> Tile:
-    """The tile for a product (of each half, where gated); measured on an H200, harmless elsewhere."""
-    if dtype == torch.float32:
-        return Tile(m=16, n=32, k=32, warps=4, stages=3) if rows <= 32 else Tile(m=64, n=64, k=32, warps=4, stages=3)
-    if rows > 256:
-        return Tile(m=128, n=128, k=64, warps=8, stages=3)
-    if outputs > LARGE:
-        return _tile_of_a_vocabulary(rows)
-    if rows > 64:
-        if gated:
-            return Tile(m=128, n=64, k=64, warps=4, stages=4)
-        return Tile(m=64, n=32, k=128, warps=4, stages=4) if outputs <= 2048 else Tile(m=64, n=64, k=128, warps=4, stages=3)
-    if outputs <= 2048 and not gated:  # a sum is a chain of dependent products: many narrow programs, few steps of the loop
-        return Tile(m=16, n=8, k=512, warps=2, stages=4) if rows <= 16 else Tile(m=16, n=16, k=512, warps=2, stages=3)
-    if rows > 16:
-        return Tile(m=64, n=32, k=128, warps=4, stages=4)
-    if gated or inputs >= 3072:
-        return Tile(m=16, n=32, k=256, warps=4, stages=4)
-    return Tile(m=16, n=32, k=128, warps=4, stages=5)
-
-
-def _tile_of_a_vocabulary(rows: int) -> Tile:
-    if rows <= 16:
-        return Tile(m=16, n=64, k=128, warps=4, stages=4)
-    if rows <= 64:
-        return Tile(m=32 if rows <= 32 else 64, n=64, k=64, warps=4, stages=4)
-    return Tile(m=128, n=128, k=64, warps=4, stages=3)
-
-
 def precision_of(dtype: torch.dtype) -> str:
     """float32 products are IEEE products: TF32 would round the inputs."""
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -155,13 +101,15 @@ def product(
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
         return y
+    if tile is None and (described := hopper.tile_for(x, weight)) is not None:
+        hopper.product(x, weight, bias, described, y)
+        return y
     t = tile or tile_for(rows, outputs, inputs, x.dtype)
-    grid = (triton.cdiv(rows, t.m) * triton.cdiv(outputs, t.n),)
-    _linear_kernel[grid](
-        x, weight, bias if bias is not None else x, y, rows, outputs, inputs, x.stride(0), y.stride(0),
+    grid = (cdiv(rows, t.m) * cdiv(outputs, t.n),)
+    launch(
+        _linear_kernel, grid, x, weight, bias if bias is not None else x, y, rows, outputs, inputs, x.stride(0), y.stride(0),
         BM=t.m, BN=t.n, BK=t.k, EVEN_K=inputs % t.k == 0, EVEN_N=outputs % t.n == 0, BIAS=bias is not None, GROUP=8,
-        PRECISION=precision_of(x.dtype),
-        num_warps=t.warps, num_stages=t.stages, **STRICT,
+        PRECISION=precision_of(x.dtype), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return y
 
@@ -173,12 +121,15 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor, *, act: str = "silu", t
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
+    if tile is None and (described := hopper.tile_for(x, weight, gated=True)) is not None:
+        hopper.gated_product(x, weight, act, described, y)
+        return y
     t = tile or tile_for(rows, outputs, inputs, x.dtype, gated=True)
-    grid = (triton.cdiv(rows, t.m) * triton.cdiv(outputs, t.n),)
-    _gated_kernel[grid](
-        x, weight, y, rows, outputs, inputs, x.stride(0), y.stride(0), BM=t.m, BN=t.n, BK=t.k, EVEN_K=inputs % t.k == 0,
-        GROUP=8, PRECISION=precision_of(x.dtype), ACT=branch_of(act),
-        num_warps=t.warps, num_stages=t.stages, **STRICT,
+    grid = (cdiv(rows, t.m) * cdiv(outputs, t.n),)
+    launch(
+        _gated_kernel, grid, x, weight, y, rows, outputs, inputs, x.stride(0), y.stride(0), BM=t.m, BN=t.n, BK=t.k,
+        EVEN_K=inputs % t.k == 0, GROUP=8, PRECISION=precision_of(x.dtype), ACT=branch_of(act),
+        num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return y
 

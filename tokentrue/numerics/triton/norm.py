@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two, rows_of
+from tokentrue.numerics.triton.launch import aligned, launch, power_of_two, rows_of
 
 
 @triton.jit
@@ -69,9 +69,10 @@ def _launch(
     total = torch.empty_like(x) if residual is not None else x
     rstd = torch.empty(rows if save else 1, dtype=torch.float32, device=x.device)
     if rows:
-        _norm_kernel[(rows,)](
-            x, residual if residual is not None else x, aligned(weight), y, total, rstd, eps, D=width, BLOCK=power_of_two(width),
-            RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset, SAVE=save, num_warps=warps_for(width), **STRICT,
+        launch(
+            _norm_kernel, (rows,), x, residual if residual is not None else x, aligned(weight), y, total, rstd, eps,
+            D=width, BLOCK=power_of_two(width), RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset, SAVE=save,
+            num_warps=warps_for(width),
         )  # fmt: skip
     return y, total, rstd
 

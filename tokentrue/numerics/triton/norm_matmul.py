@@ -13,18 +13,18 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.triton.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
-from tokentrue.numerics.triton.matmul import LARGE, precision_of
+from tokentrue.numerics.triton.launch import aligned, launch, power_of_two
+from tokentrue.numerics.triton.matmul import precision_of
 from tokentrue.numerics.triton.norm import reciprocal_rms, scaled, warps_for
+from tokentrue.numerics.triton.tiles import VOCABULARY
 
 WIDE, DEEP, STAGES = 32, 256, 4
 
 
 @triton.jit
 def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, N, eps, K: tl.constexpr, KP: tl.constexpr,
-                         BN: tl.constexpr,
-                         BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-                         PRECISION: tl.constexpr):  # fmt: skip
+                         BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+                         UNIT_OFFSET: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     w_cols = w_ptr + cols.to(tl.int64) * K
     up_cols = w_cols + N.to(tl.int64) * K
@@ -62,7 +62,7 @@ def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr,
 
 def fits(h: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> bool:
     outputs, inputs = weight.shape
-    if h.shape[0] != 1 or h.dtype == torch.float32 or outputs > LARGE:  # a large head would norm the row too often
+    if h.shape[0] != 1 or h.dtype == torch.float32 or outputs > VOCABULARY:  # a large head would norm the row too often
         return False
     return inputs % DEEP == 0 and outputs % (2 * WIDE if gated else WIDE) == 0
 
@@ -77,11 +77,10 @@ def norm_product(
     outputs = weight.shape[0] // (1 if act is None else 2)
     y = torch.empty((1, outputs), dtype=h.dtype, device=h.device)
     total = torch.empty_like(h)
-    programs = outputs // WIDE
-    _norm_product_kernel[(programs,)](
-        h, residual, norm, weight, bias if bias is not None else h, y, total, outputs, eps, K=inputs, KP=power_of_two(inputs),
-        BN=WIDE, BK=DEEP,
-        BIAS=bias is not None, GATED=act is not None, ACT=branch_of(act) if act is not None else 0, UNIT_OFFSET=unit_offset,
-        PRECISION=precision_of(h.dtype), num_warps=warps_for(inputs), num_stages=STAGES, **STRICT,
+    launch(
+        _norm_product_kernel, (outputs // WIDE,), h, residual, norm, weight, bias if bias is not None else h, y, total, outputs, eps,
+        K=inputs, KP=power_of_two(inputs), BN=WIDE, BK=DEEP, BIAS=bias is not None, GATED=act is not None,
+        ACT=branch_of(act) if act is not None else 0, UNIT_OFFSET=unit_offset, PRECISION=precision_of(h.dtype),
+        num_warps=warps_for(inputs), num_stages=STAGES,
     )  # fmt: skip
     return y, total

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Norm, Ops, Packed, PagedBatch
 from tokentrue.numerics.triton import activation, attention, attention_grad, experts, logsoftmax, matmul, norm, norm_matmul, rope, selftest
 
-MOST_SHARED = 264
+MOST_SHARED = 64
 """Most sequences × key heads of a decode step whose key blocks are shared out to several programs."""
 
 FEW_ROWS = 256
@@ -25,7 +25,7 @@ FEW_ROWS = 256
 
 def splits_for(programs: int) -> int:
     """Programs that share one sequence's key blocks, so that two run on each multiprocessor of an H200; measured there."""
-    return min(32, MOST_SHARED // programs)
+    return min(32, 264 // programs) if programs <= MOST_SHARED else 1
 
 
 class TritonOps(Ops):
@@ -95,7 +95,7 @@ class TritonOps(Ops):
         q = attention.dense_heads(q)
         (_, heads, size), key_heads = q.shape, k_cache.shape[1]
         keys = attention.Keys(k=k_cache, v=v_cache, starts=batch.cu_q, table=batch.block_tables, context=batch.context_lens)
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if batch.plan is None else torch.zeros_like(q)  # a captured step has rows that no tile computes
         if batch.num_decodes:
             splits = splits_for(batch.num_decodes * key_heads) if self.split_decode else 0
             parts = None
@@ -106,13 +106,17 @@ class TritonOps(Ops):
                 )
             attention.attend(q, keys, out, spec, tiles=None, sequences=batch.num_decodes, parts=parts, tile=self.tile)
         if batch.num_decodes < len(batch.q_lens):
-            if self._batch is None or self._batch[0] is not batch or self._batch[1:3] != (heads, key_heads):
-                tiles = attention.tiles_of(
-                    batch.q_lens, skip=batch.num_decodes, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device
-                )
-                self._batch = (batch, heads, key_heads, tiles)
-            attention.attend(q, keys, out, spec, tiles=self._batch[3], sequences=len(batch.q_lens))
+            attention.attend(q, keys, out, spec, tiles=batch.plan or self.tiles_of(batch, q, key_heads), sequences=len(batch.q_lens))
         return out
+
+    def tiles_of(self, batch: PagedBatch, q: Tensor, key_heads: int) -> attention.Tiles:
+        """Worked out by the first layer of a step, for all."""
+        heads = q.shape[1]
+        if self._batch is None or self._batch[0] is not batch or self._batch[1:3] != (heads, key_heads):
+            skip = batch.num_decodes
+            tiles = attention.tiles_of(batch.q_lens, skip=skip, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device)
+            self._batch = (batch, heads, key_heads, tiles)
+        return self._batch[3]
 
     def arrived(self, device: torch.device) -> Tensor:
         if self._arrived is None:
@@ -153,7 +157,7 @@ class TritonOps(Ops):
         return {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
             "triton": triton.__version__,
-            "linear": "triton, one float32 sum over K in ascending order, no split-K, tile by rows"
+            "linear": "triton, one float32 sum over K in ascending order, no split-K, tile by rows, descriptors from Hopper on"
             + "".join(f"; {k}x{n} pinned to {t.m}x{t.n}x{t.k}" for (k, n), t in sorted(self.pinned.items())),
             "attention": f"triton, key blocks of {blocks}, each under its own maximum, folded in ascending order; dense and paged",
             "decode": "key blocks over programs, folded in order" if self.split_decode else "one program a sequence and key head",
@@ -177,7 +181,7 @@ class InexactOps(TritonOps):
     def __init__(self) -> None:
         super().__init__()
         self.fused = True
-        self.tile = attention.QueryTile(rows=16, warps=4, stages=2)  # a row's sums over four warps: faster, and not invariant
+        self.tile = attention.QueryTile(rows=16, warps=4, stages=3)  # a row's sums over four warps: faster, and not invariant
 
     def norm_linear(
         self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None

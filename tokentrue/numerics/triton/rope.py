@@ -7,64 +7,55 @@ Legend: T tokens, H query heads, J key heads, D head size. A cache is [blocks, J
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import HeadNorm
-from tokentrue.numerics.triton.launch import STRICT, aligned, power_of_two
-from tokentrue.numerics.triton.norm import reciprocal_rms, scaled, warps_for
-
-MANY_TOKENS = 64
-"""From here on there are programs enough for one to take several heads."""
+from tokentrue.numerics.triton.launch import aligned, launch, power_of_two
+from tokentrue.numerics.triton.norm import scaled, warps_for
 
 
 @triton.jit
 def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, H: tl.constexpr,
                     J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
                     UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
-    """Grid (tokens, heads / HEADS); one head after the other, so that HEADS changes no bit."""
+    """Grid (tokens, heads / HEADS). The heads of a program are all queries, all keys or all values, a warp each: so that a head's sum
+    has the order of `norm.py`, whatever HEADS is."""
     t = tl.program_id(0).to(tl.int64)
-    for i in tl.static_range(HEADS):
-        _prepare_head(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, t,
-                      tl.program_id(1) * HEADS + i, H, J, D, BD, PAGE, NORM, UNIT_OFFSET)  # fmt: skip
-
-
-@triton.jit
-def _prepare_head(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, t, head, H: tl.constexpr,
-                  J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-                  UNIT_OFFSET: tl.constexpr):  # fmt: skip
-    at = tl.arange(0, BD)
-    inside = at < D
-    partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
+    first = tl.program_id(1) * HEADS
+    head = first + tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, BD)[None, :]
+    inside = (at < D) & (head >= 0)
     kind = q_ptr.dtype.element_ty
     row = qkv_ptr + t * stride_qkv + head * D
-    if BD == D:  # noqa: SIM108
-        x = tl.load(row + at)
-    else:
-        x = tl.load(row + at, mask=inside, other=0.0)
-    if head < H + J:
+    x = tl.load(row + at, mask=inside, other=0.0)
+    if first < H + J:
+        partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
         xp = tl.load(row + partner, mask=inside, other=0.0)
         if NORM:
             w_ptr = qw_ptr
-            if head >= H:
+            if first >= H:
                 w_ptr = kw_ptr
             z = x.to(tl.float32)
-            rstd = reciprocal_rms(z, D, eps)
-            x = scaled(z, rstd, tl.load(w_ptr + at, mask=inside, other=0.0), UNIT_OFFSET, kind)
-            xp = scaled(xp.to(tl.float32), rstd, tl.load(w_ptr + partner, mask=inside, other=0.0), UNIT_OFFSET, kind)
-        cos = tl.load(cos_ptr + t * D + at, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + t * D + at, mask=inside, other=0.0).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)[:, None]
+            x = scaled(z, rstd, tl.load(w_ptr + at, mask=at < D, other=0.0), UNIT_OFFSET, kind)
+            xp = scaled(xp.to(tl.float32), rstd, tl.load(w_ptr + partner, mask=at < D, other=0.0), UNIT_OFFSET, kind)
+        cos = tl.load(cos_ptr + t * D + at, mask=at < D, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + t * D + at, mask=at < D, other=0.0).to(tl.float32)
         turned = tl.where(at < D // 2, -xp.to(tl.float32), xp.to(tl.float32))
         x = ((x.to(tl.float32) * cos).to(kind).to(tl.float32) + (turned * sin).to(kind).to(tl.float32)).to(kind)
-    if head < H:
+    if first < H:
         tl.store(q_ptr + (t * H + head) * D + at, x, mask=inside)
     else:
         slot = tl.load(slot_ptr + t)
-        if head < H + J:
-            tl.store(k_ptr + ((slot // PAGE * J + head - H) * PAGE + slot % PAGE) * D + at, x, mask=inside)
+        to = (slot // PAGE * J * PAGE + slot % PAGE) * D + at
+        if first < H + J:
+            tl.store(k_ptr + to + (head - H) * PAGE * D, x, mask=inside)
         else:
-            tl.store(v_ptr + ((slot // PAGE * J + head - H - J) * PAGE + slot % PAGE) * D + at, x, mask=inside)
+            tl.store(v_ptr + to + (head - H - J) * PAGE * D, x, mask=inside)
 
 
 def prepare_qkv(
@@ -82,12 +73,12 @@ def prepare_qkv(
     qkv, tokens = aligned(qkv), qkv.shape[0]
     q = torch.empty((tokens, h, d), dtype=qkv.dtype, device=qkv.device)
     if tokens:
-        together = 4 if tokens >= MANY_TOKENS and (h + 2 * j) % 4 == 0 else 1
-        _prepare_kernel[(tokens, (h + 2 * j) // together)](
-            qkv, aligned(cos), aligned(sin), norm.q_weight if norm else qkv, norm.k_weight if norm else qkv, q, k_cache, v_cache, slots,
-            qkv.stride(0), norm.eps if norm else 0.0, H=h, J=j, D=d, BD=power_of_two(d), PAGE=k_cache.shape[2],
-            NORM=norm is not None, UNIT_OFFSET=norm.unit_offset if norm else False,
-            HEADS=together, num_warps=warps_for(d), **STRICT,
+        together = math.gcd(h, j, 8)
+        launch(
+            _prepare_kernel, (tokens, (h + 2 * j) // together), qkv, aligned(cos), aligned(sin), norm.q_weight if norm else qkv,
+            norm.k_weight if norm else qkv, q, k_cache, v_cache, slots, qkv.stride(0), norm.eps if norm else 0.0, H=h, J=j, D=d,
+            BD=power_of_two(d), PAGE=k_cache.shape[2], NORM=norm is not None, UNIT_OFFSET=norm.unit_offset if norm else False,
+            HEADS=together, num_warps=together * warps_for(d),
         )  # fmt: skip
     return q
 
@@ -107,7 +98,7 @@ def _store_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, stride_kt, s
 def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:
     tokens, heads, size = k.shape
     if tokens:
-        _store_kernel[(tokens, heads)](
-            k, v, k_cache, v_cache, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), J=heads, D=size, BD=power_of_two(size),
-            PAGE=k_cache.shape[2], num_warps=1, **STRICT,
+        launch(
+            _store_kernel, (tokens, heads), k, v, k_cache, v_cache, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), J=heads,
+            D=size, BD=power_of_two(size), PAGE=k_cache.shape[2], num_warps=1,
         )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-from tokentrue.numerics.triton.launch import STRICT, power_of_two
+from tokentrue.numerics.triton.launch import cdiv, launch, power_of_two
 from tokentrue.numerics.triton.logsoftmax import row_stats
 
 CHUNK = 1024
@@ -67,7 +67,10 @@ def _quick_kernel(logit_ptr, temperature_ptr, key_ptr, noisy_ptr, context_ptr, z
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < V
     logit = tl.load(logit_ptr + row * V + token, mask=inside, other=float("-inf")).to(tl.float32)
-    score = tl.div_rn(logit, tl.zeros_like(logit) + tl.load(temperature_ptr + row))
+    temperature = tl.load(temperature_ptr + row)
+    score = logit
+    if temperature != 1.0:  # x / 1 is x, at no cost
+        score = tl.div_rn(logit, tl.zeros_like(logit) + temperature)
     tl.store(z_ptr + row * V + token, score, mask=inside)
     if tl.load(noisy_ptr + row) != 0:
         score += _quick_gumbel(_noise_bits(tl.load(key_ptr + row), tl.load(context_ptr + row), token))
@@ -115,8 +118,9 @@ def _advance_kernel(z_ptr, stats_ptr, top_ptr, key_ptr, noisy_ptr, ids_ptr, posi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The state of R decoding rows on the device; every tensor is read by the next step and moved by `advance`."""
+    """The state of R decoding rows on the device, read by the next step and moved by `advance`."""
 
+    order: torch.Tensor  # int32 [R+1]: 0, 1, …: each row is a sequence with one query
     ids: torch.Tensor  # int64 [R]: newest token
     positions: torch.Tensor  # int64 [R]: its position
     slots: torch.Tensor  # int64 [R]: its place in the pages
@@ -133,15 +137,15 @@ class Rows:
 def advance(logits: torch.Tensor, rows: Rows, page: int) -> None:
     """Sample one token a row from logits [R, V] and make it the row's newest."""
     count, vocabulary = logits.shape
-    chunks = triton.cdiv(vocabulary, CHUNK)
+    chunks = cdiv(vocabulary, CHUNK)
     scaled = torch.empty((count, vocabulary), dtype=torch.float32, device=logits.device)
     tops = torch.empty((count, chunks), dtype=torch.float32, device=logits.device)
-    _quick_kernel[(count, chunks)](
-        logits, rows.temperatures, rows.keys, rows.noisy, rows.contexts, scaled, tops, vocabulary, chunks, CHUNK=CHUNK, num_warps=4,
-        **STRICT,
+    launch(
+        _quick_kernel, (count, chunks), logits, rows.temperatures, rows.keys, rows.noisy, rows.contexts, scaled, tops, vocabulary, chunks,
+        CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
-    _advance_kernel[(count,)](
-        scaled, row_stats(scaled), tops, rows.keys, rows.noisy, rows.ids, rows.positions, rows.slots, rows.contexts, rows.tables,
-        rows.starts, rows.out_ids, rows.out_logprobs, vocabulary, chunks, count, rows.tables.stride(0), SLACK, SLACK_OF_SCORE, PAGE=page,
-        BLOCK=power_of_two(chunks), CHUNK=CHUNK, num_warps=4, **STRICT,
+    launch(
+        _advance_kernel, (count,), scaled, row_stats(scaled), tops, rows.keys, rows.noisy, rows.ids, rows.positions, rows.slots,
+        rows.contexts, rows.tables, rows.starts, rows.out_ids, rows.out_logprobs, vocabulary, chunks, count, rows.tables.stride(0), SLACK,
+        SLACK_OF_SCORE, PAGE=page, BLOCK=power_of_two(chunks), CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip

@@ -13,15 +13,14 @@ import torch
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Packed, PagedBatch
-from tokentrue.numerics.triton.attention import MANY_PROGRAMS, tall_tile
-from tokentrue.numerics.triton.matmul import Tile
+from tokentrue.numerics.triton.tiles import Tile
 
 if TYPE_CHECKING:
     from tokentrue.numerics.triton.ops import TritonOps
 
 DEVICE = "cuda"
-ROWS = (1, 2, 5, 16, 17, 32, 33, 64, 100, 256, 300)
-ALL_ROWS = 640
+ROWS = (1, 2, 5, 16, 17, 32, 33, 64, 100, 256, 300, 640)
+ALL_ROWS = 1100  # past every change of tile
 PINNED = Tile(m=64, n=64, k=64, warps=4, stages=3)
 PINNED_FLOAT32 = Tile(m=16, n=32, k=32, warps=4, stages=2)
 
@@ -133,9 +132,6 @@ def _attention(ops: TritonOps, h: int, j: int, d: int, dtype: torch.dtype, rando
 
     if failed := holds(-(-300 // j)):  # enough sequences that the blocks are not shared out
         raise ExactnessError(f"attention {h}/{j} heads of {d} in {dtype}: decode differs from prefill at positions {failed} on this device")
-    if failed := holds(-(-(MANY_PROGRAMS + 1) // j)):
-        ops.tile = tall_tile(dtype)
-        return [f"attention {h}/{j} heads of {d}: the decode tile for many sequences differs at positions {failed}: the tall tile instead"]
     if ops.split_decode and (failed := holds(1)):
         ops.split_decode = False
         return [f"attention {h}/{j} heads of {d}: split decode differs at positions {failed}: one program a sequence instead"]

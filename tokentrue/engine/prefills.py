@@ -1,0 +1,110 @@
+"""Short prefills on a CUDA device, captured once a size and replayed: one by one, the host takes longer to launch a step's kernels than the
+device to run them.
+
+A step is padded to its size: padding tokens go to the null block, padding tiles to a sequence without queries. Bits do not change, because
+rows are independent of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokentrue.engine.forward import Forward, paged_batch
+from tokentrue.engine.graphs import captured
+from tokentrue.engine.schedule import Work
+from tokentrue.numerics import PagedBatch
+from tokentrue.numerics.triton.attention import Tiles, tile_starts
+
+SIZES = (64, 128, 256, 512, 1024)
+MOST_SEQUENCES = 8
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """One captured size: what a step reads, and the logits that it leaves."""
+
+    ids: Tensor  # int64 [T]
+    batch: PagedBatch  # of MOST_SEQUENCES, and one more without queries
+    rows: Tensor  # int64 [MOST_SEQUENCES]: tokens whose logits are wanted
+    logits: Tensor
+    graph: torch.cuda.CUDAGraph
+
+
+class PrefillGraphs:
+    """Captured prefill steps of one Forward. `width` is the most blocks a sequence can have."""
+
+    def __init__(self, forward: Forward, *, width: int) -> None:
+        self.forward = forward
+        self.width = width
+        self._captured: dict[int, Prefill] = {}
+
+    @torch.inference_mode()
+    def step(self, batch: Sequence[Work], rows: Sequence[int]) -> Tensor | None:
+        """Logits of those token rows, or None for a step that has no captured form: too long, or with decodes in it."""
+        total = sum(work.count for work in batch)
+        few = len(batch) <= MOST_SEQUENCES and len(rows) <= MOST_SEQUENCES
+        if not few or total > SIZES[-1] or self.forward.trace is not None or any(work.count == 1 for work in batch):
+            return None
+        size = next(s for s in SIZES if s >= total)
+        if size not in self._captured:
+            self._captured[size] = self.capture(size)
+        prefill = self._captured[size]
+        self.fill(prefill, batch, rows)
+        prefill.graph.replay()
+        return prefill.logits[: len(rows)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Those captured so far."""
+        return list(self._captured)
+
+    def forget(self) -> None:
+        """Give back the memory of what was captured."""
+        self._captured.clear()
+
+    def fill(self, prefill: Prefill, batch: Sequence[Work], rows: Sequence[int]) -> None:
+        ids = [token for work in batch for token in work.request.tokens[work.start : work.start + work.count]]
+        host, to = paged_batch(batch, self.forward.ops.block_size, HOST), prefill.batch
+        starts = torch.tensor(self.tile_starts(host.q_lens), dtype=torch.int32).t()
+        put(prefill.ids, torch.tensor(ids))
+        put(prefill.rows, torch.tensor(rows, dtype=torch.int64))
+        put(to.positions, host.positions)
+        put(to.slots, host.slots)
+        put(to.cu_q, host.cu_q, rest=len(ids))
+        put(to.context_lens, host.context_lens)
+        put(to.block_tables, host.block_tables[:, : self.width])
+        put(to.plan.sequence, starts[0], rest=MOST_SEQUENCES)
+        put(to.plan.query, starts[1])
+
+    def tile_starts(self, counts: Sequence[int]) -> list[tuple[int, int]]:
+        heads, key_heads, _ = self.forward.decoder.heads
+        return tile_starts(counts, heads=heads, key_heads=key_heads, dtype=self.forward.decoder.head.dtype)
+
+    def capture(self, size: int) -> Prefill:
+        device, sequences = self.forward.device, MOST_SEQUENCES + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        tiles = len(self.tile_starts((size,))) + MOST_SEQUENCES
+        plan = Tiles(sequence=zeros(tiles, dtype=torch.int32) + MOST_SEQUENCES, query=zeros(tiles, dtype=torch.int32))
+        batch = PagedBatch(
+            positions=zeros(size), slots=zeros(size), cu_q=zeros(sequences + 1, dtype=torch.int32),
+            context_lens=zeros(sequences, dtype=torch.int32), block_tables=zeros(sequences, self.width, dtype=torch.int32),
+            q_lens=(0,) * sequences, contexts=(0,) * sequences, num_decodes=0, plan=plan,
+        )  # fmt: skip
+        ids, rows = zeros(size), zeros(MOST_SEQUENCES)
+        graph, logits = captured(lambda: self.forward.logits(self.forward.hidden(ids, batch).index_select(0, rows)))
+        return Prefill(ids=ids, batch=batch, rows=rows, logits=logits, graph=graph)
+
+
+def put(target: Tensor, source: Tensor, *, rest: int = 0) -> None:
+    """`source` into the first rows (and columns) of `target`; `rest` everywhere else."""
+    padded = torch.full(target.shape, rest, dtype=target.dtype)
+    padded[tuple(slice(n) for n in source.shape)] = source
+    target.copy_(padded)
