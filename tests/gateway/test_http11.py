@@ -29,6 +29,7 @@ class Application:
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
+        self.headers: list[tuple[bytes, bytes]] = []
         self.pieces = 0
         self.gone = 0
         self.sent = 0
@@ -51,6 +52,7 @@ class Application:
 
         body = await read_body(scope, counted, LIMIT)
         self.bodies.append(body)
+        self.headers = scope["headers"]
         await send_bytes(send, 200, body, [(b"x-method", scope["method"].encode()), (b"x-query", scope["query_string"])])
 
     async def slow(self, scope: Any, receive: Any, send: Any) -> None:
@@ -228,9 +230,12 @@ def test_chunked_bodies(at: Running) -> None:
     with Client(at) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
         time.sleep(0.05)
-        client.sendall(b"1\r\n \r\n5;ext=1\r\nworld\r\n0\r\nTrailer: z\r\n\r\n")
+        client.sendall(b"1\r\n \r\n5;ext=1\r\nworld\r\n0\r\nX-Trailer: z\r\n\r\n")
         assert client.answer()[2] == b"hello world"
         still_serves(client)
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Api-Key: forged\r\n\r\n")
+        assert client.answer()[2] == b"x"
+    assert [name for name, _ in at.app.headers] == [b"host", b"transfer-encoding"]  # a trailer is no header
 
 
 def test_chunked_answers(at: Running) -> None:

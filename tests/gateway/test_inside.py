@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -90,6 +90,32 @@ def test_an_append_has_the_digest_of_the_whole_body() -> None:
     fast = memory.appended(longer)
     assert fast is not None and (fast.items, fast.start, fast.after) == ([2, 3], 1, "n")
     assert fast.digest == memo.body_of(longer, "messages", lambda head: None).digest
+
+
+async def test_prompts_are_not_changed_behind_the_providers_back() -> None:
+    """The contract of `protocols.Provider`: an adapter may keep the array of a prompt and compare the next one with it."""
+
+    class Keeping(Parrot):
+        seen: ClassVar[list[tuple[Any, list[int]]]] = []
+
+        async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+            self.seen.append((prompt_ids, list(prompt_ids)))
+            return await super().generate(prompt_ids, sampling, session=session)
+
+    app = gateway(Keeping())
+    session = await new_session(app)
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    for turn in range(6):
+        if turn == 4:
+            del messages[-2:]  # a fork
+        body = json.dumps({"messages": messages, "model": "m", "n": 2 if turn == 3 else 1}).encode()
+        status, answer = await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"])
+        assert status == 200
+        messages += [json.loads(answer)["choices"][0]["message"], {"role": "user", "content": f"more {turn}"}]
+    assert len(Keeping.seen) == 7
+    for kept, was in Keeping.seen:
+        assert list(kept[: len(was)]) == was
+    await app.close()
 
 
 class Noting(Parrot):

@@ -112,6 +112,47 @@ async def test_an_answer_without_a_length_ends_with_its_connection(at: tuple[Ser
     assert server.connections == 2
 
 
+async def test_an_answer_that_breaks_behind_its_head_is_not_asked_for_again(at: tuple[Server, Wire]) -> None:
+    """The engine may have sampled by then."""
+    server, wire = at
+    server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\nconnection: close\r\n\r\n~"]
+    with pytest.raises(EngineUnreachable, match="broke off"):
+        await wire.json("POST", "/x", b"1")
+    assert len(server.bodies) == 1
+
+
+async def test_bytes_behind_an_answer_are_nobodys(at: tuple[Server, Wire]) -> None:
+    server, wire = at
+    server.answers = [OK + b"HTTP/1.1 500 Not yours\r\ncontent-length: 3\r\n\r\nbad", OK + b"HTTP/1.1 2"]
+    for _ in range(3):
+        assert await wire.json("POST", "/x", b"1") == {}
+    assert server.connections == 3
+
+
+async def test_silence_is_measured_from_the_last_request(at: tuple[Server, Wire]) -> None:
+    """One timer serves a connection's requests; it neither cuts a later one short nor forgets it."""
+    server, wire = at
+    loop = asyncio.get_running_loop()
+    await wire.json("POST", "/x", b"1")
+    await asyncio.sleep(0.3)
+    server.answers = [b"~" * 80]
+    asked = loop.time()
+    with pytest.raises(EngineTimeout, match="did not answer"):
+        await wire.json("POST", "/x", b"2", retry=False)
+    assert server.connections == 1 and 0.45 < loop.time() - asked < 2
+    await wire.json("POST", "/x", b"3")
+    (idle,) = wire._connections._idle
+    await asyncio.sleep(0.7)
+    assert idle._timer is None and idle.usable(loop), "an idle connection waits for nothing"
+
+
+async def test_parts_are_sent_one_behind_the_other(at: tuple[Server, Wire]) -> None:
+    server, wire = at
+    for parts in ([b"a", b"", b"bc"], [b"1" * 70_000, b"2" * 70_000, b"3"], []):
+        assert await wire.json("POST", "/x", parts) == {}
+        assert server.bodies[-1] == b"".join(parts)
+
+
 async def test_503_is_asked_again(at: tuple[Server, Wire]) -> None:
     server, wire = at
     server.answers = [b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nbusy", OK]
@@ -127,6 +168,12 @@ async def test_events_of_any_shape(at: tuple[Server, Wire]) -> None:
     await asyncio.sleep(0.1)  # the end of the body comes behind [DONE], and the connection is kept
     await wire.json("POST", "/x", b"1")
     assert server.connections == 1
+
+
+async def test_the_end_of_the_answer_ends_its_last_line(at: tuple[Server, Wire]) -> None:
+    server, wire = at
+    server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\ndata: 1\n\nda~ta: 2"]
+    assert [event async for event in wire.events("/x", b"1")] == [1, 2]
 
 
 async def test_a_reader_that_leaves_closes_its_connection(at: tuple[Server, Wire]) -> None:

@@ -7,7 +7,8 @@ from array import array
 
 from tokentrue.providers.sglang import SGLangProvider
 from tokentrue.providers.vllm import VLLMProvider
-from tokentrue.providers.wire import IdsJson
+from tokentrue.providers.wire import PARTS, IdsJson, OncePerSampling
+from tokentrue.types import Sampling
 
 
 def test_the_text_grows_with_the_prompt_and_is_forgotten_with_the_session() -> None:
@@ -18,6 +19,50 @@ def test_the_text_grows_with_the_prompt_and_is_forgotten_with_the_session() -> N
     ids.forget("s")
     ids.forget("never seen")
     assert not ids._kept and ids._bytes == 0
+
+
+def test_what_was_written_is_not_written_again() -> None:
+    ids, prompt = IdsJson(), array("i", [1])
+    before: tuple[bytes, ...] = ()
+    for turn in range(3 * PARTS):
+        parts = ids.dump(prompt, "s")
+        assert json.loads(b"[" + b"".join(parts) + b"]") == prompt.tolist()
+        assert len(parts) <= PARTS + 1
+        assert len(parts) == 2 or parts[: len(before)] == before  # made one, or grown by a part
+        assert all(a is b for a, b in zip(parts, before, strict=False)) or len(parts) == 2
+        before = parts
+        if turn % 2:
+            prompt.extend((turn, -turn))  # the same array, grown
+        else:
+            prompt = prompt + array("i", [turn, 7])  # another one that begins alike
+    assert ids._bytes == len(b"".join(before)) + 4 * ids._kept["s"].length
+    assert b"".join(ids.dump(prompt[:2], "s")) == b"1,0"  # not a continuation
+    assert b"".join(ids.dump(array("i"), "s")) == b"" and b"".join(ids.dump([5], "s")) == b"5"
+
+
+def test_an_array_that_was_grown_meanwhile_is_compared_as_it_was() -> None:
+    ids, first = IdsJson(), array("i", [1, 2])
+    ids.dump(first, "s")
+    first.append(3)
+    assert b"".join(ids.dump(array("i", [1, 2, 4]), "s")) == b"1,2,4"
+
+
+def test_the_oldest_sessions_make_room() -> None:
+    ids = IdsJson(max_sessions=2)
+    for session in "abca":
+        ids.dump([1, 2], session)
+    assert list(ids._kept) == ["c", "a"] and ids._bytes == sum(kept.size for kept in ids._kept.values())
+
+
+def test_a_sampling_is_written_once() -> None:
+    written: list[Sampling] = []
+    once = OncePerSampling(lambda sampling: written.append(sampling) or str(sampling.seed).encode(), kept=2, longest=5)
+    first, second, long = Sampling(seed=1), Sampling(seed=1), Sampling(seed=1234567)
+    for sampling in (first, first, second, first, long, long):
+        assert once(sampling) == str(sampling.seed).encode()
+    assert written == [first, second, long, long]
+    for seed in range(20):  # objects that come and go at the same address are not taken for each other
+        assert once(Sampling(seed=seed)) == str(seed).encode()
 
 
 async def test_adapters_forget_sessions() -> None:

@@ -108,7 +108,8 @@ class Http11(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if self._receiving is None:  # behind a body it is a trailer: nobody may add to the headers from there
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         path, raw_path, query = target_of(self._url)

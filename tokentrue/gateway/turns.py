@@ -12,25 +12,24 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
 from tokentrue.errors import SessionNotFound
-from tokentrue.gateway.asgi import EVENTS, ClientGone, RawHeaders, Receive, Scope, Send, problem_headers, read_body, send_json
+from tokentrue.gateway.asgi import ClientGone, RawHeaders, Receive, Scope, Send, problem_headers, read_body, send_json
 from tokentrue.gateway.auth import Claim, invalid_key
+from tokentrue.gateway.client import Leaving, Line, Watching
 from tokentrue.gateway.config import GatewayConfig
-from tokentrue.gateway.dialects import Dialect, Encoder, Problem
+from tokentrue.gateway.dialects import Dialect
 from tokentrue.gateway.gate import Gate
 from tokentrue.gateway.live import Live, Registry
 from tokentrue.gateway.memo import Body
 from tokentrue.gateway.meter import CLOCK
 from tokentrue.gateway.metrics import Metrics
 from tokentrue.gateway.problems import problem_of
-from tokentrue.types import Reply, TurnEvent, TurnRequest
+from tokentrue.types import Reply, TurnRequest
 
 LOG = logging.getLogger("tokentrue.gateway")
-WATCH_AFTER_S = 0.2  # a turn faster than this is over before its client could leave
 
 
 @dataclass(slots=True)
@@ -49,6 +48,7 @@ class Turn:
 class Turns:
     def __init__(self, *, config: GatewayConfig, registry: Registry, gate: Gate, metrics: Metrics) -> None:
         self._config, self._registry, self._gate, self._metrics = config, registry, gate, metrics
+        self._watching = Watching()
 
     async def open(self, claim: Claim) -> Live:
         """The session behind a claim; a key that fits nothing does not learn whether the session exists."""
@@ -107,7 +107,7 @@ class Turns:
             live.leave()
 
     async def _whole(self, turn: Turn, live: Live, body: Body, request: TurnRequest, receive: Receive, send: Send) -> None:
-        with Leaving(receive):
+        with Leaving(self._watching, receive):
             replies = await live.session.turn(request)
         self._remember(turn, live, body, replies)
         answer = turn.dialect.answer(body.call, replies, live.session.renderer.decode)
@@ -117,7 +117,7 @@ class Turns:
     async def _streamed(self, turn: Turn, live: Live, body: Body, request: TurnRequest, receive: Receive, send: Send) -> None:
         line = Line(send, turn.dialect.encoder(body.call, live.session.renderer.decode))
         replies: list[Reply] = []
-        with Leaving(receive, line=line, every_s=self._config.keep_alive_s):
+        with Leaving(self._watching, receive, line=line, every_s=self._config.keep_alive_s):
             try:
                 async with aclosing(live.session.stream(request)) as events:
                     async for event in events:
@@ -196,83 +196,3 @@ def log_line(turn: Turn, reply: Reply, sampled: int, now: float) -> str:
 
 def answer_headers(live: Live, reply: Reply) -> RawHeaders:
     return [(b"x-tokentrue-session", live.session.id.encode()), (b"x-tokentrue-node", reply.node.encode())]
-
-
-class Line:
-    """An open event stream. The status is held back until the first token is there, so that early failures keep their status."""
-
-    def __init__(self, send: Send, encoder: Encoder) -> None:
-        self._send, self._encoder = send, encoder
-        self._held = b""
-        self.started = False
-        self.last = time.monotonic()
-
-    async def feed(self, event: TurnEvent) -> None:
-        data = self._encoder.feed(event)
-        if not self.started and not event.token_ids and event.delta is None and event.reply is None:
-            self._held += data
-            return
-        await self._write(data)
-
-    async def _write(self, data: bytes) -> None:
-        if not self.started:
-            self.started = True
-            data, self._held = self._held + data, b""
-            await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-        if data:
-            self.last = time.monotonic()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def keep_alive(self) -> None:
-        await self._write(self._encoder.ping)
-
-    async def finish(self) -> None:
-        await self._write(self._encoder.finish())
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def fail(self, problem: Problem) -> None:
-        await self._write(self._encoder.error(problem))
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class Leaving:
-    """Watches for a client that goes away, and cancels the enclosed work then; `ClientGone` comes out instead.
-
-    It starts late: most turns are over, or have begun to answer, before it is needed. On a stream it also sends the keep-alives.
-    """
-
-    def __init__(self, receive: Receive, *, line: Line | None = None, every_s: float | None = None) -> None:
-        self._receive, self._line, self._every_s = receive, line, every_s
-        self._task: asyncio.Task[None] | None = None
-        self._gone = False
-
-    def __enter__(self) -> None:
-        self._work = asyncio.current_task()
-        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start)
-
-    def _start(self) -> None:
-        self._task = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                message = await asyncio.wait_for(self._receive(), self._every_s)
-            except TimeoutError:
-                assert self._line is not None and self._every_s is not None
-                if time.monotonic() - self._line.last >= self._every_s:
-                    await self._line.keep_alive()
-                continue
-            if message["type"] == "http.disconnect":
-                self._gone = True
-                assert self._work is not None
-                self._work.cancel()
-                return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-        if self._gone and isinstance(error, asyncio.CancelledError):
-            assert self._work is not None
-            self._work.uncancel()
-            raise ClientGone from None

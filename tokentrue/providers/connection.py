@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -71,7 +71,8 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(Broken(f"not HTTP: {error}"))
             self.close()
-        self._wake()
+        if self._blocks or self.whole or self.status >= 300 or self._error is not None:
+            self._wake()  # a bare head says nothing yet: what is behind it comes at once, or when it has been sampled
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -131,7 +132,7 @@ class Connection(asyncio.Protocol):
             self._transport.writelines((head, *body))
 
     async def started(self) -> int:
-        """The status, as soon as it is there."""
+        """The status, as soon as there is something behind it."""
         while not self.status:
             await self._wait()
         return self.status
@@ -141,16 +142,12 @@ class Connection(asyncio.Protocol):
             await self._wait()
         return self._blocks[0] if len(self._blocks) == 1 else b"".join(self._blocks)
 
-    async def blocks(self) -> AsyncGenerator[bytes, None]:
-        """The body as it comes."""
-        while True:
-            if self._blocks:
-                blocks, self._blocks = self._blocks, []
-                yield blocks[0] if len(blocks) == 1 else b"".join(blocks)
-            elif self.whole:
-                return
-            else:
-                await self._wait()
+    async def block(self) -> bytes:
+        """What has come of the body since the last time; nothing at its end."""
+        while not self._blocks and not self.whole:
+            await self._wait()
+        blocks, self._blocks = self._blocks, []
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
     def leave(self, then: Callable[[Connection], None]) -> None:
         """All that matters was read: what is left of the answer is waited for in the background, for a moment, then `then` is called."""
@@ -184,8 +181,6 @@ class Connection(asyncio.Protocol):
             await self._waiter
         finally:
             self._waiter = None
-        if self._error is not None and not self._blocks:
-            raise self._error
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -151,7 +151,9 @@ class Pool:
             got: list[Chunk] = []
             final = None
             try:
-                async with aclosing(_run(self._replicas[index], ids, rest, session, whole=whole)) as chunks:
+                replica = self._replicas[index]
+                stream: Any = _in_one(replica, ids, rest, session) if whole else replica.stream(ids, rest, session=session)
+                async with aclosing(stream) as chunks:
                     async for chunk in chunks:
                         if chunk.final is not None:
                             final = chunk.final
@@ -174,14 +176,8 @@ class Pool:
             return
 
 
-async def _run(replica: Provider, ids: Ids, sampling: Sampling, session: str | None, *, whole: bool) -> AsyncGenerator[Chunk]:
-    if whole:
-        yield Chunk(final=await replica.generate(ids, sampling, session=session))
-        return
-    stream: Any = replica.stream(ids, sampling, session=session)
-    async with aclosing(stream) as chunks:
-        async for chunk in chunks:
-            yield chunk
+async def _in_one(replica: Provider, ids: Ids, sampling: Sampling, session: str | None) -> AsyncGenerator[Chunk]:
+    yield Chunk(final=await replica.generate(ids, sampling, session=session))
 
 
 def _weight(session: str | None, index: int) -> bytes:

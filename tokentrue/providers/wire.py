@@ -10,7 +10,7 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -194,32 +194,37 @@ class Wire:
 
     async def events(self, path: str, body: Body) -> AsyncGenerator[Any]:
         """The data of a server-sent event stream, parsed, up to [DONE]."""
-        async with self.open("POST", path, body) as answer, aclosing(answer.blocks()) as blocks:
-            async for line in _lines(blocks):
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    answer.read_enough = True
+        async with self.open("POST", path, body) as answer:
+            lines = Lines()
+            while True:
+                block = await answer.block()
+                for line in lines.of(block or b"\n"):  # the end ends a line too
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        answer.read_enough = True
+                        return
+                    yield parsed(data, self.url + path)
+                if not block:
                     return
-                yield parsed(data, self.url + path)
 
 
-async def _lines(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Lines of any length."""
-    parts: list[bytes] = []
-    async for block in blocks:
-        first, newline, rest = block.partition(b"\n")
-        parts.append(first)
-        if not newline:
-            continue
-        yield b"".join(parts)
-        *lines, last = rest.split(b"\n")
-        for line in lines:
-            yield line
-        parts = [last] if last else []
-    if parts:
-        yield b"".join(parts)
+class Lines:
+    """Lines of any length, of text that comes in blocks."""
+
+    def __init__(self) -> None:
+        self._begun: list[bytes] = []
+
+    def of(self, block: bytes) -> list[bytes]:
+        """The lines that end in this block."""
+        *lines, last = block.split(b"\n")
+        if lines and self._begun:
+            lines[0] = b"".join((*self._begun, lines[0]))
+            self._begun = []
+        if last:
+            self._begun.append(last)
+        return lines
 
 
 def parsed(data: bytes, where: str) -> Any:
