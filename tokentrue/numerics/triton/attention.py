@@ -124,7 +124,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
                     SPLIT: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (tiles, J, splits). With SPLIT (one query a sequence) the programs of a sequence leave their blocks in `part_*`, and the
+    """Grid (tiles, J, splits). With SPLIT (one query a sequence) as many programs as have a block leave theirs in `part_*`, and the
     last one to arrive folds them all, in the same order as a program that has them alone."""
     tile = tl.program_id(0)
     j = tl.program_id(1)
@@ -164,12 +164,15 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
     out = tl.zeros((BM, BD), tl.float32)
     step = 1
     if SPLIT:
+        sharing = tl.minimum(tl.num_programs(2), num_blocks - lowest)
+        if tl.program_id(2) >= sharing:
+            return
         lowest += tl.program_id(2)
-        step = tl.num_programs(2)
+        step = sharing
     n = tl.arange(0, BN)
     row_of_table = table_ptr + s * stride_table
-    if PAGE > 0:  # max_blocks: a program of a short sequence may have no block, and asks for its page before it knows
-        page = tl.load(row_of_table + (tl.minimum(lowest, max_blocks - 1) if SPLIT else lowest) * BN // PAGE)
+    if PAGE > 0:
+        page = tl.load(row_of_table + lowest * BN // PAGE)
     for block in range(lowest, num_blocks, step):
         key = block * BN + n
         if PAGE > 0:
@@ -193,7 +196,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
     if SPLIT:
         tl.debug_barrier()
         arrived = tl.atomic_add(arrived_ptr + s * J + j, 1, sem="acq_rel", scope="gpu")
-        if arrived == tl.num_programs(2) - 1:
+        if arrived == sharing - 1:
             first_block = lowest - tl.program_id(2)
             _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, first_block, num_blocks, max_blocks, H, J, D, BD, GP)
             tl.store(arrived_ptr + s * J + j, 0)
