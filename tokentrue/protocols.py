@@ -33,6 +33,10 @@ class TurnParser(Protocol):
         """The held-back rest, and the whole turn: as `Renderer.parse` of all ids, plus calls that broke off after they were shown."""
         ...
 
+    def whole(self, token_ids: Ids) -> Parsed:
+        """`Renderer.parse` of all ids at once, of a parser that was fed nothing and shows nothing early: made ready before they come."""
+        ...
+
 
 class Renderer(Protocol):
     """Messages to tokens and back; the only kind of object that may encode or decode."""
@@ -62,13 +66,19 @@ class Renderer(Protocol):
 
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed: ...
 
-    def parser(self, *, prompt_ids: Ids = (), tools: Tools | None = None) -> TurnParser: ...
+    def parser(self, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = True) -> TurnParser:
+        """`early`: calls are shown while they are written."""
+        ...
 
     def decode(self, token_ids: Ids) -> str: ...
 
 
 class Provider(Protocol):
-    """An engine: ids in, ids and log-probabilities out."""
+    """An engine: ids in, ids and log-probabilities out.
+
+    `prompt_ids` may be kept: a caller that gives an array may append to it later, but never changes what is in it. `sampling` is frozen,
+    its `extra` included.
+    """
 
     @property
     def name(self) -> str: ...

@@ -68,7 +68,7 @@ class Letters:
             message["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": parts[2]}}]
         return Parsed(message=message, ended=Ended.STOP if ended else Ended.OPEN, stop_id=STOP if ended else None, raw=text)
 
-    def parser(self, *, prompt_ids: Ids = (), tools: Any = None) -> Any:
+    def parser(self, *, prompt_ids: Ids = (), tools: Any = None, early: bool = True) -> Any:
         return _Parser(self)
 
     def decode(self, token_ids: Ids) -> str:
@@ -84,4 +84,7 @@ class _Parser:
         return []
 
     def finish(self) -> tuple[list[Any], Parsed]:
-        return [], self._renderer.parse(self._ids)
+        return [], self.whole(self._ids)
+
+    def whole(self, token_ids: Ids) -> Parsed:
+        return self._renderer.parse(token_ids)

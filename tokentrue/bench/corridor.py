@@ -33,8 +33,10 @@ class FreeRenderer:
         message = {"role": "assistant", "content": f"step {number}", "reasoning_content": "let me see " * 20, "tool_calls": [call]}
         return Parsed(message=message, ended=Ended.STOP, stop_id=STOP)
 
-    def parser(self, *, prompt_ids: Ids = (), tools: Any = None) -> Any:
-        raise NotImplementedError("the benchmark does not stream")
+    def parser(self, *, prompt_ids: Ids = (), tools: Any = None, early: bool = True) -> Any:
+        return self
+
+    whole = parse
 
     def decode(self, token_ids: Ids) -> str:
         return ""

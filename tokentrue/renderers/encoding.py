@@ -96,7 +96,27 @@ class Codec:
         return not isinstance(value, list) or all(map(self.clean, value))
 
     def _is_clean(self, text: str) -> bool:
-        return not _holds(text, _MARKS) and Shield(self, ()).text(text) is text
+        return not (_holds(text, _MARKS) or self.guard(text) or self.may_go_on(text) or self.may_have_begun(text))
+
+    def may_go_on(self, text: str) -> bool:
+        """Whether it ends with the beginning of a literal, blanks aside."""
+        if not self.guard.may_start(text[-self.longest - 64 :]):
+            return False
+        bare = text.rstrip()
+        return any(bare[-size:] in self.heads for size in range(1, min(len(bare), self.longest) + 1))
+
+    def may_have_begun(self, text: str) -> bool:
+        """Whether it begins with the end of a literal, blanks aside."""
+        if not self.guard.may_end(text[: self.longest + 64]):
+            return False
+        bare = text.lstrip()
+        return any(bare[:size] in self.tails for size in range(1, min(len(bare), self.longest) + 1))
+
+    @cached_property
+    def has_plain_literals(self) -> bool:
+        """Whether every literal is found as it is written, wherever it stands, and none is made of blanks or edged with them."""
+        edged = any(text != text.strip(_BLANKS) for text in self.literals)
+        return bool(self._lead) and not edged and not self._find_all.is_odd
 
     # text -> ids
 
@@ -115,6 +135,10 @@ class Codec:
             else:
                 return ids
         return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def quick_ids(self, text: str) -> list[int] | None:
+        """Of text without literals, behind one; None where there is no fast way."""
+        return self._words.encode(text) if self._words is not None and text.isascii() else None
 
     def encoding(self, text: str) -> Encoding:
         """Ids with their places in the text."""
@@ -166,7 +190,7 @@ class Codec:
         return ids + self._encode_bare(text[done:], at_start=at_start and done == 0)
 
     def _encode_bare(self, text: str, *, at_start: bool) -> list[int]:
-        if self._words is not None and text.isascii() and (found := self._words.encode(text)) is not None:
+        if (found := self.quick_ids(text)) is not None:
             return found
         if at_start:
             return self._bare.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -221,14 +245,12 @@ class Shield:
                 pieces += [out[done:start], out[start:end].replace(literal, mark.join(literal) if len(literal) > 1 else mark + literal)]
                 done = end
             out = "".join([*pieces, out[done:]])
-        if codec.guard.may_start(out[-codec.longest - 64 :]):
+        if codec.may_go_on(out):
             bare = out.rstrip()
-            if any(bare[-n:] in codec.heads for n in range(1, min(len(bare), codec.longest) + 1)):
-                out = bare + mark + out[len(bare) :]
-        if codec.guard.may_end(out[: codec.longest + 64]):
+            out = bare + mark + out[len(bare) :]
+        if codec.may_have_begun(out):
             bare = out.lstrip()
-            if any(bare[:n] in codec.tails for n in range(1, min(len(bare), codec.longest) + 1)):
-                out = out[: len(out) - len(bare)] + mark + bare
+            out = out[: len(out) - len(bare)] + mark + bare
         self.used = self.used or out is not text
         return out
 
@@ -256,7 +278,7 @@ class _Finder:
         return "".join(sorted({word[-1] for word in self._words}))
 
     @cached_property
-    def _odd(self) -> bool:
+    def is_odd(self) -> bool:
         return any(token.lstrip or token.rstrip or token.single_word for token in self._tokens)
 
     def finds(self, text: str) -> bool:
@@ -273,7 +295,7 @@ class _Finder:
     def __call__(self, text: str) -> list[tuple[int, int, str]]:
         if not self.may_start(text):
             return []
-        if self._odd:
+        if self.is_odd:
             found = self._library.encode(text, add_special_tokens=False)
             return [(start, end, word) for word, (start, end) in zip(found.tokens, found.offsets, strict=True) if word in self._words]
         return [(match.start(), match.end(), match.group()) for match in self._pattern.finditer(text)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn, cast
 
 from jinja2 import nodes
@@ -123,6 +124,10 @@ def frame_from(text: str, count: int) -> tuple[str, ...] | None:
     """The texts around contents 0 to count - 1; None where they are not there once each and in order, or something else is."""
     pieces = _MARKED.split(text)
     return tuple(pieces[::2]) if pieces[1::2] == [str(index) for index in range(count)] else None
+
+
+def filled(frame: Sequence[str], contents: Sequence[str]) -> str:
+    return "".join(chain.from_iterable(zip(frame, contents, strict=False))) + frame[-1]
 
 
 def opaque_turn(last: Plain) -> Plain:

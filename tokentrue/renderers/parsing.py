@@ -38,6 +38,7 @@ from tokentrue.renderers.parsing_regions import (
     watches_of,
 )
 from tokentrue.renderers.parsing_source import Source
+from tokentrue.renderers.parsing_tokens import Marker, segments_of, tokens_of
 from tokentrue.types import Delta, Ids, Parsed, Tools
 from tokentrue.types import Ended as TurnEnded
 
@@ -57,30 +58,30 @@ class Grammar:
     template: ResponseTemplate
     watches: Mapping[str | None, Watch]
     texts: frozenset[str]  # fields that are shown as they come
+    shown_early: frozenset[str]  # the same, and calls where they can be shown while they are written
+    layouts: Mapping[str, tuple[bool, str | None]]  # text of the message: whether its ends are trimmed, and what joins its segments
     shape: JsonShape | TagShape | None  # of a call that can be shown while it is written
     pieces: TokenBytes
     ordinary: Ordinary
     stop_ids: frozenset[int]
     stops_that_close: frozenset[int]  # stop tokens that the response template itself names
     markers: tuple[str, ...]  # added tokens that the response template names: ids decide about these
-    marker_ids: frozenset[int]
+    tokens: Mapping[int, Marker] | None  # where ids alone decide about the parts of a turn
     generation_ids: tuple[int, ...]  # what the template writes to open an assistant turn, for callers that give no prompt
     call_ids: str
-    openings: dict[tuple[int, ...], str]  # the end of a prompt to what it opens
+    openings: dict[tuple[int, ...], Regions]  # the end of a prompt to a scanner that has seen what it opens
+
+    def parser(self, *, prompt_ids: Ids, tools: Tools | None, early: bool) -> Parser:
+        return Parser(self, prompt_ids=prompt_ids, tools=tools, early=early)
 
 
-def turn_parser(renderer: Renderer, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = True) -> Parser:
-    """A parser for one turn of this renderer; its grammar is compiled on first use and kept with it."""
-    grammar = renderer.__dict__.get("_grammar")
-    if grammar is None:
-        grammar = grammar_for(
-            renderer.codec.backend,
-            renderer.family,
-            stop_token_ids=renderer.stop_token_ids,
-            generation_ids=_generation_ids(renderer),
-        )
-        renderer.__dict__["_grammar"] = grammar
-    return Parser(grammar, prompt_ids=prompt_ids, tools=tools, early=early)
+def grammar_of(renderer: Renderer) -> Grammar:
+    return grammar_for(
+        renderer.codec.backend,
+        renderer.family,
+        stop_token_ids=renderer.stop_token_ids,
+        generation_ids=_generation_ids(renderer),
+    )
 
 
 def _generation_ids(renderer: Renderer) -> Ids:
@@ -100,21 +101,34 @@ def grammar_for(tokenizer: Tokenizer, family: Family | None, *, stop_token_ids: 
     named = str(declared)
     found = {id_: text for id_, text in pieces.added.items() if text.strip() and (text in named or repr(regex.escape(text))[1:-1] in named)}
     markers, ordinary = tuple(found.values()), Ordinary(pieces, frozenset(found))
+    texts, shape = frozenset(name for name in template.fields if name in TEXT_FIELDS), shape_of(template.fields.get(CALLS))
     return Grammar(
         template=template,
         watches=watches_of(template, ordinary, markers=markers, stop_ids=frozenset(stop_token_ids)),
-        texts=frozenset(name for name in template.fields if name in TEXT_FIELDS),
-        shape=shape_of(template.fields.get(CALLS)),
+        texts=texts,
+        shown_early=texts if shape is None else texts | {CALLS},
+        layouts=_layouts(template),
+        shape=shape,
         pieces=pieces,
         ordinary=ordinary,
         stop_ids=frozenset(stop_token_ids),
         stops_that_close=frozenset(stop_token_ids) & frozenset(found),
         markers=markers,
-        marker_ids=frozenset(found),
+        tokens=tokens_of(template, found),
         generation_ids=tuple(generation_ids),
         call_ids=family.call_ids if family else "openai",
         openings={},
     )
+
+
+def _layouts(template: ResponseTemplate) -> dict[str, tuple[bool, str | None]]:
+    """The first field of a name says whether it is trimmed, the first that joins says how."""
+    layouts: dict[str, tuple[bool, str | None]] = {}
+    for field, declared in template.fields.items():
+        if name := TEXT_FIELDS.get(field):
+            strip, join = layouts.get(name, (declared.content_args.get("strip", True), None))
+            layouts[name] = strip, join or declared.join
+    return layouts
 
 
 def parse(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
@@ -126,11 +140,11 @@ class Parser:
 
     def __init__(self, grammar: Grammar, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = False) -> None:
         self._grammar = grammar
-        self._source = _source(grammar)
         prompt_ids = prompt_ids or grammar.generation_ids
         self._message = Message(grammar, tools, prompt_ids=prompt_ids)
-        shown = grammar.texts | {CALLS} if early and grammar.shape is not None else grammar.texts
-        self._regions = Regions(grammar.template, grammar.watches, prefix=opened_by(grammar, prompt_ids), shown=shown)
+        self._opening = opening_of(grammar, prompt_ids)
+        self._regions = self._opening.twin(shown=grammar.shown_early if early else grammar.texts)
+        self._source = _source(grammar)
         self._places = Places()
         self._length = 0
         self._held_stop: int | None = None
@@ -172,13 +186,38 @@ class Parser:
         if stop in self._grammar.stops_that_close:
             self.feed(token_ids)
             return self.finish()[1]
+        if self._grammar.tokens is not None and (raw := self._split(self._grammar.tokens, token_ids, stop)) is not None:
+            return self._parsed(stop, raw)
+        return self._parsed(stop, self._scanned(token_ids, stop))
+
+    def _split(self, markers: Mapping[int, Marker], token_ids: Ids, stop: int | None) -> str | None:
+        """The turn's text after its parts were added to the message; None where ids alone do not tell them."""
+        texts = list(map(self._grammar.ordinary.__getitem__, token_ids))
+        last = texts.pop() if stop is not None else ""
+        opened = self._opening.opened
+        if last is None or opened is None:
+            return None
+        segments = segments_of(markers, token_ids, texts, implicit=self._grammar.template.implicit, opened=opened)
+        if segments is None:
+            return None
+        message = self._message
+        for field, body, start, end in segments:
+            if name := TEXT_FIELDS.get(field):
+                message.add_segment(name, body)
+            else:
+                raw = "".join(texts[start:end])  # type: ignore[arg-type]  # there is no None left in it
+                message.add_region(field, body, captures={}, closed=True, raw=raw, span=(start, end))
+        return "".join(texts) + last  # type: ignore[arg-type]
+
+    def _scanned(self, token_ids: Ids, stop: int | None) -> str:
+        """The turn's text after its parts were added to the message."""
         text = self._source.take(token_ids if stop is None else token_ids[:-1]) + self._source.rest()
         self._places.note(text, 0)
         self._length = len(text)
         self._deltas(self._regions.end(stopped=stop is not None, text=text))
         if stop is not None:
             self._source.take((stop,))
-        return self._parsed(stop)
+        return self._source.raw
 
     def finish(self) -> tuple[list[Delta], Parsed]:
         stop = self._held_stop
@@ -188,15 +227,15 @@ class Parser:
             if stop in self._grammar.stops_that_close and self._regions.inside:
                 deltas += self._shown(shown)
         deltas += self._deltas(self._regions.end(stopped=stop is not None))
-        return deltas, self._parsed(stop)
+        return deltas, self._parsed(stop, self._source.raw)
 
-    def _parsed(self, stop: int | None) -> Parsed:
+    def _parsed(self, stop: int | None, raw: str) -> Parsed:
         return Parsed(
             message=self._message.whole(),
             attempts=tuple(self._message.attempts),
             ended=TurnEnded.OPEN if stop is None else TurnEnded.STOP,
             stop_id=stop,
-            raw=self._source.raw,
+            raw=raw,
         )
 
     def _shown(self, text: str) -> list[Delta]:
@@ -224,7 +263,14 @@ class Parser:
 
     def _closed(self, region: Closed) -> list[Delta]:
         start, end = self._places.true(region.start), self._places.true(region.end)
-        return self._message.add_region(region, raw=self._source.slice(start, end), span=self._source.tokens(start, end))
+        return self._message.add_region(
+            region.field,
+            unshield(region.body),
+            captures={name: unshield(value) for name, value in region.captures.items()},
+            closed=region.closed,
+            raw=self._source.slice(start, end),
+            span=self._source.tokens(start, end),
+        )
 
 
 def _quiet_text(quiet: Quiet, token_ids: Ids) -> str | None:
@@ -241,36 +287,41 @@ def _source(grammar: Grammar) -> Source:
     return Source(grammar.pieces, grammar.ordinary, grammar.markers)
 
 
-def opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
-    """What the prompt has already written of the assistant's turn: the (shielded) text after its last opener.
+def opening_of(grammar: Grammar, prompt_ids: Ids) -> Regions:
+    """A scanner that has seen what the prompt wrote of the assistant's turn: the (shielded) text after its last opener.
 
     Only the end of the prompt is read. A prompt whose opener is not found there has opened nothing.
     """
-    if len(grammar.template.fields) == 1:
-        return ""
-    length = len(prompt_ids)
-    for window in _ANCHOR_WINDOWS:
-        found = _after_opener(grammar, tuple(prompt_ids[max(length - window, 0) :]))
-        if found is not None or window >= length:
+    tail = tuple(prompt_ids[-_ANCHOR_WINDOWS[0] :])  # turns mostly open in the same few ways
+    known = grammar.openings.get(tail)
+    if known is not None:
+        return known
+    text = _after_opener(grammar, tail)
+    opening = Regions(grammar.template, grammar.watches, prefix=_opened_by(grammar, prompt_ids) if text is None else text)
+    if text is not None:
+        if len(grammar.openings) >= _OPENINGS_KEPT:
+            grammar.openings.clear()
+        grammar.openings[tail] = opening
+    return opening
+
+
+def _opened_by(grammar: Grammar, prompt_ids: Ids) -> str:
+    for window in _ANCHOR_WINDOWS[1:]:
+        found = _after_opener(grammar, prompt_ids[-window:])
+        if found is not None or window >= len(prompt_ids):
             return found or ""
     return ""
 
 
-def _after_opener(grammar: Grammar, tail: tuple[int, ...]) -> str | None:
-    short = len(tail) <= _ANCHOR_WINDOWS[0]  # turns mostly open in the same few ways
-    if short and tail in grammar.openings:
-        return grammar.openings[tail]
+def _after_opener(grammar: Grammar, tail: Ids) -> str | None:
+    if len(grammar.template.fields) == 1:
+        return ""
     source = _source(grammar)
     text = source.take(tail) + source.rest()
     place = None
     for match in grammar.template.start_anchor_re.finditer(text):
         place = match.end()
-    found = None if place is None else text[place:]
-    if short and found is not None:
-        if len(grammar.openings) >= _OPENINGS_KEPT:
-            grammar.openings.clear()
-        grammar.openings[tail] = found
-    return found
+    return None if place is None else text[place:]
 
 
 def _jsonlike(declared: Any) -> Any:

@@ -7,17 +7,17 @@ import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.renderers.parsing_calls import Call, NoCall, parameter_schemas, parameter_value, read_calls
 from tokentrue.renderers.parsing_early import Early, early
-from tokentrue.renderers.parsing_regions import BROKEN, CALLS, TEXT_FIELDS, Closed, unshield
+from tokentrue.renderers.parsing_regions import BROKEN, CALLS
 from tokentrue.types import Attempt, Delta, Ids, Status, Tools
 
 if TYPE_CHECKING:
     from tokentrue.renderers.parsing import Grammar
 
+_CALL_FIELDS = (CALLS, BROKEN)
 _SPACE = " \t\r\n"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -63,6 +63,7 @@ class Message:
     def __init__(self, grammar: Grammar, tools: Tools | None, *, prompt_ids: Ids) -> None:
         self._grammar = grammar
         self._tools, self._prompt_ids = tools, prompt_ids
+        self._known_schemas: Mapping[str, Any] | None = None
         self._texts: dict[str, TextOut] = {}
         self._calls: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}
@@ -70,31 +71,34 @@ class Message:
         self._begun: int | None = None  # its index, once it has been shown
         self._shown: list[str] = []  # of its arguments
         self.attempts: list[Attempt] = []
-        for name, declared in grammar.template.fields.items():
-            if name in TEXT_FIELDS:
-                out = self._texts.setdefault(TEXT_FIELDS[name], TextOut(strip=declared.content_args.get("strip", True), join=None))
-                out.join = out.join or declared.join
 
-    @cached_property
-    def _schemas(self) -> dict[str, Any]:
-        return parameter_schemas(self._tools)
-
-    @cached_property
-    def _seed(self) -> bytes:
-        length = len(self._prompt_ids)
-        return length.to_bytes(8, "big") + array("q", self._prompt_ids[max(length - 32, 0) :]).tobytes()
+    def _schemas(self) -> Mapping[str, Any]:
+        if self._known_schemas is None:
+            self._known_schemas = parameter_schemas(self._tools)
+        return self._known_schemas
 
     def add_text(self, name: str, text: str) -> list[Delta]:
-        out = self._texts.get(name)
-        if out is None:
-            out = self._texts[name] = TextOut(strip=True, join=None)
-        shown = out.add(_presentable(text))
+        shown = self._text(name).add(_presentable(text))
         if not shown:
             return []
         return [Delta(content=shown) if name == "content" else Delta(reasoning=shown)]
 
     def end_segment(self, name: str) -> None:
-        self._texts[name].end()
+        self._text(name).end()
+
+    def add_segment(self, name: str, text: str) -> None:
+        """A whole segment of a turn that nobody is shown while it is written."""
+        out = self._text(name)
+        if text:
+            out.add(_presentable(text))
+        out.end()
+
+    def _text(self, name: str) -> TextOut:
+        out = self._texts.get(name)
+        if out is None:
+            strip, join = self._grammar.layouts.get(name, (True, None))
+            out = self._texts[name] = TextOut(strip=strip, join=join)
+        return out
 
     def open_call(self, captures: Mapping[str, str]) -> None:
         assert self._grammar.shape is not None
@@ -116,13 +120,16 @@ class Message:
         return [*deltas, Delta(call=self._begun, arguments=arguments)]
 
     def _typed(self, name: str, match: Any) -> Any:
-        return parameter_value(match, self._schemas.get(name, {}).get(match["key"]))
+        return parameter_value(match, self._schemas().get(name, {}).get(match["key"]))
 
-    def add_region(self, region: Closed, *, raw: str, span: tuple[int, int]) -> list[Delta]:
-        if region.field not in {CALLS, BROKEN}:
-            self._extra[region.field] = _presentable(unshield(region.body))
+    def add_region(
+        self, field: str, body: str, *, captures: Mapping[str, str], closed: bool, raw: str, span: tuple[int, int]
+    ) -> list[Delta]:
+        """A region that has ended, `closed` by its own marker or not; `raw` is its text with its markers, `span` the tokens of that."""
+        if field not in _CALL_FIELDS:
+            self._extra[field] = _presentable(body)
             return []
-        calls = self._read(region)
+        calls = self._read(field, _presentable(body), captures, closed=closed)
         begun, self._begun, self._early = self._begun, None, None
         if begun is not None:
             self._calls[begun]["function"]["arguments"] = "".join(self._shown)
@@ -133,7 +140,7 @@ class Message:
             return self.add_text("content", raw)
         deltas: list[Delta] = []
         for call in calls:
-            unknown = self._tools is not None and call.name not in self._schemas
+            unknown = self._tools is not None and call.name not in self._schemas()
             status, detail = (Status.UNKNOWN_TOOL, f"no tool is named {call.name!r}") if unknown else (Status.OK, "")
             self.attempts.append(
                 Attempt(status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail)
@@ -151,23 +158,27 @@ class Message:
         return NoCall(status=Status.MALFORMED, detail="the call ends as another than it began", name=shown["name"])
 
     def whole(self) -> dict[str, Any]:
-        text = {name: "".join(out.parts) for name, out in self._texts.items()}
-        message: dict[str, Any] = {"role": "assistant", "content": text.pop("content", "") or (None if self._calls else "")}
-        message |= {name: value for name, value in text.items() if value} | self._extra
-        return message | ({"tool_calls": self._calls} if self._calls else {})
+        message: dict[str, Any] = {"role": "assistant", "content": None if self._calls else ""}
+        for name, out in self._texts.items():
+            if out.parts:
+                message[name] = "".join(out.parts)
+        message |= self._extra
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
 
-    def _read(self, region: Closed) -> list[Call] | NoCall:
-        body = _presentable(unshield(region.body))
-        captures = {name: unshield(value) for name, value in region.captures.items()}
-        declared = self._grammar.template.fields[region.field]
-        unclosed = NoCall(status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name"))
-        if region.field == BROKEN:
+    def _read(self, field: str, body: str, captures: Mapping[str, str], *, closed: bool) -> list[Call] | NoCall:
+        declared = self._grammar.template.fields[field]
+        if not closed and (field == BROKEN or declared.close_re is not None):
+            return self._unclosed(captures)
+        if field == BROKEN:
             status = Status.MALFORMED if body.strip() else Status.MISSING_NAME
-            return NoCall(status=status, detail="not written as this model writes a call") if region.closed else unclosed
-        if not region.closed and declared.close_re is not None:
-            return unclosed
-        calls = read_calls(declared, body, captures, self._schemas, shape=self._grammar.shape)
-        return unclosed if isinstance(calls, NoCall) and not region.closed else calls
+            return NoCall(status=status, detail="not written as this model writes a call")
+        calls = read_calls(declared, body, captures, self._schemas(), shape=self._grammar.shape)
+        return self._unclosed(captures) if isinstance(calls, NoCall) and not closed else calls
+
+    def _unclosed(self, captures: Mapping[str, str]) -> NoCall:
+        return NoCall(status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name"))
 
     def _add_call(self, call: Call, begun: int | None) -> list[Delta]:
         if begun is None:
@@ -185,7 +196,9 @@ class Message:
 
     def _new_id(self, index: int) -> str:
         """The same turn gives the same id, another turn of the conversation another one."""
-        digest = hashlib.blake2b(self._seed + index.to_bytes(4, "big"), digest_size=12).hexdigest()
+        length = len(self._prompt_ids)
+        seed = length.to_bytes(8, "big") + array("q", self._prompt_ids[-32:]).tobytes() + index.to_bytes(4, "big")
+        digest = hashlib.blake2b(seed, digest_size=12).hexdigest()
         return digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
 
 

@@ -197,12 +197,14 @@ def _beginnings(pattern: Any) -> str | None:
 
 
 class Regions(ResponseParser):
-    """The scanner. `prefix` is what the prompt already wrote of this turn (an opened `<think>`); it sets the state, and adds no text."""
+    """The scanner. `prefix` is what the prompt already wrote of this turn (an opened `<think>`); it sets the state, and adds no text.
 
-    def __init__(self, template: ResponseTemplate, watches: Mapping[str | None, Watch], *, prefix: str, shown: frozenset[str]) -> None:
-        """`shown`: the fields whose text is wanted as it comes."""
+    Prompts end in few ways: a scanner that has seen such an end is kept, and each turn gets a `twin` of it.
+    """
+
+    def __init__(self, template: ResponseTemplate, watches: Mapping[str | None, Watch], *, prefix: str) -> None:
         self._watches = watches
-        self._shows = shown
+        self._shows: frozenset[str] = frozenset()
         self._found: list[Part] = []
         self._parts: list[str] = []
         self._base = self._origin = 0
@@ -214,7 +216,20 @@ class Regions(ResponseParser):
             self._buffer = prefix
             self._process([], eos=False)
         self._origin = len(prefix)
-        self._found.clear()
+
+    def twin(self, *, shown: frozenset[str]) -> Regions:
+        """One more in this state, which is where a turn begins. `shown`: the fields whose text is wanted as it comes."""
+        twin = Regions.__new__(Regions)
+        twin.__dict__.update(self.__dict__)
+        twin._shows, twin._found, twin._parts = shown, [], self._parts.copy()
+        return twin
+
+    @property
+    def opened(self) -> tuple[str | None, bool] | None:
+        """The field that text goes to and whether it has begun; None where more than that is known of the turn."""
+        if self._pos < len(self._buffer) or (self._current is not None and self._current not in TEXT_FIELDS):
+            return None
+        return self._current, self._opened
 
     def at_rest(self) -> tuple[Quiet | None, str | None]:
         """The tokens that change nothing here (None while something is held back), and the field that shows them."""

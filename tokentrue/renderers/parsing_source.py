@@ -37,7 +37,7 @@ class Source:
         out: list[str] = []
         place = 0
         while place < len(texts):
-            odd = place if self._undecided else _index(texts, place)
+            odd = place if self._undecided else next_odd(texts, place)
             out.append(self._plain("".join(texts[place:odd])))  # type: ignore[arg-type]  # up to the first None
             if odd < len(texts):
                 out.append(self._odd(token_ids[odd]))
@@ -167,7 +167,7 @@ class Spelling:
         self._length += len(text)
 
 
-def _index(texts: list[str | None], start: int) -> int:
+def next_odd(texts: list[str | None], start: int) -> int:
     """The first None from `start` on, or the end."""
     try:
         return texts.index(None, start)

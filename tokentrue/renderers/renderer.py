@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from tokentrue.errors import MessageError, TemplateError
 from tokentrue.renderers.encoding import Codec, Shield
+from tokentrue.renderers.frames import filled
+from tokentrue.renderers.keys import Seen, plain_shapes, recent, shape
 from tokentrue.renderers.messages import filled_in, plain_messages, plain_tools
 from tokentrue.renderers.spans import joins_of, spans_of
 from tokentrue.renderers.splice import Call, Plan, Refused, Splicer
@@ -24,6 +25,7 @@ from tokentrue.types import Extension, Ids, Messages, Parsed, PromptSpan, Refusa
 if TYPE_CHECKING:
     from tokentrue.protocols import TurnParser
     from tokentrue.renderers.families import Family
+    from tokentrue.renderers.parsing import Grammar
     from tokentrue.renderers.parsing_structure import Structure
     from tokentrue.renderers.proof import Proof
 
@@ -55,7 +57,7 @@ class Renderer:
         self._splicer = Splicer(template, codec, habits, stops, safe=injection == "safe")
         self._stop_ids = tuple(dict.fromkeys(codec.literals[text] for text in stops.all))
         self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-        self._seen_tools, self._seen_systems = _Seen(), _Seen()
+        self._seen_tools, self._seen_systems = Seen(), Seen()
 
     @property
     def proof(self) -> Proof:
@@ -118,6 +120,8 @@ class Renderer:
     ) -> Extension | Refusal:
         if refusal := _misplaced(prefix_ids, messages, new):
             return refusal
+        if not template_kwargs and (framed := self._framed(prefix_ids, messages, new, tools)) is not None:
+            return framed
         call, key = self._call(prefix_ids, messages, new, tools, template_kwargs)
         known = False
         try:
@@ -143,6 +147,29 @@ class Renderer:
             join=plan.join,
         )
 
+    def _framed(self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None) -> Extension | None:
+        """What `extend` gives for messages of the plainest form whose frame is known, without copying them; None for all others."""
+        last_id, shapes = int(prefix_ids[-1]), plain_shapes(messages[-1], new)
+        if shapes is None or last_id not in self._stop_ids or self.history == "template":
+            return None
+        _, tools_version, _, system_version = self._seen(messages, tools)
+        stop = self.codec.texts.get(last_id)
+        plan = self._plans.get((shapes, False, recent(messages), tools_version, system_version, "", stop, False))
+        if plan is None or (frame := plan.frame) is None:
+            return None
+        contents = [message["content"] for message in new]
+        if not all(map(self.codec.clean, contents)):
+            return None
+        ids = None if plan.stencil is None else plan.stencil.ids(contents)
+        added = tuple(self._encode_tail(filled(frame, contents), "", plan) if ids is None else ids)
+        roles = [shape[0] for shape in shapes[1:]]
+        return Extension(
+            prefix_ids=prefix_ids,
+            added_ids=added,
+            spans=lambda: spans_of(self.codec, filled(frame, contents), "", added, plan.joins, roles),
+            join=plan.join,
+        )
+
     def _call(
         self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, template_kwargs: TemplateKwargs | None
     ) -> tuple[Call, tuple[Any, ...]]:
@@ -150,9 +177,7 @@ class Renderer:
         last = plain_messages(messages[count - 1 :], self.habits, first=count - 1)[0]
         calls = last.get("tool_calls") or []
         fresh = self._filled_in(plain_messages(new, self.habits, field="new"), calls)
-        given, tools_version = self._seen_tools.number(tools, lambda: plain_tools(tools, self.habits))
-        system = messages[0] if count > 1 and messages[0].get("role") in {"system", "developer"} else None
-        lead, system_version = self._seen_systems.number(system, lambda: system and plain_messages([system], self.habits)[0])
+        given, tools_version, lead, system_version = self._seen(messages, tools)
         kwargs = {**self.template_kwargs, **(template_kwargs or {})}
         last_id = int(prefix_ids[-1])
         stop = self.codec.texts.get(last_id)
@@ -164,10 +189,17 @@ class Renderer:
         ids = {item["id"] for item in (*calls, *(item for message in fresh for item in message.get("tool_calls") or ()))}
         late = any(message["role"] == "tool" and (message.get("tool_call_id") or "") not in ids for message in fresh)
         key = (
-            tuple(_shape(message) for message in (last, *fresh)), late, _recent(messages), tools_version, system_version,
+            tuple(shape(message) for message in (last, *fresh)), late, recent(messages), tools_version, system_version,
             repr(sorted(kwargs.items())) if template_kwargs else "", stop, thinking,
         )  # fmt: skip
         return call, key
+
+    def _seen(self, messages: Messages, tools: Tools | None) -> tuple[list[Plain] | None, int, Plain | None, int]:
+        """The tools and the leading system message in plain form, each with its number."""
+        given, tools_version = self._seen_tools.number(tools, lambda: plain_tools(tools, self.habits))
+        system = messages[0] if len(messages) > 1 and messages[0].get("role") in {"system", "developer"} else None
+        lead, system_version = self._seen_systems.number(system, lambda: system and plain_messages([system], self.habits)[0])
+        return given, tools_version, lead, system_version
 
     def _plan(self, call: Call, key: tuple[Any, ...], messages: Messages) -> Plan:
         """Remembered per shape of call. A plan on the real history is made anew each time: its gap belongs to that history."""
@@ -211,14 +243,16 @@ class Renderer:
     # ids -> messages
 
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
-        from tokentrue.renderers.parsing import turn_parser
+        return self._grammar.parser(prompt_ids=prompt_ids, tools=tools, early=False).whole(sampled_ids)
 
-        return turn_parser(self, prompt_ids=prompt_ids, tools=tools, early=False).whole(sampled_ids)
+    def parser(self, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = True) -> TurnParser:
+        return self._grammar.parser(prompt_ids=prompt_ids, tools=tools, early=early)
 
-    def parser(self, *, prompt_ids: Ids = (), tools: Tools | None = None) -> TurnParser:
-        from tokentrue.renderers.parsing import turn_parser
+    @cached_property
+    def _grammar(self) -> Grammar:
+        from tokentrue.renderers.parsing import grammar_of
 
-        return turn_parser(self, prompt_ids=prompt_ids, tools=tools)
+        return grammar_of(self)
 
     def call_tag(self, tools: Tools, *, name: str | None = None) -> Mapping[str, Any] | Refusal:
         """The structural tag that makes an engine sample at least one call of these tools (of tool `name`, and only it)."""
@@ -241,28 +275,6 @@ class Renderer:
         return self.codec.encode_after(text, literal="")
 
 
-class _Seen:
-    """Small numbers for large values, by equality with a copy: what the caller changes in place afterwards is a new value."""
-
-    def __init__(self) -> None:
-        self._values: list[tuple[Any, Any, int]] = []
-        self._next = 1
-
-    def number(self, value: Any, made: Any) -> tuple[Any, int]:
-        if not value:
-            return made() if value is not None else None, 0
-        for index, (seen, result, number) in enumerate(self._values):
-            if seen == value:
-                if index:
-                    self._values.insert(0, self._values.pop(index))
-                return result, number
-        result, number = made(), self._next
-        self._next += 1
-        self._values.insert(0, (deepcopy(value), result, number))
-        del self._values[64:]
-        return result, number
-
-
 def _misplaced(prefix_ids: Ids, messages: Messages, new: Messages) -> Refusal | None:
     if not len(prefix_ids):
         return Refusal(why="empty_prefix", detail="prefix_ids is empty: render the conversation instead")
@@ -271,15 +283,3 @@ def _misplaced(prefix_ids: Ids, messages: Messages, new: Messages) -> Refusal | 
     if not len(new):
         return Refusal(why="nothing_new", detail="new is empty: there is nothing to extend by")
     return None
-
-
-def _shape(message: Plain) -> tuple[Any, ...]:
-    """What of a message can decide about structure: its role, whether it has text, its calls' names; never its text."""
-    names = tuple(call["function"]["name"] for call in message.get("tool_calls") or ())
-    return message["role"], bool(message["content"]), names, message.get("name", ""), "reasoning_content" in message
-
-
-def _recent(messages: Messages) -> tuple[Any, ...]:
-    """The kinds of the messages shortly before the last turn: a template that carries state over turns shows it after these."""
-    before = messages[max(0, len(messages) - 9) : len(messages) - 1]
-    return tuple(sorted({(str(message.get("role")), bool(message.get("tool_calls"))) for message in before}))

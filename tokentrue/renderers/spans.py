@@ -25,9 +25,7 @@ def joins_of(text: str, words: Sequence[str]) -> tuple[str, ...]:
     return (*out, text)
 
 
-def spans_of(
-    codec: Codec, text: str, mark: str, ids: Sequence[int], joins: Sequence[str], roles: Sequence[str]
-) -> tuple[PromptSpan, ...]:
+def spans_of(codec: Codec, text: str, mark: str, ids: Sequence[int], joins: Sequence[str], roles: Sequence[str]) -> tuple[PromptSpan, ...]:
     """`text` is what `ids` encode; `joins` go around the contents of the messages of these `roles`, in order."""
     places = _places(text, mark, joins)
     ends = _ends(codec, text, mark, ids) if places else None

@@ -15,13 +15,13 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Literal
 
 from tokentrue.errors import TemplateError
 from tokentrue.renderers.encoding import Codec, Shield
-from tokentrue.renderers.frames import Frames, frame_from, has_frame, opaque_messages, opaque_turn
+from tokentrue.renderers.frames import Frames, filled, frame_from, has_frame, opaque_messages, opaque_turn
 from tokentrue.renderers.spans import joins_of
+from tokentrue.renderers.stencil import Stencil, stencil_of
 from tokentrue.renderers.stops import Stops, content_of
 from tokentrue.renderers.template import Habits, Plain, Template
 
@@ -64,6 +64,7 @@ class Plan:
     closing: str = ""
     joins: tuple[str, ...] = ()  # what the template writes around the new contents, `closing` included
     frame: tuple[str, ...] | None = None  # the same, where it is proven that no content can change it
+    stencil: Stencil | None = None  # the frame as ids, where that can be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class Splicer:
         if plan.frame is not None and has_frame(call.last, call.fresh):
             contents = [message["content"] for message in call.fresh]
             if all(map(self._codec.clean, contents)):
-                return "".join(chain.from_iterable(zip(plan.frame, contents, strict=False))) + plan.frame[-1], ""
+                return filled(plan.frame, contents), ""
         context = self._context(plan.context, plan.place, call, history)
         tools = None if plan.context == "light" else call.tools
         text, mark = self._text([*context, *call.fresh], tools, call.kwargs)
@@ -136,7 +137,7 @@ class Splicer:
             frame = None if text is None else frame_from(plan.closing + self._after(text, plan), len(call.fresh))
         except Refused:
             return plan
-        return replace(plan, frame=frame)
+        return plan if frame is None else replace(plan, frame=frame, stencil=stencil_of(self._codec, frame))
 
     def _text(
         self, messages: list[Plain], tools: Sequence[Plain] | None, kwargs: Mapping[str, Any], *, generate: bool = True

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import tokentrue as tt
@@ -183,6 +183,7 @@ def _single_bytes(r: Any) -> dict[int, int]:
 def check_inverts(name: str, data: st.DataObject) -> None:
     subject, r = SUBJECTS[name], renderer(name)
     message = data.draw(messages(subject))
+    assume(r.codec.clean(message))  # text that reads as a marker is written as one here
     history = [{"role": "user", "content": "Go."}]
     prompt = r.render(history, tools=TOOLS).token_ids
     r.parse([], prompt_ids=prompt)

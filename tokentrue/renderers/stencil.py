@@ -1,0 +1,57 @@
+"""A frame as ids: what a template writes around contents that it only passes on, encoded once, so that only contents are left to encode.
+
+Proof that the ids are those of the whole text: texts are cut at literals before anything else, and each stretch between two is encoded by
+itself. With a clean content (`Codec.clean`, asked each time) no literal lies inside it; none can lie across its edges, because no part of
+the frame ends with the beginning of one or begins with the end of one; and no literal eats blanks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokentrue.renderers.encoding import Codec
+
+_HOLE = "\ufdd0"  # a noncharacter: no template writes it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stencil:
+    """`given` are the ids before, between and behind the contents, `around` the frame's text that shares a stretch with each of them."""
+
+    codec: Codec
+    given: tuple[tuple[int, ...], ...]
+    around: tuple[tuple[str, str], ...]
+
+    def ids(self, contents: Sequence[str]) -> list[int] | None:
+        """Of the frame with these clean contents; None where one of them has no fast way."""
+        ids = list(self.given[0])
+        for content, (before, behind), following in zip(contents, self.around, self.given[1:], strict=True):
+            found = self.codec.quick_ids(before + content + behind)
+            if found is None:
+                return None
+            ids += found
+            ids += following
+        return ids
+
+
+def stencil_of(codec: Codec, frame: Sequence[str]) -> Stencil | None:
+    open_ends = map(codec.may_go_on, frame[:-1]), map(codec.may_have_begun, frame[1:])
+    if not codec.has_plain_literals or any(map(any, open_ends)) or _HOLE in "".join(frame):
+        return None
+    given: list[tuple[int, ...]] = []
+    around: list[tuple[str, str]] = []
+    ids: list[int] = []
+    for stretch, literal, _ in codec.pieces(_HOLE.join(frame)):
+        before, hole, behind = stretch.partition(_HOLE)
+        found = [] if hole or not stretch else codec.quick_ids(stretch)
+        if found is None or _HOLE in behind:
+            return None
+        ids += found
+        if hole:
+            around.append((before, behind))
+            given.append(tuple(ids))
+            ids = []
+        if literal:
+            ids.append(codec.literals[literal])
+    return Stencil(codec=codec, given=(*given, tuple(ids)), around=tuple(around))
