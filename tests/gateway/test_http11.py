@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import pytest
 import uvicorn
@@ -60,6 +61,10 @@ class Application:
         await asyncio.sleep(0.2)
         await send_bytes(send, 200, body, [])
 
+    async def linger(self, scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(IDLE_S * 0.9)
+        await send_bytes(send, 200, b"", [])
+
     async def stream(self, scope: Any, receive: Any, send: Any) -> None:
         await read_body(scope, receive, LIMIT)
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -95,7 +100,7 @@ class Application:
         raise ValueError("made to fail")
 
     async def split(self, scope: Any, receive: Any, send: Any) -> None:
-        await send_bytes(send, 200, b"", [(b"x-evil", b"a\r\nset-cookie: b")])
+        await send_bytes(send, 200, b"", [(b"x-evil", unquote_to_bytes(scope["query_string"]))])
 
     async def nothing(self, scope: Any, receive: Any, send: Any) -> None:
         return
@@ -337,12 +342,12 @@ def test_head_and_empty_answers_have_no_body(at: Running) -> None:
 
 
 def test_a_failing_application(at: Running, caplog: pytest.LogCaptureFixture) -> None:
-    for path in ("/fail", "/nothing", "/split"):
+    for path in ("/fail", "/nothing", "/split?a%0d%0aset-cookie:%20b", "/split?a%0ab:c", "/split?a%0db:c", "/split?a%00"):
         with Client(at) as client:
             client.sendall(request(b"", path))
             status, headers, body = client.answer()
             assert (status, headers["connection"], body, client.rest()) == (500, "close", b"Internal Server Error", b"")
-            assert "set-cookie" not in headers
+            assert headers.keys() == {"content-type", "content-length", "connection"}
     with Client(at) as client:
         client.sendall(request(b"", "/fail_late"))
         assert client.rest().endswith(b"4\r\nhalf\r\n")  # no end: the client sees that it broke
@@ -435,6 +440,14 @@ def test_an_idle_connection_is_closed_and_a_used_one_is_not(at: Running) -> None
             time.sleep(IDLE_S / 4)
         assert idle.rest() == b"" and half.rest() == b"" and time.monotonic() - start < 3 * IDLE_S
         still_serves(used)
+
+
+def test_a_connection_is_idle_from_its_last_answer_on(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"x", "/linger"))
+        assert client.answer()[0] == 200
+        time.sleep(IDLE_S * 0.4)  # longer than IDLE_S after the request, not after its answer
+        still_serves(client)
 
 
 def test_shutting_down_finishes_what_is_being_answered() -> None:
