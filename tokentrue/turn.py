@@ -22,7 +22,6 @@ from typing import Any, Literal
 from tokentrue.errors import ConfigError, InputError, SamplingError, SessionConflict
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
-from tokentrue.sessions.afterwards import afterwards
 from tokentrue.sessions.client import Client
 from tokentrue.sessions.flights import Airspace, Flight, to_the_end
 from tokentrue.sessions.generation import Choice, Disconnected, all_of
@@ -34,6 +33,7 @@ from tokentrue.sessions.recording import Asked, Draft, nodes_from, recorded_repl
 from tokentrue.sessions.requests import Pinned, request_digest
 from tokentrue.sessions.rows import Row
 from tokentrue.sessions.serve import deltas_of
+from tokentrue.sessions.spare_time import afterwards
 from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest

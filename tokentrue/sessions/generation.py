@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from tokentrue.errors import EngineContractError
-from tokentrue.protocols import Provider, Renderer
+from tokentrue.protocols import Provider, Renderer, TurnParser
 from tokentrue.sessions.prompts import INLINE_IDS, inline_or_thread
 from tokentrue.sessions.recording import Asked, Draft, checked
 from tokentrue.sessions.serve import Deltas
+from tokentrue.sessions.spare_time import Meanwhile
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Parsed, Sampling, TurnEvent, VersionSpan
 
 T = TypeVar("T")
@@ -45,30 +46,34 @@ class Choice:
         return base if base.seed is None or self.index == 0 else replace(base, seed=base.seed + self.index)
 
     async def generate(self) -> Draft:
-        self._prepare_soon()
+        parser = Meanwhile(lambda: self._spans_and_parser(early=False))
         completion = await self.provider.generate(self.asked.prompt.ids, self.sampling, session=self.session_id)
-        return await self._draft(checked(completion, self.asked.prompt))
+        return await self._draft(checked(completion, self.asked.prompt), parser.result())
 
-    def _prepare_soon(self) -> None:
-        """In the next round of the loop the request is on its way: what the record needs of the prompt is worked out while the engine
-        samples."""
-        asyncio.get_running_loop().call_soon(lambda: self.asked.prompt.spans)
+    def _spans_and_parser(self, *, early: bool) -> TurnParser:
+        """The spans are kept where they are worked out, for the record."""
+        parser = self._parser(early=early)
+        _ = self.asked.prompt.spans
+        return parser
+
+    def _parser(self, *, early: bool) -> TurnParser:
+        """`early` shows calls while they are written."""
+        return self.renderer.parser(prompt_ids=self.asked.prompt.ids, tools=self.asked.request.tools, early=early)
 
     async def stream(self, emit: Emit) -> Draft:
         """Emits what the client may see, as it is sampled. A cancellation comes out as `Disconnected` with what there is."""
         emit(TurnEvent(index=self.index, node=self.node))
-        self._prepare_soon()
         heard = _Heard()
         try:
             completion, parsed = await self._listen(emit, heard)
         except asyncio.CancelledError as error:
             partial = heard.completion(len(self.asked.prompt.ids))
-            draft = None if partial is None else replace(await self._draft(partial), outcome="disconnected")
+            draft = None if partial is None else replace(await self._draft(partial, self._parser(early=False)), outcome="disconnected")
             raise Disconnected(draft) from error
         return Draft(node=self.node, choice=self.index, completion=completion, parsed=parsed)
 
     async def _listen(self, emit: Emit, heard: _Heard) -> tuple[Completion, Parsed]:
-        parser = self.renderer.parser(prompt_ids=self.asked.prompt.ids, tools=self.asked.request.tools)
+        parser = Meanwhile(lambda: self._spans_and_parser(early=True))
         shown = Deltas(self.node, self.asked.sampling.stop)
         final: Completion | None = None
         first = True
@@ -78,12 +83,12 @@ class Choice:
                 final = chunk.final or final
                 if chunk.token_ids:
                     heard.add(chunk)
-                    self._emit_chunk(emit, chunk, [seen for delta in parser.feed(chunk.token_ids) if (seen := shown.feed(delta))])
+                    self._emit_chunk(emit, chunk, [seen for delta in parser.result().feed(chunk.token_ids) if (seen := shown.feed(delta))])
                     if first:
                         first = await _let_out()
         if final is None or final.token_ids != tuple(heard.ids):
             raise EngineContractError("the engine's stream and its final answer differ")
-        rest, parsed = parser.finish()
+        rest, parsed = parser.result().finish()
         for delta in (*map(shown.feed, rest), shown.finish()):
             if delta is not None:
                 emit(TurnEvent(index=self.index, node=self.node, delta=delta))
@@ -95,10 +100,8 @@ class Choice:
         for delta in deltas[1:]:
             emit(TurnEvent(index=self.index, node=self.node, delta=delta))
 
-    async def _draft(self, completion: Completion) -> Draft:
-        small = len(completion.token_ids) < INLINE_IDS
-        prompt, tools = self.asked.prompt.ids, self.asked.request.tools
-        parsed = await inline_or_thread(self.renderer.parse, small, completion.token_ids, prompt_ids=prompt, tools=tools)
+    async def _draft(self, completion: Completion, parser: TurnParser) -> Draft:
+        parsed = await inline_or_thread(parser.whole, len(completion.token_ids) < INLINE_IDS, completion.token_ids)
         return Draft(node=self.node, choice=self.index, completion=completion, parsed=parsed)
 
 
