@@ -67,6 +67,7 @@ class Grammar:
     stops_that_close: frozenset[int]  # stop tokens that the response template itself names
     markers: tuple[str, ...]  # added tokens that the response template names: ids decide about these
     tokens: Mapping[int, Marker] | None  # where ids alone decide about the parts of a turn
+    passing: Mapping[int, Marker]  # of these the ones that do not end a turn
     generation_ids: tuple[int, ...]  # what the template writes to open an assistant turn, for callers that give no prompt
     call_ids: str
     openings: dict[tuple[int, ...], Regions]  # the end of a prompt to a scanner that has seen what it opens
@@ -101,6 +102,7 @@ def grammar_for(tokenizer: Tokenizer, family: Family | None, *, stop_token_ids: 
     named = str(declared)
     found = {id_: text for id_, text in pieces.added.items() if text.strip() and (text in named or repr(regex.escape(text))[1:-1] in named)}
     markers, ordinary = tuple(found.values()), Ordinary(pieces, frozenset(found))
+    tokens = tokens_of(template, found)
     texts, shape = frozenset(name for name in template.fields if name in TEXT_FIELDS), shape_of(template.fields.get(CALLS))
     return Grammar(
         template=template,
@@ -114,7 +116,8 @@ def grammar_for(tokenizer: Tokenizer, family: Family | None, *, stop_token_ids: 
         stop_ids=frozenset(stop_token_ids),
         stops_that_close=frozenset(stop_token_ids) & frozenset(found),
         markers=markers,
-        tokens=tokens_of(template, found),
+        tokens=tokens,
+        passing={id_: marker for id_, marker in (tokens or {}).items() if id_ not in stop_token_ids},
         generation_ids=tuple(generation_ids),
         call_ids=family.call_ids if family else "openai",
         openings={},
@@ -151,6 +154,8 @@ class Parser:
         self._quiet: Quiet | None = None
         self._shows: str | None = None  # the field that quiet text belongs to, where that is shown as it comes
         self._rest()
+        if not early and tools:
+            self._message.make_ready()
 
     def feed(self, token_ids: Ids) -> list[Delta]:
         if not token_ids:
@@ -159,6 +164,8 @@ class Parser:
             text = self._quiet[token_ids[0]] if len(token_ids) == 1 else _quiet_text(self._quiet, token_ids)
             if text is not None:
                 return self._pass_by(token_ids, text)
+            if len(token_ids) == 1 and (marker := self._grammar.passing.get(token_ids[0])) is not None:
+                return self._pass_marker(token_ids, marker)
         if self._held_stop is not None:
             token_ids = (self._held_stop, *token_ids)
             self._held_stop = None
@@ -179,6 +186,13 @@ class Parser:
         self._length += len(text)
         self._regions.pass_by(text)
         return [] if self._shows is None else self._more(self._shows, text)
+
+    def _pass_marker(self, token_ids: Ids, marker: Marker) -> list[Delta]:
+        self._source.keep(token_ids, marker.text)
+        self._length += len(marker.text)
+        deltas = self._deltas(self._regions.mark(marker.text, opens=marker.opens, closes=marker.closes))
+        self._rest()
+        return deltas
 
     def whole(self, token_ids: Ids) -> Parsed:
         """All of the turn at once: what `feed` and `finish` give, in one pass, because nothing more can come."""

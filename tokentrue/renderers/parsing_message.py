@@ -64,6 +64,7 @@ class Message:
         self._grammar = grammar
         self._tools, self._prompt_ids = tools, prompt_ids
         self._known_schemas: Mapping[str, Any] | None = None
+        self._known_seed = b""
         self._texts: dict[str, TextOut] = {}
         self._calls: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}
@@ -76,6 +77,17 @@ class Message:
         if self._known_schemas is None:
             self._known_schemas = parameter_schemas(self._tools)
         return self._known_schemas
+
+    def _seed(self) -> bytes:
+        """Of call ids: how long the prompt is, and how it ends."""
+        if not self._known_seed:
+            self._known_seed = len(self._prompt_ids).to_bytes(8, "big") + array("q", self._prompt_ids[-32:]).tobytes()
+        return self._known_seed
+
+    def make_ready(self) -> None:
+        """Works out what calls need before there is one."""
+        self._schemas()
+        self._seed()
 
     def add_text(self, name: str, text: str) -> list[Delta]:
         shown = self._text(name).add(_presentable(text))
@@ -196,9 +208,7 @@ class Message:
 
     def _new_id(self, index: int) -> str:
         """The same turn gives the same id, another turn of the conversation another one."""
-        length = len(self._prompt_ids)
-        seed = length.to_bytes(8, "big") + array("q", self._prompt_ids[-32:]).tobytes() + index.to_bytes(4, "big")
-        digest = hashlib.blake2b(seed, digest_size=12).hexdigest()
+        digest = hashlib.blake2b(self._seed() + index.to_bytes(4, "big"), digest_size=12).hexdigest()
         return digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
 
 

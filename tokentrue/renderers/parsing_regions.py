@@ -259,6 +259,24 @@ class Regions(ResponseParser):
         self._process([], eos=False)
         return self._taken()
 
+    def mark(self, text: str, *, opens: str | None, closes: frozenset[str]) -> list[Part]:
+        """What `more` gives for the text of one marker token while nothing is held back, where ids alone decide (`parsing_tokens`)."""
+        if self._pos > _TRIM_AT:
+            self._trim()
+        at, is_close = self._base + self._pos, self._current in closes
+        opening = opens if self._current == self._implicit_name else None
+        self._buffer += text
+        self._pos = len(self._buffer)
+        if is_close or opening is not None:
+            self._match = text
+            self._close_current([])
+            self._match = None
+        else:
+            self._accumulate([], text)
+        if opening is not None:
+            self._open(opening, {}, at)
+        return self._taken()
+
     def end(self, *, stopped: bool, text: str = "") -> list[Part]:
         """`text` is the last of it. `stopped`: the turn ended at a stop token, not at a cut-off."""
         self._stopped = stopped
@@ -316,13 +334,15 @@ class Regions(ResponseParser):
             self._parts.append(text)
 
     def _open_explicit(self, events: list[dict[str, Any]], field: ResponseTemplateField, m: Any) -> None:
-        self._current = field.name
-        self._captures = {name: value for name, value in m.groupdict().items() if value is not None}
+        self._open(field.name, {name: value for name, value in m.groupdict().items() if value is not None}, self._base + m.start())
+
+    def _open(self, field: str, captures: dict[str, str], at: int) -> None:
+        self._current, self._captures = field, captures
         self._parts = []
         self._opened = True
-        self._opened_at = self._base + m.start()
-        if field.name == CALLS and CALLS in self._shows:
-            self._found.append(Opened(captures=self._captures))
+        self._opened_at = at
+        if field == CALLS and CALLS in self._shows:
+            self._found.append(Opened(captures=captures))
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         if self._current in TEXT_FIELDS:

@@ -95,6 +95,20 @@ def test_the_two_ways_agree() -> None:
     assert wrong == 0 and 2000 < split < 3950
 
 
+def streamed(grammar: Grammar, ids: list[int], **given: Any) -> Any:
+    parser = Parser(grammar, early=True, **given)
+    return [parser.feed([id_]) for id_ in ids], parser.finish()
+
+
+def test_the_two_ways_agree_token_by_token() -> None:
+    """Deltas and all."""
+    grammar, rng = qwen()._grammar, random.Random(1)
+    scanning = replace(grammar, tokens=None, passing={})
+    for _ in range(1000):
+        ids, given = mutated(rng), {"prompt_ids": qwen().encode_sampled(rng.choice(PROMPTS)), "tools": TOOLS}
+        assert streamed(grammar, ids, **given) == streamed(scanning, ids, **given)
+
+
 @pytest.mark.parametrize("breaks", ["opens", "closes"])
 def test_a_wrong_marker_is_seen(breaks: str) -> None:
     grammar = qwen()._grammar
@@ -104,6 +118,8 @@ def test_a_wrong_marker_is_seen(breaks: str) -> None:
         id_: replace(marker, **{breaks: worse}) if breaks == "opens" or id_ == closer else marker for id_, marker in grammar.tokens.items()
     }
     assert differences(replace(grammar, tokens=changed), 300)[0] > 30
+    ids = qwen().encode_sampled(TURNS[0])
+    assert streamed(replace(grammar, passing=changed), ids) != streamed(grammar, ids)
 
 
 def test_a_whole_turn_needs_no_scanner(monkeypatch: pytest.MonkeyPatch) -> None:
