@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.triton.launch import aligned, cdiv, launch
+from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, wait_for_inputs
 
 # Name in a model's configuration -> branch of `activate`.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -41,6 +41,8 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    wait_for_inputs()
+    let_next_start()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     tl.store(y_ptr + at, activate(tl.load(x_ptr + at, mask=inside, other=0.0), ACT), mask=inside)
@@ -48,6 +50,8 @@ def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    wait_for_inputs()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < D

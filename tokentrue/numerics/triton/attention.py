@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import AttentionSpec
-from tokentrue.numerics.triton.launch import aligned, cdiv, launch, power_of_two
+from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
 from tokentrue.numerics.triton.matmul import precision_of
 
 LOG2E = 1.4426950408889634
@@ -126,6 +126,8 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
                     SPLIT: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, J, splits). With SPLIT (one query a sequence) as many programs as have a block leave theirs in `part_*`, and the
     last one to arrive folds them all, in the same order as a program that has them alone."""
+    wait_for_inputs()
+    let_next_start()
     tile = tl.program_id(0)
     j = tl.program_id(1)
     G: tl.constexpr = H // J

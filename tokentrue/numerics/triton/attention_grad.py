@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tokentrue.numerics.ops import AttentionSpec, Packed
 from tokentrue.numerics.triton.attention import LOG2E, Tiles, attend, dense_heads, dense_keys, scores, tiles_of
-from tokentrue.numerics.triton.launch import aligned, launch, power_of_two
+from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
 from tokentrue.numerics.triton.matmul import precision_of
 
 
@@ -34,6 +34,8 @@ def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_p
                stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
                BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles of BM queries, H)."""
+    wait_for_inputs()
+    let_next_start()
     h = tl.program_id(1)
     s_id = tl.load(tile_seq_ptr + tl.program_id(0)).to(tl.int64)
     start = tl.load(starts_ptr + s_id)
@@ -69,6 +71,8 @@ def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
                 stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
                 BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles of BN keys, J); folds over the heads of the group, then over query tiles from the diagonal on."""
+    wait_for_inputs()
+    let_next_start()
     j = tl.program_id(1)
     G: tl.constexpr = H // J
     s_id = tl.load(tile_seq_ptr + tl.program_id(0)).to(tl.int64)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.triton.activation import activate, activation_grad, branch_of
-from tokentrue.numerics.triton.launch import aligned, cdiv, launch
+from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, wait_for_inputs
 from tokentrue.numerics.triton.matmul import precision_of
 
 
@@ -49,6 +49,7 @@ def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
 def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                   BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs."""
+    wait_for_inputs()
     e = tl.load(expert_ptr + tl.program_id(0))
     if e >= E:
         return
@@ -73,6 +74,7 @@ def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: 
         x_tile += BK
         w_tile += BK
         up_tile += BK
+    let_next_start()
     y = acc.to(kind)
     if GATED:
         y = (activate(y, ACT).to(tl.float32) * up.to(kind).to(tl.float32)).to(kind)
@@ -82,6 +84,8 @@ def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: 
 @triton.jit
 def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """y[t] = Σ_s x[t·k+s] · weight[t, s], rounded after each product and each sum, slots in order."""
+    wait_for_inputs()
+    let_next_start()
     t = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kind = y_ptr.dtype.element_ty

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokentrue.numerics.triton.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import ALIGNMENT_BYTES, cdiv, launch
+from tokentrue.numerics.triton.launch import ALIGNMENT_BYTES, cdiv, launch, let_next_start, wait_for_inputs
 from tokentrue.numerics.triton.tiles import NARROW, Tile, tile_at
 
 LARGE = Tile(m=128, n=256, k=64, warps=8, stages=3)
@@ -28,6 +28,7 @@ GATED = Tile(m=128, n=64, k=64, warps=4, stages=4)
 @triton.jit
 def _product_kernel(x_desc, w_desc, y_desc, b_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
                     GROUP: tl.constexpr):  # fmt: skip
+    wait_for_inputs()
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         m, n = tile_at(tile, M, N, BM, BN, GROUP)
@@ -38,12 +39,14 @@ def _product_kernel(x_desc, w_desc, y_desc, b_ptr, M, N, K, BM: tl.constexpr, BN
             cols = n * BN + tl.arange(0, BN)
             acc += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         y_desc.store([m * BM, n * BN], acc.to(y_desc.dtype))
+    let_next_start()
 
 
 @triton.jit
 def _gated_kernel(x_desc, w_desc, y_desc, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
                   ACT: tl.constexpr):  # fmt: skip
     """w holds N gate rows, then N up rows; one program computes the same columns of both."""
+    wait_for_inputs()
     m, n = tile_at(tl.program_id(0), M, N, BM, BN, GROUP)
     kind: tl.constexpr = y_desc.dtype
     gate = tl.zeros((BM, BN), tl.float32)
@@ -52,6 +55,7 @@ def _gated_kernel(x_desc, w_desc, y_desc, M, N, K, BM: tl.constexpr, BN: tl.cons
         x = x_desc.load([m * BM, k])
         gate = tl.dot(x, w_desc.load([n * BN, k]).T, gate)
         up = tl.dot(x, w_desc.load([N + n * BN, k]).T, up)
+    let_next_start()
     y = activate(gate.to(kind), ACT).to(tl.float32) * up.to(kind).to(tl.float32)
     y_desc.store([m * BM, n * BN], y.to(kind))
 

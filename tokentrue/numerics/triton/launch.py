@@ -1,4 +1,5 @@
-"""What every kernel launch shares: aligned inputs, no fused multiply-add that the source did not write, and few microseconds on the host.
+"""What every kernel launch shares: aligned inputs, no fused multiply-add that the source did not write, few microseconds on the host, and
+on newer chips a start before the kernel ahead of it has ended.
 
 The compiler picks a layout, and with it the order of a sum, from the alignment of its pointers; so rows are contiguous and start at 16-byte
 boundaries, always. It may also contract `a * b + c`; contraction is off, and a kernel that wants a fused multiply-add says `tl.fma`.
@@ -11,8 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ALIGNMENT_BYTES = 16
+FOLLOWS = tl.constexpr(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9)
+"""Whether a kernel may be started before the one ahead of it has ended: on Hopper and newer."""
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 """Kernel, device, constants and the forms of the arguments -> its compiled form."""
@@ -27,9 +33,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_s
     compiled = _compiled.get(key)
     if compiled is None:
         assert tuple(constants) == tuple(kernel.arg_names[len(args) :]), f"{tuple(constants)} are not the last of {kernel.arg_names}"
-        _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+        _compiled[key] = kernel[grid](
+            *args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False, launch_pdl=FOLLOWS.value
+        )
         return
     compiled[(*grid, 1, 1)[:3]](*args, *constants.values())
+
+
+@triton.jit
+def wait_for_inputs():
+    """First of all in every kernel: from here on, what the kernels ahead of it wrote is there, and what they read may be written."""
+    if FOLLOWS:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start():
+    """The next kernel's programs may take what is free of the chip, and wait there. Too early, and they are in the way of this one's."""
+    if FOLLOWS:
+        gdc_launch_dependents()
 
 
 def _form(value: Any) -> Any:

@@ -14,13 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.launch import cdiv, launch, power_of_two, rows_of
+from tokentrue.numerics.triton.launch import cdiv, launch, let_next_start, power_of_two, rows_of, wait_for_inputs
 
 CHUNK = 4096
 
 
 @triton.jit
 def _chunk_kernel(z_ptr, top_ptr, total_ptr, V, stride, chunks, CHUNK: tl.constexpr):
+    wait_for_inputs()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -34,6 +36,8 @@ def _chunk_kernel(z_ptr, top_ptr, total_ptr, V, stride, chunks, CHUNK: tl.conste
 @triton.jit
 def _fold_kernel(top_ptr, total_ptr, out_ptr, chunks, BLOCK: tl.constexpr):
     """out[row] = (maximum, log of the sum of exponentials under it)."""
+    wait_for_inputs()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     tops = tl.load(top_ptr + row * chunks + at, mask=at < chunks, other=float("-inf"))
@@ -45,6 +49,8 @@ def _fold_kernel(top_ptr, total_ptr, out_ptr, chunks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _whole_kernel(z_ptr, stats_ptr, out_ptr, V, stride, CHUNK: tl.constexpr):
+    wait_for_inputs()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     top = tl.load(stats_ptr + row * 2)
@@ -55,6 +61,8 @@ def _whole_kernel(z_ptr, stats_ptr, out_ptr, V, stride, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R"])
 def _gather_kernel(z_ptr, stats_ptr, token_ptr, out_ptr, R, stride, BLOCK: tl.constexpr):
+    wait_for_inputs()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = row < R
     token = tl.load(token_ptr + row, mask=ok, other=0)

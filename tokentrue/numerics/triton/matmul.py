@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tokentrue.numerics.triton import hopper
 from tokentrue.numerics.triton.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import aligned, cdiv, launch
+from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, wait_for_inputs
 from tokentrue.numerics.triton.tiles import Tile, tile_at, tile_for
 
 
@@ -49,10 +49,12 @@ def _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM: tl.constexpr, BN:
 def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
+    wait_for_inputs()
     m, n = tile_at(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
     acc = _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM, BN, BK, EVEN_K, EVEN_N, PRECISION)
+    let_next_start()
     if BIAS:
         acc += tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     out = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
@@ -63,6 +65,7 @@ def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: 
 def _gated_kernel(x_ptr, w_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                   EVEN_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """w holds N gate rows, then N up rows; one program computes the same columns of both."""
+    wait_for_inputs()
     m, n = tile_at(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
@@ -82,6 +85,7 @@ def _gated_kernel(x_ptr, w_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.const
         x_tile += BK
         gate_tile += BK
         up_tile += BK
+    let_next_start()
     y = activate(gate.to(kind), ACT).to(tl.float32) * up.to(kind).to(tl.float32)
     out = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(out, y.to(kind), mask=(rows < M)[:, None] & (cols < N)[None, :])

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.launch import aligned, launch, power_of_two, rows_of
+from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, rows_of, wait_for_inputs
 
 
 @triton.jit
@@ -33,6 +33,8 @@ def scaled(x, rstd, w, UNIT_OFFSET: tl.constexpr, kind: tl.constexpr):
 @triton.jit
 def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
                  UNIT_OFFSET: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
+    wait_for_inputs()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     kind = y_ptr.dtype.element_ty

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.triton.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import aligned, launch, power_of_two
+from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
 from tokentrue.numerics.triton.matmul import precision_of
 from tokentrue.numerics.triton.norm import reciprocal_rms, scaled, warps_for
 from tokentrue.numerics.triton.tiles import VOCABULARY
@@ -25,6 +25,7 @@ WIDE, DEEP, STAGES = 32, 256, 4
 def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, N, eps, K: tl.constexpr, KP: tl.constexpr,
                          BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
                          UNIT_OFFSET: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    wait_for_inputs()
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     w_cols = w_ptr + cols.to(tl.int64) * K
     up_cols = w_cols + N.to(tl.int64) * K
@@ -51,6 +52,7 @@ def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr,
         acc = tl.dot(row, tl.load(w_cols[None, :] + k + ks[:, None]), acc, input_precision=PRECISION)
         if GATED:
             up = tl.dot(row, tl.load(up_cols[None, :] + k + ks[:, None]), up, input_precision=PRECISION)
+    let_next_start()
     if BIAS:
         acc += tl.load(b_ptr + cols).to(tl.float32)[None, :]
     y = acc.to(kind)

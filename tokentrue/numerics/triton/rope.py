@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import HeadNorm
-from tokentrue.numerics.triton.launch import aligned, launch, power_of_two
+from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
 from tokentrue.numerics.triton.norm import scaled, warps_for
 
 
@@ -24,6 +24,8 @@ def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_p
                     UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
     """Grid (tokens, heads / HEADS). The heads of a program are all queries, all keys or all values, a warp each: so that a head's sum
     has the order of `norm.py`, whatever HEADS is."""
+    wait_for_inputs()
+    let_next_start()
     t = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     head = first + tl.arange(0, HEADS)[:, None]
@@ -86,6 +88,8 @@ def prepare_qkv(
 @triton.jit
 def _store_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, stride_kt, stride_kj, stride_vt, stride_vj, J: tl.constexpr,
                   D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    wait_for_inputs()
+    let_next_start()
     t = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)
     at = tl.arange(0, BD)

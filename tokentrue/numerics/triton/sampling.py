@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-from tokentrue.numerics.triton.launch import cdiv, launch, power_of_two
+from tokentrue.numerics.triton.launch import cdiv, launch, let_next_start, power_of_two, wait_for_inputs
 from tokentrue.numerics.triton.logsoftmax import row_stats
 
 CHUNK = 1024
@@ -62,6 +62,8 @@ def _quick_gumbel(bits):
 @triton.jit
 def _quick_kernel(logit_ptr, temperature_ptr, key_ptr, noisy_ptr, context_ptr, z_ptr, top_ptr, V, chunks, CHUNK: tl.constexpr):
     """float32 logits over temperature of one chunk, and the best quick score in it."""
+    wait_for_inputs()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -82,6 +84,8 @@ def _advance_kernel(z_ptr, stats_ptr, top_ptr, key_ptr, noisy_ptr, ids_ptr, posi
                     out_id_ptr, out_logprob_ptr, V, chunks, R, stride_table, slack, slack_of_score, PAGE: tl.constexpr,
                     BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Scores in float64 the chunks that may hold the winner, writes it at its step of the burst, moves the row to its next position."""
+    wait_for_inputs()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     tops = tl.load(top_ptr + row * chunks + at, mask=at < chunks, other=float("-inf"))
