@@ -7,6 +7,7 @@ re-serialised. Where the format is untyped (XML-like), each value is typed by th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -22,8 +23,8 @@ _NAMES, _ARGUMENTS = ("name", "function_name", "tool_name"), ("arguments", "para
 _TRAILERS = regex.compile(r"\s*(?:</function>|</invoke>|</tool>)?\s*")
 _TRUE, _FALSE = {"true", "1"}, {"false", "0"}
 _SPACE = " \t\r\n"
-_ENDS = regex.compile(r"[ \t\r\n]*\}[ \t\r\n]*")
-_SPACES = regex.compile("[ \t\r\n]*")
+_ENDS = re.compile(r"[ \t\r\n]*\}[ \t\r\n]*")
+_SPACES = re.compile("[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
 

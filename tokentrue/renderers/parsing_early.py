@@ -8,6 +8,7 @@ been read: what a client holds of a call that breaks off is therefore never vali
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -63,7 +64,7 @@ def shape_of(field: ResponseTemplateField | None) -> JsonShape | TagShape | None
 
 def _usual(name: str, arguments: str) -> Any:
     gap = r"[ \t\r\n]*"
-    return regex.compile(gap.join(("", r"\{", f'"{name}"', ":", r'"([^"\\\x00-\x1f]+)"', ",", f'"{arguments}"', ":", r"(?=\{)")))
+    return re.compile(gap.join(("", r"\{", f'"{name}"', ":", r'"([^"\\\x00-\x1f]+)"', ",", f'"{arguments}"', ":", r"(?=\{)")))
 
 
 def _placeholder(text: Any) -> tuple[str | None, str | None]:
