@@ -27,26 +27,28 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 class AsciiWords:
     def __init__(self, tokenizer: Tokenizer, pattern: re.Pattern[str]) -> None:
         self._split = pattern.findall
-        self._model = tokenizer.model
-        self._ids: dict[str, tuple[int, ...]] = {}
+        self._ids = _Learned(tokenizer).__getitem__
 
     def encode(self, text: str) -> list[int] | None:
         """None where the pattern does not account for every character: then the tokenizer itself must be asked."""
         words = self._split(text)
         if "".join(words) != text:
             return None
-        try:
-            return list(chain.from_iterable(map(self._ids.__getitem__, words)))
-        except KeyError:
-            self._learn(words)
-            return list(chain.from_iterable(map(self._ids.__getitem__, words)))
+        return list(chain.from_iterable(map(self._ids, words)))
 
-    def _learn(self, words: list[str]) -> None:
-        if len(self._ids) + len(words) > _KEPT:
-            self._ids.clear()
-        for word in words:
-            if word not in self._ids:
-                self._ids[word] = tuple(token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL)))
+
+class _Learned(dict[str, tuple[int, ...]]):
+    """Words to their ids; one that is new is asked of the tokenizer's model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenize = tokenizer.model.tokenize
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        if len(self) >= _KEPT:
+            self.clear()
+        ids = self[word] = tuple([token.id for token in self._tokenize(word.translate(_BYTE_LEVEL))])
+        return ids
 
 
 def words_of(tokenizer: Tokenizer) -> AsciiWords | None:
