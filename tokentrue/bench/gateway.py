@@ -42,8 +42,7 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
 }
 RULES = "You mend programs. Read before you write, change one thing at a time, and run the tests after each change. "
-LINES = 19  # with RULES: about 5k, 18k, 70k and 140k tokens of history at turns 8, 32, 128 and 256
-LINE = "    total = total + weights[index] * values[index]  # accumulate in order, or the bits differ\n"
+PAGE = 1750  # characters of a file that a tool reads at a time: about 5k, 18k, 70k and 140k tokens of history at turns 8, 32, 128 and 256
 
 
 def run(*, quick: bool = False) -> list[Report]:
@@ -172,10 +171,20 @@ async def connect(port: int) -> Wire:
     return wire
 
 
+def pages() -> Iterator[str]:
+    """Source files as an agent would read them: those of Python's own library, page by page, and then from the start again."""
+    files = sorted(Path(json.__file__).parent.parent.glob("*.py"))
+    while True:
+        for file in files:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            yield from (text[start : start + PAGE] for start in range(0, len(text) - PAGE, PAGE))
+
+
 class Agent:
     """A conversation as its bytes: grown by what was answered, never dumped anew, so the client costs the same at every turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, pages: Iterator[str]) -> None:
+        self._pages = pages
         system = {"role": "system", "content": RULES * 60}
         user = {"role": "user", "content": "The sum is off in the last bit. Find out why."}
         self._messages = b'{"messages":[' + orjson.dumps(system) + b"," + orjson.dumps(user)
@@ -184,9 +193,8 @@ class Agent:
     def body(self, *, streamed: bool = False) -> bytes:
         return self._messages + self._tail + (b',"stream":true}' if streamed else b"}")
 
-    def heard(self, message: dict[str, Any], turn: int) -> None:
-        result = f"# lines {turn}\n" + LINE * LINES
-        tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": result}
+    def heard(self, message: dict[str, Any]) -> None:
+        tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": next(self._pages)}
         self._messages += b"," + orjson.dumps(message) + b"," + orjson.dumps(tool)
 
 
@@ -195,9 +203,10 @@ async def measure(parts: dict[str, Part], marks: Sequence[int], sessions: int) -
     gateway, proxy = await connect(parts["gateway"].port), await connect(parts["proxy"].port)
     names = ("gateway", "proxy", "gateway_first", "proxy_first", "gateway_cpu", "proxy_cpu")
     out: dict[str, Any] = {name: defaultdict(list) for name in names} | {"tokens": {}}
+    files = pages()
     for _ in range(sessions):
-        await play(parts, gateway, proxy, marks, out)
-        await play_streamed(gateway, proxy, [mark for mark in marks if mark <= 128], out)
+        await play(parts, gateway, proxy, Agent(files), marks, out)
+        await play_streamed(gateway, proxy, Agent(files), [mark for mark in marks if mark <= 128], out)
     return out
 
 
@@ -205,9 +214,8 @@ def mark_of(turn: int, marks: Sequence[int]) -> int | None:
     return next((mark for mark in marks if abs(turn - mark) <= WINDOW), None)
 
 
-async def play(parts: dict[str, Part], gateway: Wire, proxy: Wire, marks: Sequence[int], out: dict[str, Any]) -> None:
+async def play(parts: dict[str, Part], gateway: Wire, proxy: Wire, agent: Agent, marks: Sequence[int], out: dict[str, Any]) -> None:
     key = orjson.loads((await gateway.post("/sessions", b"{}", ""))[0])["api_key"]
-    agent = Agent()
     for turn in range(1, max(marks) + WINDOW + 1):
         mark, body = mark_of(turn, marks), agent.body()
         before = parts["gateway"].cpu_s()
@@ -221,19 +229,18 @@ async def play(parts: dict[str, Part], gateway: Wire, proxy: Wire, marks: Sequen
             out["proxy_cpu"][mark].append(parts["proxy"].cpu_s() - before)
         if turn in marks:
             out["tokens"][turn] = message["usage"]["prompt_tokens"]
-        agent.heard(message["choices"][0]["message"], turn)
+        agent.heard(message["choices"][0]["message"])
 
 
-async def play_streamed(gateway: Wire, proxy: Wire, marks: Sequence[int], out: dict[str, Any]) -> None:
+async def play_streamed(gateway: Wire, proxy: Wire, agent: Agent, marks: Sequence[int], out: dict[str, Any]) -> None:
     key = orjson.loads((await gateway.post("/sessions", b"{}", ""))[0])["api_key"]
-    agent = Agent()
     for turn in range(1, max(marks) + WINDOW + 1):
         mark, body = mark_of(turn, marks), agent.body(streamed=True)
         stream, first_s, _ = await gateway.post(PATH, body, key)
         if mark is not None:
             out["gateway_first"][mark].append(first_s)
             out["proxy_first"][mark].append((await proxy.post(PATH, body, key))[1])
-        agent.heard(message_of(stream), turn)
+        agent.heard(message_of(stream))
 
 
 def message_of(stream: bytes) -> dict[str, Any]:
