@@ -1,20 +1,13 @@
 """Exact operators on the CPU, from plain torch.
 
-float32 products come in three forms with the same bits, and a fourth that stands apart:
-  oneDNN's linear kernel, whose rows do not depend on their number from two rows up (its weights may be packed beforehand);
-  for small K (where libraries sum in one run of fused multiply-adds) the ordinary product of `PLAIN_ROWS` rows and more,
-  and that of two rows and more with the transposed weight, which are far quicker to call;
-  fixed row tiles (every product has exactly TILE rows, the last one padded), for 16-bit types and wherever the others fail.
-None is taken on trust: `self_test` compares bits on this machine for every shape of the model before a form is used.
+Products (`cpu_products.py`) come in several forms. None is taken on trust: `self_test` compares bits on this machine for every shape of the
+model before a form is used.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -22,108 +15,21 @@ from torch import Tensor
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import cpu_attention
+from tokentrue.numerics.cpu_elementwise import ACTIVATIONS, rotated, turn_of, turned
+from tokentrue.numerics.cpu_plans import DecodePlan, decode_buckets, hidden_decode, prefill_buckets
+from tokentrue.numerics.cpu_products import (
+    PLAIN_ROWS,
+    TILE,
+    Linear,
+    Product,
+    onednn_product,
+    plain_product,
+    tiled_product,
+    transposed_product,
+)
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
 
-TILE = 32
-"""Rows of every product on the structural path."""
-PLAIN_ROWS = 16
 PAGE = 16
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-def two_rows(x_MK: Tensor) -> Tensor:
-    """One row alone would take the matrix-vector kernel, which sums in another order: it is given a companion."""
-    return x_MK.expand(2, -1).contiguous() if x_MK.shape[0] == 1 else x_MK
-
-
-def onednn_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`weight` as it is, or packed."""
-    return torch.ops.mkldnn._linear_pointwise(two_rows(x_MK), weight, bias, "none", [], "")[: x_MK.shape[0]]
-
-
-def plain_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """For PLAIN_ROWS rows and more; the bias is added after the sum, as oneDNN does."""
-    out = torch.mm(x_MK, weight.t())
-    return out if bias is None else out.add_(bias)
-
-
-def transposed_product(x_MK: Tensor, weight_KN: Tensor, bias: Tensor | None) -> Tensor:
-    out = torch.mm(two_rows(x_MK), weight_KN)[: x_MK.shape[0]]
-    return out if bias is None else out.add_(bias)
-
-
-def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Every product has exactly TILE rows."""
-    rows = x_MK.shape[0]
-    out = x_MK.new_empty(rows, weight.shape[0])
-    for start in range(0, rows, TILE):
-        tile = x_MK[start : start + TILE]
-        short = TILE - tile.shape[0]
-        if short:
-            tile = torch.cat((tile, tile.new_zeros(short, tile.shape[1])))
-        result = F.linear(tile, weight, bias)
-        out[start : start + TILE] = result[: TILE - short] if short else result
-    return out
-
-
-class Linear(torch.autograd.Function):
-    """Forward by a row-invariant product; backward by ordinary ones (fixed from run to run, which is all that gradients need)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return product(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0]
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        return (
-            grad @ weight if need_x else None,
-            grad.T @ x if need_weight else None,
-            grad.sum(0) if ctx.has_bias and need_bias else None,
-            None,
-        )
-
-
-class Silu(torch.autograd.Function):
-    """x/(1+exp(-x)): torch's own silu treats the tail of a vector differently from its body."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x / x.neg().exp_().add_(1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return torch.ops.aten.silu_backward(grads[0], ctx.saved_tensors[0])
-
-
-def silu(x: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return Silu.apply(x)  # pyright: ignore[reportReturnType]
-    return x / x.neg().exp_().add_(1)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return x * 0.5 * (1 + torch.tanh((x + x * x * x * 0.044715) * 0.7978845608028654))
-
-
-def gelu(x: Tensor) -> Tensor:
-    return x * 0.5 * (1 + torch.erf(x * 0.7071067811865476))
-
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "swish": silu,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "gelu_new": gelu_tanh,
-    "gelu": gelu,
-    "relu": torch.relu,
-}
 
 
 class CpuOps(Ops):
@@ -380,66 +286,3 @@ class CpuOps(Ops):
         from tokentrue.numerics.selftest import check_cpu
 
         return check_cpu(self, linears=linears, heads=heads, dtype=dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """Sequences that decode together: their rows, their pages, and which keys (of `keys`, padding included) they do not see."""
-
-    rows: slice | Tensor
-    pages: Tensor
-    keys: int
-    hidden: Tensor | None
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return turned(x, *turn_of(cos, sin))
-
-
-def turn_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin, each with room for the heads. (-x2)*sin and x2*(-sin) are the same bits; here the sign has the smaller tensor."""
-    half = sin.shape[-1] // 2
-    return cos.unsqueeze(1), torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
-
-
-def turned(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
-    half = cos.shape[-1] // 2
-    return (x * cos).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed))
-
-
-def decode_buckets(contexts: tuple[int, ...]) -> list[list[int]]:
-    """Sequences whose padded lengths are within a factor of two share a product; the rest would pay for the longest."""
-    buckets: dict[int, list[int]] = {}
-    for i, context in enumerate(contexts):
-        buckets.setdefault(((context - 1) // cpu_attention.KEYS).bit_length(), []).append(i)
-    return list(buckets.values())
-
-
-def prefill_buckets(batch: PagedBatch) -> list[list[int]]:
-    """Runs of queries at equal positions share their products."""
-    buckets: dict[tuple[int, int], list[int]] = {}
-    for i in range(batch.num_decodes, len(batch.q_lens)):
-        buckets.setdefault((batch.q_lens[i], batch.contexts[i]), []).append(i)
-    return list(buckets.values())
-
-
-@lru_cache(maxsize=1)
-def past_the_end() -> Tensor:
-    """Row c: which keys of a block lie past its first c. Read only."""
-    return torch.arange(cpu_attention.KEYS)[None, :] >= torch.arange(cpu_attention.KEYS + 1)[:, None]
-
-
-def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor | None:
-    """[S,1,N]: keys that the query of each sequence does not see; N the last block alone where that is all."""
-    first = keys - cpu_attention.KEYS
-    if window is None and all(context == keys for context in contexts):
-        return None
-    if window is None and min(contexts) > first:
-        table = past_the_end()
-        return table[contexts[0] - first].view(1, 1, -1) if len(contexts) == 1 else table[[c - first for c in contexts]].unsqueeze(1)
-    ends = torch.tensor(contexts).view(-1, 1, 1)
-    at = torch.arange(keys).view(1, 1, -1)
-    hidden = at >= ends
-    if window is not None:
-        hidden |= at < ends - window
-    return hidden

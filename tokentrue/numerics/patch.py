@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.cpu import ACTIVATIONS
+from tokentrue.numerics.cpu_elementwise import ACTIVATIONS
 from tokentrue.numerics.devices import ops_for
 from tokentrue.numerics.fingerprint import Contract, contract_of
 from tokentrue.numerics.ops import AttentionSpec, Ops, Packed

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import cpu_attention
+from tokentrue.numerics.cpu_products import PLAIN_ROWS, TILE, Product, onednn_product, plain_product, tiled_product, transposed_product
 from tokentrue.numerics.ops import AttentionSpec
 
 if TYPE_CHECKING:
-    from tokentrue.numerics.cpu import CpuOps, Product
+    from tokentrue.numerics.cpu import CpuOps
 
 ROWS = (1, 2, 3, 8, 17, 32, 33, 64, 129, 256)
 LEAST_ROWS = (2, 4, 8, 16, 32)
@@ -33,8 +34,6 @@ def check_cpu(ops: CpuOps, *, linears: set[tuple[int, int, bool]], heads: set[tu
 
 
 def check_linears(ops: CpuOps, linears: set[tuple[int, int, bool]], dtype: torch.dtype) -> list[str]:
-    from tokentrue.numerics.cpu import TILE, onednn_product, tiled_product
-
     threads, notes, plain = torch.get_num_threads(), [], {}
     for k, n, bias in sorted(linears):
         if dtype == torch.float32 and ops.has_onednn:
@@ -67,8 +66,6 @@ def check_heads(ops: CpuOps, heads: set[tuple[int, int, int]]) -> list[str]:
 @cache
 def plain_equals_onednn(k: int, n: int, bias: bool, threads: int) -> bool:
     """Do the ordinary product and the transposed one have oneDNN's bits, for every row count that will use them?"""
-    from tokentrue.numerics.cpu import PLAIN_ROWS, onednn_product, plain_product, transposed_product
-
     x, w, b = example(k, n, bias, torch.float32)
     turned = w.t().contiguous()
     with torch.no_grad():

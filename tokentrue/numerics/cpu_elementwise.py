@@ -1,0 +1,61 @@
+"""Activations and the rotary turn on the CPU: a value's bits do not depend on its place in a vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Silu(torch.autograd.Function):
+    """x/(1+exp(-x)): torch's own silu treats the tail of a vector differently from its body."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x / x.neg().exp_().add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.ops.aten.silu_backward(grads[0], ctx.saved_tensors[0])
+
+
+def silu(x: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return Silu.apply(x)  # pyright: ignore[reportReturnType]
+    return x / x.neg().exp_().add_(1)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.tanh((x + x * x * x * 0.044715) * 0.7978845608028654))
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.erf(x * 0.7071067811865476))
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "swish": silu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_new": gelu_tanh,
+    "gelu": gelu,
+    "relu": torch.relu,
+}
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return turned(x, *turn_of(cos, sin))
+
+
+def turn_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, each with room for the heads. (-x2)*sin and x2*(-sin) are the same bits; here the sign has the smaller tensor."""
+    half = sin.shape[-1] // 2
+    return cos.unsqueeze(1), torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
+
+
+def turned(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
+    half = cos.shape[-1] // 2
+    return (x * cos).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed))
