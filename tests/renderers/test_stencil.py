@@ -183,6 +183,13 @@ def test_where_a_stencil_cannot_be_sure(frame: tuple[str, ...]) -> None:
     assert stencil_of(loaded("qwen3-like").codec, frame) is None
 
 
+def test_what_is_no_list_of_messages_is_refused_either_way() -> None:
+    renderer, prefix = loaded("qwen3-like"), (7, stop_id(loaded("qwen3-like"), call=True))
+    extended(renderer, prefix, [user("a"), calls("Oslo")], [result("one")], TOOLS)
+    with pytest.raises(TokenTrueError, match="must be a list"):
+        renderer.extend(prefix, [user("a"), calls("Oslo")], {0: result("one")}.values(), TOOLS)  # type: ignore[arg-type]
+
+
 def test_messages_changed_in_place_are_new_messages() -> None:
     renderer = loaded("qwen3-like")
     last, new, tools = calls("Oslo"), [result("one")], [dict(TOOLS[0])]

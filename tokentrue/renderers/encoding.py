@@ -45,7 +45,7 @@ class Codec:
         self._find_soft = _Finder(lambda: self._tokens(self.literals.keys() - self._guarded))
         self.guard = _Finder(lambda: self._tokens(self._guarded))
         self._byte_level = "ByteLevel" in type(tokenizer.decoder).__name__
-        self._sizes: dict[int, int] = {}
+        self._sizes = _Sizes(self)
         self._bare = _without_added_tokens(tokenizer)
         self._words: AsciiWords | None = words_of(tokenizer)
         self._short: dict[str, bool] = {}
@@ -200,16 +200,7 @@ class Codec:
 
     def sizes(self, ids: Ids) -> list[int] | None:
         """How many bytes each token stands for; None where the vocabulary does not say."""
-        if not self._byte_level:
-            return None
-        try:
-            return list(map(self._sizes.__getitem__, ids))
-        except KeyError:
-            for index in ids:
-                if index not in self._sizes:
-                    text = self.texts.get(index)  # else one character per byte
-                    self._sizes[index] = len(self.backend.id_to_token(index) or "") if text is None else len(text.encode())
-            return list(map(self._sizes.__getitem__, ids))
+        return list(map(self._sizes.__getitem__, ids)) if self._byte_level else None
 
     def decode(self, ids: Ids) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
@@ -253,6 +244,19 @@ class Shield:
             out = out[: len(out) - len(bare)] + mark + bare
         self.used = self.used or out is not text
         return out
+
+
+class _Sizes(dict[int, int]):
+    """Ids to the bytes they stand for, in a byte-level vocabulary; filled when first asked for."""
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self._codec = codec
+
+    def __missing__(self, index: int) -> int:
+        text = self._codec.texts.get(index)  # else one character per byte
+        size = self[index] = len(self._codec.backend.id_to_token(index) or "") if text is None else len(text.encode())
+        return size
 
 
 class _Finder:

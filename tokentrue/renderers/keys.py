@@ -54,7 +54,7 @@ def recent(messages: Messages) -> Hashable:
 def plain_shapes(last: Any, new: Messages) -> tuple[Shape, ...] | None:
     """Of a turn and of what follows it, for messages that `plain_messages` and `filled_in` only copy and name; None for any others."""
     names = _call_names(last)
-    if names is None:
+    if names is None or not isinstance(new, list | tuple):
         return None
     shapes: list[Shape] = [
         ("assistant", bool(last.get("content")), tuple(names.values()), "", last.get("reasoning_content") is not None),

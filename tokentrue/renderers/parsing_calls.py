@@ -153,7 +153,7 @@ def parameter_schemas(tools: Tools | None) -> dict[str, Mapping[str, Any]]:
     """Tool name to its parameters' schemas. Tools may be wrapped (`{"type": "function", "function": …}`) or bare."""
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools or ():
-        function = tool.get("function", tool)
+        function: Any = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         name = function.get("name") if isinstance(function, Mapping) else None
         if isinstance(name, str):
             parameters = function.get("parameters") or function.get("input_schema") or {}

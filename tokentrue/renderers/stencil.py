@@ -23,16 +23,37 @@ class Stencil:
     given: tuple[tuple[int, ...], ...]
     around: tuple[tuple[str, str], ...]
 
-    def ids(self, contents: Sequence[str]) -> list[int] | None:
-        """Of the frame with these clean contents; None where one of them has no fast way."""
-        ids = list(self.given[0])
+    def ids(self, contents: Sequence[str]) -> tuple[list[int], list[int]] | None:
+        """Of the frame with these clean contents, and how many of them each stretch has; None where one of them has no fast way."""
+        ids, counts = list(self.given[0]), list[int]()
         for content, (before, behind), following in zip(contents, self.around, self.given[1:], strict=True):
             found = self.codec.quick_ids(before + content + behind)
             if found is None:
                 return None
             ids += found
             ids += following
-        return ids
+            counts.append(len(found))
+        return ids, counts
+
+    def spans(self, ids: Ids, counts: Sequence[int], roles: Sequence[str]) -> tuple[PromptSpan, ...] | None:
+        """As `spans_of` would find them, looking at the edges of the stretches alone; None where the vocabulary tells no sizes."""
+        out: list[PromptSpan] = []
+        done, start = 0, len(self.given[0])
+        for index, (count, (before, behind), role) in enumerate(zip(counts, self.around, roles, strict=True)):
+            stretch = ids[start : start + count]
+            lead, trail = self._within(stretch, len(before)), self._within(stretch[::-1], len(behind))
+            if lead is None or trail is None:
+                return None
+            first, last = start + lead, start + count - trail
+            if first > done:
+                out.append(PromptSpan(start=done, end=first, role=role))
+            if last > first:
+                out.append(PromptSpan(start=first, end=last, role=role, message=index))
+            done = max(first, last)
+            start += count + len(self.given[index + 1])
+        if done < len(ids):
+            out.append(PromptSpan(start=done, end=len(ids), role="assistant"))
+        return tuple(out)
 
 
 def stencil_of(codec: Codec, frame: Sequence[str]) -> Stencil | None:

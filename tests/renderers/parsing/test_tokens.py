@@ -129,6 +129,10 @@ def test_a_whole_turn_needs_no_scanner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ready.whole(ids) == qwen().parse(ids, prompt_ids=qwen().encode_sampled(PROMPTS[0]), tools=TOOLS)
 
 
+def test_tools_that_are_none_are_no_tools() -> None:
+    assert qwen().parse(qwen().encode_sampled("Hi.<|im_end|>"), tools=[print, "x"]).message["content"] == "Hi."
+
+
 @pytest.mark.parametrize(
     ("fields", "added"),
     [
