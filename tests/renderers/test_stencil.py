@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import UserDict
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from tokentrue.errors import TokenTrueError
 from tokentrue.renderers import Renderer, renderer_of
 from tokentrue.renderers.frames import filled, has_frame
 from tokentrue.renderers.keys import plain_shapes
+from tokentrue.renderers.spans import spans_of
 from tokentrue.renderers.stencil import stencil_of
 
 NAMES = [*OWN, "real:qwen3", "real:glm-4.6", "real:kimi-k2", "real:mistral-nemo"]
@@ -165,17 +167,30 @@ def test_a_stencil_gives_the_ids_of_the_whole_text(name: str) -> None:
         "<|im_",
         "_end|>",
     ]
-    made = 0
+    made = split = 0
     for _ in range(2000):
         frame = ["".join(rng.choices(parts, k=rng.randrange(3))) for _ in range(rng.randrange(2, 4))]
         contents = [text for text in rng.choices(TEXTS, k=len(frame) - 1) if codec.clean(text)]
         stencil = stencil_of(codec, frame)
         if stencil is None or len(contents) < len(frame) - 1:
             continue
-        ids = stencil.ids(contents)
-        assert ids == (codec.encode_after(filled(frame, contents), literal="") if all(map(str.isascii, contents)) else None)
-        made += ids is not None
-    assert made > 300
+        quick = stencil.ids(contents)
+        assert (quick is not None) == all(map(str.isascii, contents))
+        if quick is None:
+            continue
+        ids, counts = quick
+        text, roles = filled(frame, contents), ["tool"] * len(contents)
+        assert ids == codec.encode_after(text, literal="")
+        found = stencil.spans(ids, counts, contents, roles)
+        assert found == spans_of(codec, text, "", ids, frame, roles) or ambiguous(frame, contents)
+        made += 1
+        split += found is not None and any(span.message is not None for span in found)
+    assert made > 300 and split > 200
+
+
+def ambiguous(frame: Sequence[str], contents: Sequence[str]) -> bool:
+    """Whether `spans_of`, which looks for the frame in the text, may take a content for a part of it."""
+    return any(not part or part in text for part in frame[1:-1] for text in contents)
 
 
 @pytest.mark.parametrize("frame", [("a<|im_", "b"), ("a", "im_end|>b"), ("<|im_start|>", "", "x"), ("a <|im_ \n", "b"), ("\ufdd0", "b")])

@@ -160,15 +160,16 @@ class Renderer:
         contents = [message["content"] for message in new]
         if not all(map(self.codec.clean, contents)):
             return None
-        ids = None if plan.stencil is None else plan.stencil.ids(contents)
-        added = tuple(self._encode_tail(filled(frame, contents), "", plan) if ids is None else ids)
-        roles = [shape[0] for shape in shapes[1:]]
-        return Extension(
-            prefix_ids=prefix_ids,
-            added_ids=added,
-            spans=lambda: spans_of(self.codec, filled(frame, contents), "", added, plan.joins, roles),
-            join=plan.join,
-        )
+        stencil, roles = plan.stencil, [shape[0] for shape in shapes[1:]]
+        quick = None if stencil is None else stencil.ids(contents)
+        ids, counts = (self._encode_tail(filled(frame, contents), "", plan), None) if quick is None else quick
+        added = tuple(ids)
+
+        def spans() -> tuple[PromptSpan, ...]:
+            found = None if stencil is None or counts is None else stencil.spans(added, counts, contents, roles)
+            return found or spans_of(self.codec, filled(frame, contents), "", added, plan.joins, roles)
+
+        return Extension(prefix_ids=prefix_ids, added_ids=added, spans=spans, join=plan.join)
 
     def _call(
         self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, template_kwargs: TemplateKwargs | None

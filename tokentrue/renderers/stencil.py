@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tokentrue.renderers.encoding import Codec
+from tokentrue.types import Ids, PromptSpan
 
 _HOLE = "\ufdd0"  # a noncharacter: no template writes it
 
@@ -35,25 +37,32 @@ class Stencil:
             counts.append(len(found))
         return ids, counts
 
-    def spans(self, ids: Ids, counts: Sequence[int], roles: Sequence[str]) -> tuple[PromptSpan, ...] | None:
-        """As `spans_of` would find them, looking at the edges of the stretches alone; None where the vocabulary tells no sizes."""
+    def spans(self, ids: Ids, counts: Sequence[int], contents: Sequence[str], roles: Sequence[str]) -> tuple[PromptSpan, ...] | None:
+        """As `spans_of` finds them, from the edges of the stretches alone; None where the vocabulary tells no sizes."""
         out: list[PromptSpan] = []
         done, start = 0, len(self.given[0])
-        for index, (count, (before, behind), role) in enumerate(zip(counts, self.around, roles, strict=True)):
-            stretch = ids[start : start + count]
-            lead, trail = self._within(stretch, len(before)), self._within(stretch[::-1], len(behind))
+        stretches = zip(counts, self.around, self.given[1:], contents, roles, strict=True)
+        for index, (count, (before, behind), following, content, role) in enumerate(stretches):
+            end = start + count
+            lead = self._fitting(ids[start : start + len(before)], len(before))
+            trail = self._fitting(ids[max(start, end - len(behind)) : end][::-1], len(behind))
             if lead is None or trail is None:
                 return None
-            first, last = start + lead, start + count - trail
+            first, last = start + lead, end - trail
             if first > done:
                 out.append(PromptSpan(start=done, end=first, role=role))
-            if last > first:
+            if content:
                 out.append(PromptSpan(start=first, end=last, role=role, message=index))
-            done = max(first, last)
-            start += count + len(self.given[index + 1])
+            done = last if content else first
+            start = end + len(following)
         if done < len(ids):
             out.append(PromptSpan(start=done, end=len(ids), role="assistant"))
         return tuple(out)
+
+    def _fitting(self, ids: Ids, room: int) -> int | None:
+        """How many of these tokens stand wholly in the first `room` bytes."""
+        sizes = self.codec.sizes(ids)
+        return None if sizes is None else sum(end <= room for end in accumulate(sizes))
 
 
 def stencil_of(codec: Codec, frame: Sequence[str]) -> Stencil | None:
