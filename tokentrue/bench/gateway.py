@@ -172,7 +172,7 @@ async def connect(port: int) -> Wire:
 
 
 def pages() -> Iterator[str]:
-    """Source files as an agent would read them: those of Python's own library, page by page, and then from the start again."""
+    """Source files as an agent reads them: those of Python's own library, page by page. Agents of a group read the same ones."""
     files = sorted(Path(json.__file__).parent.parent.glob("*.py"))
     while True:
         for file in files:
@@ -203,10 +203,9 @@ async def measure(parts: dict[str, Part], marks: Sequence[int], sessions: int) -
     gateway, proxy = await connect(parts["gateway"].port), await connect(parts["proxy"].port)
     names = ("gateway", "proxy", "gateway_first", "proxy_first", "gateway_cpu", "proxy_cpu")
     out: dict[str, Any] = {name: defaultdict(list) for name in names} | {"tokens": {}}
-    files = pages()
     for _ in range(sessions):
-        await play(parts, gateway, proxy, Agent(files), marks, out)
-        await play_streamed(gateway, proxy, Agent(files), [mark for mark in marks if mark <= 128], out)
+        await play(parts, gateway, proxy, Agent(pages()), marks, out)
+        await play_streamed(gateway, proxy, Agent(pages()), [mark for mark in marks if mark <= 128], out)
     return out
 
 
