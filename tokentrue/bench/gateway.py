@@ -42,7 +42,7 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
 }
 RULES = "You mend programs. Read before you write, change one thing at a time, and run the tests after each change. "
-PAGE = 1750  # characters of a file that a tool reads at a time: about 5k, 18k, 70k and 140k tokens of history at turns 8, 32, 128 and 256
+PAGE = 1900  # characters of a file that a tool reads at a time: about 5k, 18k, 70k and 140k tokens of history at turns 8, 32, 128 and 256
 
 
 def run(*, quick: bool = False) -> list[Report]:

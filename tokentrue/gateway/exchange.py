@@ -12,7 +12,7 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any, Protocol
 
 LOG = logging.getLogger("uvicorn.error")
-HELD_BYTES = 1 << 18  # of a request that nobody reads yet; one read of the socket brings as much
+HELD_BYTES = 1 << 20  # of a request that nobody reads yet; one read of the socket brings as much
 PIECE_BYTES = 1 << 20  # a longer body is handed over in pieces of about this
 COPIED_BYTES = 1 << 16  # a longer answer is not copied behind its head
 STATUS_LINES = {int(status): f"HTTP/1.1 {int(status)} {status.phrase}".encode() for status in http.HTTPStatus}

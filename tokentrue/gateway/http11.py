@@ -22,11 +22,12 @@ from tokentrue.gateway.exchange import CLOSE, TEXT, Exchange, head_of
 
 LOG = logging.getLogger("uvicorn.error")
 HEAD_BYTES = 1 << 18
+READ = memoryview(bytearray(1 << 20))  # a long conversation comes in one read, where it has come
 ASGI = {"version": "3.0", "spec_version": "2.3"}
 REFUSAL = b"Invalid HTTP request received."
 
 
-class Http11(asyncio.Protocol):
+class Http11(asyncio.BufferedProtocol):
     """One connection. `_receiving` is the request whose bytes are coming in, `_answering` the one whose answer may go out."""
 
     def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -57,7 +58,17 @@ class Http11(asyncio.Protocol):
         self._heard = self._loop.time()
         self._timer = self._loop.call_later(self._idle_s, self._check_idle)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Shared by all connections: what was read is taken apart before anyone else reads."""
+        return READ
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._take(READ[:nbytes])
+
+    def eof_received(self) -> None:
+        """The transport closes."""
+
+    def _take(self, data: memoryview) -> None:
         self._heard = self._loop.time()
         if self._deaf:
             return
