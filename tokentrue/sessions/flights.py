@@ -59,7 +59,8 @@ class Flight:
 
     def _land(self, error: BaseException | None, replies: tuple[Reply, ...] = ()) -> None:
         self.over = True
-        self._landed(error)
+        landed, self._landed = self._landed, _nothing  # it knows this flight: without it, nothing is left for the collector
+        landed(error)
         for waiter in self._waiting:
             if waiter.done():
                 continue
@@ -124,6 +125,10 @@ class Airspace(Generic[T]):
 
         flight = self._flights[key] = Flight(work, land, streamed=streamed)
         return flight
+
+
+def _nothing(error: BaseException | None) -> None:
+    """Has landed."""
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
