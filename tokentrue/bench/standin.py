@@ -32,26 +32,46 @@ class StandIn:
         self.chat = orjson.dumps(settings.get("chat", {}))
         self.random = random.Random(settings.get("seed", 0))
         self.number = settings.get("first", 10**6)
+        self.prompts = Prompts()
+        self._rows = {token: b"[%r,%d,null]" % (LOGPROB, token) for token in {*self.head, *self.digits, *self.tail}}
 
     def ids(self) -> list[int]:
         self.number += 1
         return [*self.head, *(self.digits[int(digit)] for digit in str(self.number)), *self.tail]
 
-    def event(self, ids: list[int], new: int, prompt_tokens: int, *, last: bool) -> bytes:
-        meta = {
-            "id": "x",
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": len(ids),
-            "weight_version": "1",
-            "output_token_logprobs": [[LOGPROB, token, None] for token in ids[-new:]],
-            "finish_reason": {"type": "stop", "matched": ids[-1]} if last else None,
-        }
-        return orjson.dumps({"text": "", "output_ids": ids[-new:], "meta_info": meta})
+    def event(self, new: list[int], prompt_tokens: int, *, sampled: int, last: bool) -> bytes:
+        """`new` are the last of `sampled` tokens. Written from ready parts: whoever is measured must not wait for our JSON."""
+        finish = b'{"type":"stop","matched":%d}' % new[-1] if last else b"null"
+        rows = b",".join([self._rows[token] for token in new])
+        return EVENT % (b",".join([b"%d" % token for token in new]), prompt_tokens, sampled, rows, finish)
 
 
-def count_ids(body: bytearray) -> int:
-    """A gateway checks that every id arrived. An engine that answers at once must not spend half a millisecond counting them."""
-    return int(np.count_nonzero(np.frombuffer(body, dtype=np.uint8, count=body.find(b"]")) == ord(","))) + 1
+EVENT = (
+    b'{"text":"","output_ids":[%b],"meta_info":{"id":"x","prompt_tokens":%d,"completion_tokens":%d,"weight_version":"1",'
+    b'"output_token_logprobs":[%b],"finish_reason":%b}}'
+)
+
+
+class Prompts:
+    """Counts the ids of a prompt, so that a gateway can check that every one arrived. An engine has the beginning of a conversation in its
+    cache, and one that answers at once must not count it anew."""
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, tuple[bytearray, int, int]] = {}  # by session: the last body, where its ids end, how many they are
+
+    def count(self, body: bytearray) -> int:
+        end = body.rfind(b'],"sampling_params":')
+        if end < 0:
+            raise ValueError("input_ids and sampling_params were expected one behind the other")
+        session = bytes(body[end:]).partition(b'"routing_key":"')[2][:32]
+        known, known_end, count = self._seen.get(session, (b"", 0, 1))
+        if not body.startswith(memoryview(known)[:known_end]):
+            known_end, count = 0, 1
+        new = np.frombuffer(body, dtype=np.uint8, count=end - known_end, offset=known_end)
+        count += int(np.count_nonzero(new == ord(",")))
+        if session:
+            self._seen[session] = (body, end, count)
+        return count
 
 
 class Door(asyncio.Protocol):
@@ -121,16 +141,15 @@ class Door(asyncio.Protocol):
         if engine.delay_s:
             await asyncio.sleep(engine.delay_s)
         ids = engine.ids()
-        tail = bytes(self._body[-2048:])
-        prompt_tokens = count_ids(self._body)
-        if b'"stream":true' not in tail:
-            self._answer(engine.event(ids, len(ids), prompt_tokens, last=True))
+        prompt_tokens = engine.prompts.count(self._body)
+        if b'"stream":true' not in self._body[-2048:]:
+            self._answer(engine.event(ids, prompt_tokens, sampled=len(ids), last=True))
             return
         self._start_events()
         for count in range(1, len(ids) + 1):
             if engine.token_delay_s:
                 await asyncio.sleep(engine.token_delay_s)
-            self._event(engine.event(ids[:count], 1, prompt_tokens, last=count == len(ids)))
+            self._event(engine.event([ids[count - 1]], prompt_tokens, sampled=count, last=count == len(ids)))
             if count == 1:
                 await asyncio.sleep(0)
         self._end_events()
