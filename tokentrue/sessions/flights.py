@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from tokentrue.types import Reply, TurnEvent
 
@@ -20,7 +20,10 @@ class Flight:
     It lands inside its own task, before anyone who waits goes on: whoever hears of it finds the airspace free.
     """
 
+    flying: ClassVar[int] = 0  # in this process
+
     def __init__(self, work: Work, landed: Landed, *, streamed: bool) -> None:
+        Flight.flying += 1
         self._events: asyncio.Queue[TurnEvent | None] | None = asyncio.Queue() if streamed else None
         self.waiters = 0
         self.over = False
@@ -59,6 +62,7 @@ class Flight:
 
     def _land(self, error: BaseException | None, replies: tuple[Reply, ...] = ()) -> None:
         self.over = True
+        Flight.flying -= 1
         landed, self._landed = self._landed, _nothing  # it knows this flight: without it, nothing is left for the collector
         landed(error)
         for waiter in self._waiting:

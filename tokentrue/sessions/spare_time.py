@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from tokentrue.sessions.flights import Flight
+
 T = TypeVar("T")
 
-# On a machine with few cores the one who was woken by our answer may be queued behind us.
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
@@ -39,5 +40,6 @@ def afterwards(work: Callable[[], object]) -> None:
 
 
 def _run(work: Callable[[], object]) -> None:
-    _give_way()
+    if not Flight.flying:
+        _give_way()  # on a machine with few cores the one who was woken by our answer may be queued behind us
     work()
