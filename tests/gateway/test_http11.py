@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -484,3 +485,23 @@ def test_uvicorn_still_has_what_we_build_on() -> None:
     assert (config.loaded, config.root_path) == (False, "") and config.timeout_keep_alive > 0
     config.load()
     assert config.http_protocol_class is Http11 and isinstance(config.loaded_app, Application)
+
+
+def echoes(at: Running, letter: bytes) -> bool:
+    """Whether many long bodies come back as they went out."""
+    with Client(at) as client:
+        for number in range(40):
+            body = letter * (300_000 + number)
+            client.sendall(request(body))
+            if client.answer()[2] != body:
+                return False
+    return True
+
+
+def test_servers_of_two_threads_do_not_read_into_one_buffer(at: Running) -> None:
+    other = Running("asyncio")
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(echoes, (at, other, at, other), (b"a", b"b", b"c", b"d")))
+    finally:
+        other.stop()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from functools import lru_cache
 from typing import Any
@@ -22,9 +23,23 @@ from tokentrue.gateway.exchange import CLOSE, TEXT, Exchange, head_of
 
 LOG = logging.getLogger("uvicorn.error")
 HEAD_BYTES = 1 << 18
-READ = memoryview(bytearray(1 << 20))  # a long conversation comes in one read, where it has come
+READ_BYTES = 1 << 20  # a long conversation is read at once, where it has come
 ASGI = {"version": "3.0", "spec_version": "2.3"}
 REFUSAL = b"Invalid HTTP request received."
+
+
+class Buffers(threading.local):
+    """One for all connections of a thread's loop: what was read is taken apart before anything else is read there."""
+
+    _buffer: memoryview | None = None
+
+    def of_this_thread(self) -> memoryview:
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(READ_BYTES))
+        return self._buffer
+
+
+BUFFERS = Buffers()
 
 
 class Http11(asyncio.BufferedProtocol):
@@ -43,6 +58,7 @@ class Http11(asyncio.BufferedProtocol):
         self._receiving: Exchange | None = None
         self._answering: Exchange | None = None
         self._queue: deque[Exchange] = deque()  # pipelined: their turn comes when `_answering` is done
+        self._read = BUFFERS.of_this_thread()
         self._reading = True
         self._deaf = False  # what comes in is not looked at any more
         self._heard = 0.0
@@ -59,11 +75,10 @@ class Http11(asyncio.BufferedProtocol):
         self._timer = self._loop.call_later(self._idle_s, self._check_idle)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Shared by all connections: what was read is taken apart before anyone else reads."""
-        return READ
+        return self._read
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._take(READ[:nbytes])
+        self._take(self._read[:nbytes])
 
     def eof_received(self) -> None:
         """The transport closes."""
