@@ -18,6 +18,7 @@ import uvicorn.server
 
 from tests.gateway.world import wait_until
 from tokentrue.gateway.asgi import ClientGone, read_body, send_bytes, send_json
+from tokentrue.gateway.exchange import LOG
 from tokentrue.gateway.http11 import Http11
 from tokentrue.gateway.problems import Refused
 
@@ -342,7 +343,17 @@ def test_head_and_empty_answers_have_no_body(at: Running) -> None:
         assert client.answer()[2] == b"behind"
 
 
-def test_a_failing_application(at: Running, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged of HTTP, though some library of another test may have switched that logger off or cut it from the root."""
+    monkeypatch.setattr(LOG, "disabled", False)
+    caplog.set_level("WARNING", LOG.name)
+    LOG.addHandler(caplog.handler)
+    yield caplog
+    LOG.removeHandler(caplog.handler)
+
+
+def test_a_failing_application(at: Running, logged: pytest.LogCaptureFixture) -> None:
     for path in ("/fail", "/nothing", "/split?a%0d%0aset-cookie:%20b", "/split?a%0ab:c", "/split?a%0db:c", "/split?a%00"):
         with Client(at) as client:
             client.sendall(request(b"", path))
@@ -352,7 +363,7 @@ def test_a_failing_application(at: Running, caplog: pytest.LogCaptureFixture) ->
     with Client(at) as client:
         client.sendall(request(b"", "/fail_late"))
         assert client.rest().endswith(b"4\r\nhalf\r\n")  # no end: the client sees that it broke
-    assert "made to fail" in caplog.text
+    assert "made to fail" in logged.text
 
 
 def test_errors_of_ours_leave_the_connection_usable(at: Running) -> None:
