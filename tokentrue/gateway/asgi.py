@@ -63,9 +63,7 @@ async def send_bytes(send: Send, status: int, body: bytes, headers: RawHeaders) 
 
 
 async def send_json(send: Send, status: int, value: Any, *headers: tuple[bytes, bytes]) -> None:
-    body = encode(value)
-    await send({"type": "http.response.start", "status": status, "headers": [JSON, *headers, (b"content-length", b"%d" % len(body))]})
-    await send({"type": "http.response.body", "body": body})
+    await send_bytes(send, status, encode(value), [JSON, *headers])
 
 
 def problem_headers(problem: Problem) -> RawHeaders:

@@ -105,7 +105,7 @@ def _server(app: Any, *, drain_s: float, kind: type[uvicorn.Server] = _Main, lif
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=Http11,
+        http=Http11,  # pyright: ignore[reportArgumentType]  # a buffered protocol, which event loops take as well
         ws="none",
         lifespan=lifespan,  # pyright: ignore[reportArgumentType]
         log_config=None,

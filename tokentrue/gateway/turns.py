@@ -6,12 +6,12 @@ turn leaves one log line and its metrics.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 
@@ -27,6 +27,7 @@ from tokentrue.gateway.memo import Body
 from tokentrue.gateway.meter import CLOCK
 from tokentrue.gateway.metrics import Metrics
 from tokentrue.gateway.problems import problem_of
+from tokentrue.sessions.spare_time import afterwards
 from tokentrue.types import Reply, TurnRequest
 
 LOG = logging.getLogger("tokentrue.gateway")
@@ -144,8 +145,8 @@ class Turns:
             live.remember(turn.dialect, body, replies[0].node)
 
     def _note_soon(self, turn: Turn, replies: Sequence[Reply]) -> None:
-        """In the next round of the loop: what was sent in this one goes out at its end, and must not wait for our bookkeeping."""
-        asyncio.get_running_loop().call_soon(self._note, turn, replies, time.perf_counter())
+        """What was sent in this round of the loop goes out at its end, and must not wait for our bookkeeping."""
+        afterwards(partial(self._note, turn, replies, time.perf_counter()))
 
     def _note(self, turn: Turn, replies: Sequence[Reply], now: float) -> None:
         """The metrics and the log line of a committed turn."""

@@ -7,7 +7,7 @@ told (a normalizer that changed the text, a template that writes otherwise than 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from tokentrue.renderers.encoding import Codec
@@ -33,18 +33,27 @@ def spans_of(codec: Codec, text: str, mark: str, ids: Sequence[int], joins: Sequ
         return ()
     if ends is None:
         return (PromptSpan(start=0, end=len(ids), role="assistant" if not roles else roles[-1]),)
+    contents: list[tuple[int, int]] = []
+    done = 0
+    for start, end in places:
+        first = max(bisect_right(ends, start), done)
+        done = max(bisect_left(ends, end) + 1, first) if end > start else first
+        contents.append((first, done))
+    return spans_around(contents, roles, len(ids))
+
+
+def spans_around(contents: Iterable[tuple[int, int]], roles: Sequence[str], total: int) -> tuple[PromptSpan, ...]:
+    """`contents` are the tokens of each message's content, in order; all others of `total` are structure."""
     out: list[PromptSpan] = []
     done = 0
-    for index, ((start, end), role) in enumerate(zip(places, roles, strict=True)):
-        first, last = max(bisect_right(ends, start), done), bisect_left(ends, end) + 1
+    for index, ((first, last), role) in enumerate(zip(contents, roles, strict=True)):
         if first > done:
             out.append(PromptSpan(start=done, end=first, role=role))
-        if end > start and last > first:
+        if last > first:
             out.append(PromptSpan(start=first, end=last, role=role, message=index))
-            first = last
-        done = max(done, first)
-    if done < len(ids):
-        out.append(PromptSpan(start=done, end=len(ids), role="assistant"))
+        done = last
+    if done < total:
+        out.append(PromptSpan(start=done, end=total, role="assistant"))
     return tuple(out)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tokentrue.renderers.encoding import Codec
+from tokentrue.renderers.spans import spans_around
 from tokentrue.types import Ids, PromptSpan
 
 _HOLE = "\ufdd0"  # a noncharacter: no template writes it
@@ -39,25 +40,17 @@ class Stencil:
 
     def spans(self, ids: Ids, counts: Sequence[int], contents: Sequence[str], roles: Sequence[str]) -> tuple[PromptSpan, ...] | None:
         """As `spans_of` finds them, from the edges of the stretches alone; None where the vocabulary tells no sizes."""
-        out: list[PromptSpan] = []
-        done, start = 0, len(self.given[0])
-        stretches = zip(counts, self.around, self.given[1:], contents, roles, strict=True)
-        for index, (count, (before, behind), following, content, role) in enumerate(stretches):
+        found: list[tuple[int, int]] = []
+        start = len(self.given[0])
+        for count, (before, behind), following, content in zip(counts, self.around, self.given[1:], contents, strict=True):
             end = start + count
             lead = self._fitting(ids[start : start + len(before)], len(before))
             trail = self._fitting(ids[max(start, end - len(behind)) : end][::-1], len(behind))
             if lead is None or trail is None:
                 return None
-            first, last = start + lead, end - trail
-            if first > done:
-                out.append(PromptSpan(start=done, end=first, role=role))
-            if content:
-                out.append(PromptSpan(start=first, end=last, role=role, message=index))
-            done = last if content else first
+            found.append((start + lead, end - trail if content else start + lead))
             start = end + len(following)
-        if done < len(ids):
-            out.append(PromptSpan(start=done, end=len(ids), role="assistant"))
-        return tuple(out)
+        return spans_around(found, roles, len(ids))
 
     def _fitting(self, ids: Ids, room: int) -> int | None:
         """How many of these tokens stand wholly in the first `room` bytes."""

@@ -17,7 +17,6 @@ from tokentrue.types import Message, Reply, Sampling, TurnEvent
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # tuples: what is compared with them may be unhashable
 TEXT_PARTS = ("text", "refusal")
-NOT_ENFORCED = ("parallel_tool_calls", "reasoning_effort", "verbosity")  # wishes that only the model itself can fulfil
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
