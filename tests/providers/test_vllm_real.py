@@ -22,6 +22,7 @@ import torch
 
 from tests import parts
 from tests.providers.conformance import Conformance, Truth, collected
+from tests.providers.tiny import tiny_qwen3
 from tokentrue.errors import SamplingError
 from tokentrue.providers.pool import Pool
 from tokentrue.providers.vllm import VLLMProvider
@@ -34,24 +35,12 @@ STARTUP_S = 300
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 of a few million parameters with the real Qwen3 tokenizer."""
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("tiny-qwen3")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        eos_token_id=151645,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "tie_word_embeddings": True}
+    model = tiny_qwen3(vocab_size=151936, positions=32768, spread=0.3, eos_token_id=151645, **shape)
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(parts.tokenizer_dir("qwen3")).save_pretrained(folder)
     return folder
 
