@@ -12,13 +12,23 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httptools
-import numpy as np
 import orjson
 
 LOGPROB = -0.6931471805599453
+
+
+class Answer(NamedTuple):
+    """One generation, written before it is asked for; only the count of the prompt's ids is missing."""
+
+    ids: list[int]
+    before: bytes
+    behind: bytes
+
+    def whole(self, prompt_tokens: int) -> bytes:
+        return b"%b%d%b" % (self.before, prompt_tokens, self.behind)
 
 
 class StandIn:
@@ -34,22 +44,36 @@ class StandIn:
         self.number = settings.get("first", 10**6)
         self.prompts = Prompts()
         self._rows = {token: b"[%r,%d,null]" % (LOGPROB, token) for token in {*self.head, *self.digits, *self.tail}}
+        self._ready: list[Answer] = []
+        self.make_ready()
 
-    def ids(self) -> list[int]:
+    def make_ready(self) -> None:
+        """The next answer, while nobody waits for it: whoever is measured must not wait for our JSON."""
+        if not self._ready:
+            self._ready.append(self._answer())
+
+    def next(self) -> Answer:
+        return self._ready.pop() if self._ready else self._answer()
+
+    def _answer(self) -> Answer:
         self.number += 1
-        return [*self.head, *(self.digits[int(digit)] for digit in str(self.number)), *self.tail]
+        ids = [*self.head, *(self.digits[int(digit)] for digit in str(self.number)), *self.tail]
+        return Answer(ids, *self._event(ids, sampled=len(ids), last=True))
 
-    def event(self, new: list[int], prompt_tokens: int, *, sampled: int, last: bool) -> bytes:
-        """`new` are the last of `sampled` tokens. Written from ready parts: whoever is measured must not wait for our JSON."""
+    def token(self, answer: Answer, count: int, prompt_tokens: int) -> bytes:
+        """The event of the `count`th token of a stream."""
+        before, behind = self._event(answer.ids[count - 1 : count], sampled=count, last=count == len(answer.ids))
+        return b"%b%d%b" % (before, prompt_tokens, behind)
+
+    def _event(self, new: list[int], *, sampled: int, last: bool) -> tuple[bytes, bytes]:
+        """`new` are the last of `sampled` tokens; what stands before the count of the prompt's ids, and behind it."""
         finish = b'{"type":"stop","matched":%d}' % new[-1] if last else b"null"
         rows = b",".join([self._rows[token] for token in new])
-        return EVENT % (b",".join([b"%d" % token for token in new]), prompt_tokens, sampled, rows, finish)
+        return BEFORE % b",".join([b"%d" % token for token in new]), BEHIND % (sampled, rows, finish)
 
 
-EVENT = (
-    b'{"text":"","output_ids":[%b],"meta_info":{"id":"x","prompt_tokens":%d,"completion_tokens":%d,"weight_version":"1",'
-    b'"output_token_logprobs":[%b],"finish_reason":%b}}'
-)
+BEFORE = b'{"text":"","output_ids":[%b],"meta_info":{"id":"x","prompt_tokens":'
+BEHIND = b',"completion_tokens":%d,"weight_version":"1","output_token_logprobs":[%b],"finish_reason":%b}}'
 
 
 class Prompts:
@@ -57,18 +81,17 @@ class Prompts:
     cache, and one that answers at once must not count it anew."""
 
     def __init__(self) -> None:
-        self._seen: dict[bytes, tuple[bytearray, int, int]] = {}  # by session: the last body, where its ids end, how many they are
+        self._seen: dict[bytes, tuple[bytes, int, int]] = {}  # by session: the last body, where its ids end, how many they are
 
-    def count(self, body: bytearray) -> int:
+    def count(self, body: bytes) -> int:
         end = body.rfind(b'],"sampling_params":')
         if end < 0:
             raise ValueError("input_ids and sampling_params were expected one behind the other")
-        session = bytes(body[end:]).partition(b'"routing_key":"')[2][:32]
+        session = body[end:].partition(b'"routing_key":"')[2][:32]
         known, known_end, count = self._seen.get(session, (b"", 0, 1))
         if not body.startswith(memoryview(known)[:known_end]):
             known_end, count = 0, 1
-        new = np.frombuffer(body, dtype=np.uint8, count=end - known_end, offset=known_end)
-        count += int(np.count_nonzero(new == ord(",")))
+        count += body.count(b",", known_end, end)
         if session:
             self._seen[session] = (body, end, count)
         return count
@@ -80,7 +103,7 @@ class Door(asyncio.Protocol):
     def __init__(self, engine: StandIn) -> None:
         self._engine = engine
         self._parser: Any = httptools.HttpRequestParser(self)
-        self._url, self._body = b"", bytearray()
+        self._url, self._parts = b"", list[bytes]()
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -97,19 +120,20 @@ class Door(asyncio.Protocol):
             self._transport.close()
 
     def on_message_begin(self) -> None:
-        self._url, self._body = b"", bytearray()
+        self._url, self._parts = b"", []
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_body(self, data: bytes) -> None:
-        self._body += data
+        self._parts.append(data)
 
     def on_message_complete(self) -> None:
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         if self._url == b"/generate":
-            self._task = asyncio.ensure_future(self._generate())
+            self._task = asyncio.ensure_future(self._generate(body))
         elif self._url == b"/v1/chat/completions":
-            self._task = asyncio.ensure_future(self._chat())
+            self._task = asyncio.ensure_future(self._chat(body))
         elif self._url == b"/model_info":
             self._answer(b'{"model_path":"stand-in","weight_version":"1"}')
         else:
@@ -119,8 +143,8 @@ class Door(asyncio.Protocol):
         head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
         self._transport.write(head + body)
 
-    async def _chat(self) -> None:
-        if b'"stream":true' not in self._body[-4096:] and b'"stream":true' not in self._body[:4096]:
+    async def _chat(self, body: bytes) -> None:
+        if b'"stream":true' not in body[-4096:] and b'"stream":true' not in body[:4096]:
             self._answer(self._engine.chat)
             return
         self._start_events()
@@ -130,7 +154,7 @@ class Door(asyncio.Protocol):
                 await asyncio.sleep(0)  # an engine sends its first token before it has the second
         self._end_events()
 
-    async def _generate(self) -> None:
+    async def _generate(self, body: bytes) -> None:
         engine = self._engine
         draw = engine.random.random()
         if draw < engine.fails:
@@ -140,16 +164,19 @@ class Door(asyncio.Protocol):
             await asyncio.sleep(engine.hang_s)
         if engine.delay_s:
             await asyncio.sleep(engine.delay_s)
-        ids = engine.ids()
-        prompt_tokens = engine.prompts.count(self._body)
-        if b'"stream":true' not in self._body[-2048:]:
-            self._answer(engine.event(ids, prompt_tokens, sampled=len(ids), last=True))
-            return
+        answer, prompt_tokens = engine.next(), engine.prompts.count(body)
+        if b'"stream":true' not in body[-2048:]:
+            self._answer(answer.whole(prompt_tokens))
+        else:
+            await self._stream(answer, prompt_tokens)
+        asyncio.get_running_loop().call_soon(engine.make_ready)
+
+    async def _stream(self, answer: Answer, prompt_tokens: int) -> None:
         self._start_events()
-        for count in range(1, len(ids) + 1):
-            if engine.token_delay_s:
-                await asyncio.sleep(engine.token_delay_s)
-            self._event(engine.event([ids[count - 1]], prompt_tokens, sampled=count, last=count == len(ids)))
+        for count in range(1, len(answer.ids) + 1):
+            if self._engine.token_delay_s:
+                await asyncio.sleep(self._engine.token_delay_s)
+            self._event(self._engine.token(answer, count, prompt_tokens))
             if count == 1:
                 await asyncio.sleep(0)
         self._end_events()
