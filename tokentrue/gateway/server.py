@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
-import gc
 import ipaddress
 import logging
 import multiprocessing
@@ -29,12 +27,11 @@ import uvicorn
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.app import Gateway
 from tokentrue.gateway.http11 import Http11
+from tokentrue.gateway.memory import settle_memory
 from tokentrue.gateway.peers import FromPeer
 
 BACKLOG = 4096
 RESTARTS_PER_MINUTE = 10
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-KEPT_BYTES = 64 << 20
 SWITCH_S = 0.001  # a thread that builds samples or renders a long text gives way to the turns sooner
 
 
@@ -148,27 +145,9 @@ async def serve(
         await running[1]
 
 
-def keep_freed_memory() -> None:
-    """Bodies and prompts of some hundred kilobytes come and go with each turn: glibc would give their pages back and fault them in anew."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return  # not glibc
-    mallopt(M_MMAP_THRESHOLD, KEPT_BYTES // 4)
-    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-
-
-def settle_garbage() -> None:
-    """What start-up made stays for good: the collector need not walk it each time. A turn makes few cycles, so it comes less often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
-
-
 def run_worker(gateway: Gateway, public: socket.socket, *, peer_socket: str | None = None, ready: Callable[[], None] | None = None) -> None:
     """With uvloop where it is installed."""
-    keep_freed_memory()
-    settle_garbage()
+    settle_memory()
     sys.setswitchinterval(SWITCH_S)
     try:
         import uvloop
