@@ -14,7 +14,7 @@ from tokentrue.protocols import Provider, Renderer, TurnParser
 from tokentrue.sessions.prompts import INLINE_IDS, inline_or_thread
 from tokentrue.sessions.recording import Asked, Draft, checked
 from tokentrue.sessions.serve import Deltas
-from tokentrue.sessions.spare_time import Meanwhile
+from tokentrue.sessions.spare_time import Meanwhile, let_out
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Parsed, Sampling, TurnEvent, VersionSpan
 
 T = TypeVar("T")
@@ -85,7 +85,8 @@ class Choice:
                     heard.add(chunk)
                     self._emit_chunk(emit, chunk, [seen for delta in parser.result().feed(chunk.token_ids) if (seen := shown.feed(delta))])
                     if first:
-                        first = await _let_out()
+                        first = False
+                        await let_out()
         if final is None or final.token_ids != tuple(heard.ids):
             raise EngineContractError("the engine's stream and its final answer differ")
         rest, parsed = parser.result().finish()
@@ -132,14 +133,6 @@ class _Heard:
             versions=() if unversioned else tuple(self.versions),
             prompt_tokens=prompt_tokens,
         )
-
-
-async def _let_out() -> bool:
-    """Lets the first event out before the next is looked at, though more may have come already: one round of the loop for whoever sends it,
-    one for the socket."""
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    return False
 
 
 async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
