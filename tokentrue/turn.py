@@ -30,10 +30,10 @@ from tokentrue.sessions.limits import Limits
 from tokentrue.sessions.matching import Continue, Matcher, Plan
 from tokentrue.sessions.prompts import prompt_for
 from tokentrue.sessions.recording import Asked, Draft, nodes_from, recorded_reply, reply_from, rows_from
-from tokentrue.sessions.requests import Pinned, request_digest
+from tokentrue.sessions.requests import Pinned, Settled, request_digest
 from tokentrue.sessions.rows import Row
 from tokentrue.sessions.serve import deltas_of
-from tokentrue.sessions.spare_time import afterwards
+from tokentrue.sessions.spare_time import Meanwhile, afterwards
 from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest
@@ -84,7 +84,7 @@ class Session:
         self._matcher = Matcher(self._tree)
         self._airspace: Airspace[tuple[Any, ...]] = Airspace()
         self._tokens = 0
-        self._last_settled: tuple[Sampling, Sampling] | None = None  # what was asked for, what it became: mostly the same from turn to turn
+        self._settled: Settled | None = None  # of the last turn
         self._creating: asyncio.Future[None] | None = None
         self._created = journal.create(self.record) if journal is not None and _record is None else None
 
@@ -170,8 +170,8 @@ class Session:
             raise SessionConflict(f"session {self.id!r} has ended")
         tree = self.tree
         plan = self._matcher.resolve(request.messages, request.tools, after=request.after)
-        sampling = self._settled(request.sampling)
-        digest = request_digest(request, sampling, plan.place, plan.key)
+        settled = self._settle(request.sampling)
+        digest = request_digest(request, settled, plan.place, plan.key)
         if request.request_key is not None and (recorded := tree.keyed.get(request.request_key)):
             if recorded[0].request_digest != digest:
                 raise SessionConflict(f"request key {request.request_key!r} was used for another request; use a new key")
@@ -186,7 +186,7 @@ class Session:
         self._matcher.flying[turn_key] = self._matcher.flying.get(turn_key, 0) + 1
         flight = self._airspace.launch(
             key,
-            lambda me: self._fly(me, request, sampling, plan, started, digest),
+            lambda me: self._fly(me, request, settled.sampling, plan, started, digest),
             lambda error: self._landed(error, turn_key),
             streamed=streamed,
         )
@@ -212,6 +212,7 @@ class Session:
         choices = [Choice(asked=asked, index=index, node=token_hex(16), **engine) for index in range(request.n)]
         if flight.streamed:
             return tuple(await all_of([self._stream_one(choice, flight, plan) for choice in choices]))
+        Meanwhile(lambda: asked.foreseen(self.tree))
         drafts = await all_of([choice.generate() for choice in choices])
         return await self._commit(drafts, asked, plan)
 
@@ -231,7 +232,7 @@ class Session:
         """All or nothing: the journal first, then memory."""
         nodes = nodes_from(drafts, asked, self.tree)
         if self.journal is not None:
-            rows = rows_from(nodes, asked)
+            rows = rows_from(nodes, asked, self.tree)
             if not self.journal.append_now(self.id, rows):
                 return await to_the_end(self._commit_waiting(self.journal, rows, nodes, drafts, asked, plan))
         return self._enter(nodes, drafts, asked, plan)
@@ -250,18 +251,18 @@ class Session:
         afterwards(lambda: self.tree)
         return tuple(reply_from(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
 
-    def _settled(self, sampling: Sampling) -> Sampling:
+    def _settle(self, asked: Sampling) -> Settled:
         """Pinned values over the client's, the renderer's stop tokens added; refused where log-probabilities would not be true."""
-        if self._last_settled is not None and self._last_settled[0] is sampling:
-            return self._last_settled[1]
-        asked, sampling = sampling, self._pinned.over(sampling)
+        if self._settled is not None and self._settled.asked is asked:
+            return self._settled
+        sampling = self._pinned.over(asked)
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*self.renderer.stop_token_ids, *sampling.stop_token_ids))))
         blind = [name for name in sampling.filters if name not in self.provider.truthful_filters]
         if self.record.training and blind:
             cure = "switch it off, or use a session with training=False"
             raise SamplingError(f"{self.provider.name} cannot report true log-probabilities under {', '.join(blind)}; {cure}")
-        self._last_settled = (asked, sampling)
-        return sampling
+        self._settled = Settled.of(asked, sampling)
+        return self._settled
 
     def _adopt(self, tree: Tree) -> None:
         self._tree, self._matcher = tree, Matcher(tree)

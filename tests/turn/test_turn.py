@@ -23,6 +23,7 @@ from tokentrue.errors import (
     TokenContractError,
 )
 from tokentrue.sessions import Journal, Limits
+from tokentrue.sessions.prompts import Prompt, prompt_for
 from tokentrue.types import Completion, Finish, RoutedExperts, TurnEvent, TurnRequest
 
 
@@ -192,16 +193,23 @@ async def test_an_engine_that_counts_another_prompt_is_refused() -> None:
     assert len(session.tree) == 0
 
 
-async def test_a_renderer_that_changes_the_prefix_is_caught_at_commit() -> None:
-    """The check at commit compares what the engine was given with the record, whoever built it."""
-    session, _ = session_of(said("a", "1"), said("b", "2"))
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_prompt_that_leaves_the_record_is_never_committed(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine was given is compared with the record, whoever built it."""
+    session, engine = session_of(said("a", "1"), said("b", "2"), said("b", "2"))
     reply = await session.chat(OPENING)
-    ids = session.tree.full_ids(session.tree.get(reply.node))
-    ids[3] += 1  # as a bug in a cache would
-    with pytest.raises(TokenContractError, match="leaves the recorded ids at token 3"):
-        session.tree._ids.clear()
-        node = session.tree.get(reply.node)
-        session.tree._check_prefix(replace(node, parent=node.id, given_ids=ids[:0]), node, ids)
+    follow_up = TurnRequest(messages=[*OPENING, reply.message, USER])
+
+    async def changed(*args: Any, **kwargs: Any) -> Prompt:
+        prompt = await prompt_for(*args, **kwargs)
+        prompt.ids[3] += 1  # as a bug in a cache would
+        return prompt
+
+    with monkeypatch.context() as patch, pytest.raises(TokenContractError, match="leaves the recorded ids at token 3"):
+        patch.setattr("tokentrue.turn.prompt_for", changed)
+        await (heard(session, follow_up) if streamed else session.turn(follow_up))
+    assert len(session.tree) == 1 and len(engine.prompts) == 2
+    assert (await session.turn(follow_up))[0].root is None and len(session.tree) == 2
 
 
 async def test_filters_that_the_engine_cannot_account_for_are_refused_in_training() -> None:

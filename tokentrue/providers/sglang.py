@@ -168,16 +168,17 @@ class SGLangProvider:
 
     def _complete(self, gathering: Gathering, meta: Mapping[str, Any]) -> Completion:
         reason = meta["finish_reason"]
-        kind = reason["type"] if isinstance(reason, Mapping) else str(reason)
+        told: dict[str, Any] = reason if isinstance(reason, dict) else {"type": str(reason)}
+        kind = told["type"]
         finish = FINISHES.get(kind)
         if finish is None:
             raise EngineContractError(f"sglang ended with an unknown finish reason {kind!r}")
-        if kind == "abort" and reason.get("status_code"):
-            raise EngineRejected(f"sglang aborted the request: {reason.get('message')}")
+        if kind == "abort" and told.get("status_code"):
+            raise EngineRejected(f"sglang aborted the request: {told.get('message')}")
         return gathering.completion(
             finish,
             prompt_tokens=meta.get("prompt_tokens"),
-            stopped_by=reason.get("matched") if isinstance(reason, Mapping) else None,
+            stopped_by=told.get("matched"),
             routed_experts=self._experts(meta, gathering.count),
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import chain
+from array import array
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,25 +29,26 @@ class AsciiWords:
         self._split = pattern.findall
         self._ids = _Learned(tokenizer).__getitem__
 
-    def encode(self, text: str) -> list[int] | None:
+    def encode(self, text: str) -> array[int] | None:
         """None where the pattern does not account for every character: then the tokenizer itself must be asked."""
         words = self._split(text)
         if "".join(words) != text:
             return None
-        return list(chain.from_iterable(map(self._ids, words)))
+        return array("i", b"".join(map(self._ids, words)))
 
 
-class _Learned(dict[str, tuple[int, ...]]):
-    """Words to their ids; one that is new is asked of the tokenizer's model."""
+class _Learned(dict[str, bytes]):
+    """Words to their ids, as the bytes of an array: to find them lying together is most of the work. A word that is new is asked of the
+    tokenizer's model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenize = tokenizer.model.tokenize
 
-    def __missing__(self, word: str) -> tuple[int, ...]:
+    def __missing__(self, word: str) -> bytes:
         if len(self) >= _KEPT:
             self.clear()
-        ids = self[word] = tuple([token.id for token in self._tokenize(word.translate(_BYTE_LEVEL))])
+        ids = self[word] = array("i", [token.id for token in self._tokenize(word.translate(_BYTE_LEVEL))]).tobytes()
         return ids
 
 

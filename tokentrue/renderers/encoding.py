@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,7 @@ class Codec:
                 return ids
         return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def quick_ids(self, text: str) -> list[int] | None:
+    def quick_ids(self, text: str) -> array[int] | None:
         """Of text without literals, behind one; None where there is no fast way."""
         return self._words.encode(text) if self._words is not None and text.isascii() else None
 
@@ -191,7 +192,7 @@ class Codec:
 
     def _encode_bare(self, text: str, *, at_start: bool) -> list[int]:
         if (found := self.quick_ids(text)) is not None:
-            return found
+            return found.tolist()
         if at_start:
             return self._bare.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._bare.encode_batch_fast([_EDGE + text], add_special_tokens=False)[0].ids[1:]

@@ -7,6 +7,7 @@ the frame ends with the beginning of one or begins with the end of one; and no l
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,12 +24,12 @@ class Stencil:
     """`given` are the ids before, between and behind the contents, `around` the frame's text that shares a stretch with each of them."""
 
     codec: Codec
-    given: tuple[tuple[int, ...], ...]
+    given: tuple[array[int], ...]
     around: tuple[tuple[str, str], ...]
 
-    def ids(self, contents: Sequence[str]) -> tuple[list[int], list[int]] | None:
+    def ids(self, contents: Sequence[str]) -> tuple[array[int], list[int]] | None:
         """Of the frame with these clean contents, and how many of them each stretch has; None where one of them has no fast way."""
-        ids, counts = list(self.given[0]), list[int]()
+        ids, counts = self.given[0][:], list[int]()
         for content, (before, behind), following in zip(contents, self.around, self.given[1:], strict=True):
             found = self.codec.quick_ids(before + content + behind)
             if found is None:
@@ -62,19 +63,19 @@ def stencil_of(codec: Codec, frame: Sequence[str]) -> Stencil | None:
     open_ends = map(codec.may_go_on, frame[:-1]), map(codec.may_have_begun, frame[1:])
     if not codec.has_plain_literals or any(map(any, open_ends)) or _HOLE in "".join(frame):
         return None
-    given: list[tuple[int, ...]] = []
+    given: list[array[int]] = []
     around: list[tuple[str, str]] = []
-    ids: list[int] = []
+    ids = array("i")
     for stretch, literal, _ in codec.pieces(_HOLE.join(frame)):
         before, hole, behind = stretch.partition(_HOLE)
-        found = [] if hole or not stretch else codec.quick_ids(stretch)
+        found = array("i") if hole or not stretch else codec.quick_ids(stretch)
         if found is None or _HOLE in behind:
             return None
         ids += found
         if hole:
             around.append((before, behind))
-            given.append(tuple(ids))
-            ids = []
+            given.append(ids)
+            ids = array("i")
         if literal:
             ids.append(codec.literals[literal])
-    return Stencil(codec=codec, given=(*given, tuple(ids)), around=tuple(around))
+    return Stencil(codec=codec, given=(*given, ids), around=tuple(around))

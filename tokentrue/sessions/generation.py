@@ -46,15 +46,9 @@ class Choice:
         return base if base.seed is None or self.index == 0 else replace(base, seed=base.seed + self.index)
 
     async def generate(self) -> Draft:
-        parser = Meanwhile(lambda: self._spans_and_parser(early=False))
+        parser = Meanwhile(lambda: self._parser(early=False))
         completion = await self.provider.generate(self.asked.prompt.ids, self.sampling, session=self.session_id)
         return await self._draft(checked(completion, self.asked.prompt), parser.result())
-
-    def _spans_and_parser(self, *, early: bool) -> TurnParser:
-        """The spans are kept where they are worked out, for the record."""
-        parser = self._parser(early=early)
-        _ = self.asked.prompt.spans
-        return parser
 
     def _parser(self, *, early: bool) -> TurnParser:
         """`early` shows calls while they are written."""
@@ -73,7 +67,7 @@ class Choice:
         return Draft(node=self.node, choice=self.index, completion=completion, parsed=parsed)
 
     async def _listen(self, emit: Emit, heard: _Heard) -> tuple[Completion, Parsed]:
-        parser = Meanwhile(lambda: self._spans_and_parser(early=True))
+        parser = Meanwhile(lambda: self._parser(early=True))
         shown = Deltas(self.node, self.asked.sampling.stop)
         final: Completion | None = None
         first = True

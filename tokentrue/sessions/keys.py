@@ -131,7 +131,7 @@ def _loose(value: Any) -> Any:
         except OverflowError:
             return str(value)
         return number if math.isfinite(number) else str(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):
         return {str(key): _loose(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, Sequence):
         return [_loose(item) for item in cast("Sequence[Any]", value)]
@@ -173,7 +173,7 @@ def base_key(tools: Tools | None) -> bytes:
 
 
 def role_of(message: Message, field: str = "messages[]") -> str:
-    role = message.get("role") if isinstance(message, Mapping) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    role = message.get("role") if isinstance(message, (dict, Mapping)) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if not isinstance(role, str) or not role:
         raise MessageError("a message needs a role", field=field)
     return "system" if role == "developer" else role

@@ -19,7 +19,10 @@ def projection(served: Message, replayed: Message) -> tuple[str, ...] | None:
     """The losses, sorted; `()` where nothing visible differs; None where this is not a replay of `served`."""
     if served is replayed:
         return ()
-    if all(served.get(name) == replayed.get(name) for name in _KNOWN):  # most come back as they went out
+    for name in _KNOWN:
+        if served.get(name) != replayed.get(name):
+            break
+    else:  # most come back as they went out
         return tuple(_extras(replayed))
     # A model may write a stray tag into its visible text: where the text came back as served, no reasoning was inlined into it.
     literal = text_of(served.get("content")).strip() == text_of(replayed.get("content")).strip()
@@ -63,7 +66,10 @@ def _content_losses(served: Any, replayed: Any, was: str, now: str) -> set[str]:
 
 
 def _extras(replayed: Message) -> set[str]:
-    return {"extra_fields"} if any(key not in _KNOWN and value not in (None, [], "") for key, value in replayed.items()) else set()
+    for key, value in replayed.items():
+        if key not in _KNOWN and value not in (None, [], ""):
+            return {"extra_fields"}
+    return set()
 
 
 def label(losses: tuple[str, ...], *, ambiguous: bool = False) -> str:

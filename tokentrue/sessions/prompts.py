@@ -122,7 +122,11 @@ async def _same_context(renderer: Renderer, tree: Tree, node: Node, tools: Tools
 
 def _chars(messages: Messages | Iterable[Mapping[str, Any]]) -> int:
     """About how much text there is to render."""
-    return sum(map(_size, messages))
+    chars = 0
+    for message in messages:
+        for value in message.values():
+            chars += len(value) if isinstance(value, str) else _size(value)
+    return chars
 
 
 def _size(value: Any) -> int:

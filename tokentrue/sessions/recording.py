@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tokentrue.errors import EngineContractError, MessageError
 from tokentrue.protocols import Renderer
 from tokentrue.sessions import chain
 from tokentrue.sessions.prompts import Prompt
-from tokentrue.sessions.rows import Row, row_from_node
+from tokentrue.sessions.rows import Row, row_from_node, written_given
 from tokentrue.sessions.serve import served_message
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Completion, Parsed, Reply, Sampling, Status, TurnRequest
@@ -29,7 +30,7 @@ class Draft:
     outcome: Literal["served", "disconnected"] = "served"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Asked:
     """What the turn was asked for, with everything that was settled before the engine was called."""
 
@@ -38,6 +39,16 @@ class Asked:
     sampling: Sampling
     started: int
     digest: str
+    _given: Mapping[str, Any] | None = None
+
+    def foreseen(self, tree: Tree) -> Mapping[str, Any]:
+        """What must hold and can be written whatever is sampled, settled once: the prompt that the engine gets is, bit for bit, what is
+        recorded and what was given; and what the row says of the given messages."""
+        if self._given is None:
+            prompt = self.prompt
+            tree.check_prompt(prompt.ids, prompt.parent, prompt.given_ids)
+            self._given = written_given(prompt.given, prompt.spans)
+        return self._given
 
 
 def checked(completion: Completion, prompt: Prompt) -> Completion:
@@ -96,18 +107,21 @@ def node_from(draft: Draft, asked: Asked, tree: Tree) -> Node:
 
 
 def nodes_from(drafts: Sequence[Draft], asked: Asked, tree: Tree) -> list[Node]:
-    """Fit to enter the record: the prompt that the engine got is, bit for bit, what is recorded and what was given."""
+    """Fit to enter the record."""
+    asked.foreseen(tree)
     nodes = [node_from(draft, asked, tree) for draft in drafts]
     for node in nodes:
-        tree.check(node, asked.prompt.ids)
+        tree.check(node)
     return nodes
 
 
-def rows_from(nodes: Sequence[Node], asked: Asked) -> list[Row]:
-    return [_row(node, asked.prompt.parent) for node in nodes]
+def rows_from(nodes: Sequence[Node], asked: Asked, tree: Tree) -> list[Row]:
+    return [_row(node, asked.prompt.parent, asked.foreseen(tree)) for node in nodes]
 
 
-def _row(node: Node, parent: Node | None) -> Row:
+def _row(node: Node, parent: Node | None, given: Mapping[str, Any]) -> Row:
+    with suppress(TypeError):
+        return row_from_node(node, parent, given)
     try:
         return row_from_node(node, parent)
     except TypeError as error:

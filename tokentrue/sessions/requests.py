@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokentrue.errors import SamplingError
 from tokentrue.sessions.rows import dumps, sampling_from_json, sampling_to_json
@@ -40,10 +40,27 @@ class Pinned:
         return replace(sampling, **{name: getattr(pinned, name) for name in self.values})
 
 
-def request_digest(request: TurnRequest, sampling: Sampling, place: str | None, key: bytes) -> str:
+class Settled(NamedTuple):
+    """A client's sampling with the pinned values over it, and the same as JSON: mostly the same object from turn to turn."""
+
+    asked: Sampling
+    sampling: Sampling
+    written: bytes
+
+    @classmethod
+    def of(cls, asked: Sampling, sampling: Sampling) -> Settled:
+        return cls(asked, sampling, _plain(sampling_to_json(sampling)))
+
+
+def request_digest(request: TurnRequest, settled: Settled, place: str | None, key: bytes) -> str:
     """The same request, whatever spelling its replayed history has: same place in the record, same new messages, same settings."""
+    kwargs = _plain(dict(request.template_kwargs)) if request.template_kwargs else b""
+    fields = (key, (place or "").encode(), b"%d" % request.n, kwargs, settled.written)
+    return blake2b(b"\0".join(fields), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> bytes:
     try:
-        settings = dumps([place, sampling_to_json(sampling), dict(request.template_kwargs), request.n])
+        return dumps(value)
     except TypeError as error:
         raise SamplingError(f"sampling.extra and template_kwargs must be plain JSON values: {error}") from error
-    return blake2b(key + settings, digest_size=16).hexdigest()

@@ -74,11 +74,27 @@ def _array(typecode: str, data: bytes) -> array[Any]:
     return values
 
 
-def row_from_node(node: Node, parent: Node | None) -> Row:
+def written_given(given: Sequence[Given], spans: Sequence[PromptSpan]) -> dict[str, Any]:
+    """What a row says of the given messages, as JSON already: it does not wait for what is sampled."""
+    fields = _given_fields(given, spans)
+    try:
+        return {name: orjson.Fragment(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)) for name, value in fields.items()}
+    except TypeError:
+        return fields  # left to `dumps`, which has a way for text that is no valid UTF-8
+
+
+def _given_fields(given: Sequence[Given], spans: Sequence[PromptSpan]) -> dict[str, Any]:
+    return {
+        "given": [{"served": item.node} if isinstance(item, ServedRef) else {"message": item} for item in given],
+        "spans": [[span.start, span.end, span.role, span.message] for span in spans],
+    }
+
+
+def row_from_node(node: Node, parent: Node | None, given: Mapping[str, Any] | None = None) -> Row:
+    """`given` is what `written_given` made of the node's own messages and spans."""
     body: dict[str, Any] = {
         "started": node.started,
-        "given": [{"served": item.node} if isinstance(item, ServedRef) else {"message": item} for item in node.given],
-        "spans": [[span.start, span.end, span.role, span.message] for span in node.given_spans],
+        **(_given_fields(node.given, node.given_spans) if given is None else given),
         "versions": [[span.start, span.end, span.version] for span in node.versions],
         "finish": node.finish.value,
         "served": node.served,

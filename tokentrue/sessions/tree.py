@@ -204,8 +204,8 @@ class Tree:
     def start_link(self, parent: Node | None) -> bytes:
         return self._start if parent is None else parent.chain
 
-    def check(self, node: Node, prompt_ids: array[int] | None) -> None:
-        """Everything that must hold before `node` may enter the record. `prompt_ids` is what the engine was given."""
+    def check(self, node: Node) -> None:
+        """Everything that must hold before `node` may enter the record, but for what the engine was given: see `check_prompt`."""
         if node.id in self.nodes:
             raise SessionConflict(f"node {node.id} is already in the record")
         if node.parent is not None and node.parent not in self.nodes:
@@ -217,20 +217,20 @@ class Tree:
             raise TokenContractError(f"node {node.id}: prompt of {node.prompt_length} ids, but {parts}")
         if len(node.sampled_ids) != len(node.logprobs):
             raise TokenContractError(f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities")
-        if prompt_ids is not None:
-            self._check_prefix(node, parent, prompt_ids)
 
-    def _check_prefix(self, node: Node, parent: Node | None, prompt_ids: array[int]) -> None:
+    def check_prompt(self, prompt_ids: array[int], parent: Node | None, given_ids: array[int]) -> None:
+        """What the engine is given is, bit for bit, what is recorded and what was given behind it."""
         prefix = array("i") if parent is None else self.full_ids(parent)
-        if not starts_with(prompt_ids, prefix) or prompt_ids[len(prefix) :] != node.given_ids:
-            recorded = prefix + node.given_ids
+        if not starts_with(prompt_ids, prefix) or prompt_ids[len(prefix) :] != given_ids:
+            recorded = prefix + given_ids
             pairs = enumerate(zip(recorded, prompt_ids, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(recorded), len(prompt_ids)))
-            raise TokenContractError(f"node {node.id}: the prompt leaves the recorded ids at token {at}")
+            after = "a new root" if parent is None else f"node {parent.id}"
+            raise TokenContractError(f"after {after}: the prompt leaves the recorded ids at token {at}")
 
     def load(self, node: Node) -> None:
         """Add a node that comes from outside: everything about it is checked, its certificate included."""
-        self.check(node, None)
+        self.check(node)
         if node.chain != self.link(node):
             raise TokenContractError(f"node {node.id}: the certificate does not fit what is recorded")
         self.add(node)
