@@ -223,6 +223,21 @@ class LateSpans:
         record.__dict__["spans"] = spans
 
 
+class LateIds:
+    """The `added_ids` of a record, given as a tuple or as an array that becomes one when it is first read."""
+
+    def __get__(self, record: object | None, owner: type) -> tuple[int, ...]:
+        if record is None:
+            raise AttributeError  # a record without them cannot be made
+        fields = record.__dict__
+        if "_read" not in fields:
+            fields["_read"] = tuple(fields["added_ids"])
+        return fields["_read"]
+
+    def __set__(self, record: object, ids: tuple[int, ...] | array[int]) -> None:
+        record.__dict__["added_ids"] = ids
+
+
 @dataclass(frozen=True, kw_only=True)
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all of them given, none sampled.
@@ -234,7 +249,7 @@ class Extension:
     """
 
     prefix_ids: Ids
-    added_ids: tuple[int, ...]
+    added_ids: LateIds = LateIds()
     spans: LateSpans = LateSpans()  # the descriptor, not a default that records share
     context: Literal["dummy", "history"] = "dummy"
     join: Literal["stop", "alias", "foreign", "open"] = "stop"
@@ -242,6 +257,12 @@ class Extension:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return (*self.prefix_ids, *self.added_ids)
+
+    @property
+    def packed(self) -> array[int]:
+        """`added_ids` as an array, not to be changed."""
+        ids: tuple[int, ...] | array[int] = self.__dict__["added_ids"]
+        return array("i", ids) if isinstance(ids, tuple) else ids
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "spans": self.spans}

@@ -162,12 +162,11 @@ class Renderer:
             return None
         stencil, roles = plan.stencil, [shape[0] for shape in shapes[1:]]
         quick = None if stencil is None else stencil.ids(contents)
-        ids, counts = (self._encode_tail(filled(frame, contents), "", plan), None) if quick is None else quick
-        added = tuple(ids)
+        added, counts = (tuple(self._encode_tail(filled(frame, contents), "", plan)), None) if quick is None else quick
 
         def spans() -> tuple[PromptSpan, ...]:
             found = None if stencil is None or counts is None else stencil.spans(added, counts, contents, roles)
-            return found or spans_of(self.codec, filled(frame, contents), "", added, plan.joins, roles)
+            return found or spans_of(self.codec, filled(frame, contents), "", tuple(added), plan.joins, roles)
 
         return Extension(prefix_ids=prefix_ids, added_ids=added, spans=spans, join=plan.join)
 

@@ -75,7 +75,7 @@ async def _extend(plan: Continue, renderer: Renderer, tree: Tree, tools: Tools |
         return extension
     if len(extension.prefix_ids) != len(prefix):
         raise TokenContractError(f"the renderer changed the prefix of node {node.id}: {len(prefix)} ids became {len(extension.prefix_ids)}")
-    given = array("i", extension.added_ids)
+    given = extension.packed
     return Prompt(
         ids=prefix + given,
         given_ids=given,
