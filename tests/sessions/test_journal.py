@@ -106,6 +106,11 @@ async def test_a_failing_disk_acknowledges_nothing(tmp_path: Path, inline: bool)
     big = replace(row("a", 0), body=b"x" * 1_000_000)
     with pytest.raises(JournalError, match="full"):
         await journal.append("s", big)
+    if inline:
+        journal._inline._not_before = 0.0  # type: ignore[union-attr]
+        with pytest.raises(JournalError, match="full"):
+            journal.append_now("s", [big])
+    assert not journal.rows("s")
     db.execute("PRAGMA max_page_count=1000000")
     await journal.append("s", big)
     assert len(journal.rows("s")) == 1
@@ -122,6 +127,25 @@ async def test_a_lone_write_is_committed_by_its_caller_and_seen_by_others(tmp_pa
     journal.close()
 
 
+async def test_what_is_appended_here_and_now_is_all_there_or_not_at_all(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    await created(journal, "s")
+
+    def append(*rows: Row) -> list[str]:
+        assert journal._inline is not None
+        journal._inline._not_before = 0.0
+        assert journal.append_now("s", rows)
+        return [found.id for found in Journal(tmp_path / "j.db").rows("s")]
+
+    assert append(row("a", 0)) == ["a"]
+    assert append(row("b", 1), row("c", 2)) == ["a", "b", "c"]
+    for rows in ([row("x", 0)], [row("x", 3), row("y", 1)], [replace(row("x", 3), parent="nobody")]):
+        with pytest.raises(SessionConflict):
+            append(*rows)
+    assert append(row("d", 3)) == ["a", "b", "c", "d"]
+    journal.close()
+
+
 async def test_a_caller_does_not_wait_for_another_process(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.db")
     await created(journal, "s")
@@ -129,6 +153,7 @@ async def test_a_caller_does_not_wait_for_another_process(tmp_path: Path) -> Non
     other.execute("BEGIN IMMEDIATE")
     began = time.monotonic()
     assert journal.write_now(lambda db: 1) is None
+    assert not journal.append_now("s", [row("a", 0)]) and not journal.append_now("s", [row("a", 0), row("b", 1)])
     assert time.monotonic() - began < 0.5
     waiting = asyncio.ensure_future(journal.append("s", row("a", 0)))  # the writer thread waits instead
     await asyncio.sleep(0.05)
