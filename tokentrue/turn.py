@@ -14,7 +14,6 @@ import uuid
 from array import array
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from secrets import token_hex
 from typing import Any, Literal
@@ -149,9 +148,14 @@ class Session:
         await self.ready()
         flight, recorded, joined = self._board(request, streamed=True)
         if flight is not None and not joined:
-            async with aclosing(flight.events()) as events:
-                async for event in events:
-                    yield event
+            flight.join()
+            try:
+                while events := await flight.heard():
+                    for event in events:
+                        yield event
+                await flight.outcome()
+            finally:
+                await flight.leave()
             return
         replies = (
             [recorded_reply(node, tree=self.tree, renderer=self.renderer) for node in recorded]

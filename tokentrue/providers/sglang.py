@@ -196,8 +196,7 @@ class SGLangProvider:
 
     async def _abort(self, rid: str) -> None:
         try:
-            async with self._wire.open("POST", "/abort_request", orjson.dumps({"rid": rid}), retry=False):
-                pass
+            await self._wire.read("POST", "/abort_request", orjson.dumps({"rid": rid}), retry=False)
         except EngineError:
             return  # the engine is gone: nothing is left to abort
 

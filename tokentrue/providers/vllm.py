@@ -244,8 +244,7 @@ class VLLMProvider:
         )
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        async with self._wire.open("POST", path, orjson.dumps(body or {}), retry=False):
-            pass
+        await self._wire.read("POST", path, orjson.dumps(body or {}), retry=False)
 
     async def _abort(self, abilities: Abilities, request_id: str) -> None:
         """Closing the connection cancels too; this makes it certain behind a router."""

@@ -9,8 +9,7 @@ import asyncio
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -124,21 +123,12 @@ class Wire:
     async def close(self) -> None:
         await self._connections.close()
 
-    @asynccontextmanager
-    async def open(self, method: str, path: str, body: Body = (), *, retry: bool = True) -> AsyncIterator[Connection]:
-        """The answer to an accepted request; what the engine refuses becomes a typed error with the engine's own words."""
-        connection = await self._answered(method, path, body, self._retries if retry else 0)
-        try:
-            if connection.status >= 300:
-                raise _refusal(self.url + path, connection.status, await connection.read())
-            yield connection
-        except (Silent, Broken) as error:
-            raise self._broken_off(path, error) from error
-        finally:
-            self._connections.give_back(connection, read=connection.read_enough)
-
     async def json(self, method: str, path: str, body: Body = (), *, retry: bool = True) -> Any:
-        """A whole answer, parsed; as `open`, without the cost of a context."""
+        """A whole answer, parsed."""
+        return parsed(await self.read(method, path, body, retry=retry), self.url + path)
+
+    async def read(self, method: str, path: str, body: Body = (), *, retry: bool = True) -> bytes:
+        """A whole answer; what the engine refuses becomes a typed error with the engine's own words."""
         connection = await self._answered(method, path, body, self._retries if retry else 0)
         try:
             data = await connection.read()
@@ -148,7 +138,7 @@ class Wire:
             self._connections.give_back(connection)
         if connection.status >= 300:
             raise _refusal(self.url + path, connection.status, data)
-        return parsed(data, self.url + path)
+        return data
 
     def _broken_off(self, path: str, error: Silent | Broken) -> Exception:
         if isinstance(error, Silent):
@@ -194,20 +184,26 @@ class Wire:
 
     async def events(self, path: str, body: Body) -> AsyncGenerator[Any]:
         """The data of a server-sent event stream, parsed, up to [DONE]."""
-        async with self.open("POST", path, body) as answer:
-            lines = Lines()
+        connection, lines = await self._answered("POST", path, body, self._retries), Lines()
+        try:
+            if connection.status >= 300:
+                raise _refusal(self.url + path, connection.status, await connection.read())
             while True:
-                block = await answer.block()
+                block = await connection.block()
                 for line in lines.of(block or b"\n"):  # the end ends a line too
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
-                        answer.read_enough = True
+                        connection.read_enough = True
                         return
                     yield parsed(data, self.url + path)
                 if not block:
                     return
+        except (Silent, Broken) as error:
+            raise self._broken_off(path, error) from error
+        finally:
+            self._connections.give_back(connection, read=connection.read_enough)
 
 
 class Lines:

@@ -4,7 +4,7 @@ and it is cancelled only when the last waiter has left."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from tokentrue.types import Reply, TurnEvent
@@ -15,7 +15,7 @@ Landed: TypeAlias = Callable[[BaseException | None], None]
 
 
 class Flight:
-    """One turn being generated. It has `events` where its first caller streams.
+    """One turn being generated. Where its first caller streams, events are emitted and `heard`.
 
     It lands inside its own task, before anyone who waits goes on: whoever hears of it finds the airspace free.
     """
@@ -24,7 +24,9 @@ class Flight:
 
     def __init__(self, work: Work, landed: Landed, *, streamed: bool) -> None:
         Flight.flying += 1
-        self._events: asyncio.Queue[TurnEvent | None] | None = asyncio.Queue() if streamed else None
+        self.streamed = streamed
+        self._events: list[TurnEvent] = []  # not yet heard
+        self._listener: asyncio.Future[None] | None = None
         self.waiters = 0
         self.over = False
         self._landed = landed
@@ -32,24 +34,21 @@ class Flight:
         self.task: asyncio.Task[tuple[Reply, ...]] = asyncio.create_task(self._fly(work))
         self.task.add_done_callback(self._see)
 
-    @property
-    def streamed(self) -> bool:
-        return self._events is not None
+    def emit(self, event: TurnEvent) -> None:
+        self._events.append(event)
+        self._wake()
 
-    def emit(self, event: TurnEvent | None) -> None:
-        if self._events is not None:
-            self._events.put_nowait(event)
+    def _wake(self) -> None:
+        if self._listener is not None and not self._listener.done():
+            self._listener.set_result(None)
 
-    async def events(self) -> AsyncGenerator[TurnEvent, None]:
-        """As they come, for the one caller that streams; raises what the flight ended with."""
-        assert self._events is not None
-        self.waiters += 1
-        try:
-            while (event := await self._events.get()) is not None:
-                yield event
-            await self._outcome()
-        finally:
-            await self.leave()
+    async def heard(self) -> list[TurnEvent]:
+        """What was emitted since the last time, for the one caller that streams; nothing when the flight is over."""
+        if not self._events and not self.over:
+            self._listener = asyncio.get_running_loop().create_future()
+            await self._listener
+        events, self._events = self._events, []
+        return events
 
     async def _fly(self, work: Work) -> tuple[Reply, ...]:
         try:
@@ -74,7 +73,7 @@ class Flight:
                 waiter.cancel()
             else:
                 waiter.set_exception(error)
-        self.emit(None)
+        self._wake()
 
     def _see(self, task: asyncio.Task[tuple[Reply, ...]]) -> None:
         if not task.cancelled():
@@ -84,13 +83,13 @@ class Flight:
 
     async def result(self) -> tuple[Reply, ...]:
         """Wait as one of several."""
-        self.waiters += 1
+        self.join()
         try:
-            return await self._outcome()
+            return await self.outcome()
         finally:
             await self.leave()
 
-    async def _outcome(self) -> tuple[Reply, ...]:
+    async def outcome(self) -> tuple[Reply, ...]:
         if self.task.done():
             return self.task.result()
         waiter: asyncio.Future[tuple[Reply, ...]] = asyncio.get_running_loop().create_future()
@@ -99,6 +98,10 @@ class Flight:
             return await waiter
         finally:
             self._waiting.remove(waiter)
+
+    def join(self) -> None:
+        """Whoever joins leaves."""
+        self.waiters += 1
 
     async def leave(self) -> None:
         self.waiters -= 1
