@@ -142,7 +142,8 @@ class Pool:
         """`done` is what was sampled of this generation before."""
         failures = 0
         while True:
-            await self._open.wait()
+            if not self._open.is_set():
+                await self._open.wait()
             ids, rest = _remaining(prompt_ids, sampling, done)
             if rest is None:  # it broke off right at the limit: nothing is left to sample
                 yield Chunk(final=replace(joined(done, prompt_tokens=len(prompt_ids)), finish=Finish.LENGTH))
