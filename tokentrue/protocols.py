@@ -77,7 +77,8 @@ class Provider(Protocol):
     """An engine: ids in, ids and log-probabilities out.
 
     `prompt_ids` may be kept: a caller that gives an array may append to it later, but never changes what is in it. `sampling` is frozen,
-    its `extra` included.
+    its `extra` included. Some have more: `foresee(ids, session)` is told, while nobody waits, what a session's next prompt will probably
+    begin with; `forget(session)` that a session has left the memory.
     """
 
     @property

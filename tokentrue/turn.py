@@ -11,7 +11,6 @@ import asyncio
 import math
 import time
 import uuid
-from array import array
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -19,7 +18,7 @@ from secrets import token_hex
 from typing import Any, Literal
 
 from tokentrue.errors import ConfigError, InputError, SamplingError, SessionConflict
-from tokentrue.protocols import Provider, Renderer
+from tokentrue.protocols import Provider, Renderer, call_if_there
 from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import Client
 from tokentrue.sessions.flights import Airspace, Flight, to_the_end
@@ -27,7 +26,7 @@ from tokentrue.sessions.generation import Choice, Disconnected, all_of
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord
 from tokentrue.sessions.limits import Limits
 from tokentrue.sessions.matching import Continue, Matcher, Plan
-from tokentrue.sessions.prompts import prompt_for
+from tokentrue.sessions.prompts import Prompt, prompt_for
 from tokentrue.sessions.recording import Asked, Draft, nodes_from, recorded_reply, reply_from, rows_from
 from tokentrue.sessions.requests import Pinned, Settled, request_digest
 from tokentrue.sessions.rows import Row
@@ -78,7 +77,7 @@ class Session:
             created=time.time(),
         )
         self._tree = Tree(template=self.record.template, tokenizer=self.record.tokenizer)
-        self._entering: deque[tuple[Node, array[int], Plan]] = deque()  # in the journal, not yet in the tree
+        self._entering: deque[tuple[Node, Prompt, Plan]] = deque()  # in the journal, not yet in the tree
         self.counters: Counter[str] = Counter()
         self._matcher = Matcher(self._tree)
         self._airspace: Airspace[tuple[Any, ...]] = Airspace()
@@ -107,9 +106,10 @@ class Session:
     def tree(self) -> Tree:
         """The record in memory, up to the last turn that was answered."""
         while self._entering:
-            node, prompt_ids, plan = self._entering.popleft()
-            self._tree.add(node, prompt_ids)
+            node, prompt, plan = self._entering.popleft()
+            self._tree.add(node, prompt.ids)
             self._matcher.remember_calls(node, plan)
+            call_if_there(self.provider, "foresee", self._tree.full_ids(node), self.id)
         return self._tree
 
     async def ready(self) -> None:
@@ -251,7 +251,7 @@ class Session:
         """Nobody need wait for the tree's indexes: they are made afterwards, or when `tree` is looked at before."""
         for node in nodes:
             self._count(node)
-            self._entering.append((node, asked.prompt.ids, plan))
+            self._entering.append((node, asked.prompt, plan))
         afterwards(lambda: self.tree)
         return tuple(reply_from(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from itertools import chain
+from typing import Any, Literal, TypeAlias, overload
 
 from tokentrue.errors import SamplingError, TokenContractError
 
@@ -59,6 +60,40 @@ def starts_with(ids: array[int], prefix: array[int]) -> bool:
     if (memcmp := _memcmp()) is None:
         return ids[: len(prefix)] == prefix
     return not prefix or memcmp(ids.buffer_info()[0], prefix.buffer_info()[0], len(prefix) * prefix.itemsize) == 0
+
+
+class JoinedIds(Sequence[int]):
+    """`before` and `added` as one sequence that is laid end to end only where somebody needs it so. Neither may be changed afterwards."""
+
+    __slots__ = ("_whole", "added", "before")
+
+    def __init__(self, before: array[int], added: array[int]) -> None:
+        self.before, self.added = before, added
+        self._whole: array[int] | None = None
+
+    @property
+    def whole(self) -> array[int]:
+        if self._whole is None:
+            self._whole = self.before + self.added
+        return self._whole
+
+    def __len__(self) -> int:
+        return len(self.before) + len(self.added)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> array[int]: ...
+    def __getitem__(self, index: int | slice) -> int | array[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            shift = len(self.before)
+            if start >= shift and stop >= shift and step > 0:
+                return self.added[start - shift : stop - shift : step]
+        return self.whole[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self.before, self.added)
 
 
 class Finish(StrEnum):

@@ -24,7 +24,7 @@ from tokentrue.errors import (
 )
 from tokentrue.sessions import Journal, Limits
 from tokentrue.sessions.prompts import Prompt, prompt_for
-from tokentrue.types import Completion, Finish, RoutedExperts, TurnEvent, TurnRequest
+from tokentrue.types import Completion, Finish, JoinedIds, RoutedExperts, TurnEvent, TurnRequest
 
 
 def verbatim(message: Any, turn: int) -> Any:
@@ -193,8 +193,9 @@ async def test_an_engine_that_counts_another_prompt_is_refused() -> None:
     assert len(session.tree) == 0
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_prompt_that_leaves_the_record_is_never_committed(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_leaves_the_record_is_never_committed(streamed: bool, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine was given is compared with the record, whoever built it."""
     session, engine = session_of(said("a", "1"), said("b", "2"), said("b", "2"))
     reply = await session.chat(OPENING)
@@ -202,8 +203,10 @@ async def test_a_prompt_that_leaves_the_record_is_never_committed(streamed: bool
 
     async def changed(*args: Any, **kwargs: Any) -> Prompt:
         prompt = await prompt_for(*args, **kwargs)
-        prompt.ids[3] += 1  # as a bug in a cache would
-        return prompt
+        assert isinstance(prompt.ids, JoinedIds)
+        before = prompt.ids.before[:]
+        before[3] += 1  # as a bug in a cache would
+        return replace(prompt, ids=JoinedIds(before, prompt.ids.added) if joined else before + prompt.ids.added)
 
     with monkeypatch.context() as patch, pytest.raises(TokenContractError, match="leaves the recorded ids at token 3"):
         patch.setattr("tokentrue.turn.prompt_for", changed)

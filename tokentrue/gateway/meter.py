@@ -80,6 +80,9 @@ class Metered:
     def pause(self) -> None:
         call_if_there(self.inner, "pause")
 
+    def foresee(self, ids: Ids, session: str) -> None:
+        call_if_there(self.inner, "foresee", ids, session)
+
     def forget(self, session: str) -> None:
         """What the adapter keeps for a session that has left the memory."""
         call_if_there(self.inner, "forget", session)

@@ -55,6 +55,9 @@ class Pool:
         tell = getattr(self._replicas[0], "metrics", None)
         return tell() if len(self._replicas) == 1 and callable(tell) else {}  # pyright: ignore[reportReturnType]
 
+    def foresee(self, ids: Ids, session: str) -> None:
+        call_if_there(self._replicas[self.order(session)[0]], "foresee", ids, session)
+
     def forget(self, session: str) -> None:
         for replica in self._replicas:
             call_if_there(replica, "forget", session)
@@ -197,7 +200,7 @@ def _remaining(prompt_ids: Ids, sampling: Sampling, done: Sequence[Completion]) 
     sampled = [i for piece in done for i in piece.token_ids]
     if not sampled:
         return prompt_ids, sampling
-    packed = prompt_ids if isinstance(prompt_ids, array) else array("i", prompt_ids)
+    packed = array("i", prompt_ids)
     if sampling.max_tokens is None:
         return packed + array("i", sampled), sampling
     left = sampling.max_tokens - len(sampled)

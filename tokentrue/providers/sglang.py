@@ -109,6 +109,9 @@ class SGLangProvider:
         if not answer.get("success", False):
             raise EngineRejected(f"sglang did not take the weights: {answer.get('message')}")
 
+    def foresee(self, ids: Ids, session: str) -> None:
+        self._ids.foresee(ids, session)
+
     def forget(self, session: str) -> None:
         """A session that is no longer in memory needs no grown prompt either; where it comes back, it is made anew."""
         self._ids.forget(session)

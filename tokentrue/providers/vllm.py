@@ -123,6 +123,9 @@ class VLLMProvider:
             await self._post("/resume")
         self.version = version
 
+    def foresee(self, ids: Ids, session: str) -> None:
+        self._ids.foresee(ids, session)
+
     def forget(self, session: str) -> None:
         """A session that is no longer in memory needs no grown prompt either; where it comes back, it is made anew."""
         self._ids.forget(session)

@@ -17,7 +17,7 @@ import orjson
 
 from tokentrue.errors import EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable
 from tokentrue.providers.connection import Broken, Connection, Connections, Silent
-from tokentrue.types import UNVERSIONED, Ids, Sampling, starts_with
+from tokentrue.types import UNVERSIONED, Ids, JoinedIds, Sampling, starts_with
 
 RETRIED_STATUS = frozenset({502, 503})
 PARTS = 16  # of a prompt's text, before they are made one again
@@ -36,18 +36,20 @@ def _version_in(text: str) -> int:
 
 
 class Written(NamedTuple):
-    """The prompt of a session's last turn: `parts` are the JSON text of the first `length` of `ids`."""
+    """The last prompt of a session, or what is known of the next: `parts` are the JSON text of the first `length` of `ids`."""
 
-    ids: array[int]
+    ids: array[int] | JoinedIds
     length: int
     parts: tuple[bytes, ...]
     size: int
 
-    def begins(self, ids: array[int]) -> bool:
+    def begins(self, ids: array[int] | JoinedIds) -> bool:
         """`ids` go on where these end. The same array, grown, has the same beginning: see `protocols.Provider`."""
-        if ids is self.ids:
-            return 0 < self.length <= len(ids)
-        return self.length > 0 and starts_with(ids, self.ids if len(self.ids) == self.length else self.ids[: self.length])
+        start = ids.before if isinstance(ids, JoinedIds) else ids
+        if start is self.ids:
+            return 0 < self.length <= len(start)
+        whole, known = whole_of(ids), whole_of(self.ids)
+        return self.length > 0 and starts_with(whole, known if len(known) == self.length else known[: self.length])
 
 
 class IdsJson:
@@ -60,23 +62,26 @@ class IdsJson:
 
     def dump(self, ids: Ids, session: str | None) -> tuple[bytes, ...]:
         """The text, in a few parts: what has been written before is neither written nor copied again."""
-        packed = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
-        known = self._kept.pop(session, None) if session is not None else None
-        parts: tuple[bytes, ...] = ()
-        if known is not None:
-            self._bytes -= known.size
-            if known.begins(packed):
-                parts = known.parts if len(known.parts) < PARTS else (b"".join(known.parts),)
-        if not parts:
-            parts = (_joined(packed),)
-        elif known is not None and len(packed) > known.length:
-            parts = (*parts, b"," + _joined(packed[known.length :]))
+        packed = ids if isinstance(ids, JoinedIds) or (isinstance(ids, array) and ids.typecode == "i") else array("i", ids)
+        known = self._kept.get(session) if session is not None else None
+        parts = self._grown(known, packed, most=2 * PARTS) if known is not None and known.begins(packed) else (_joined(packed[:]),)
         if session is not None:
             self._keep(session, packed, parts)
         return parts
 
-    def _keep(self, session: str, ids: array[int], parts: tuple[bytes, ...]) -> None:
-        size = len(ids) * ids.itemsize + sum(map(len, parts))
+    def foresee(self, ids: Ids, session: str) -> None:
+        """While nobody waits for it: the text of what the next prompt will probably begin with, where it is a little more than the last."""
+        known = self._kept.get(session)
+        if known is not None and isinstance(ids, array) and known.begins(ids):
+            self._keep(session, ids, self._grown(known, ids, most=PARTS))
+
+    def _grown(self, known: Written, ids: array[int] | JoinedIds, *, most: int) -> tuple[bytes, ...]:
+        parts = known.parts if len(known.parts) < most else (b"".join(known.parts),)
+        return (*parts, b"," + _joined(ids[known.length :])) if len(ids) > known.length else parts
+
+    def _keep(self, session: str, ids: array[int] | JoinedIds, parts: tuple[bytes, ...]) -> None:
+        size = len(ids) * 4 + sum(map(len, parts))
+        self.forget(session)
         self._kept[session] = Written(ids, len(ids), parts, size)
         self._bytes += size
         while len(self._kept) > self._max_sessions or (self._bytes > self._max_bytes and len(self._kept) > 1):
@@ -87,6 +92,10 @@ class IdsJson:
         known = self._kept.pop(session, None)
         if known is not None:
             self._bytes -= known.size
+
+
+def whole_of(ids: array[int] | JoinedIds) -> array[int]:
+    return ids.whole if isinstance(ids, JoinedIds) else ids
 
 
 def _joined(ids: array[int]) -> bytes:

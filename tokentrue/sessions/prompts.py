@@ -15,7 +15,7 @@ from tokentrue.errors import TokenContractError
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.matching import Continue, Matcher, Plan, Root
 from tokentrue.sessions.tree import Given, Node, Tree
-from tokentrue.types import Extension, Messages, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools, TurnRequest
+from tokentrue.types import Extension, JoinedIds, Messages, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools, TurnRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,7 +27,7 @@ INLINE_IDS = 4_000
 class Prompt:
     """What the engine is given, and where it comes from. `ids == full_ids(parent) + given_ids`."""
 
-    ids: array[int]
+    ids: array[int] | JoinedIds
     given_ids: array[int]
     source: Extension | Rendered
     parent: Node | None
@@ -77,7 +77,7 @@ async def _extend(plan: Continue, renderer: Renderer, tree: Tree, tools: Tools |
         raise TokenContractError(f"the renderer changed the prefix of node {node.id}: {len(prefix)} ids became {len(extension.prefix_ids)}")
     given = extension.packed
     return Prompt(
-        ids=prefix + given,
+        ids=JoinedIds(prefix, given),
         given_ids=given,
         source=extension,
         parent=node,

@@ -19,6 +19,7 @@ from tokentrue.sessions.keys import CallRef, base_key, calls_of, next_key, role_
 from tokentrue.types import (
     Attempt,
     Finish,
+    JoinedIds,
     Message,
     PromptSpan,
     RoutedExperts,
@@ -218,10 +219,14 @@ class Tree:
         if len(node.sampled_ids) != len(node.logprobs):
             raise TokenContractError(f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities")
 
-    def check_prompt(self, prompt_ids: array[int], parent: Node | None, given_ids: array[int]) -> None:
+    def check_prompt(self, prompt_ids: array[int] | JoinedIds, parent: Node | None, given_ids: array[int]) -> None:
         """What the engine is given is, bit for bit, what is recorded and what was given behind it."""
         prefix = array("i") if parent is None else self.full_ids(parent)
-        if not starts_with(prompt_ids, prefix) or prompt_ids[len(prefix) :] != given_ids:
+        if isinstance(prompt_ids, JoinedIds):
+            same = prompt_ids.before is prefix or prompt_ids.before == prefix
+        else:
+            same = starts_with(prompt_ids, prefix)
+        if not same or prompt_ids[len(prefix) :] != given_ids:
             recorded = prefix + given_ids
             pairs = enumerate(zip(recorded, prompt_ids, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(recorded), len(prompt_ids)))
@@ -235,7 +240,7 @@ class Tree:
             raise TokenContractError(f"node {node.id}: the certificate does not fit what is recorded")
         self.add(node)
 
-    def add(self, node: Node, prompt_ids: array[int] | None = None) -> None:
+    def add(self, node: Node, prompt_ids: array[int] | JoinedIds | None = None) -> None:
         """The only write, of a node that was checked. `prompt_ids`, where the caller has them, become the cached branch."""
         parent = self.parent(node)
         if parent is None:
@@ -261,7 +266,7 @@ class Tree:
         if node.request_key is not None and node.outcome == "served":
             self.keyed[node.request_key].append(node)
         if prompt_ids is not None:
-            self._remember(node, prompt_ids + node.sampled_ids)
+            self._remember(node, (prompt_ids.whole if isinstance(prompt_ids, JoinedIds) else prompt_ids) + node.sampled_ids)
 
     def snapshot(self) -> Tree:
         """As it is now, for another thread to read while this one grows."""

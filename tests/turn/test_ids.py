@@ -5,9 +5,11 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tokentrue.types
-from tokentrue.types import starts_with
+from tokentrue.types import JoinedIds, starts_with
 
 
 @pytest.mark.parametrize("helped", [True, False])
@@ -23,3 +25,15 @@ def test_starts_with(monkeypatch: pytest.MonkeyPatch, helped: bool) -> None:
         other[place] ^= 1
         assert not starts_with(ids, other)
     assert not starts_with(ids, array("q", [0, 1]))
+
+
+@given(
+    st.lists(st.integers(0, 2**31 - 1), max_size=6), st.lists(st.integers(0, 2**31 - 1), max_size=6), st.slices(12), st.integers(-12, 11)
+)
+def test_joined_ids_are_what_one_array_would_be(before: list[int], added: list[int], part: slice, index: int) -> None:
+    joined, whole = JoinedIds(array("i", before), array("i", added)), array("i", before + added)
+    assert len(joined) == len(whole) and list(joined) == whole.tolist()
+    assert joined[part] == whole[part]
+    if -len(whole) <= index < len(whole):
+        assert joined[index] == whole[index]
+    assert joined.whole == whole and joined[part] == whole[part]
