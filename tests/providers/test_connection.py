@@ -164,7 +164,7 @@ async def test_events_of_any_shape(at: tuple[Server, Wire]) -> None:
     body = b'data: {"a"~: 1}\n\n: ping\n\ndata:[2]\r\n\r\nda~ta: 3\n\ndata: [DONE]\n\n'
     chunks = b"".join(b"%x\r\n%s\r\n~" % (len(part), part) for part in body.split(b"~"))
     server.answers = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"~0\r\n\r\n"]
-    assert [event async for event in wire.events("/x", b"1")] == [{"a": 1}, [2], 3]
+    assert [event async for together in wire.events("/x", b"1") for event in together] == [{"a": 1}, [2], 3]
     await asyncio.sleep(0.1)  # the end of the body comes behind [DONE], and the connection is kept
     await wire.json("POST", "/x", b"1")
     assert server.connections == 1
@@ -173,14 +173,23 @@ async def test_events_of_any_shape(at: tuple[Server, Wire]) -> None:
 async def test_the_end_of_the_answer_ends_its_last_line(at: tuple[Server, Wire]) -> None:
     server, wire = at
     server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\ndata: 1\n\nda~ta: 2"]
-    assert [event async for event in wire.events("/x", b"1")] == [1, 2]
+    assert [events async for events in wire.events("/x", b"1")] == [[1], [2]]
+
+
+async def test_what_came_together_comes_together_and_before_what_went_wrong(at: tuple[Server, Wire]) -> None:
+    server, wire = at
+    server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: 43\r\n\r\ndata: 1\n\n~data: 2\n\ndata: 3\n\ndata: {no\n\ndata: 4"]
+    events = wire.events("/x", b"1")
+    assert [await anext(events), await anext(events)] == [[1], [2, 3]]
+    with pytest.raises(EngineContractError, match="not JSON"):
+        await anext(events)
 
 
 async def test_a_reader_that_leaves_closes_its_connection(at: tuple[Server, Wire]) -> None:
     server, wire = at
     server.answers = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"9\r\ndata: 1\n\n\r\n~" * 50]
     events = wire.events("/x", b"1")
-    assert await anext(events) == 1
+    assert await anext(events) == [1]
     await events.aclose()
     task = asyncio.ensure_future(wire.json("POST", "/x", b"1"))
     server.answers = [b"~" * 40]

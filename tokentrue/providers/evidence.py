@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
-from tokentrue.errors import EngineContractError, SamplingError
+from tokentrue.errors import EngineContractError, EngineError, SamplingError
 from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, VersionSpan, are_logprobs, is_logprob
 
 T = TypeVar("T")
@@ -63,6 +64,31 @@ class Gathering:
             raw_logprobs=tuple(self.raw) if self.raw else None,
             routed_experts=routed_experts,
         )
+
+
+def together(events: Iterable[Any], take: Callable[[Any], Chunk]) -> tuple[list[Chunk], EngineError | None]:
+    """Events that came together as few chunks, and what went wrong behind them: what was sampled before that is not lost."""
+    chunks: list[Chunk] = []
+    try:
+        for event in events:
+            chunks.append(take(event))
+    except EngineError as error:
+        return _merged(chunks), error
+    return _merged(chunks), None
+
+
+def _merged(chunks: list[Chunk]) -> list[Chunk]:
+    """Neighbours of one policy version as one chunk."""
+    if len(chunks) == 1 and chunks[0].token_ids:
+        return chunks
+    found: list[Chunk] = []
+    for version, group in groupby((chunk for chunk in chunks if chunk.token_ids), key=attrgetter("policy_version")):
+        first, *more = group
+        if more:
+            ids, logprobs = [chunk.token_ids for chunk in (first, *more)], [chunk.logprobs for chunk in (first, *more)]
+            first = Chunk(token_ids=_in_one(ids), logprobs=_in_one(logprobs), policy_version=version)
+        found.append(first)
+    return found
 
 
 def _in_one(pieces: list[tuple[T, ...]]) -> tuple[T, ...]:

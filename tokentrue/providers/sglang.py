@@ -19,7 +19,7 @@ import orjson
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.providers.constraints import CONSTRAINTS, for_sglang, plain
-from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
+from tokentrue.providers.evidence import Gathering, refuse_unknown_extra, together
 from tokentrue.providers.running import Running
 from tokentrue.providers.wire import Body, IdsJson, OncePerSampling, Wire, version_of
 from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling
@@ -70,19 +70,19 @@ class SGLangProvider:
         rid = self._running.new_id()
         gathering = Gathering(self.name, len(prompt_ids))
         body = self._body(prompt_ids, sampling, session=session, rid=rid, stream=True)
-        masked, meta = self._masked(sampling), None
+        masked, last = self._masked(sampling), dict[str, Any]()
         async with self._running.holding(rid, lambda: self._abort(rid)):
-            async with aclosing(self._wire.events("/generate", body)) as events:
-                async for event in events:
-                    if "error" in event:
-                        raise EngineRejected(f"sglang: {event['error'].get('message', event['error'])}")
-                    chunk = self._take(gathering, event, masked=masked)
-                    meta = event["meta_info"]
-                    if chunk.token_ids:
+            async with aclosing(self._wire.events("/generate", body)) as blocks:
+                async for events in blocks:
+                    chunks, wrong = together(events, lambda event: self._take(gathering, event, masked=masked))
+                    for chunk in chunks:
                         yield chunk
-            if meta is None or meta.get("finish_reason") is None:
+                    if wrong is not None:
+                        raise wrong
+                    last = events[-1]
+            if not last or last["meta_info"].get("finish_reason") is None:
                 raise EngineContractError("sglang closed the stream without a finish reason")
-        yield Chunk(final=self._complete(gathering, meta))
+        yield Chunk(final=self._complete(gathering, last["meta_info"]))
 
     async def health(self) -> Mapping[str, Any]:
         """Facts of /model_info (older servers: /get_model_info); one without a weight version cannot stamp policies."""
@@ -151,6 +151,8 @@ class SGLangProvider:
 
     def _take(self, gathering: Gathering, event: Mapping[str, Any], *, masked: bool) -> Chunk:
         """Events are cumulative or incremental by the server's setting; the running count tells how many tokens are new."""
+        if "error" in event:
+            raise EngineRejected(f"sglang: {event['error'].get('message', event['error'])}")
         meta = event.get("meta_info")
         if meta is None or "output_token_logprobs" not in meta or "completion_tokens" not in meta:
             raise EngineContractError("sglang's answer lacks meta_info.output_token_logprobs; was return_logprob dropped by a router?")

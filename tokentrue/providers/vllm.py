@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import orjson
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected, SamplingError
 from tokentrue.providers.constraints import CONSTRAINTS, for_vllm, plain
-from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
+from tokentrue.providers.evidence import Gathering, refuse_unknown_extra, together
 from tokentrue.providers.running import Running
 from tokentrue.providers.wire import Body, IdsJson, Wire, version_of
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
@@ -82,16 +82,16 @@ class VLLMProvider:
         last: Mapping[str, Any] | None = None
         usage: Mapping[str, Any] | None = None
         async with self._running.holding(request_id, lambda: self._abort(abilities, request_id)):
-            async with aclosing(self._wire.events(path, body)) as events:
-                async for event in events:
-                    if "error" in event:
-                        raise EngineRejected(f"vllm: {event['error'].get('message', event['error'])}")
-                    usage = event.get("usage") or usage
-                    for choice in event["choices"]:
-                        chunk = self._take(gathering, choice, sampling)
-                        last = choice if choice.get("finish_reason") else last
-                        if chunk.token_ids:
-                            yield chunk
+            async with aclosing(self._wire.events(path, body)) as blocks:
+                async for events in blocks:
+                    chunks, wrong = together(_choices(events), lambda choice: self._take(gathering, choice, sampling))
+                    for chunk in chunks:
+                        yield chunk
+                    if wrong is not None:
+                        raise wrong
+                    for event in events:
+                        usage = event.get("usage") or usage
+                        last = next((choice for choice in event["choices"] if choice.get("finish_reason")), last)
             if last is None:
                 raise EngineContractError("vllm closed the stream without a finish reason")
         yield Chunk(final=self._complete(gathering, last, usage))
@@ -256,6 +256,13 @@ class VLLMProvider:
                 await self._post("/inference/v1/abort_requests", {"request_ids": names_of([request_id])})
             except EngineError:
                 return  # the engine is gone: nothing is left to abort
+
+
+def _choices(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for event in events:
+        if "error" in event:
+            raise EngineRejected(f"vllm: {event['error'].get('message', event['error'])}")
+        yield from event["choices"]
 
 
 def names_of(request_ids: Sequence[str]) -> list[str]:

@@ -191,22 +191,28 @@ class Wire:
         finally:
             self._connections.give_back(connection)
 
-    async def events(self, path: str, body: Body) -> AsyncGenerator[Any]:
-        """The data of a server-sent event stream, parsed, up to [DONE]."""
+    async def events(self, path: str, body: Body) -> AsyncGenerator[list[Any]]:
+        """The data of a server-sent event stream, parsed, up to [DONE]: what came together, together."""
         connection, lines = await self._answered("POST", path, body, self._retries), Lines()
         try:
             if connection.status >= 300:
                 raise _refusal(self.url + path, connection.status, await connection.read())
-            while True:
+            while not connection.read_enough:
                 block = await connection.block()
+                found: list[Any] = []
                 for line in lines.of(block or b"\n"):  # the end ends a line too
-                    if not line.startswith(b"data:"):
-                        continue
-                    data = line[5:].strip()
+                    data = line[5:].strip() if line.startswith(b"data:") else b""
                     if data == b"[DONE]":
                         connection.read_enough = True
-                        return
-                    yield parsed(data, self.url + path)
+                        break
+                    try:
+                        found += [parsed(data, self.url + path)] if data else []
+                    except EngineContractError:
+                        if found:
+                            yield found  # what was sampled before the stream went wrong is not lost
+                        raise
+                if found:
+                    yield found
                 if not block:
                     return
         except (Silent, Broken) as error:
