@@ -109,7 +109,9 @@ class Session:
             node, prompt, plan = self._entering.popleft()
             self._tree.add(node, prompt.ids)
             self._matcher.remember_calls(node, plan)
-            call_if_there(self.provider, "foresee", self._tree.full_ids(node), self.id)
+            if not self._entering:  # the newest will most likely be continued: what that needs is made now
+                self._tree.messages(node)
+                call_if_there(self.provider, "foresee", self._tree.full_ids(node), self.id)
         return self._tree
 
     async def ready(self) -> None:

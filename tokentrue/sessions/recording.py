@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tokentrue.errors import EngineContractError, MessageError
 from tokentrue.protocols import Renderer
 from tokentrue.sessions import chain
 from tokentrue.sessions.prompts import Prompt
-from tokentrue.sessions.rows import Row, row_from_node, written_given
+from tokentrue.sessions.rows import Row, row_from_node, written_before
 from tokentrue.sessions.serve import served_message
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Completion, Parsed, Reply, Sampling, Status, TurnRequest
@@ -39,16 +38,28 @@ class Asked:
     sampling: Sampling
     started: int
     digest: str
-    _given: Mapping[str, Any] | None = None
+    _written: bytes | None = None
 
-    def foreseen(self, tree: Tree) -> Mapping[str, Any]:
+    def foreseen(self, tree: Tree) -> bytes:
         """What must hold and can be written whatever is sampled, settled once: the prompt that the engine gets is, bit for bit, what is
-        recorded and what was given; and what the row says of the given messages."""
-        if self._given is None:
-            prompt = self.prompt
+        recorded and what was given; and the row's first half."""
+        if self._written is None:
+            prompt, request = self.prompt, self.request
             tree.check_prompt(prompt.ids, prompt.parent, prompt.given_ids)
-            self._given = written_given(prompt.given, prompt.spans)
-        return self._given
+            try:
+                self._written = written_before(
+                    started=self.started,
+                    given=prompt.given,
+                    spans=prompt.spans,
+                    prompt_length=len(prompt.ids),
+                    projection=prompt.projection,
+                    dialect=request.dialect,
+                    template_kwargs=request.template_kwargs,
+                    sampling=self.sampling,
+                )
+            except TypeError as error:
+                raise not_json(error) from error
+        return self._written
 
 
 def checked(completion: Completion, prompt: Prompt) -> Completion:
@@ -119,13 +130,15 @@ def rows_from(nodes: Sequence[Node], asked: Asked, tree: Tree) -> list[Row]:
     return [_row(node, asked.prompt.parent, asked.foreseen(tree)) for node in nodes]
 
 
-def _row(node: Node, parent: Node | None, given: Mapping[str, Any]) -> Row:
-    with suppress(TypeError):
-        return row_from_node(node, parent, given)
+def _row(node: Node, parent: Node | None, before: bytes) -> Row:
     try:
-        return row_from_node(node, parent)
+        return row_from_node(node, parent, before)
     except TypeError as error:
-        raise MessageError(f"messages and tools must be plain JSON values: {error}", field="messages") from error
+        raise not_json(error) from error
+
+
+def not_json(error: TypeError) -> MessageError:
+    return MessageError(f"messages and tools must be plain JSON values: {error}", field="messages")
 
 
 def reply_from(node: Node, parsed: Parsed, completion: Completion, *, replayed: bool = False) -> Reply:

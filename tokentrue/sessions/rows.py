@@ -18,7 +18,7 @@ import orjson
 from tokentrue.errors import JournalError
 from tokentrue.sessions.chain import little_endian
 from tokentrue.sessions.tree import Given, Node, ServedRef
-from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, Status, VersionSpan
+from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, Status, TemplateKwargs, VersionSpan
 
 _SETTINGS = tuple(f.name for f in fields(Sampling))
 _SETTINGS_OF = attrgetter(*_SETTINGS)
@@ -74,35 +74,38 @@ def _array(typecode: str, data: bytes) -> array[Any]:
     return values
 
 
-def written_given(given: Sequence[Given], spans: Sequence[PromptSpan]) -> dict[str, Any]:
-    """What a row says of the given messages, as JSON already: it does not wait for what is sampled."""
-    fields = _given_fields(given, spans)
-    try:
-        return {name: orjson.Fragment(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)) for name, value in fields.items()}
-    except TypeError:
-        return fields  # left to `dumps`, which has a way for text that is no valid UTF-8
+def written_before(
+    *,
+    started: int,
+    given: Sequence[Given],
+    spans: Sequence[PromptSpan],
+    prompt_length: int,
+    projection: str,
+    dialect: str,
+    template_kwargs: TemplateKwargs,
+    sampling: Sampling,
+) -> bytes:
+    """What a row says of a turn whatever is sampled, as JSON: it need not wait for the engine."""
+    return dumps(
+        {
+            "started": started,
+            "given": [{"served": item.node} if isinstance(item, ServedRef) else {"message": item} for item in given],
+            "spans": [[span.start, span.end, span.role, span.message] for span in spans],
+            "prompt_length": prompt_length,
+            "projection": projection,
+            "dialect": dialect,
+            "template_kwargs": template_kwargs,
+            "sampling": sampling_to_json(sampling),
+        }
+    )
 
 
-def _given_fields(given: Sequence[Given], spans: Sequence[PromptSpan]) -> dict[str, Any]:
-    return {
-        "given": [{"served": item.node} if isinstance(item, ServedRef) else {"message": item} for item in given],
-        "spans": [[span.start, span.end, span.role, span.message] for span in spans],
-    }
-
-
-def row_from_node(node: Node, parent: Node | None, given: Mapping[str, Any] | None = None) -> Row:
-    """`given` is what `written_given` made of the node's own messages and spans."""
+def row_from_node(node: Node, parent: Node | None, before: bytes) -> Row:
+    """`before` is what `written_before` made of the node's own fields."""
     body: dict[str, Any] = {
-        "started": node.started,
-        **(_given_fields(node.given, node.given_spans) if given is None else given),
         "versions": [[span.start, span.end, span.version] for span in node.versions],
         "finish": node.finish.value,
         "served": node.served,
-        "prompt_length": node.prompt_length,
-        "projection": node.projection,
-        "dialect": node.dialect,
-        "template_kwargs": node.template_kwargs,
-        "sampling": sampling_to_json(node.sampling),
     }
     if parent is None or node.tools != parent.tools:
         body["tools"] = node.tools
@@ -125,7 +128,7 @@ def row_from_node(node: Node, parent: Node | None, given: Mapping[str, Any] | No
         sampled_ids=little_endian(node.sampled_ids),
         logprobs=little_endian(node.logprobs),
         chain=node.chain,
-        body=dumps(body),
+        body=before[:-1] + b"," + dumps(body)[1:],
         routed_experts=None if node.routed_experts is None else node.routed_experts.data,
         created=node.created,
     )
