@@ -202,10 +202,11 @@ async def measure(parts: dict[str, Part], marks: Sequence[int], sessions: int) -
     """Per mark: seconds per turn of both, to the first streamed byte of both, CPU per turn of both."""
     gateway, proxy = await connect(parts["gateway"].port), await connect(parts["proxy"].port)
 
-    async def agents(marks: Sequence[int], out: dict[str, Any]) -> dict[str, Any]:
-        await play(parts, gateway, proxy, Agent(pages()), marks, out)
-        await play_streamed(gateway, proxy, Agent(pages()), [mark for mark in marks if mark <= 128], out)
-        return out
+    unread = pages() if os.environ.get("TOKENTRUE_BENCH_PAGES") == "new" else None  # each agent goes on where the last one stopped
+
+    async def agents(marks: Sequence[int], out: dict[str, Any]) -> None:
+        await play(parts, gateway, proxy, Agent(unread or pages()), marks, out)
+        await play_streamed(gateway, proxy, Agent(unread or pages()), [mark for mark in marks if mark <= 128], out)
 
     await agents(marks[:1], record())  # these do not count: whatever a fresh server does, it does for the first time
     out = record()
