@@ -72,7 +72,7 @@ def play(server: Server, session: Made, turns: int) -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("workers")
-    engine = Engine(folder)
+    engine = Engine(folder, token_delay_s=0.002)  # one by one: what comes together is passed on together
     server = serving(folder, engine.url, workers=2)
     yield server
     assert server.stop() == 0
