@@ -96,6 +96,10 @@ class JoinedIds(Sequence[int]):
         return chain(self.before, self.added)
 
 
+def whole_of(ids: array[int] | JoinedIds) -> array[int]:
+    return ids.whole if isinstance(ids, JoinedIds) else ids
+
+
 class Finish(StrEnum):
     """Why an engine stopped sampling."""
 

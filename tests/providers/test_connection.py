@@ -185,6 +185,13 @@ async def test_what_came_together_comes_together_and_before_what_went_wrong(at: 
         await anext(events)
 
 
+async def test_data_that_is_empty_is_not_json(at: tuple[Server, Wire]) -> None:
+    server, wire = at
+    server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\n\r\ndata:\n\n"]
+    with pytest.raises(EngineContractError, match="not JSON"):
+        await anext(wire.events("/x", b"1"))
+
+
 async def test_a_reader_that_leaves_closes_its_connection(at: tuple[Server, Wire]) -> None:
     server, wire = at
     server.answers = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"9\r\ndata: 1\n\n\r\n~" * 50]

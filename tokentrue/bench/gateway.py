@@ -201,7 +201,6 @@ class Agent:
 async def measure(parts: dict[str, Part], marks: Sequence[int], sessions: int) -> dict[str, Any]:
     """Per mark: seconds per turn of both, to the first streamed byte of both, CPU per turn of both."""
     gateway, proxy = await connect(parts["gateway"].port), await connect(parts["proxy"].port)
-
     unread = pages() if os.environ.get("TOKENTRUE_BENCH_PAGES") == "new" else None  # each agent goes on where the last one stopped
 
     async def agents(marks: Sequence[int], out: dict[str, Any]) -> None:

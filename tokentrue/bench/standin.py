@@ -62,8 +62,8 @@ class StandIn:
 
     def token(self, answer: Answer, count: int, prompt_tokens: int) -> bytes:
         """The event of the `count`th token of a stream."""
-        before, behind = self._event(answer.ids[count - 1 : count], sampled=count, last=count == len(answer.ids))
-        return b"%b%d%b" % (before, prompt_tokens, behind)
+        new = answer.ids[count - 1 : count]
+        return Answer(new, *self._event(new, sampled=count, last=count == len(answer.ids))).whole(prompt_tokens)
 
     def _event(self, new: list[int], *, sampled: int, last: bool) -> tuple[bytes, bytes]:
         """`new` are the last of `sampled` tokens; what stands before the count of the prompt's ids, and behind it."""

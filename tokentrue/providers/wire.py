@@ -17,7 +17,7 @@ import orjson
 
 from tokentrue.errors import EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable
 from tokentrue.providers.connection import Broken, Connection, Connections, Silent
-from tokentrue.types import UNVERSIONED, Ids, JoinedIds, Sampling, starts_with
+from tokentrue.types import UNVERSIONED, Ids, JoinedIds, Sampling, starts_with, whole_of
 
 RETRIED_STATUS = frozenset({502, 503})
 PARTS = 16  # of a prompt's text, before they are made one again
@@ -92,10 +92,6 @@ class IdsJson:
         known = self._kept.pop(session, None)
         if known is not None:
             self._bytes -= known.size
-
-
-def whole_of(ids: array[int] | JoinedIds) -> array[int]:
-    return ids.whole if isinstance(ids, JoinedIds) else ids
 
 
 def _joined(ids: array[int]) -> bytes:
@@ -201,12 +197,14 @@ class Wire:
                 block = await connection.block()
                 found: list[Any] = []
                 for line in lines.of(block or b"\n"):  # the end ends a line too
-                    data = line[5:].strip() if line.startswith(b"data:") else b""
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
                     if data == b"[DONE]":
                         connection.read_enough = True
                         break
                     try:
-                        found += [parsed(data, self.url + path)] if data else []
+                        found.append(parsed(data, self.url + path))
                     except EngineContractError:
                         if found:
                             yield found  # what was sampled before the stream went wrong is not lost

@@ -28,6 +28,7 @@ from tokentrue.types import (
     Tools,
     VersionSpan,
     starts_with,
+    whole_of,
 )
 
 _CACHED_BRANCHES = 2
@@ -266,7 +267,7 @@ class Tree:
         if node.request_key is not None and node.outcome == "served":
             self.keyed[node.request_key].append(node)
         if prompt_ids is not None:
-            self._remember(node, (prompt_ids.whole if isinstance(prompt_ids, JoinedIds) else prompt_ids) + node.sampled_ids)
+            self._remember(node, whole_of(prompt_ids) + node.sampled_ids)
 
     def snapshot(self) -> Tree:
         """As it is now, for another thread to read while this one grows."""
