@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tokentrue.cli.rollout_run import RolloutRun, planned
+from tokentrue.app.rollout_run import RolloutRun, planned
 from tokentrue.environments import Rollout, RolloutConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own: unclosed sockets, a future default

@@ -106,7 +106,7 @@ def test_a_gateway_in_front_of_another_process_never_loads_torch(tmp_path: Path)
 def test_torch_is_hidden_only_while_transformers_is_loaded() -> None:
     program = (
         "import sys\n"
-        "from tokentrue.cli.torchless import torch_kept_out\n"
+        "from tokentrue.app.torchless import torch_kept_out\n"
         "with torch_kept_out('exact'):\n"
         "    assert 'torch' not in sys.modules, 'an engine of this process needs it'\n"
         "with torch_kept_out('vllm'):\n"

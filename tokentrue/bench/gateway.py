@@ -68,10 +68,10 @@ def others_s(parts: dict[str, Part]) -> float:
 
 def bench_model() -> str:
     """A real tokenizer where one was put; the small model that ships with the package elsewhere."""
-    from tokentrue.cli.wiring import small_model
+    from tokentrue.environments import SMALL_MODEL
 
     chosen = os.environ.get("TOKENTRUE_BENCH_MODEL") or str(Path(".cache/parts/tokenizers/qwen3"))
-    return chosen if Path(chosen, "tokenizer.json").exists() else str(small_model())
+    return chosen if Path(chosen, "tokenizer.json").exists() else str(SMALL_MODEL)
 
 
 def standin_settings(model: str, **more: Any) -> dict[str, Any]:

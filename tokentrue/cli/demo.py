@@ -32,7 +32,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> int:
     """A tool-calling agent over HTTP against the exact engine: rollouts, samples, GRPO, report. Under three minutes on two cores."""
-    from tokentrue.cli.training import quiet_libraries
+    from tokentrue.app.libraries import quiet_libraries
 
     quiet_libraries(threads)
     result = asyncio.run(run(seed=seed, steps=steps, tasks=tasks, heldout=heldout, out=out, say=(lambda _: None) if as_json else print))
@@ -44,11 +44,11 @@ def command(
 
 
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say: Any) -> DemoResult:
-    from tokentrue.cli.embedded import embedded_gateway
-    from tokentrue.cli.playing import GatewayRounds
-    from tokentrue.cli.training import Costs, progress_bar
-    from tokentrue.cli.wiring import ServeConfig, ServerConfig, small_model
-    from tokentrue.environments import RolloutConfig
+    from tokentrue.app.embedded import embedded_gateway
+    from tokentrue.app.rollouts import GatewayRounds
+    from tokentrue.app.wiring import ServeConfig, ServerConfig
+    from tokentrue.cli.progress import Costs, progress_bar
+    from tokentrue.environments import SMALL_MODEL, RolloutConfig
     from tokentrue.environments.http import GatewaySessions
     from tokentrue.mismatch import loss_named
     from tokentrue.train import MetricsWriter, OptimConfig, Publisher, TrainConfig, Trainer, config_hash, train
@@ -60,8 +60,8 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
     optim, loss = OptimConfig(lr=4e-4), loss_named("dapo")
     settings = ServeConfig(server=ServerConfig(port=0, store=f"sqlite:{out / 'sessions.sqlite'}"))
     async with embedded_gateway(settings) as here:
-        say(f"tokentrue demo   gateway {here.base_url}, exact engine, model {small_model().name}")
-        trainer = Trainer(load_model(small_model()), config=config, optim=optim, loss=loss)
+        say(f"tokentrue demo   gateway {here.base_url}, exact engine, model {SMALL_MODEL.name}")
+        trainer = Trainer(load_model(SMALL_MODEL), config=config, optim=optim, loss=loss)
         greedy = {**replace(rollout, temperature=0.0).sampling}
         async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
             before = await judged(rollout, sessions, "before", heldout, quiet=say is not print)
@@ -111,8 +111,8 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
 
 async def judged(rollout: RolloutConfig, sessions: Sessions, when: str, heldout: int, *, quiet: bool) -> float:
     """Mean reward over the fixed held-out tasks, with a bar: it takes a few seconds."""
-    from tokentrue.cli.playing import evaluate
-    from tokentrue.cli.training import progress_bar
+    from tokentrue.app.rollouts import evaluate
+    from tokentrue.cli.progress import progress_bar
 
     with progress_bar(f"judging {when}", heldout, quiet=quiet) as advance:
         reward, _, _ = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))

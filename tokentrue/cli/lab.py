@@ -50,7 +50,8 @@ def command(
 
 
 def run(name: str, quick: bool, changes: dict[str, Any], only: str | None, out: Path, as_json: bool) -> int:
-    from tokentrue.cli.training import progress_bar, quiet_libraries
+    from tokentrue.app.libraries import quiet_libraries
+    from tokentrue.cli.progress import progress_bar
     from tokentrue.lab.arms import Scale
     from tokentrue.lab.registry import run_experiment, runs_of
 

@@ -16,9 +16,9 @@ from typing import Annotated
 
 import typer
 
-from tokentrue.cli.config import read
-from tokentrue.cli.rollout_files import Recorder, finished, lines_of
-from tokentrue.cli.rollout_run import RolloutRun, planned, remember
+from tokentrue.app.configuration import read
+from tokentrue.app.rollout_files import Recorder, finished, lines_of
+from tokentrue.app.rollout_run import RolloutRun, planned, remember
 from tokentrue.environments import Plan, Rollout, load_environment, run_plans
 from tokentrue.errors import ConfigError
 
@@ -27,7 +27,7 @@ Heard = Callable[[Rollout], None]
 
 def command(
     config: Annotated[Path | None, typer.Option("--config", help="a TOML file; flags win over it")] = None,
-    out: Annotated[Path | None, typer.Option(help="output directory; a run that is there already is gone on with")] = None,
+    out: Annotated[Path | None, typer.Option(help="output directory; resumes an existing run")] = None,
     url: Annotated[str | None, typer.Option(help="a running gateway (TOKENTRUE_ADMIN_KEY names its admin key)")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="a Ray address, or `local`: gateways and rollouts as actors")] = None,
     again: Annotated[bool, typer.Option("--again", help="play groups with a failed rollout again")] = False,
@@ -54,7 +54,7 @@ def command(
 
 
 async def play(settings: RolloutRun, plans: list[Plan], heard: Heard) -> None:
-    from tokentrue.cli.sessions import open_sessions
+    from tokentrue.app.rollouts import open_sessions
 
     config = settings.rollout
     environment = load_environment(config.environment, config.options)
@@ -66,7 +66,7 @@ async def play(settings: RolloutRun, plans: list[Plan], heard: Heard) -> None:
 @contextmanager
 def recording(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Iterator[Heard]:
     """Writes what it is told, with a progress bar around it."""
-    from tokentrue.cli.training import progress_bar
+    from tokentrue.cli.progress import progress_bar
 
     recorder = Recorder(out, plans)
     rewards: list[float] = []

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tokentrue.cli.config import read
-from tokentrue.cli.torchless import torch_kept_out
-from tokentrue.cli.wiring import ADMIN_KEY, REMOTE, ServeConfig, gateway_for
+from tokentrue.app.configuration import read
+from tokentrue.app.torchless import torch_kept_out
+from tokentrue.app.wiring import ADMIN_KEY, REMOTE, ServeConfig, gateway_for
 from tokentrue.errors import ConfigError, EngineError, TokenTrueError
 
 

@@ -29,7 +29,7 @@ class GatewayActor:
 
     def __init__(self, settings: Any, admin_key: str, threads: int = 1) -> None:
         os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
-        from tokentrue.cli.training import quiet_libraries
+        from tokentrue.app.libraries import quiet_libraries
 
         quiet_libraries(threads)
         self._address = ""
@@ -46,7 +46,7 @@ class GatewayActor:
             self._up.set()
 
     async def _run(self, settings: Any) -> None:
-        from tokentrue.cli.embedded import embedded_gateway
+        from tokentrue.app.embedded import embedded_gateway
 
         async with embedded_gateway(settings) as here:
             self._address = here.base_url

@@ -13,8 +13,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokentrue.cli.rollout_run import RolloutRun
-from tokentrue.cli.wiring import ServeConfig, ServerConfig
+from tokentrue.app.rollout_run import RolloutRun
+from tokentrue.app.wiring import ServeConfig, ServerConfig
 from tokentrue.environments import Plan, Rollout
 from tokentrue.errors import ConfigError, EngineError
 

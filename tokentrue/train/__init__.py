@@ -1,13 +1,41 @@
-"""The reference trainer: samples in, gradient steps, weights out, bit for bit reproducible."""
+"""The reference trainer: samples in, gradient steps, weights out, bit for bit reproducible. Names are loaded when first used."""
 
-from tokentrue.train.config import Baseline, OptimConfig, TrainConfig, config_hash
-from tokentrue.train.loop import Publisher, Store, train
-from tokentrue.train.ranks import Ranks, join, leave, shard
-from tokentrue.train.rounds import Groups, Rounds, SourceRounds
-from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer
-from tokentrue.train.trainer import StepReport, Trainer
-from tokentrue.train.writer import MetricsWriter
+from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokentrue.train.config import Baseline, OptimConfig, TrainConfig, config_hash
+    from tokentrue.train.loop import Publisher, Store, train
+    from tokentrue.train.ranks import Ranks, join, leave, shard
+    from tokentrue.train.rounds import Groups, Rounds, SourceRounds
+    from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer
+    from tokentrue.train.trainer import StepReport, Trainer
+    from tokentrue.train.writer import MetricsWriter
+
+_HOME = {
+    "Baseline": "tokentrue.train.config",
+    "ExactScorer": "tokentrue.train.scoring",
+    "Groups": "tokentrue.train.rounds",
+    "MetricsWriter": "tokentrue.train.writer",
+    "OptimConfig": "tokentrue.train.config",
+    "PlainScorer": "tokentrue.train.scoring",
+    "Publisher": "tokentrue.train.loop",
+    "Ranks": "tokentrue.train.ranks",
+    "Rounds": "tokentrue.train.rounds",
+    "Scorer": "tokentrue.train.scoring",
+    "SourceRounds": "tokentrue.train.rounds",
+    "StepReport": "tokentrue.train.trainer",
+    "Store": "tokentrue.train.loop",
+    "TrainConfig": "tokentrue.train.config",
+    "Trainer": "tokentrue.train.trainer",
+    "config_hash": "tokentrue.train.config",
+    "join": "tokentrue.train.ranks",
+    "leave": "tokentrue.train.ranks",
+    "shard": "tokentrue.train.ranks",
+    "train": "tokentrue.train.loop",
+}
 __all__ = [
     "Baseline",
     "ExactScorer",
@@ -30,3 +58,9 @@ __all__ = [
     "shard",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tokentrue.train' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -34,6 +34,8 @@ class OptimConfig:
             raise ConfigError(f"optim.clip_norm: {self.clip_norm!r} must be > 0; use a large number for no clipping")
         if self.schedule not in ("constant", "linear", "cosine"):
             raise ConfigError(f"optim.schedule: {self.schedule!r} is not one of constant, linear, cosine")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optim.betas: {self.betas!r} must be two numbers in [0, 1)")
         if self.warmup < 0 or not 0 <= self.final <= 1:
             raise ConfigError("optim: warmup must be >= 0 and final in [0, 1]")
 

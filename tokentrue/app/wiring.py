@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.config import GatewayConfig, Limits
 from tokentrue.sessions.limits import Limits as SessionLimits
@@ -82,14 +83,9 @@ class ServeConfig:
     session_limits: SessionLimits = field(default_factory=SessionLimits)
 
 
-def small_model() -> Path:
-    """The model that ships with the package."""
-    return Path(__file__).parent.parent / "assets" / "calculator"
-
-
 def renderer_for(config: ModelConfig) -> Callable[[str], Renderer]:
     """The renderer of a history policy; each is loaded once."""
-    path = config.path or str(small_model())
+    path = config.path or str(SMALL_MODEL)
 
     @cache
     def load(history: Literal["keep", "template"]) -> Renderer:
@@ -121,7 +117,7 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
         made: Any = renderer(model.history)
         options |= {"script": config.script, "encode": made.encode_sampled, "stop_id": made.stop_token_ids[0]}
     else:
-        options.setdefault("model", model.path or str(small_model()))
+        options.setdefault("model", model.path or str(SMALL_MODEL))
     return Pool([load(config.name, **options)])
 
 

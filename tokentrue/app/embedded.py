@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from tokentrue.cli.wiring import ADMIN_KEY, ServeConfig, gateway_for
+from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

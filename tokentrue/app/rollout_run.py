@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokentrue.cli.config import as_mapping
-from tokentrue.cli.wiring import EngineConfig, ModelConfig
+from tokentrue.app.configuration import as_mapping
+from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import Plan, RolloutConfig, load_environment, plan_groups
 from tokentrue.errors import ConfigError
 

@@ -1,16 +1,39 @@
-"""Rounds of a training run played over HTTP: environment → gateway → samples. The wiring between `environments` and `train`."""
+"""Rollouts over a gateway, as samples: where their sessions come from, rounds of a training run, and evaluation on fixed tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokentrue.app.embedded import embedded_gateway
+from tokentrue.app.rollout_run import RolloutRun
+from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, ServerConfig
 from tokentrue.environments import Environment, Rollout, RolloutConfig, Sessions, Split, load_environment, plan_groups, run_groups, seed_of
+from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import EngineError
 from tokentrue.samples import sample_from_json
 from tokentrue.types import Sample
+
+
+@contextlib.asynccontextmanager
+async def open_sessions(settings: RolloutRun) -> AsyncIterator[GatewaySessions]:
+    """Sessions on the gateway that `settings.url` names, or on one that is started in this process."""
+    sampling = settings.rollout.sampling
+    if settings.url is not None:
+        async with GatewaySessions(settings.url, sampling=sampling, admin_key=os.environ.get(ADMIN_KEY)) as sessions:
+            yield sessions
+        return
+    store = settings.store or f"sqlite:{settings.out / 'sessions.sqlite'}"
+    serve = ServeConfig(model=settings.model, engine=settings.engine, server=ServerConfig(port=0, store=store))
+    async with (
+        embedded_gateway(serve) as here,
+        GatewaySessions(here.base_url, sampling=sampling, admin_key=here.admin_key) as sessions,
+    ):
+        yield sessions
 
 
 @dataclass(slots=True)
@@ -63,7 +86,7 @@ class GatewayRounds:
             self.sessions,
             concurrency=self.config.concurrency,
             timeout_s=self.config.timeout_s,
-            on_rollout=self._heard,
+            on_rollout=self._add,
         )
         if self._keep is not None:
             append_jsonl(self._keep, (sample for group in groups for rollout in group for sample in rollout.samples))
@@ -74,7 +97,7 @@ class GatewayRounds:
             raise EngineError(f"round {number}: all {len(plans)} rollouts failed; the first said: {first}")
         return made
 
-    def _heard(self, rollout: Rollout) -> None:
+    def _add(self, rollout: Rollout) -> None:
         self.tally.add(rollout)
         if self._on_rollout is not None:
             self._on_rollout(rollout)

@@ -1,0 +1,75 @@
+"""What `tokentrue train` is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.app.wiring import EngineConfig, ModelConfig
+from tokentrue.environments import SMALL_MODEL, RolloutConfig
+from tokentrue.errors import ConfigError
+from tokentrue.train.config import OptimConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from tokentrue.mismatch import LossConfig
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """`name` is one of the losses of `tokentrue.mismatch.LOSSES`; `options` change its fields; `correction` names a preset."""
+
+    name: str = "dapo"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    correction: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRun:
+    """`samples` trains from a file; without it rounds are played live by the `rollout` section."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossSpec = field(default_factory=LossSpec)
+    samples: Path | None = None
+    out: Path = Path("out/train")
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 2
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "seed"):
+            wanted, default = getattr(self.rollout, name), TrainConfig.__dataclass_fields__[name].default
+            if getattr(self.train, name) not in (default, wanted):
+                raise ConfigError(f"train.{name}: set rollout.{name}, which rollouts and trainer both use")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.train.exact and self.engine.name != "exact" and self.samples is None:
+            raise ConfigError(f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine")
+
+    @property
+    def model_path(self) -> str:
+        return self.model.path or str(SMALL_MODEL)
+
+
+def loss_for(spec: LossSpec) -> LossConfig:
+    from tokentrue.mismatch import PRESETS, Penalty, loss_named
+
+    options = dict(spec.options)
+    if isinstance(options.get("penalty"), Mapping):
+        options["penalty"] = Penalty(**options["penalty"])
+    if spec.correction is not None:
+        if spec.correction not in PRESETS:
+            raise ConfigError(f"loss.correction: no preset {spec.correction!r}; choose one of {', '.join(PRESETS)}")
+        options["correction"] = PRESETS[spec.correction]
+    try:
+        return loss_named(spec.name, **options)
+    except TypeError as error:
+        raise ConfigError(f"loss.options: {error}") from error
