@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any, Literal, TypeAlias, overload
 
 from tokentrue.errors import SamplingError, TokenContractError
+from tokentrue.ids import EMPTY, TokenIds
 
 Ids: TypeAlias = Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
@@ -179,7 +180,7 @@ class Completion:
     `prompt_tokens` is the engine's own count. `versions` covers the tokens without gap or overlap.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     logprobs: tuple[float, ...]
     finish: Finish
     versions: tuple[VersionSpan, ...] = ()
@@ -190,8 +191,10 @@ class Completion:
     routed_experts: RoutedExperts | None = None
     fingerprint: str | None = None  # of the exact engine's numerics
     prompt_logprobs: tuple[float, ...] | None = None  # of prompt_ids[1:], where they were asked for and the engine has them
+    prompt_digest: bytes | None = None  # sha256 of the prompt ids, taken where the request to the engine was built
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
         if len(self.token_ids) != len(self.logprobs):
             raise TokenContractError(f"{len(self.token_ids)} ids, {len(self.logprobs)} logprobs")
         if not are_logprobs(self.logprobs):
@@ -223,10 +226,13 @@ class Completion:
 class Chunk:
     """A piece of a streamed generation. The last one carries `final`, the whole completion."""
 
-    token_ids: tuple[int, ...] = ()
+    token_ids: TokenIds = EMPTY
     logprobs: tuple[float, ...] = ()
     policy_version: int = UNVERSIONED
     final: Completion | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +249,11 @@ class PromptSpan:
 class Rendered:
     """A whole prompt, its generation prompt included."""
 
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     spans: tuple[PromptSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
 
 
 class LateSpans:
@@ -413,7 +422,7 @@ class TurnEvent:
     index: int = 0  # which of n choices
     node: str = ""
     delta: Delta | None = None
-    token_ids: tuple[int, ...] = ()
+    token_ids: TokenIds = EMPTY
     logprobs: tuple[float, ...] = ()
     reply: Reply | None = None
 

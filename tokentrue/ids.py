@@ -1,0 +1,182 @@
+"""TokenIds: the one form of token ids outside tensors.
+
+An immutable sequence of int32 over `bytes`. A slice is a view of the same bytes; prefix test, equality and hash are operations on
+bytes; the journal stores `tobytes()` as it is. Because nothing can change ids after they were made, whoever holds the same object holds
+the same content: what was checked is what is sent, and what was sent is what is recorded.
+
+    >>> ids = TokenIds([151644, 872, 198, 17])
+    >>> ids[1:3], ids.startswith(ids[:2]), ids == (151644, 872, 198, 17)
+    (TokenIds([872, 198]), True, True)
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final, overload
+
+from tokentrue.errors import TokenContractError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_SIZE: Final = 4
+_SHOWN: Final = 8
+
+
+class TokenIds(Sequence[int]):
+    """See the module. Build from any iterable of integers, or from stored bytes with `from_bytes`."""
+
+    __slots__ = ("_view",)
+    _view: memoryview  # read-only, format "i", over bytes
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        object.__setattr__(self, "_view", ids._view if isinstance(ids, TokenIds) else _view_of_bytes(_pack(ids)))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"TokenIds are immutable: cannot set {name}")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TokenIds:
+        """Ids from the little-endian bytes that `tobytes` gives."""
+        if len(data) % _SIZE:
+            raise TokenContractError(f"{len(data)} bytes are not a whole number of token ids ({_SIZE} bytes each)")
+        if sys.byteorder == "big":
+            data = _swapped(data)
+        return cls._of(_view_of_bytes(data))
+
+    @classmethod
+    def concat(cls, parts: Iterable[TokenIds]) -> TokenIds:
+        """All parts in order, copied once."""
+        return cls._of(_view_of_bytes(b"".join(part._view for part in parts)))
+
+    @classmethod
+    def _of(cls, view: memoryview) -> TokenIds:
+        ids = object.__new__(cls)
+        object.__setattr__(ids, "_view", view)
+        return ids
+
+    @property
+    def view(self) -> memoryview:
+        """The ids as a read-only buffer of native int32, for numpy and torch: no copy."""
+        return self._view
+
+    def tobytes(self) -> bytes:
+        """Little-endian int32."""
+        data = self._view.tobytes()
+        return data if sys.byteorder == "little" else _swapped(data)
+
+    def tolist(self) -> list[int]:
+        return self._view.tolist()
+
+    def sha256(self) -> bytes:
+        """The digest of `tobytes()`."""
+        return sha256(self._view if sys.byteorder == "little" else self.tobytes()).digest()
+
+    def startswith(self, prefix: Sequence[int]) -> bool:
+        """Bit for bit."""
+        return _bytes_of(self._view).startswith(prefix._view if isinstance(prefix, TokenIds) else TokenIds(prefix)._view)
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenIds: ...
+    def __getitem__(self, index: int | slice) -> int | TokenIds:
+        if not isinstance(index, slice):
+            return self._view[index]
+        part = self._view[index]
+        return TokenIds._of(part if part.contiguous else _view_of_bytes(part.tobytes()))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._view)
+
+    def __reversed__(self) -> Iterator[int]:
+        return iter(self._view[::-1].tolist())
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._view.tolist()
+
+    def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
+        return self._view.tolist().index(value, start, len(self) if stop is None else stop)
+
+    def count(self, value: int) -> int:
+        return self._view.tolist().count(value)
+
+    def __add__(self, other: Iterable[int]) -> TokenIds:
+        return TokenIds.concat((self, TokenIds(other)))
+
+    def __radd__(self, other: Iterable[int]) -> TokenIds:
+        return TokenIds.concat((TokenIds(other), self))
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to another TokenIds with the same bytes, and to a tuple or list of the same integers."""
+        if isinstance(other, TokenIds):
+            # bytes compare by memcmp; two memoryviews would be compared item by item.
+            return self._view is other._view or (len(self) == len(other) and _bytes_of(self._view).startswith(other._view))
+        if isinstance(other, (tuple, list)):
+            return len(self) == len(other) and self._view.tolist() == list(other)  # pyright: ignore[reportUnknownArgumentType]
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(_bytes_of(self._view))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self._view[:_SHOWN]))
+        more = f", … {len(self)} ids" if len(self) > _SHOWN else ""
+        return f"TokenIds([{shown}{more}])"
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return TokenIds.from_bytes, (self.tobytes(),)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        import numpy as np
+
+        array_ = np.frombuffer(self._view, dtype=np.int32)
+        if dtype is not None and np.dtype(dtype) != array_.dtype:
+            return array_.astype(dtype)
+        return array_.copy() if copy else array_
+
+
+def _pack(ids: Iterable[int]) -> bytes:
+    """Native int32 bytes of plain integers; anything that is not a token id is refused with its place."""
+    if not isinstance(ids, (list, tuple, array)):
+        tolist: Any = getattr(ids, "tolist", None)  # numpy arrays and tensors give their integers at once
+        ids = tolist() if tolist is not None else list(ids)
+    try:
+        packed = array("i", ids)
+        negative = bool(packed) and min(packed) < 0
+    except (TypeError, OverflowError, ValueError):
+        negative = True
+    else:
+        if not negative:
+            return packed.tobytes()
+    place, value = next((i, v) for i, v in enumerate(ids) if not _is_id(v))
+    raise TokenContractError(f"token id {value!r} at {place} is not an integer from 0 to 2147483647")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**31
+
+
+def _view_of_bytes(data: bytes) -> memoryview:
+    return memoryview(data).cast("i")
+
+
+def _bytes_of(view: memoryview) -> bytes:
+    """The bytes behind a view: the object itself where the view covers it whole, else a copy."""
+    whole = view.obj
+    return whole if isinstance(whole, bytes) and len(whole) == view.nbytes else view.tobytes()
+
+
+def _swapped(data: bytes) -> bytes:
+    swapped = array("i", data)
+    swapped.byteswap()
+    return swapped.tobytes()
+
+
+EMPTY: Final = TokenIds()
