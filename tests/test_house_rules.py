@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
 SHARED = {"ids", "types", "protocols", "errors"}  # every package may import these
-SERVED = {"renderers", "compare", "sessions", "samples", "turn", "providers", "gateway"}
+SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
 # Who may import whom, besides SHARED and itself. Imports inside functions and under TYPE_CHECKING count.
 ALLOWED: Mapping[str, set[str]] = {
@@ -24,13 +24,13 @@ ALLOWED: Mapping[str, set[str]] = {
     "protocols": {"types", "ids"},
     "__init__": {"types"},  # `import tokentrue` loads the rest by name, when it is first used
     "renderers": set(),
-    "compare": set(),
+    "comparison": set(),
     "mismatch": set(),
     "numerics": set(),
     "environments": set(),
-    "sessions": {"compare"},
+    "sessions": {"comparison"},
     "engine": {"numerics"},
-    "samples": {"sessions", "compare"},
+    "samples": {"sessions", "comparison"},
     "turn": {"sessions", "samples"},
     "providers": {"engine"},
     "gateway": {"turn", "sessions", "samples", "viewer", "__init__"},

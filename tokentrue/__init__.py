@@ -11,18 +11,19 @@ from typing import Any
 from tokentrue.types import Completion, Extension, Refusal, Sample, Sampling
 
 _LAZY = {
-    "Mismatch": "tokentrue.compare",
+    "Mismatch": "tokentrue.comparison",
     "Session": "tokentrue.turn",
     "Verification": "tokentrue.renderers",
     "check_logprobs_close": "tokentrue.providers",
+    "compare": "tokentrue.comparison",
     "load_renderer": "tokentrue.renderers",
     "rollout": "tokentrue.turn",
     "verify": "tokentrue.renderers",
 }
-_ROOMS = {"compare", "engine", "mismatch", "numerics", "providers", "renderers", "samples", "sessions", "train"}
+_ROOMS = {"comparison", "engine", "mismatch", "numerics", "providers", "renderers", "samples", "sessions", "train"}
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Extension", "Refusal", "Sample", "Sampling", "__version__", "compare", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["Completion", "Extension", "Refusal", "Sample", "Sampling", "__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.mismatch.batches import Batch, make
 from tokentrue.mismatch import LOSSES, PRESETS, LossConfig, Metrics, Penalty, correct, diagnose, loss_named, policy_loss
-from tokentrue.mismatch.bag import Count, Extremes, Histogram, Mean, Moments
+from tokentrue.mismatch.metrics import Count, Extremes, Histogram, Mean, Moments
 
 try:
     import pytest

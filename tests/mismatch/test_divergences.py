@@ -21,7 +21,7 @@ from tests.mismatch.batches import make
 from tests.mismatch.test_losses import HELPER, SKYRL
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch import PRESETS, Correction, LossConfig, Normalise, Reject, Veto, Weights, correct, diagnose, policy_loss
-from tokentrue.mismatch.metrics import k3
+from tokentrue.mismatch.estimators import k3
 
 D = torch.float64
 

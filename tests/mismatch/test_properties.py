@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.mismatch.batches import Batch, make
 from tokentrue.errors import InputError
 from tokentrue.mismatch import PRESETS, Correction, Metrics, Reject, Staleness, Veto, Weights, correct, diagnose
-from tokentrue.mismatch.bag import as_float, exact_total, exact_totals
-from tokentrue.mismatch.metrics import contribution, k1, k2, k3
+from tokentrue.mismatch.estimators import contribution, k1, k2, k3
+from tokentrue.mismatch.exact_sums import as_float, exact_total, exact_totals
 
 seeds = st.integers(0, 10**6)
 bounds = st.floats(1e-4, 5)
@@ -117,7 +117,7 @@ def test_exact_totals_are_exact(values: list[float]) -> None:
 
 def test_sums_that_overflow_are_refused_and_markers_are_not() -> None:
     """Some engines mark a missing log-probability by -9999; its perplexity is capped, not infinite."""
-    with pytest.raises(InputError, match="sane size"):
+    with pytest.raises(InputError, match="check the size"):
         diagnose(torch.zeros(1, 2), torch.ones(1, 2), advantages=torch.full((1, 2), 1e200, dtype=torch.float64))
     found = diagnose(torch.full((1, 2), -1.0), torch.full((1, 2), -9999.0))
     assert found["delta/clamped"] == 1.0 and all(math.isfinite(value) for value in found.metrics.values())

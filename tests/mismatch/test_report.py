@@ -11,8 +11,8 @@ import torch
 
 from tokentrue.cli.main import run
 from tokentrue.mismatch import diagnose
-from tokentrue.mismatch.charts import bar_chart, line_chart
-from tokentrue.mismatch.report import Excerpt, Token, report_html
+from tokentrue.mismatch.diagnosis.charts import bar_chart, line_chart
+from tokentrue.mismatch.diagnosis.report import Excerpt, Token, report_html
 from tokentrue.samples import write_samples
 from tokentrue.types import Certificate, Sample, Span
 

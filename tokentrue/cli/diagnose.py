@@ -264,7 +264,7 @@ def _verdict(whole: Diagnosis, max_k3: float) -> tuple[str, bool]:
 
 
 def _write_page(path: Path, whole: Diagnosis, steps: Any, rows: Sequence[Row], *, tokenizer: str | None, **rest: Any) -> None:
-    from tokentrue.mismatch.report import Excerpt, Token, report_html
+    from tokentrue.mismatch import Excerpt, Token, report_html
 
     show = _shower(tokenizer)
     by_name = {row.name: row for row in rows}

@@ -1,14 +1,15 @@
 """Diagnostics, corrections and policy losses for training-inference mismatch: pure functions over tensors."""
 
 from tokentrue.mismatch.advantages import gae_advantages, grpo_advantages, rloo_advantages, whitened_advantages
-from tokentrue.mismatch.bag import Metrics
-from tokentrue.mismatch.config import Correction
-from tokentrue.mismatch.correct import Corrected, correct
-from tokentrue.mismatch.diagnose import Diagnosis, WorstRow, diagnose
-from tokentrue.mismatch.loss import LOSSES, LossConfig, Penalty, loss_named, policy_loss
-from tokentrue.mismatch.parts import Normalise, OffPolicyMask, Outlier, Reject, Staleness, Veto, Weights
-from tokentrue.mismatch.presets import PRESETS
-from tokentrue.mismatch.report import Excerpt, Token, report_html
+from tokentrue.mismatch.correction.config import Correction
+from tokentrue.mismatch.correction.correct import Corrected, correct
+from tokentrue.mismatch.correction.presets import PRESETS
+from tokentrue.mismatch.correction.rules import Normalise, OffPolicyMask, Outlier, Reject, Staleness, Veto, Weights
+from tokentrue.mismatch.diagnosis.diagnose import Diagnosis, WorstRow, diagnose
+from tokentrue.mismatch.diagnosis.report import Excerpt, Token, report_html
+from tokentrue.mismatch.loss.config import LOSSES, LossConfig, Penalty, loss_named
+from tokentrue.mismatch.loss.policy_loss import policy_loss
+from tokentrue.mismatch.metrics import Metrics
 from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of
 from tokentrue.mismatch.support import support_log_mass
 

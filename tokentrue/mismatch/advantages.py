@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import ConfigError, InputError
-from tokentrue.mismatch.layout import Layout
-from tokentrue.mismatch.rows import Values
+from tokentrue.mismatch.batch.chunks import Values
+from tokentrue.mismatch.batch.layout import Layout
 
 
 def grpo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, std: bool = True, eps: float = 1e-6) -> Tensor:

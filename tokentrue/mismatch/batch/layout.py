@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.rows import Place, Prefixes, Rows, Values
+from tokentrue.mismatch.batch.chunks import ChunkedRows, PrefixRows, RowRange, Values
 
 BLOCK_TOKENS = 1 << 16  # rows are worked on in blocks of about this many tokens, so that temporaries stay in the processor's cache;
 GPU_BLOCK_TOKENS = 1 << 21  # on a GPU launches cost more than memory
@@ -69,10 +69,10 @@ class Layout:
         first = values if isinstance(values, Tensor) else values[0] if len(values) else torch.zeros(0)
         return torch.promote_types(first.dtype, torch.float32)
 
-    def whole(self) -> Rows:
+    def whole(self) -> ChunkedRows:
         return self.rows(0, self.num_rows)
 
-    def blocks(self) -> Iterator[Rows]:
+    def blocks(self) -> Iterator[ChunkedRows]:
         """All rows, a few at a time."""
         first = self.mask if isinstance(self.mask, Tensor) else next(iter(self.mask), torch.zeros(0))
         most = BLOCK_TOKENS if first.device.type == "cpu" else GPU_BLOCK_TOKENS
@@ -85,22 +85,22 @@ class Layout:
             yield self.rows(start, stop) if prefixes is None else prefixes.rows(self.place(start, stop))
             start = stop
 
-    def rows(self, start: int, stop: int) -> Rows:
+    def rows(self, start: int, stop: int) -> ChunkedRows:
         place, prefixes = self.place(start, stop), self._prefixes(start, stop)
         if prefixes is not None:
             return prefixes.rows(place, start)
         offsets = [offset - place.begin for offset in self.offsets[start : stop + 1]]
-        return Rows.from_holes(place, offsets, place.flat(self.mask).to(torch.bool))
+        return ChunkedRows.from_holes(place, offsets, place.flat(self.mask).to(torch.bool))
 
-    def place(self, start: int, stop: int) -> Place:
-        return Place(
+    def place(self, start: int, stop: int) -> RowRange:
+        return RowRange(
             start=start, stop=stop, begin=self.offsets[start], end=self.offsets[stop], width=self.width, padded=self.kind == "padded"
         )
 
-    def _prefixes(self, start: int, stop: int) -> Prefixes | None:
+    def _prefixes(self, start: int, stop: int) -> PrefixRows | None:
         if self.kind != "padded" or not self.width or start == stop:
             return None
-        return Prefixes.of(self.place(start, stop).flat(self.mask).view(-1, self.width).to(torch.bool))
+        return PrefixRows.of(self.place(start, stop).flat(self.mask).view(-1, self.width).to(torch.bool))
 
     def shaped(self, flat: Tensor) -> Values:
         """A flat result over all positions, in the layout of the inputs."""

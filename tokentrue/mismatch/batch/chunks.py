@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tokentrue.mismatch.reduce import chunk_counts, chunk_sums, row_maxima, row_sums
+from tokentrue.mismatch.batch.reduce import chunk_counts, chunk_sums, row_maxima, row_sums
 
 CHUNK = 128
 
@@ -23,7 +23,7 @@ Values: TypeAlias = Tensor | Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RowRange:
     """Where rows `[start, stop)` lie: positions `[begin, end)` of the flat batch; `width` is T of a padded one, else 0."""
 
     start: int
@@ -45,14 +45,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """Rows in the working form, and the way there and back.
+class ChunkedRows:
+    """ChunkedRows in the working form, and the way there and back.
 
     Where the valid tokens of a padded batch stand first in their rows, slots are its chunks number `picked`, moved as they are;
     elsewhere each token is moved, from its flat position in `source` to its slot in `target`.
     """
 
-    place: Place
+    place: RowRange
     lengths: Tensor  # valid tokens of each row
     tokens: int  # valid tokens of all of them
     chunks: Tensor  # chunks of each row
@@ -66,7 +66,7 @@ class Rows:
     target: Tensor | None
 
     @staticmethod
-    def from_holes(place: Place, offsets: Sequence[int], flat_mask: Tensor) -> Rows:
+    def from_holes(place: RowRange, offsets: Sequence[int], flat_mask: Tensor) -> ChunkedRows:
         """`offsets` are the boundaries of these rows in `flat_mask`."""
         bounds = torch.tensor(offsets, device=flat_mask.device)
         running = torch.nn.functional.pad(flat_mask.cumsum(0), (1, 0))
@@ -81,7 +81,7 @@ class Rows:
         filled = chunk_counts(valid)
         edges = (filled < CHUNK).nonzero().squeeze(1)
         row = torch.arange(place.num_rows, device=flat_mask.device).repeat_interleave(chunks)
-        return Rows(
+        return ChunkedRows(
             place=place, lengths=lengths, tokens=source.shape[0], chunks=chunks, row=row, filled=filled, valid=valid,
             edges=edges, edge_padding=~valid.index_select(0, edges), picked=None, source=source, target=target,
         )  # fmt: skip
@@ -90,7 +90,7 @@ class Rows:
     def num_rows(self) -> int:
         return self.place.num_rows
 
-    def without(self, slots: Tensor) -> Rows:
+    def without(self, slots: Tensor) -> ChunkedRows:
         """The same rows with some more slots counted as padding."""
         valid = self.valid & ~slots
         filled = chunk_counts(valid)
@@ -193,8 +193,8 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prefixes:
-    """A padded batch whose rows each begin with all of their valid tokens: looked at once, cut into `Rows` by slicing."""
+class PrefixRows:
+    """A padded batch whose rows each begin with all of their valid tokens: looked at once, cut into `ChunkedRows` by slicing."""
 
     valid: Tensor
     filled: Tensor
@@ -209,7 +209,7 @@ class Prefixes:
     width: int  # of a row, in chunks
 
     @staticmethod
-    def of(grid: Tensor) -> Prefixes | None:
+    def of(grid: Tensor) -> PrefixRows | None:
         """None where a valid token stands behind an invalid one; `grid` is bool `[b, T]`."""
         whole, rows = _chunked(grid), grid.shape[0]
         filled = chunk_counts(whole)
@@ -225,19 +225,19 @@ class Prefixes:
         if not torch.equal(valid.index_select(0, edges), torch.arange(CHUNK, device=grid.device) < filled[edges].unsqueeze(1)):
             return None
         counts = lengths.tolist()
-        return Prefixes(
+        return PrefixRows(
             valid=valid, filled=filled, lengths=lengths, chunks=chunks, row=picked // width, picked=picked, edges=edges,
             tokens_before=_before(counts), chunks_before=_before(-(-count // CHUNK) for count in counts),
             edges_before=_before(int(count % CHUNK > 0) for count in counts), width=width,
         )  # fmt: skip
 
-    def rows(self, place: Place, first: int = 0) -> Rows:
+    def rows(self, place: RowRange, first: int = 0) -> ChunkedRows:
         """Those of `place`; `first` is the batch's row that this record begins with."""
         start, stop = place.start - first, place.stop - first
         low, high = self.chunks_before[start], self.chunks_before[stop]
         valid = self.valid[low:high]
         edges = self.edges[self.edges_before[start] : self.edges_before[stop]] - low
-        return Rows(
+        return ChunkedRows(
             place=place, lengths=self.lengths[start:stop], tokens=self.tokens_before[stop] - self.tokens_before[start],
             chunks=self.chunks[start:stop], row=self.row[low:high] - start, filled=self.filled[low:high], valid=valid,
             edges=edges, edge_padding=~valid.index_select(0, edges), picked=self.picked[low:high] - start * self.width,

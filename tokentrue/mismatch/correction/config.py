@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tokentrue.errors import ConfigError
-from tokentrue.mismatch import importers
-from tokentrue.mismatch.explain import RATIO, between, rule_text, weights_text
-from tokentrue.mismatch.metrics import LOG_CLAMP
-from tokentrue.mismatch.parts import (
+from tokentrue.mismatch.correction import importers
+from tokentrue.mismatch.correction.explain import RATIO, between, rule_text, weights_text
+from tokentrue.mismatch.correction.rules import (
     OffPolicyMask,
     Outlier,
     Reject,
@@ -22,6 +21,7 @@ from tokentrue.mismatch.parts import (
     Weights,
     choose,
 )
+from tokentrue.mismatch.estimators import LOG_CLAMP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,12 @@ class Correction:
         used: set[Signal] = {rule.signal for rule in self.reject}
         used |= {part.signal for part in (self.weights, self.outlier, self.off_policy_mask) if part is not None}
         return frozenset(used)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is weighted or rejected."""
+        rules = (self.weights, self.veto, self.outlier, self.off_policy_mask, self.staleness)
+        return bool(self.reject) or any(rule is not None for rule in rules)
 
     @property
     def needs_current(self) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from tokentrue.compare.alignment import aligned
+from tokentrue.comparison.alignment import align
 
 Ids = Sequence[int]
 Kind = Literal["special_token_count", "special_token_type", "non_assistant_text", "assistant_text"]
@@ -47,7 +47,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ComparedSpan:
     """Tokens `[start, end)` of one sequence and their text; empty where the other sequence has something that this one lacks."""
 
     start: int
@@ -63,8 +63,8 @@ class Mismatch:
     """
 
     kind: Kind
-    expected: Part
-    actual: Part
+    expected: ComparedSpan
+    actual: ComparedSpan
     turn: int
     message: int
     token: int
@@ -143,7 +143,7 @@ def _pairs(
     pairs: list[tuple[_Segment | None, _Segment | None]] = []
     left: list[_Segment] = []
     right: list[_Segment] = []
-    for a, b in aligned(mine, theirs):
+    for a, b in align(mine, theirs):
         if a is not None and b is not None:
             pairs += _inner(left, right)
             left, right = [], []
@@ -167,7 +167,7 @@ def _inner(left: list[_Segment], right: list[_Segment]) -> list[tuple[_Segment |
         lonely_left.clear()
         lonely_right.clear()
 
-    for a, b in aligned([segment.key for segment in left], [segment.key for segment in right]):
+    for a, b in align([segment.key for segment in left], [segment.key for segment in right]):
         if a is not None and b is not None:
             settle()
             pairs.append((left[a], right[b]))
@@ -188,7 +188,7 @@ def _difference(mine: _Segment | None, theirs: _Segment | None, expected_ids: Id
     return Mismatch(kind=kind, expected=expected, actual=actual, turn=one.turn, message=one.message, token=actual.start, detail=detail)
 
 
-def _grade(mine: _Segment | None, theirs: _Segment | None, expected: Part, actual: Part) -> tuple[Kind | None, str]:
+def _grade(mine: _Segment | None, theirs: _Segment | None, expected: ComparedSpan, actual: ComparedSpan) -> tuple[Kind | None, str]:
     if mine is None or theirs is None:
         one, what = (theirs, "extra") if mine is None else (mine, "missing")
         assert one is not None
@@ -202,7 +202,7 @@ def _grade(mine: _Segment | None, theirs: _Segment | None, expected: Part, actua
     return "non_assistant_text", ("the same text from other ids" if expected.text == actual.text else "")
 
 
-def _part(segment: _Segment | None, ids: Ids, renderer: Reader, near: _Segment) -> Part:
+def _part(segment: _Segment | None, ids: Ids, renderer: Reader, near: _Segment) -> ComparedSpan:
     if segment is None:
-        return Part(start=min(near.start, len(ids)), end=min(near.start, len(ids)), text="")
-    return Part(start=segment.start, end=segment.end, text=renderer.decode(ids[segment.start : segment.end]))
+        return ComparedSpan(start=min(near.start, len(ids)), end=min(near.start, len(ids)), text="")
+    return ComparedSpan(start=segment.start, end=segment.end, text=renderer.decode(ids[segment.start : segment.end]))

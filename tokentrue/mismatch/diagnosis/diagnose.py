@@ -12,19 +12,19 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Literal, Unpack, cast
 
 import torch
-from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.bag import Metrics
-from tokentrue.mismatch.config import Correction
-from tokentrue.mismatch.correct import Collector, Corrected, Extras
-from tokentrue.mismatch.layout import Layout
-from tokentrue.mismatch.rows import Values
-from tokentrue.mismatch.signals import Policies, read_per_token, read_signals
-from tokentrue.mismatch.sums import Sums
+from tokentrue.mismatch.batch.chunks import Values
+from tokentrue.mismatch.batch.layout import Layout
+from tokentrue.mismatch.correction.config import Correction
+from tokentrue.mismatch.correction.correct import Collector, Corrected
+from tokentrue.mismatch.correction.signals import Batch, BatchOptions, Signals, read_per_token, read_signals
+from tokentrue.mismatch.diagnosis.sums import Sums
+from tokentrue.mismatch.metrics import Metrics
 
 VERL_NAMES = {
     "kl": "corr/k1",
@@ -84,65 +84,67 @@ class Diagnosis:
         return Diagnosis(metrics=metrics, worst=_worst(rows, self.keep_worst), keep_worst=self.keep_worst)
 
 
+class DiagnoseOptions(BatchOptions, total=False):
+    """The keywords of `diagnose`, beside those that it shares with `correct`."""
+
+    correction: Correction | None  # made in the same pass; comes back as `.corrected`
+    corrected: Corrected | None  # what `correct` returned before
+    kinds: Values | None  # each token's kind, an index into `kind_names`
+    kind_names: Sequence[str]
+    trainer_top_ids: Values | None  # the most likely token of each side
+    rollout_top_ids: Values | None
+    trainer_top_logprobs: Values | None  # its log-probability, where its id is not known
+    rollout_top_logprobs: Values | None
+    row_names: Sequence[str] | None
+    worst: int  # how many rows `Diagnosis.worst` lists (10)
+    non_finite: Literal["raise", "unit", "token", "sequence"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What is known of each token beside its log-probabilities."""
+
+    kinds: Values | None = None
+    kind_names: Sequence[str] = ()
+    trainer_top_ids: Values | None = None
+    rollout_top_ids: Values | None = None
+    trainer_top_logprobs: Values | None = None
+    rollout_top_logprobs: Values | None = None
+
+    def add(self, sums: Sums, layout: Layout, signals: Signals) -> None:
+        if self.kinds is not None:
+            sums.add_kinds(layout, signals, self.kinds)
+        if self.trainer_top_ids is not None and self.rollout_top_ids is not None:
+            sums.add_flips(layout, signals.rows, self.trainer_top_ids, self.rollout_top_ids)
+        elif self.trainer_top_logprobs is not None and self.rollout_top_logprobs is not None:
+            sums.add_flips_by_logprob(layout, signals, self.trainer_top_logprobs, self.rollout_top_logprobs)
+
+
 def diagnose(
-    trainer_logprobs: Values,
-    rollout_logprobs: Values,
-    mask: Values | None = None,
-    *,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    logprobs: Values | None = None,
-    advantages: Values | None = None,
-    correction: Correction | None = None,
-    corrected: Corrected | None = None,
-    versions: Values | None = None,
-    version: int | None = None,
-    kinds: Values | None = None,
-    kind_names: Sequence[str] = (),
-    trainer_top_ids: Values | None = None,
-    rollout_top_ids: Values | None = None,
-    trainer_top_logprobs: Values | None = None,
-    rollout_top_logprobs: Values | None = None,
-    row_names: Sequence[str] | None = None,
-    worst: int = 10,
-    non_finite: str = "raise",
+    trainer_logprobs: Values, rollout_logprobs: Values, mask: Values | None = None, **options: Unpack[DiagnoseOptions]
 ) -> Diagnosis:
     """Everything that can be said from these inputs; what is not given has its keys all the same, with nothing counted.
 
-    `logprobs` is the current policy (the trainer's own if left out); `kinds` numbers each token's kind, an index into `kind_names`;
-    `*_top_ids` are the most likely token ids of each side; with only their log-probabilities, `*_top_logprobs`, a flip is where the
-    sampled token is the top of one side alone, out of the tokens that are the top of at least one.
-    `correction` is made in the same pass and comes back as `.corrected`; `corrected` is what `correct` returned before.
+    `logprobs` is the current policy (the trainer's own if left out). With `*_top_logprobs` but without `*_top_ids`, a flip is where the
+    sampled token is the most likely one of one side alone, out of the tokens that are the most likely one of at least one side.
     """
+    correction, corrected = options.pop("correction", None), options.pop("corrected", None)
     if correction is not None and corrected is not None:
         raise InputError("correction, corrected: pass the one to be made, or the one already made, not both")
-    layout = Layout.of(trainer_logprobs, mask, cu_seqlens)
-    if row_names is not None and len(row_names) != layout.num_rows:
-        raise InputError(f"row_names: {len(row_names)} names for {layout.num_rows} rows")
-    policies = Policies(layout=layout, trainer=trainer_logprobs, rollout=rollout_logprobs, current=logprobs)
-    config = Correction(non_finite=non_finite) if correction is None else correction  # type: ignore[arg-type]
-    extras = Extras(advantages=advantages, versions=versions, version=version)
-    collector = None if correction is None else Collector.of(policies, correction, extras)
-    sums = Sums(kind_names=tuple(kind_names))
+    row_names, worst, non_finite = options.pop("row_names", None), options.pop("worst", 10), options.pop("non_finite", "raise")
+    labels = Labels(**{field.name: options.pop(field.name) for field in fields(Labels) if field.name in options})  # type: ignore[misc]
+    batch = Batch.of(trainer_logprobs, rollout_logprobs, mask, cast("BatchOptions", options))
+    if row_names is not None and len(row_names) != batch.layout.num_rows:
+        raise InputError(f"row_names: {len(row_names)} names for {batch.layout.num_rows} rows")
+    collector = None if correction is None else Collector.of(batch, correction)
+    sums = Sums(kind_names=tuple(labels.kind_names))
     with torch.no_grad():
-        for rows in layout.blocks():
-            signals = read_signals(policies, rows, config)
-            sums.add_mismatch(signals)
-            sums.add_ppo(signals)
-            if advantages is not None:
-                sums.add_contribution(signals, read_per_token(layout, signals.rows, "advantages", advantages))
-            if collector is not None:
-                sums.add_applied(signals.rows, collector.add(signals).applied())
-            elif corrected is not None:
-                keep = signals.rows.read(corrected.mask, torch.bool)
-                sums.add_applied(signals.rows, torch.where(keep, signals.rows.read(corrected.weights), 0.0))
-            if kinds is not None:
-                sums.add_kinds(layout, signals, kinds)
-            if trainer_top_ids is not None and rollout_top_ids is not None:
-                sums.add_flips(layout, signals.rows, trainer_top_ids, rollout_top_ids)
-            elif trainer_top_logprobs is not None and rollout_top_logprobs is not None:
-                sums.add_flips_by_logprob(layout, signals, trainer_top_logprobs, rollout_top_logprobs)
+        for rows in batch.layout.blocks():
+            signals = read_signals(batch, rows, correction or Correction(non_finite=non_finite))
+            _add_block(sums, batch, signals, collector, corrected)
+            labels.add(sums, batch.layout, signals)
         metrics = sums.finish()
-        found = worst_rows(policies, sums.by_row(), worst, row_names)
+        found = worst_rows(batch, sums.by_row(), worst, row_names)
     corrected = corrected if collector is None else collector.finish()
     if corrected is not None:
         own = {name: stat for name, stat in corrected.metrics.statistics.items() if name.startswith(("fraction/", "weight/"))}
@@ -150,8 +152,21 @@ def diagnose(
     return Diagnosis(metrics=metrics, worst=found, keep_worst=worst, corrected=corrected)
 
 
+def _add_block(sums: Sums, batch: Batch, signals: Signals, collector: Collector | None, corrected: Corrected | None) -> None:
+    rows = signals.rows
+    sums.add_mismatch(signals)
+    sums.add_ppo(signals)
+    if batch.advantages is not None:
+        sums.add_contribution(signals, read_per_token(batch.layout, rows, "advantages", batch.advantages))
+    if collector is not None:
+        sums.add_applied(rows, collector.add(signals).applied())
+    elif corrected is not None:
+        keep = rows.read(corrected.mask, torch.bool)
+        sums.add_applied(rows, torch.where(keep, rows.read(corrected.weights), 0.0))
+
+
 def worst_rows(
-    policies: Policies, by_row: Sequence[tuple[int, float, float, float]], keep: int, names: Sequence[str] | None
+    batch: Batch, by_row: Sequence[tuple[int, float, float, float]], keep: int, names: Sequence[str] | None
 ) -> tuple[WorstRow, ...]:
     """The rows with the largest mean K3."""
     scored = ((-k3 / tokens, row) for row, (tokens, k3, _, _) in enumerate(by_row) if tokens and k3 > 0)
@@ -166,18 +181,18 @@ def worst_rows(
                 sum_k3=k3,
                 mean_delta=delta / tokens,
                 max_abs_delta=peak,
-                position=_position(policies, row),
+                position=_position(batch, row),
                 log_product=delta,
             )
         )
     return _worst(found, keep)
 
 
-def _position(policies: Policies, row: int) -> int:
+def _position(batch: Batch, row: int) -> int:
     """How many valid tokens of a row stand before its largest |δ|."""
-    place = policies.layout.place(row, row + 1)
-    valid = place.flat(policies.layout.mask) != 0
-    trainer, rollout = (place.flat(values).double() for values in (policies.trainer, policies.rollout))
+    place = batch.layout.place(row, row + 1)
+    valid = place.flat(batch.layout.mask) != 0
+    trainer, rollout = (place.flat(values).double() for values in (batch.trainer, batch.rollout))
     gap = (trainer - rollout).abs_().masked_fill_(~valid, -1.0)
     if not math.isfinite(float(gap.sum())):  # tokens that could not be scored are nobody's largest
         gap = gap.nan_to_num(nan=-1.0, posinf=-1.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tokentrue.mismatch.config import Correction
-from tokentrue.mismatch.parts import Normalise, OffPolicyMask, Reject, Weights
+from tokentrue.mismatch.correction.config import Correction
+from tokentrue.mismatch.correction.rules import Normalise, OffPolicyMask, Reject, Weights
 
 _TOKEN = Weights(level="token", mode="truncate", upper=2.0)
 _SEQUENCE = Weights(level="sequence", mode="truncate", upper=2.0)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.bag import BINS, Count, Extremes, Histogram, Mean, Metrics, Moments, Statistic, exact_total, exact_totals
-from tokentrue.mismatch.layout import Layout
-from tokentrue.mismatch.metrics import LOG_CLAMP, contribution, k1, k2, k3
-from tokentrue.mismatch.reduce import chunk_sums, row_maxima, row_sums
-from tokentrue.mismatch.rows import CHUNK, Rows, Values
-from tokentrue.mismatch.signals import Signals
+from tokentrue.mismatch.batch.chunks import CHUNK, ChunkedRows, Values
+from tokentrue.mismatch.batch.layout import Layout
+from tokentrue.mismatch.batch.reduce import chunk_sums, row_maxima, row_sums
+from tokentrue.mismatch.correction.signals import Signals
+from tokentrue.mismatch.estimators import LOG_CLAMP, contribution, k1, k2, k3
+from tokentrue.mismatch.exact_sums import exact_total, exact_totals
+from tokentrue.mismatch.metrics import BINS, Count, Extremes, Histogram, Mean, Metrics, Moments, Statistic
 
 PROBABILITIES = (1e-4, 1e-2, 0.1, 0.5, 0.9, 0.99)
 POSITIONS = (128, 512, 2048, 8192, 32768)  # whole chunks
@@ -65,7 +66,7 @@ class Sums:
     def span(self, name: str, low: float, high: float) -> None:
         self.ranges[name] = self.ranges.get(name, Extremes()).merge(Extremes(low=low, high=high))
 
-    def add_bins(self, rows: Rows, values: Tensor) -> None:
+    def add_bins(self, rows: ChunkedRows, values: Tensor) -> None:
         """Counted some blocks at a time: clearing and adding the table costs as much as filling it."""
         self.bins.append(Histogram.bins_of(values).view(-1).to(torch.int16))
         self.padding += rows.valid.numel() - rows.tokens
@@ -77,7 +78,7 @@ class Sums:
         self.dense = dense if self.dense is None else self.dense.add_(dense)
         self.bins.clear()
 
-    def bucket(self, name: str, rows: Rows, buckets: Tensor, values: Tensor, *, size: int, padding: int) -> None:
+    def bucket(self, name: str, rows: ChunkedRows, buckets: Tensor, values: Tensor, *, size: int, padding: int) -> None:
         """Sums per row and bucket, each in token order; padding holds 0 and falls into bucket `padding`."""
         keys = (buckets + (rows.row * size).to(buckets.dtype).unsqueeze(1)).view(-1).cpu()
         sums = torch.bincount(keys, weights=values.view(-1).cpu(), minlength=rows.num_rows * size)
@@ -152,7 +153,7 @@ class Sums:
                 value = contribution(x.clamp(-LOG_CLAMP, LOG_CLAMP), advantages)
                 self.push_powers(f"contribution_{name}_{sign}", torch.where(chosen, value, 0.0), third=True)
 
-    def add_applied(self, rows: Rows, weights: Tensor) -> None:
+    def add_applied(self, rows: ChunkedRows, weights: Tensor) -> None:
         """Weights as the loss uses them: 0 where rejected."""
         self.count("applied", rows.tokens)
         self.push_powers("applied", weights)
@@ -170,7 +171,7 @@ class Sums:
             raise InputError(f"kinds: {int(codes.min())} to {int(codes.max())} do not index the {len(self.kind_names)} kind_names")
         self.bucket("kind", signals.rows, codes, signals.corr.abs(), size=len(self.kind_names), padding=0)
 
-    def add_flips(self, layout: Layout, rows: Rows, trainer: Values, rollout: Values) -> None:
+    def add_flips(self, layout: Layout, rows: ChunkedRows, trainer: Values, rollout: Values) -> None:
         layout.check("trainer_top_ids", trainer)
         layout.check("rollout_top_ids", rollout)
         self.count("flips", rows.read(trainer, torch.long) != rows.read(rollout, torch.long))

@@ -14,7 +14,7 @@ Pair: TypeAlias = tuple[int | None, int | None]
 LIMIT = 500
 
 
-def aligned(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[Pair]:
+def align(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[Pair]:
     """Index pairs in order: `(i, j)` equal, `(i, None)` only left, `(None, j)` only right."""
     head = 0
     while head < min(len(left), len(right)) and left[head] == right[head]:

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.config import Correction
-from tokentrue.mismatch.layout import Layout
-from tokentrue.mismatch.parts import Signal
-from tokentrue.mismatch.rows import Rows, Values
+from tokentrue.mismatch.batch.chunks import ChunkedRows, Values
+from tokentrue.mismatch.batch.layout import Layout
+from tokentrue.mismatch.correction.config import Correction
+from tokentrue.mismatch.correction.rules import Signal
+
+
+class BatchOptions(TypedDict, total=False):
+    """The keywords that `correct`, `diagnose` and `policy_loss` share; each is needed by some rules only."""
+
+    cu_seqlens: Tensor | Sequence[int] | None  # row boundaries of packed 1-D tensors, from 0 to N
+    logprobs: Values | None  # the current policy's log-probabilities
+    advantages: Values | None  # per token, or one per row
+    versions: Values | None  # the policy version that sampled each token, or each row
+    version: int | None  # the current policy version
+    support_log_mass: Values | None  # log of the trainer's mass on the tokens that the sampler could choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Policies:
-    """The log-probabilities of one batch, checked to lie alike. `trainer` is the recomputed policy, `current` the one being trained."""
+class Batch:
+    """One batch, checked to have one layout. `trainer` is the recomputed policy, `current` the one being trained."""
 
     layout: Layout
     trainer: Values
     rollout: Values
     current: Values | None = None
-    support: Values | None = None  # log of the trainer's mass on the tokens that the sampler could choose
+    support: Values | None = None
+    advantages: Values | None = None
+    versions: Values | None = None
+    version: int | None = None
 
     def __post_init__(self) -> None:
         names = ("trainer_logprobs", "rollout_logprobs", "logprobs", "support_log_mass")
@@ -31,12 +47,28 @@ class Policies:
             if values is not None:
                 self.layout.check(name, values)
 
+    @staticmethod
+    def of(trainer: Values, rollout: Values, mask: Values | None, options: BatchOptions) -> Batch:
+        unknown = sorted(set(options) - BatchOptions.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
+        return Batch(
+            layout=Layout.of(trainer, mask, options.get("cu_seqlens")),
+            trainer=trainer,
+            rollout=rollout,
+            current=options.get("logprobs"),
+            support=options.get("support_log_mass"),
+            advantages=options.get("advantages"),
+            versions=options.get("versions"),
+            version=options.get("version"),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Signals:
     """Some rows' log-ratios. `bad` marks valid tokens whose numbers were not finite; their ratios are set to agreement."""
 
-    rows: Rows
+    rows: ChunkedRows
     trainer: Tensor
     rollout: Tensor
     current: Tensor | None
@@ -64,13 +96,13 @@ class Signals:
         return self.current - (self.trainer if signal == "ppo_train" else self.rollout)
 
 
-def read_signals(policies: Policies, rows: Rows, config: Correction) -> Signals:
-    trainer, rollout = rows.read(policies.trainer), rows.read(policies.rollout)
-    current = None if policies.current is None else rows.read(_detached(policies.current))
+def read_signals(batch: Batch, rows: ChunkedRows, config: Correction) -> Signals:
+    trainer, rollout = rows.read(batch.trainer), rows.read(batch.rollout)
+    current = None if batch.current is None else rows.read(_detached(batch.current))
     if config.align_support:
-        if policies.support is None:
+        if batch.support is None:
             raise InputError("support_log_mass: align_support needs the log of the trainer's mass on the sampler's support, per token")
-        mass = rows.read(policies.support)
+        mass = rows.read(batch.support)
         trainer = trainer - mass
         current = None if current is None else current - mass
     corr = trainer - rollout
@@ -94,11 +126,11 @@ def read_signals(policies: Policies, rows: Rows, config: Correction) -> Signals:
     )
 
 
-def _where(rows: Rows, bad: Tensor) -> str:
+def _where(rows: ChunkedRows, bad: Tensor) -> str:
     row = int(rows.sum(bad.double()).nonzero()[0]) + rows.place.start
     return (
         f"log-probabilities: {int(bad.sum())} valid tokens are not finite, the first in row {row}; the engine or the trainer could not "
-        "score them. Mend the mask, or choose Correction(non_finite='unit' | 'token' | 'sequence')"
+        "score them. Correct the mask, or choose Correction(non_finite='unit' | 'token' | 'sequence')"
     )
 
 
@@ -106,7 +138,7 @@ def _detached(values: Values) -> Values:
     return values.detach() if isinstance(values, Tensor) else [row.detach() for row in values]
 
 
-def read_per_token(layout: Layout, rows: Rows, name: str, values: Values) -> Tensor:
+def read_per_token(layout: Layout, rows: ChunkedRows, name: str, values: Values) -> Tensor:
     """Values per token, or one per row spread over it."""
     if isinstance(values, Tensor) and values.dim() <= 1 and values.numel() == layout.num_rows and not _lies_like(layout, values):
         return rows.read_rows(values.reshape(-1))

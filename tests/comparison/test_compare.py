@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from inspect import isfunction
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 import tokentrue as tt
 from tests import parts
-from tokentrue.compare.alignment import LIMIT, aligned
+from tokentrue.comparison.alignment import LIMIT, align
 
 START, END, THINK, CALL = 100, 101, 102, 103  # <|im_start|> <|im_end|> <think> <tool_call>
 USER, ASSISTANT = 200, 201
@@ -86,17 +87,17 @@ def test_coordinates_count_messages_and_turns() -> None:
     assert (found[0].expected.start, found[0].expected.end) == (11, 13)
 
 
-def test_the_room_is_the_function() -> None:
-    import tokentrue.compare
+def test_compare_is_a_function_whatever_was_imported_before() -> None:
+    import tokentrue.comparison
 
-    assert tokentrue.compare(CHAT, CHAT, renderer=TOY) == tokentrue.compare.compare(CHAT, CHAT, renderer=TOY) == []
-    assert tt.Mismatch is tokentrue.compare.Mismatch
+    assert tt.compare is tokentrue.comparison.compare and isfunction(tt.compare)
+    assert tt.Mismatch is tokentrue.comparison.Mismatch
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=30), st.lists(st.integers(0, 4), max_size=30))
 def test_alignment_is_a_shortest_edit_script(left: list[int], right: list[int]) -> None:
-    pairs = aligned(left, right)
+    pairs = align(left, right)
     assert [a for a, _ in pairs if a is not None] == list(range(len(left)))
     assert [b for _, b in pairs if b is not None] == list(range(len(right)))
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
@@ -116,7 +117,7 @@ def _longest_common(left: list[int], right: list[int]) -> int:
 
 def test_too_many_differences_are_all_reported() -> None:
     left, right = list(range(LIMIT)), list(range(LIMIT, 2 * LIMIT + 2))
-    assert len(aligned(left, right)) == len(left) + len(right)
+    assert len(align(left, right)) == len(left) + len(right)
 
 
 @settings(max_examples=100, deadline=None)

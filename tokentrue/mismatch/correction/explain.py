@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokentrue.mismatch.parts import Reject, Signal, Weights
+from tokentrue.mismatch.correction.rules import Reject, Signal, Weights
 
 RATIO: dict[Signal, str] = {"corr": "π_old/π_rollout", "ppo_train": "π_current/π_old", "ppo_rollout": "π_current/π_rollout"}
 

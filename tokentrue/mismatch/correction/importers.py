@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from tokentrue.errors import ConfigError
-from tokentrue.mismatch.parts import (
+from tokentrue.mismatch.correction.rules import (
     Aggregate,
     Estimator,
     Level,

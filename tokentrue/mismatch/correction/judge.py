@@ -1,87 +1,26 @@
-"""`correct`: importance weights and rejection for a batch, from the log-probabilities alone. Nothing here is differentiated through.
-
-`weights` never encode rejection, and `mask` carries it, except where a mode says otherwise (IcePop's "mask", a rule's action "mask").
-"""
+"""Weights and rejection for some rows of a batch, rule by rule."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.bag import Count, Mean, Metrics, Statistic, as_float, exact_totals
-from tokentrue.mismatch.config import Correction
-from tokentrue.mismatch.layout import Layout
-from tokentrue.mismatch.metrics import ESTIMATORS, k3_to_compare
-from tokentrue.mismatch.parts import Reject, Weights
-from tokentrue.mismatch.rows import Rows, Values
-from tokentrue.mismatch.signals import Policies, Signals, read_per_token, read_signals
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Corrected:
-    """`weights` (0 at masked positions) and `mask` lie as the inputs did. `metrics` merge over micro-batches and ranks.
-
-    `totals` is the sum of weights and their count when the correction normalises over a step: add them up over micro-batches and
-    ranks, then call `normalised`.
-    """
-
-    weights: Values
-    mask: Values
-    metrics: Metrics
-    correction: Correction
-    totals: tuple[float, int] | None = None
-    pending: bool = False
-
-    def normalised(self, total: float, count: int) -> Corrected:
-        """These weights over the step's mean."""
-        mean = total / count if count else 0.0
-        return replace(self, weights=_scaled(self.weights, mean), pending=False)
-
-
-def correct(
-    trainer_logprobs: Values,
-    rollout_logprobs: Values,
-    mask: Values | None = None,
-    correction: Correction | None = None,
-    *,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    logprobs: Values | None = None,
-    advantages: Values | None = None,
-    versions: Values | None = None,
-    version: int | None = None,
-    support_log_mass: Values | None = None,
-) -> Corrected:
-    """Weights and mask of `correction` for this batch; see `Correction` for what each part needs."""
-    config = Correction() if correction is None else correction
-    layout = Layout.of(trainer_logprobs, mask, cu_seqlens)
-    policies = Policies(layout=layout, trainer=trainer_logprobs, rollout=rollout_logprobs, current=logprobs, support=support_log_mass)
-    collector = Collector.of(policies, config, Extras(advantages=advantages, versions=versions, version=version))
-    with torch.no_grad():
-        for rows in layout.blocks():
-            collector.add(read_signals(policies, rows, config))
-    return collector.finish()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Extras:
-    """What only some rules need."""
-
-    advantages: Values | None = None
-    versions: Values | None = None
-    version: int | None = None
+from tokentrue.mismatch.batch.chunks import ChunkedRows
+from tokentrue.mismatch.correction.config import Correction
+from tokentrue.mismatch.correction.rules import Reject
+from tokentrue.mismatch.correction.signals import Batch, Signals, read_per_token
+from tokentrue.mismatch.estimators import ESTIMATORS, k3_to_compare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
     """The correction of some rows, in slots, with the counts that become metrics."""
 
-    rows: Rows
+    rows: ChunkedRows
     weights: Tensor
     unmasked: Tensor  # weights before mode "mask" zeroed any
     keep: Tensor
@@ -93,13 +32,13 @@ class Block:
         return self.weights if self.keep is self.rows.valid else self.weights * self.keep
 
 
-def correct_rows(signals: Signals, layout: Layout, config: Correction, extras: Extras) -> Block:
+def correct_rows(signals: Signals, batch: Batch, config: Correction) -> Block:
     rows = signals.rows
     judge = Judge(signals=signals, config=config)
     judge.count("bad", signals.bad)
     if signals.bad is not None and config.non_finite == "sequence":
         judge.drop_rows("bad", signals.bad)
-    _whole_row_rules(judge, layout, extras)
+    _whole_row_rules(judge, batch)
     for rule in config.reject:
         if rule.aggregate == "token":
             judge.apply(rule)
@@ -116,7 +55,7 @@ def correct_rows(signals: Signals, layout: Layout, config: Correction, extras: E
     return Block(rows=rows, weights=weights, unmasked=unmasked, keep=judge.keep(), row_weights=judge.row_weights(weights), hits=judge.hits)
 
 
-def _whole_row_rules(judge: Judge, layout: Layout, extras: Extras) -> None:
+def _whole_row_rules(judge: Judge, batch: Batch) -> None:
     """Veto, outlier, staleness and the off-policy mask, each on the valid tokens."""
     signals, config, rows = judge.signals, judge.config, judge.signals.rows
     if config.veto is not None:
@@ -128,11 +67,11 @@ def _whole_row_rules(judge: Judge, layout: Layout, extras: Extras) -> None:
         log_ratio = signals.log_ratio(config.outlier.signal)
         judge.drop_rows("outlier", rows.valid & ~inside(log_ratio, _log(config.outlier.lower), _log(config.outlier.upper)))
     if config.staleness is not None:
-        judge.drop_stale(layout, extras)
+        judge.drop_stale(batch)
     if config.off_policy_mask is not None:
-        if extras.advantages is None:
+        if batch.advantages is None:
             raise InputError("advantages: the off-policy mask drops negative advantages and needs them")
-        judge.drop_off_policy(read_per_token(layout, rows, "advantages", extras.advantages))
+        judge.drop_off_policy(read_per_token(batch.layout, rows, "advantages", batch.advantages))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -184,12 +123,12 @@ class Judge:
     def _drop_whole(self, hit: Tensor) -> None:
         self.rows_dropped = hit if self.rows_dropped is None else self.rows_dropped | hit
 
-    def drop_stale(self, layout: Layout, extras: Extras) -> None:
+    def drop_stale(self, batch: Batch) -> None:
         limit = self.config.staleness
-        if limit is None or extras.versions is None or extras.version is None:
+        if limit is None or batch.versions is None or batch.version is None:
             raise InputError("versions, version: a staleness limit needs the policy version of each token (or row) and the current one")
         rows = self.signals.rows
-        age = extras.version - read_per_token(layout, rows, "versions", extras.versions)
+        age = batch.version - read_per_token(batch.layout, rows, "versions", batch.versions)
         stale = rows.valid & (age > limit.limit)
         if limit.level == "sequence":
             self.drop_rows("stale", stale)
@@ -302,104 +241,3 @@ def _bounds(rule: Reject) -> tuple[float | None, float | None]:
 
 def _log(bound: float | None) -> float | None:
     return None if bound is None else math.log(bound)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Collector:
-    """Corrects block after block into one result."""
-
-    layout: Layout
-    config: Correction
-    extras: Extras
-    weights: Tensor
-    keep: Tensor
-    tally: Tally
-
-    @staticmethod
-    def of(policies: Policies, config: Correction, extras: Extras) -> Collector:
-        given = policies.trainer
-        first = given if isinstance(given, Tensor) else next(iter(given), torch.zeros(0))
-        size = policies.layout.offsets[-1]
-        weights = torch.zeros(size, dtype=policies.layout.dtype(given), device=first.device)
-        keep = torch.zeros(size, dtype=torch.bool, device=first.device)
-        return Collector(layout=policies.layout, config=config, extras=extras, weights=weights, keep=keep, tally=Tally())
-
-    def add(self, signals: Signals) -> Block:
-        block = correct_rows(signals, self.layout, self.config, self.extras)
-        block.rows.write(block.weights, self.weights)
-        block.rows.write(block.keep, self.keep)
-        self.tally.add(block, self.config)
-        return block
-
-    def finish(self) -> Corrected:
-        weights, totals, pending = _normalise(self.weights, self.config.weights, self.tally)
-        return Corrected(
-            weights=self.layout.shaped(weights),
-            mask=self.layout.shaped(self.keep),
-            metrics=self.tally.metrics(),
-            correction=self.config,
-            totals=totals,
-            pending=pending,
-        )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Tally:
-    """Adds up blocks into metrics and into the totals that normalisation needs."""
-
-    hits: dict[str, int] = field(default_factory=dict[str, int])
-    tokens: int = 0
-    rows: int = 0
-    weight_sums: list[Tensor] = field(default_factory=list[Tensor])  # per row, of what normalisation averages
-    weight_count: int = 0
-    applied: list[Tensor] = field(default_factory=list[Tensor])  # weights of kept tokens, per row
-
-    def add(self, block: Block, config: Correction) -> None:
-        rows = block.rows
-        for name, hit in block.hits.items():
-            self.hits[name] = self.hits.get(name, 0) + hit
-        self.tokens += rows.tokens
-        self.rows += int((rows.lengths > 0).sum())
-        self.applied.append(block.row_weights)
-        how = config.weights.normalise if config.weights is not None else None
-        if how is None:
-            return
-        counted = rows.valid if how.over != "kept" else block.keep & (block.weights > 0)
-        source = block.unmasked if how.over == "raw" else block.weights
-        sums, counts = rows.sum(torch.where(counted, source, 0.0)), rows.sum(counted.double())
-        if how.level == "token":
-            self.weight_sums.append(sums)
-            self.weight_count += int(counts.sum())
-            return
-        self.weight_sums.append(sums / counts.clamp(min=1))
-        self.weight_count += rows.num_rows if how.empty_rows else int((counts > 0).sum())
-
-    def metrics(self) -> Metrics:
-        statistics: dict[str, Statistic] = {"tokens": Count(count=self.tokens), "rows": Count(count=self.rows)}
-        for name, hit in sorted(self.hits.items()):
-            of = self.rows if name.endswith("_rows") or name == "rows_rejected" else self.tokens
-            statistics[f"fraction/{name}"] = Mean.fraction(hit, of)
-        statistics["weight/applied_mean"] = Mean(total=_total(self.applied), count=self.tokens)
-        return Metrics(statistics)
-
-
-def _normalise(weights: Tensor, how: Weights | None, tally: Tally) -> tuple[Tensor, tuple[float, int] | None, bool]:
-    if how is None or how.normalise is None:
-        return weights, None, False
-    totals = (as_float(_total(tally.weight_sums)), tally.weight_count)
-    if how.normalise.scope == "step":
-        return weights, totals, True
-    if tally.rows == 1 and how.level != "token":
-        warnings.warn("weights normalised over a single row become 1: the correction is cancelled; use scope='step'", stacklevel=3)
-    mean = totals[0] / totals[1] if totals[1] else 0.0
-    return (weights / mean if mean > 1e-8 else weights), totals, False
-
-
-def _total(parts: Sequence[Tensor]) -> int:
-    return exact_totals(torch.cat(list(parts)).unsqueeze(0))[0] if parts else 0
-
-
-def _scaled(weights: Values, mean: float) -> Values:
-    if mean <= 1e-8:
-        return weights
-    return weights / mean if isinstance(weights, Tensor) else [row / mean for row in weights]

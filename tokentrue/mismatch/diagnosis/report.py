@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tokentrue.mismatch.bag import Histogram, Mean
-from tokentrue.mismatch.charts import bar_chart, line_chart
-from tokentrue.mismatch.diagnose import Diagnosis, WorstRow
-from tokentrue.mismatch.sums import SIGNS, TAILS
+from tokentrue.mismatch.diagnosis.charts import bar_chart, line_chart
+from tokentrue.mismatch.diagnosis.diagnose import Diagnosis, WorstRow
+from tokentrue.mismatch.diagnosis.sums import SIGNS, TAILS
+from tokentrue.mismatch.metrics import Histogram, Mean
 
 STYLE = """
 :root{color-scheme:light dark;--ink:#1f2328;--soft:#59636e;--line:#d1d9e0;--page:#fff;--card:#f6f8fa;--a:#0969da;--b:#cf222e;

@@ -1,0 +1,1 @@
+"""Padded, packed and ragged batches in one working form."""

@@ -1,0 +1,1 @@
+"""What a correction is made of, and `correct`."""

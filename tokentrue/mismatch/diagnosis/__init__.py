@@ -1,0 +1,1 @@
+"""`diagnose` and its report."""

@@ -1,0 +1,1 @@
+"""Surrogates, penalties and `policy_loss`."""

@@ -1,0 +1,107 @@
+"""`LossConfig`: one policy loss as a frozen record; settings that contradict each other are refused at construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+from tokentrue.errors import ConfigError
+from tokentrue.mismatch.correction.config import Correction
+from tokentrue.mismatch.correction.rules import Surrogate, choose
+
+Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length", "token_sum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalty:
+    """A divergence of the current policy from another, added to the loss.
+
+    With x = log other - log current: k1 = -x, k2 = x²/2, k3 = eˣ - 1 - x. "unbiased" (DeepSeek-V3.2) is r·k3 with r the PPO ratio,
+    differentiated too: its expected gradient is that of the true divergence. `tokens`: pay on kept tokens, or on all valid ones.
+    """
+
+    coefficient: float
+    estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    against: Literal["reference", "rollout", "trainer"] = "reference"
+    tokens: Literal["kept", "valid"] = "kept"
+
+    def __post_init__(self) -> None:
+        choose("Penalty", "estimator", self.estimator, Literal["k1", "k2", "k3", "unbiased"])
+        choose("Penalty", "against", self.against, Literal["reference", "rollout", "trainer"])
+        choose("Penalty", "tokens", self.tokens, Literal["kept", "valid"])
+        if not (math.isfinite(self.coefficient) and self.coefficient >= 0):
+            raise ConfigError(f"Penalty.coefficient: {self.coefficient!r} must be finite and >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """One policy loss. `surrogate=None` takes the correction's.
+
+    `clip_low`/`clip_high` bound the ratio to [1 - low, 1 + high] (PPO, GSPO, CISPO; None is no bound) or are DPPO's bounds on the change
+    of probability. `dual_clip` caps the loss of negative advantages at that ratio. `ratio_cap` turns DPPO's ratio into a constant
+    min(r, cap) on the log-probability. `gspo_gradient`: per "token" through its own log-probability, or through the "sequence" mean.
+    """
+
+    correction: Correction = field(default_factory=Correction)
+    surrogate: Surrogate | None = None
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
+    dual_clip: float | None = None
+    ratio_cap: float | None = None
+    gspo_gradient: Literal["token", "sequence"] = "token"
+    aggregate: Aggregation = "token_mean"
+    fixed_length: int | None = None
+    penalty: Penalty | None = None
+    entropy_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        choose("LossConfig", "surrogate", self.surrogate or self.correction.surrogate, Surrogate)
+        choose("LossConfig", "aggregate", self.aggregate, Aggregation)
+        choose("LossConfig", "gspo_gradient", self.gspo_gradient, Literal["token", "sequence"])
+        if self.surrogate is not None and self.surrogate != self.correction.surrogate:
+            object.__setattr__(self, "correction", replace(self.correction, surrogate=self.surrogate))  # refuses double counting
+        self._check_clips()
+        self._check_options()
+
+    def _check_clips(self) -> None:
+        kind = self.correction.surrogate
+        for name in ("clip_low", "clip_high"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"LossConfig.{name}: {value!r} must be finite and >= 0, or None for no bound")
+        if kind in ("ppo", "gspo", "dppo_tv") and (self.clip_low is None or self.clip_high is None):
+            raise ConfigError(f"LossConfig: {kind} needs clip_low and clip_high")
+        if kind in ("ppo", "gspo") and (self.clip_low or 0) >= 1:
+            raise ConfigError(f"LossConfig.clip_low: {self.clip_low} leaves no lower bound on a ratio; it must be below 1 for {kind}")
+
+    def _check_options(self) -> None:
+        kind, length = self.correction.surrogate, self.fixed_length
+        if self.dual_clip is not None and (kind != "ppo" or self.dual_clip <= 1 + (self.clip_high or 0)):
+            raise ConfigError(f"LossConfig.dual_clip: {self.dual_clip} must be above 1 + clip_high, and belongs to ppo")
+        if self.ratio_cap is not None and (kind != "dppo_tv" or self.ratio_cap < 1):
+            raise ConfigError(f"LossConfig.ratio_cap: {self.ratio_cap} must be >= 1, and belongs to dppo_tv")
+        if (self.aggregate == "fixed_length") != (length is not None and length > 0):
+            raise ConfigError("LossConfig.fixed_length: goes with aggregate='fixed_length', and must be a positive number of tokens")
+
+
+LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "reinforce": {"surrogate": "reinforce"},
+    "ppo": {"surrogate": "ppo"},
+    "grpo": {"surrogate": "ppo", "aggregate": "seq_mean_token_mean"},
+    "dapo": {"surrogate": "ppo", "clip_low": 0.2, "clip_high": 0.28, "aggregate": "token_mean"},
+    "decoupled_ppo": {"surrogate": "ppo", "dual_clip": 3.0},
+    "bypass_ppo": {"correction": Correction(denominator="rollout")},
+    "gspo": {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "seq_mean_token_mean"},
+    "cispo": {"surrogate": "cispo", "clip_low": None, "clip_high": 4.0},
+    "dppo_tv": {"correction": Correction(denominator="rollout", surrogate="dppo_tv"), "clip_low": 0.2, "clip_high": 0.2},
+}
+"""Losses by the name they go by in papers: starting points for `loss_named`."""
+
+
+def loss_named(name: str, **changes: Any) -> LossConfig:
+    """`loss_named("grpo", clip_high=0.28, correction=PRESETS["decoupled_token_is"])`."""
+    if name not in LOSSES:
+        raise ConfigError(f"no loss {name!r}; choose one of {', '.join(LOSSES)}")
+    return LossConfig(**{**LOSSES[name], **changes})

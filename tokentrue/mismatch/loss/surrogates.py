@@ -1,0 +1,104 @@
+"""The surrogate objectives: each turns a batch's tokens into a loss per token, with its clip fractions.
+
+Gradient flows through the current policy's log-probabilities only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokentrue.mismatch.batch.chunks import ChunkedRows
+from tokentrue.mismatch.correction.rules import Surrogate
+from tokentrue.mismatch.loss.config import LossConfig
+from tokentrue.mismatch.metrics import Mean, Statistic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokens:
+    """What a surrogate sees, in slots."""
+
+    rows: ChunkedRows
+    current: Tensor
+    base: Tensor  # log-probabilities of the denominator
+    log_ratio: Tensor  # current - base, clamped; carries gradient
+    advantages: Tensor
+    bad: Tensor | None = None  # not finite, and set to agreement
+
+
+def _ppo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+    return _clipped(t, t.log_ratio.exp(), config)
+
+
+def _gspo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+    limit = config.correction.log_clamp
+    mean = t.rows.mean(t.current - t.base).clamp(-limit, limit)
+    if config.gspo_gradient == "sequence":
+        return _clipped(t, t.rows.spread(mean).exp(), config)
+    carrier = t.current - t.current.detach()  # zero in value, each token's own gradient
+    return _clipped(t, (carrier + t.rows.spread(mean.detach())).exp(), config)
+
+
+def _clipped(t: Tokens, ratio: Tensor, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+    assert config.clip_low is not None and config.clip_high is not None
+    plain = -t.advantages * ratio
+    bounded = -t.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    loss = torch.maximum(plain, bounded)
+    hits = t.rows.valid & (bounded > plain)
+    metrics: dict[str, Statistic] = {
+        "clip/high": _share(t.rows, hits & (t.advantages > 0)),
+        "clip/low": _share(t.rows, hits & (t.advantages < 0)),
+    }
+    if config.dual_clip is not None:
+        cap = -t.advantages * config.dual_clip
+        metrics["clip/dual"] = _share(t.rows, t.rows.valid & (t.advantages < 0) & (loss > cap))
+        loss = torch.where(t.advantages < 0, torch.minimum(loss, cap), loss)
+    return loss, metrics
+
+
+def _reinforce(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+    return -t.advantages * t.current, {}
+
+
+def _cispo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+    ratio = t.log_ratio.detach().exp()
+    low = None if config.clip_low is None else 1 - config.clip_low
+    high = None if config.clip_high is None else 1 + config.clip_high
+    clipped = ratio if low is None and high is None else ratio.clamp(low, high)
+    metrics: dict[str, Statistic] = {
+        "clip/high": _share(t.rows, t.rows.valid & (clipped < ratio)),
+        "clip/low": _share(t.rows, t.rows.valid & (clipped > ratio)),
+    }
+    return -clipped * t.advantages * t.current, metrics
+
+
+def _dppo_tv(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+    assert config.clip_low is not None and config.clip_high is not None
+    change = t.current.detach().exp() - t.base.exp()
+    drop = torch.where(t.advantages > 0, change > config.clip_high, change < -config.clip_low)
+    if config.ratio_cap is None:
+        loss = -t.advantages * t.log_ratio.exp()
+    else:
+        loss = -t.advantages * t.log_ratio.detach().exp().clamp(max=config.ratio_cap) * t.current
+    hits = t.rows.valid & drop
+    metrics: dict[str, Statistic] = {
+        "clip/high": _share(t.rows, hits & (t.advantages > 0)),
+        "clip/low": _share(t.rows, hits & (t.advantages <= 0)),
+    }
+    return loss.masked_fill(drop, 0), metrics
+
+
+SURROGATES: Mapping[Surrogate, Callable[[Tokens, LossConfig], tuple[Tensor, dict[str, Statistic]]]] = {
+    "ppo": _ppo,
+    "reinforce": _reinforce,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "dppo_tv": _dppo_tv,
+}
+
+
+def _share(rows: ChunkedRows, hits: Tensor) -> Mean:
+    return Mean.fraction(int(hits.sum()), rows.tokens)
