@@ -216,11 +216,11 @@ def test_refusals_at_load_name_the_part(tmp_path: Path) -> None:
         ExactEngine(build("qwen3"), dtype="float64")
 
 
-def test_closing_fails_what_is_pending_and_restores_the_model(model: Any) -> None:
+async def test_closing_fails_what_is_pending_and_restores_the_model(model: Any) -> None:
     mine = copy.deepcopy(model)
     engine = ExactEngine(mine)
-    assert engine.generate_sync(PROMPT, Sampling(max_tokens=3)).finish is Finish.LENGTH
+    assert (await engine.generate(PROMPT, Sampling(max_tokens=3))).finish is Finish.LENGTH
     engine.close()
     assert "forward" not in mine.model.norm.__dict__
     with pytest.raises(EngineError, match="closed"):
-        engine.generate_sync(PROMPT, Sampling(max_tokens=3))
+        await engine.generate(PROMPT, Sampling(max_tokens=3))

@@ -14,7 +14,7 @@ from tokentrue.engine.blocks import BlockPool, block_hash
 from tokentrue.engine.request import Phase, Request, Sampled, spans_of
 from tokentrue.engine.sample import GOLDEN, MASK, child_seed, gumbel, mix, stream_key
 from tokentrue.engine.schedule import Limits, Scheduler
-from tokentrue.numerics import filtered, logprobs_of, ops_for, scaled_logits
+from tokentrue.numerics import filter_logits, logprobs_of, ops_for, scale_logits
 from tokentrue.types import Sampling, VersionSpan
 
 
@@ -105,14 +105,14 @@ def test_noise_is_the_hash_and_nothing_else() -> None:
 
 def test_filters_by_hand() -> None:
     row = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
-    kept = lambda **k: torch.isfinite(filtered(row, **k)).tolist()  # noqa: E731
+    kept = lambda **k: torch.isfinite(filter_logits(row, **k)).tolist()  # noqa: E731
     assert kept() == [True] * 5
     assert kept(top_k=2) == [True, True, False, False, False]
     assert kept(top_p=0.5) == [True, False, False, False, False]
     assert kept(top_p=0.7) == [True, True, False, False, False]
     assert kept(min_p=0.2) == [True, True, True, False, False]
     assert kept(top_k=4, min_p=0.2) == [True, True, True, False, False]
-    shaped = torch.log_softmax(filtered(row, top_k=2), -1)
+    shaped = torch.log_softmax(filter_logits(row, top_k=2), -1)
     assert shaped[:2].tolist() == pytest.approx([math.log(2 / 3), math.log(1 / 3)])
 
 
@@ -123,7 +123,7 @@ def test_logprob_is_log_softmax_of_logits_over_temperature() -> None:
     per_row = logprobs_of(ops_for("cpu"), logits, ids, torch.full((5,), 0.7))
     assert found.dtype == torch.float32 and torch.equal(found, per_row)
     assert (found - wanted).abs().max() < 1e-6
-    assert torch.equal(scaled_logits(logits, 1.0), logits)
+    assert torch.equal(scale_logits(logits, 1.0), logits)
 
 
 def test_version_spans_cover_without_gap() -> None:

@@ -13,7 +13,7 @@ from tokentrue.engine import ExactEngine, Limits
 from tokentrue.engine.core import Chaos
 from tokentrue.engine.proof import compare
 from tokentrue.engine.request import Phase, Request
-from tokentrue.numerics import Ops, exact, filtered, logits_of, same_bits, scaled_logits, score
+from tokentrue.numerics import Ops, exact, filter_logits, logits_of, same_bits, scale_logits, score
 from tokentrue.numerics.patch import STATE
 from tokentrue.types import Finish, Sampling
 
@@ -185,8 +185,8 @@ def judge_span(run: Run, request: Request, start: int, end: int, ops: Ops) -> li
     recorded = torch.tensor((request.raw_logprobs if s.filters else request.logprobs)[start:end])
     wrong = recorded.view(torch.int32) != raw.view(torch.int32)
     if s.filters:
-        rows = scaled_logits(logits_of(run.trainer, ids)[0, at + start : at + end], temperature)
-        tables = [ops.log_softmax(filtered(row, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)[None])[0] for row in rows]
+        rows = scale_logits(logits_of(run.trainer, ids)[0, at + start : at + end], temperature)
+        tables = [ops.log_softmax(filter_logits(row, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)[None])[0] for row in rows]
         shaped = torch.stack([t[token] for t, token in zip(tables, request.sampled_ids[start:end], strict=True)])
         recorded = torch.tensor(request.logprobs[start:end])
         wrong |= recorded.view(torch.int32) != shaped.view(torch.int32)

@@ -1,4 +1,4 @@
-"""The engine without threads: add requests, call `step`, read what they hear. Deterministic, and the thing that tests drive."""
+"""The engine without threads: add requests, call `step`, read their tokens. Deterministic; tests drive it directly."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from tokentrue.engine.blocks import BlockPool
+from tokentrue.engine.bursts import Bursts
 from tokentrue.engine.decoder import Decoder
 from tokentrue.engine.forward import Forward
 from tokentrue.engine.metrics import Meter
 from tokentrue.engine.request import Phase, Request, Routes, Sampled
-from tokentrue.engine.sample import sample
+from tokentrue.engine.sample import not_finite, sample
 from tokentrue.engine.schedule import Limits, Scheduler, Work
 from tokentrue.engine.weights import Weights, load_weights
 from tokentrue.errors import EngineError
@@ -24,7 +25,6 @@ from tokentrue.numerics import Contract, Ops, logprobs_of
 from tokentrue.types import Finish
 
 if TYPE_CHECKING:
-    from tokentrue.engine.bursts import Bursts
     from tokentrue.engine.prefills import PrefillGraphs
 
 
@@ -72,7 +72,7 @@ class Core:
         self.drop_cancelled()
         if self.broken:
             self.fail_all(EngineError(self.broken))
-        if self.bursts is not None and self.hear_burst(self.bursts):
+        if self.bursts is not None and self.proceed(self.bursts):
             return True
         batch = self.scheduler.next_batch()
         if not batch:
@@ -84,16 +84,16 @@ class Core:
             # The loop outlives any batch: its requests fail, the others go on.
             for work in batch:
                 self.fail(work.request, error)
-        self.meter.stepped(batch)
+        self.meter.count_step(batch)
         return True
 
-    def hear_burst(self, bursts: Bursts) -> bool:
-        """Whether a burst of decode steps was under way; its tokens have been given out."""
-        requests = bursts.flight.requests if bursts.flight is not None else []
+    def proceed(self, bursts: Bursts) -> bool:
+        """Deliver the burst of decode steps in flight; False when there was none."""
+        requests = bursts.in_flight.requests if bursts.in_flight is not None else []
         try:
-            return bursts.go_on()
+            return bursts.proceed()
         except Exception as error:
-            bursts.flight = None
+            bursts.in_flight = None
             for request in requests:
                 self.fail(request, error)
             return True
@@ -111,7 +111,7 @@ class Core:
             if work.samples:
                 sampling.append((work.request, len(rows) - 1))
             start += work.count
-        logits, routes = self.stepped(batch, rows, routing)
+        logits, routes = self.compute_logits(batch, rows, routing)
         for work in batch:
             self.scheduler.record(work)
         for work, at in scoring:
@@ -125,7 +125,9 @@ class Core:
                     result = replace(result, routes=routes[request])
                 self.take(request, result)
 
-    def stepped(self, batch: list[Work], rows: list[int], routing: list[tuple[Request, int]]) -> tuple[torch.Tensor, dict[Request, Routes]]:
+    def compute_logits(
+        self, batch: list[Work], rows: list[int], routing: list[tuple[Request, int]]
+    ) -> tuple[torch.Tensor, dict[Request, Routes]]:
         """Logits of `rows`, and the experts chosen at the token rows of `routing`."""
         if not routing:
             replayed = self.prefills.step(batch, rows) if self.prefills is not None else None
@@ -152,7 +154,7 @@ class Core:
             self.fail(request, result)
             return
         request.take(result, self.version)
-        self.tell(request, 1)
+        self.notify(request, 1)
 
     def take_run(self, request: Request, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Tokens that a decoding request sampled one after the other, without filters; what follows its end is dropped."""
@@ -168,11 +170,11 @@ class Core:
             room = next((i + 1 for i, token in enumerate(ids[:room]) if token in stops), room)
         request.take_run(ids[:room], logprobs[:room], self.version)
         self.scheduler.record(Work(request, request.computed, room))
-        self.tell(request, room)
+        self.notify(request, room)
 
-    def tell(self, request: Request, count: int) -> None:
-        """Whoever listens hears of the newest `count` tokens, and of the end where they are the last."""
-        self.meter.sampled(request, count)
+    def notify(self, request: Request, count: int) -> None:
+        """Notify the listener of the newest `count` tokens, and finish the request where they are its last."""
+        self.meter.count_tokens(request, count)
         if request.listener is not None:
             request.listener(request)
         finish, by = self.ending(request)
@@ -202,7 +204,7 @@ class Core:
         self.scheduler.finish(request)
         request.stopped_by = by
         request.finish = finish  # last: whoever sees it set may read the rest
-        self.meter.ended(request)
+        self.meter.count_request(request)
         if request.listener is not None:
             request.listener(request)
 
@@ -249,12 +251,12 @@ class Core:
 
 
 def bursts_of(core: Core) -> Bursts | None:
-    """Decode steps by graph, where the operators are CUDA's."""
+    """Captured decode steps, on CUDA alone."""
     if core.forward.device.type != "cuda":
         return None
-    from tokentrue.engine.bursts import Bursts
-
-    return Bursts(core)
+    return Bursts(
+        core.forward, core.scheduler, capacity=core.capacity, deliver=core.take_run, reject=lambda request: core.take(request, not_finite())
+    )
 
 
 def prefills_of(core: Core) -> PrefillGraphs | None:

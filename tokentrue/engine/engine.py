@@ -75,12 +75,12 @@ class ExactEngine:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def hear(request: Request) -> None:
+        def notify(request: Request) -> None:
             if request.finish is not None:
                 with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
                     loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
 
-        request = self.submit(prompt_ids, sampling, hear)
+        request = self.submit(prompt_ids, sampling, notify)
         try:
             await done
         except asyncio.CancelledError:
@@ -98,35 +98,28 @@ class ExactEngine:
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
         """A chunk per sampled token, then one with the whole completion. Closing the iterator cancels the generation."""
         loop = asyncio.get_running_loop()
-        news = asyncio.Event()
+        changed = asyncio.Event()
 
-        def hear(request: Request) -> None:
+        def notify(request: Request) -> None:
             with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
-                loop.call_soon_threadsafe(news.set)
+                loop.call_soon_threadsafe(changed.set)
 
-        request = self.submit(prompt_ids, sampling, hear)
-        told, prompt = 0, len(request.prompt_ids)
+        request = self.submit(prompt_ids, sampling, notify)
+        sent, prompt = 0, len(request.prompt_ids)
         try:
             while True:
-                await news.wait()
-                news.clear()
+                await changed.wait()
+                changed.clear()
                 ended = request.finish is not None  # before the tokens are counted, so that none is left behind
-                for at in range(told, request.num_sampled):
+                for at in range(sent, request.num_sampled):
                     token, logprob, version = request.tokens[prompt + at], request.logprobs[at], request.versions[at]
                     yield Chunk(token_ids=(token,), logprobs=(logprob,), policy_version=version)
-                    told = at + 1
+                    sent = at + 1
                 if ended:
                     yield Chunk(final=self.result(request))
                     return
         finally:
             self.cancel(request)
-
-    def generate_sync(self, prompt_ids: Ids, sampling: Sampling) -> Completion:
-        """The same from a thread without an event loop."""
-        done = threading.Event()
-        request = self.submit(prompt_ids, sampling, lambda heard: done.set() if heard.finish is not None else None)
-        done.wait()
-        return self.result(request)
 
     def submit(self, prompt_ids: Ids, sampling: Sampling, listener: Callable[[Request], None]) -> Request:
         request = self.request(prompt_ids, sampling, listener)

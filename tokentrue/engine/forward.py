@@ -20,7 +20,7 @@ TABLE_STEP = 8
 
 
 class Forward:
-    """A decoder, its operators and its cache. `trace(name, tensor)`, where given, hears every operator's result."""
+    """A decoder, its operators and its cache. `trace(name, tensor)`, where given, receives every operator's result."""
 
     def __init__(self, decoder: Decoder, ops: Ops, *, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self.decoder = decoder
@@ -112,12 +112,12 @@ class Forward:
     def layer(self, index: int, layer: Layer, x: Tensor, rope: tuple[Tensor | None, Tensor | None], batch: PagedBatch) -> Tensor:
         ops, name = self.ops, f"layers.{index}"
         h = self.norm(f"{name}.before_attention", layer.before_attention, x)
-        qkv = self.heard(f"{name}.qkv", ops.linear(h, layer.qkv, layer.qkv_bias))
+        qkv = self.record(f"{name}.qkv", ops.linear(h, layer.qkv, layer.qkv_bias))
         keys, values = self.caches[index]
         prepare = ops.prepare_qkv if layer.rope is not None else partial(Ops.prepare_qkv, ops)
         q = prepare(qkv, self.decoder.heads, layer.head_norm, *rope, keys, values, batch)
-        attended = self.heard(f"{name}.attention", ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1))
-        h = self.heard(f"{name}.out", ops.linear(attended, layer.out, layer.out_bias))
+        attended = self.record(f"{name}.attention", ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1))
+        h = self.record(f"{name}.out", ops.linear(attended, layer.out, layer.out_bias))
         h = self.norm(f"{name}.after_attention", layer.after_attention, h)
         if layer.before_mlp is None:
             x = x + h
@@ -125,30 +125,30 @@ class Forward:
         else:
             n = layer.before_mlp
             h, x = ops.add_rms_norm(h, x, n.weight, n.eps, unit_offset=n.unit_offset)
-            self.heard(f"{name}.before_mlp", h)
+            self.record(f"{name}.before_mlp", h)
         h = self.mlp(name, layer.mlp, h)
         return x + self.norm(f"{name}.after_mlp", layer.after_mlp, h)
 
     def mlp(self, name: str, mlp: Dense | Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
         if not isinstance(mlp, Dense):
-            return self.heard(f"{name}.mlp", mlp(h[None])[0])
+            return self.record(f"{name}.mlp", mlp(h[None])[0])
         gate, up = self.ops.linear(h, mlp.gate_up, mlp.gate_up_bias).chunk(2, -1)
-        inner = self.heard(f"{name}.activation", self.ops.act_mul(gate, up, mlp.kind))
-        return self.heard(f"{name}.mlp", self.ops.linear(inner, mlp.down, mlp.down_bias))
+        inner = self.record(f"{name}.activation", self.ops.act_mul(gate, up, mlp.kind))
+        return self.record(f"{name}.mlp", self.ops.linear(inner, mlp.down, mlp.down_bias))
 
     def norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
         if norm is None:
             return x
-        return self.heard(name, self.ops.rms_norm(x, norm.weight, norm.eps, unit_offset=norm.unit_offset))
+        return self.record(name, self.ops.rms_norm(x, norm.weight, norm.eps, unit_offset=norm.unit_offset))
 
     def logits(self, hidden: Tensor) -> Tensor:
         d = self.decoder
         logits = self.ops.linear(self.norm("norm", d.norm, hidden), d.head, d.head_bias)
         if d.logit_softcap is not None:
             logits = torch.tanh(logits / d.logit_softcap) * d.logit_softcap
-        return self.heard("logits", logits)
+        return self.record("logits", logits)
 
-    def heard(self, name: str, tensor: Tensor) -> Tensor:
+    def record(self, name: str, tensor: Tensor) -> Tensor:
         if self.trace is not None:
             self.trace(name, tensor)
         return tensor

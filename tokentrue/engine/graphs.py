@@ -43,7 +43,7 @@ class Pending:
         return self.ids.t().tolist(), logprobs.tolist(), torch.isfinite(logprobs).all(-1).tolist()
 
 
-def captured(step: Callable[[], Result], pool: tuple[int, int] | None = None) -> tuple[torch.cuda.CUDAGraph, Result]:
+def capture_graph(step: Callable[[], Result], pool: tuple[int, int] | None = None) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A graph of what `step` launches, and the tensors that every replay leaves its results in."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -139,7 +139,7 @@ class DecodeGraphs:
     # ---- capture ------------------------------------------------------------------------------------------------------------------
     def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Rows]:
         rows = self.new_rows(size)
-        graph, _ = captured(lambda: self.step(rows), pool=self._pool)
+        graph, _ = capture_graph(lambda: self.step(rows), pool=self._pool)
         self._pool = graph.pool()
         return graph, rows
 

@@ -1,4 +1,4 @@
-"""What the engine says about itself: counters and recent latencies, for /metrics."""
+"""Counters and recent latencies of the engine, for /metrics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Meter:
         self.first_token_s: deque[float] = deque(maxlen=1024)
         self._recent: deque[tuple[float, int]] = deque(maxlen=4096)
 
-    def stepped(self, batch: Sequence[Work]) -> None:
+    def count_step(self, batch: Sequence[Work]) -> None:
         self.steps += 1
         self.prompt_tokens += sum(work.count for work in batch if work.count > 1)
 
-    def sampled(self, request: Request, count: int) -> None:
+    def count_tokens(self, request: Request, count: int) -> None:
         """`count` tokens were just added to the request."""
         self.sampled_tokens += count
         now = time.monotonic()
@@ -38,7 +38,7 @@ class Meter:
         else:
             self._recent.append((now, count))
 
-    def ended(self, request: Request) -> None:
+    def count_request(self, request: Request) -> None:
         self.requests += 1
 
     def tokens_per_second(self) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.engine.forward import Forward, paged_batch
-from tokentrue.engine.graphs import captured
+from tokentrue.engine.graphs import capture_graph
 from tokentrue.engine.schedule import Work
 from tokentrue.numerics import PagedBatch
 from tokentrue.numerics.triton.attention import Tiles, tile_starts
@@ -99,7 +99,7 @@ class PrefillGraphs:
             q_lens=(0,) * sequences, contexts=(0,) * sequences, num_decodes=0, plan=plan,
         )  # fmt: skip
         ids, rows = zeros(size), zeros(MOST_SEQUENCES)
-        graph, logits = captured(lambda: self.forward.logits(self.forward.hidden(ids, batch).index_select(0, rows)))
+        graph, logits = capture_graph(lambda: self.forward.logits(self.forward.hidden(ids, batch).index_select(0, rows)))
         return Prefill(ids=ids, batch=batch, rows=rows, logits=logits, graph=graph)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.engine.request import Request, Sampled
-from tokentrue.numerics import Ops, filtered, scaled_logits
+from tokentrue.numerics import Ops, filter_logits, scale_logits
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -64,15 +64,15 @@ def sample(ops: Ops, logits_RV: Tensor, requests: list[Request]) -> list[Sampled
     penalised = penalties(logits_RV, requests) if shaped else {}
     even = all(t == 1.0 for t in temperatures)
     per_row = torch.tensor(temperatures, dtype=torch.float32, device=logits_RV.device) if shaped or not even else None
-    raw_scaled = scaled_logits(logits_RV, 1.0 if even or per_row is None else per_row)
+    raw_scaled = scale_logits(logits_RV, 1.0 if even or per_row is None else per_row)
     raw_table = ops.log_softmax(raw_scaled)
     scaled, table = raw_scaled, raw_table
     if per_row is not None and shaped:
         scaled, table = raw_scaled.clone(), raw_table.clone()
         for i in shaped:
             s = requests[i].sampling
-            row = scaled_logits(penalised[i][None], per_row[i : i + 1])[0] if i in penalised else raw_scaled[i]
-            scaled[i] = filtered(row, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+            row = scale_logits(penalised[i][None], per_row[i : i + 1])[0] if i in penalised else raw_scaled[i]
+            scaled[i] = filter_logits(row, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
             table[i] = ops.log_softmax(scaled[i : i + 1])[0]
     chosen = choose(scaled, requests)
     at = chosen[:, None]

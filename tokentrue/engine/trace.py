@@ -53,13 +53,13 @@ def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]
 
 @contextmanager
 def engine_trace(core: Core) -> Iterator[dict[str, Tensor]]:
-    """Inside the block every operator's results gather, rows in order of computation."""
+    """Collects every operator's results inside the block, rows in order of computation."""
     found: dict[str, Tensor] = {}
 
-    def hear(name: str, tensor: Tensor) -> None:
+    def collect(name: str, tensor: Tensor) -> None:
         found[name] = torch.cat((found[name], tensor)) if name in found else tensor.clone()
 
-    core.forward.trace = hear
+    core.forward.trace = collect
     try:
         yield found
     finally:

@@ -1,13 +1,13 @@
 """Batch-invariant operators and THE ONE log-probability function, shared by engine and trainer."""
 
+from tokentrue.numerics.bits import same_bits
 from tokentrue.numerics.devices import ops_for
 from tokentrue.numerics.fingerprint import Contract
 from tokentrue.numerics.gradient import deterministic_grad
-from tokentrue.numerics.logprob import filtered, logprobs_of, scaled_logits
+from tokentrue.numerics.logprob import filter_logits, logprobs_of, scale_logits
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
 from tokentrue.numerics.patch import SWITCHES, exact
 from tokentrue.numerics.score import logits_of, score
-from tokentrue.numerics.selftest import same_bits
 
 __all__ = [
     "SWITCHES",
@@ -19,11 +19,11 @@ __all__ = [
     "PagedBatch",
     "deterministic_grad",
     "exact",
-    "filtered",
+    "filter_logits",
     "logits_of",
     "logprobs_of",
     "ops_for",
     "same_bits",
-    "scaled_logits",
+    "scale_logits",
     "score",
 ]

@@ -17,7 +17,7 @@ ROWS = 4096
 """Rows scored at once: rows are independent, so the cut changes nothing but memory."""
 
 
-def scaled_logits(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:
+def scale_logits(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:
     """float32 logits over temperature (a number or one per row)."""
     if not isinstance(temperature, Tensor):
         if temperature == 1.0:
@@ -32,11 +32,11 @@ def logprobs_of(ops: Ops, logits_RV: Tensor, ids_R: Tensor, temperature: Tensor 
     for start in range(0, logits_RV.shape[0], ROWS):
         rows = slice(start, start + ROWS)
         per_row = temperature[rows] if isinstance(temperature, Tensor) and temperature.numel() > 1 else temperature
-        pieces.append(ops.token_logprobs(scaled_logits(logits_RV[rows], per_row), ids_R[rows]))
+        pieces.append(ops.token_logprobs(scale_logits(logits_RV[rows], per_row), ids_R[rows]))
     return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
 
-def filtered(scaled_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+def filter_logits(scaled_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """One row of scaled logits with -inf where top-k, then top-p, then min-p removes a token; ties at a border are kept."""
     kept = scaled_V
     if 0 < top_k < scaled_V.shape[-1]:

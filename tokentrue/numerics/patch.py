@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.cpu_elementwise import ACTIVATIONS
+from tokentrue.numerics.cpu.elementwise import ACTIVATIONS
 from tokentrue.numerics.devices import ops_for
 from tokentrue.numerics.fingerprint import Contract, contract_of
 from tokentrue.numerics.ops import AttentionSpec, Ops, Packed
@@ -245,12 +245,12 @@ def exact_attention(
     b, h, t, d = query.shape
     q, k, v = (x.transpose(1, 2).reshape(b * t, -1, d) for x in (query, key, value))
     if attention_mask is not None:
-        return unpadded(ops, q, k, v, attention_mask, spec).view(b, t, h, d), None
+        return attend_unpadded(ops, q, k, v, attention_mask, spec).view(b, t, h, d), None
     packed = packed or packed_from_positions(kwargs.get("position_ids"), b, t) or Packed.of((t,) * b, query.device)
     return ops.attention(q, k, v, packed, spec).view(b, t, h, d), None
 
 
-def unpadded(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask_BT: Tensor, spec: AttentionSpec) -> Tensor:
+def attend_unpadded(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask_BT: Tensor, spec: AttentionSpec) -> Tensor:
     """Rows that are padding come back as zeros; real ones must be one run per sequence."""
     if mask_BT.dim() != 2:
         raise ExactnessError("exact attention knows padding masks [batch, tokens] and packed sequences, not a free 4-D mask")

@@ -13,8 +13,17 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+import tokentrue.numerics.triton.activation as activation
+import tokentrue.numerics.triton.attention as attention
+import tokentrue.numerics.triton.attention_grad as attention_grad
+import tokentrue.numerics.triton.experts as experts
+import tokentrue.numerics.triton.logsoftmax as logsoftmax
+import tokentrue.numerics.triton.matmul as matmul
+import tokentrue.numerics.triton.norm as norm
+import tokentrue.numerics.triton.norm_matmul as norm_matmul
+import tokentrue.numerics.triton.rope as rope
+import tokentrue.numerics.triton.selftest as selftest
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Norm, Ops, Packed, PagedBatch
-from tokentrue.numerics.triton import activation, attention, attention_grad, experts, logsoftmax, matmul, norm, norm_matmul, rope, selftest
 
 MOST_SHARED = 64
 """Most sequences × key heads of a decode step whose key blocks are shared out to several programs."""
@@ -28,7 +37,7 @@ def splits_for(programs: int) -> int:
     return min(32, 264 // programs) if programs <= MOST_SHARED else 1
 
 
-class TritonOps(Ops):
+class TritonOps(selftest.Fallbacks):
     """One object for one model on one device; fall-backs found by `self_test` are its own."""
 
     name = "triton"

@@ -7,16 +7,13 @@ loses its split; a fused launch that differs from its parts is taken apart. What
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Packed, PagedBatch
+from tokentrue.numerics.bits import same_bits
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
 from tokentrue.numerics.triton.tiles import Tile
-
-if TYPE_CHECKING:
-    from tokentrue.numerics.triton.ops import TritonOps
 
 DEVICE = "cuda"
 ROWS = (1, 2, 5, 16, 17, 32, 33, 64, 100, 256, 300, 640)
@@ -25,11 +22,19 @@ PINNED = Tile(m=64, n=64, k=64, warps=4, stages=3)
 PINNED_FLOAT32 = Tile(m=16, n=32, k=32, warps=4, stages=2)
 
 
+class Fallbacks(Ops):
+    """The operators under test, and what the self-test may change in them."""
+
+    pinned: dict[tuple[int, int], Tile]
+    split_decode: bool
+    fused: bool
+
+
 _held: set[tuple[object, ...]] = set()
 """What this process has seen hold without a fall-back: a fact about the machine, so it is tested once."""
 
 
-def run(ops: TritonOps, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+def run(ops: Fallbacks, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
     """Tests everything, changes `ops` where it must fall back; one sentence for each fall-back."""
     key = (type(ops), torch.cuda.current_device(), dtype, frozenset(linears), frozenset(heads))
     if key in _held:
@@ -40,7 +45,7 @@ def run(ops: TritonOps, *, linears: set[tuple[int, int, bool]], heads: set[tuple
     return notes
 
 
-def _run(ops: TritonOps, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+def _run(ops: Fallbacks, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
     random = torch.Generator(device=DEVICE).manual_seed(1)
     notes: list[str] = []
     with torch.no_grad():
@@ -59,16 +64,11 @@ class RowNorm:
     unit_offset: bool
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
-
-
 def _randn(*shape: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.float32, generator=random).to(dtype)
 
 
-def _linear(ops: TritonOps, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator) -> list[str]:
+def _linear(ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator) -> list[str]:
     x = _randn(ALL_ROWS, inputs, dtype=dtype, random=random)
     w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
     b = _randn(outputs, dtype=dtype, random=random) if bias else None
@@ -114,7 +114,7 @@ def decode_batch(position: int, table: torch.Tensor, copies: int = 1) -> PagedBa
     )
 
 
-def _attention(ops: TritonOps, h: int, j: int, d: int, dtype: torch.dtype, random: torch.Generator) -> list[str]:
+def _attention(ops: Fallbacks, h: int, j: int, d: int, dtype: torch.dtype, random: torch.Generator) -> list[str]:
     tokens = 700
     q, k, v = (_randn(tokens, n, d, dtype=dtype, random=random) for n in (h, j, j))
     spec = AttentionSpec(scale=d**-0.5)
@@ -139,7 +139,7 @@ def _attention(ops: TritonOps, h: int, j: int, d: int, dtype: torch.dtype, rando
 
 
 def _fused(
-    ops: TritonOps, linears: list[tuple[int, int, bool]], heads: list[tuple[int, int, int]], dtype: torch.dtype, random: torch.Generator
+    ops: Fallbacks, linears: list[tuple[int, int, bool]], heads: list[tuple[int, int, int]], dtype: torch.dtype, random: torch.Generator
 ) -> list[str]:
     """Fused launches against their parts."""
     widths = sorted({inputs for inputs, _, _ in linears})
@@ -155,14 +155,14 @@ def _fused(
     return [f"fused launches differ from their parts ({', '.join(wrong)}): taken apart"]
 
 
-def _add_norm_holds(ops: TritonOps, width: int, dtype: torch.dtype, random: torch.Generator) -> bool:
+def _add_norm_holds(ops: Fallbacks, width: int, dtype: torch.dtype, random: torch.Generator) -> bool:
     x, r = (_randn(64, width, dtype=dtype, random=random) for _ in range(2))
     w = _randn(width, dtype=dtype, random=random)
     y, total = ops.add_rms_norm(x, r, w, 1e-6)
     return same_bits(total, r + x) and same_bits(y, ops.rms_norm(r + x, w, 1e-6))
 
 
-def _prepare_holds(ops: TritonOps, shape: tuple[int, int, int], dtype: torch.dtype, random: torch.Generator) -> bool:
+def _prepare_holds(ops: Fallbacks, shape: tuple[int, int, int], dtype: torch.dtype, random: torch.Generator) -> bool:
     h, j, d = shape
     tokens = 70
     qkv = _randn(tokens, (h + 2 * j) * d, dtype=dtype, random=random)
@@ -182,7 +182,7 @@ def _prepare_holds(ops: TritonOps, shape: tuple[int, int, int], dtype: torch.dty
     return all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
-def _norm_product_holds(ops: TritonOps, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator) -> bool:
+def _norm_product_holds(ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator) -> bool:
     """One row at a time, plain and (where the outputs halve) gated."""
     w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
     b = _randn(outputs, dtype=dtype, random=random) if bias else None
@@ -198,7 +198,7 @@ def _norm_product_holds(ops: TritonOps, inputs: int, outputs: int, bias: bool, d
     return True
 
 
-def _gated_holds(ops: TritonOps, inputs: int, outputs: int, dtype: torch.dtype, random: torch.Generator) -> bool:
+def _gated_holds(ops: Fallbacks, inputs: int, outputs: int, dtype: torch.dtype, random: torch.Generator) -> bool:
     x = _randn(300, inputs, dtype=dtype, random=random)
     w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
     gate, up = ops.linear(x, w).chunk(2, dim=-1)

@@ -1,6 +1,6 @@
 """Exact operators on the CPU, from plain torch.
 
-Products (`cpu_products.py`) come in several forms. None is taken on trust: `self_test` compares bits on this machine for every shape of the
+Products (`products.py`) come in several forms. None is taken on trust: `self_test` compares bits on this machine for every shape of the
 model before a form is used.
 """
 
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import tokentrue.numerics.cpu.attention as cpu_attention
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import cpu_attention
-from tokentrue.numerics.cpu_elementwise import ACTIVATIONS, rotated, turn_of, turned
-from tokentrue.numerics.cpu_plans import DecodePlan, decode_buckets, hidden_decode, prefill_buckets
-from tokentrue.numerics.cpu_products import (
+from tokentrue.numerics.cpu.elementwise import ACTIVATIONS, apply_rotation, rotate, rotation_of
+from tokentrue.numerics.cpu.plans import DecodePlan, decode_buckets, hidden_decode, prefill_buckets
+from tokentrue.numerics.cpu.products import (
     PLAIN_ROWS,
     TILE,
     Linear,
@@ -27,6 +27,7 @@ from tokentrue.numerics.cpu_products import (
     tiled_product,
     transposed_product,
 )
+from tokentrue.numerics.cpu.selftest import check
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
 
 PAGE = 16
@@ -46,7 +47,7 @@ class CpuOps(Ops):
         self.rows = 8  # least rows of an attention product; `self_test` finds it
         self._packed: dict[tuple[int, int], tuple[Product, Tensor]] = {}
         self._head_weights: dict[int, Tensor] = {}
-        self._turn: tuple[Tensor, Tensor, Tensor] | None = None
+        self._rotation: tuple[Tensor, Tensor, Tensor] | None = None
         self._buffers: dict[str, Tensor] = {}
         self._plan: tuple[PagedBatch, dict[int | None, list[DecodePlan]]] | None = None
 
@@ -106,7 +107,7 @@ class CpuOps(Ops):
         return self.activation(gate, kind).mul_(up)
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rotated(q, cos, sin), rotated(k, cos, sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return F.log_softmax(logits, -1)
@@ -157,7 +158,7 @@ class CpuOps(Ops):
             else:
                 qk = F.rms_norm(qk, (d,), None, norm.eps).mul_(self.head_weights(norm, h, j, d))
         if cos is not None and sin is not None:
-            qk = turned(qk, *self.turn(cos, sin))
+            qk = apply_rotation(qk, *self.rotation(cos, sin))
         self.store_kv(qk[:, h:], v, k_cache, v_cache, batch.slots)
         return qk[:, :h]
 
@@ -168,11 +169,11 @@ class CpuOps(Ops):
             self._head_weights[key] = torch.cat((norm.q_weight.expand(h, d), norm.k_weight.expand(j, d)))
         return self._head_weights[key]
 
-    def turn(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of `turned`: the same for every layer of a step, so made once."""
-        if self._turn is None or self._turn[0] is not cos:
-            self._turn = (cos, *turn_of(cos, sin))
-        return self._turn[1:]
+    def rotation(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors of `apply_rotation`: the same for every layer of a step, so made once."""
+        if self._rotation is None or self._rotation[0] is not cos:
+            self._rotation = (cos, *rotation_of(cos, sin))
+        return self._rotation[1:]
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         decodes = batch.num_decodes
@@ -283,6 +284,8 @@ class CpuOps(Ops):
         }
 
     def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
-        from tokentrue.numerics.selftest import check_cpu
-
-        return check_cpu(self, linears=linears, heads=heads, dtype=dtype)
+        found = check(linears=linears, heads=heads, dtype=dtype, has_onednn=self.has_onednn)
+        self.structural |= found.structural
+        self.plain = set(found.plain - self.structural)
+        self.rows = found.rows
+        return list(found.notes)

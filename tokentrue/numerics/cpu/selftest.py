@@ -5,74 +5,81 @@ Answers are remembered per shape, dtype and thread count, because they are facts
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+import tokentrue.numerics.cpu.attention as cpu_attention
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import cpu_attention
-from tokentrue.numerics.cpu_products import PLAIN_ROWS, TILE, Product, onednn_product, plain_product, tiled_product, transposed_product
+from tokentrue.numerics.bits import same_bits
+from tokentrue.numerics.cpu.products import PLAIN_ROWS, TILE, Product, onednn_product, plain_product, tiled_product, transposed_product
 from tokentrue.numerics.ops import AttentionSpec
-
-if TYPE_CHECKING:
-    from tokentrue.numerics.cpu import CpuOps
 
 ROWS = (1, 2, 3, 8, 17, 32, 33, 64, 129, 256)
 LEAST_ROWS = (2, 4, 8, 16, 32)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal as integers: no tolerance, and -0 is not 0."""
-    kinds = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
-    return a.shape == b.shape and torch.equal(a.contiguous().view(kinds[a.dtype]), b.contiguous().view(kinds[b.dtype]))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What holds on this machine for the tested shapes; `CpuOps` chooses its products accordingly."""
+
+    structural: frozenset[int]  # K for which oneDNN's rows depend on their number
+    plain: frozenset[int]  # K for which ordinary products have oneDNN's bits
+    rows: int  # least rows of an attention product
+    notes: tuple[str, ...]  # one sentence per fall-back
 
 
-def check_cpu(ops: CpuOps, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
-    return [*check_linears(ops, linears, dtype), *check_heads(ops, heads)]
+def check(*, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype, has_onednn: bool) -> Findings:
+    """Test every (K, N, bias) and (H, J, D); raises ExactnessError where no product is independent of the batch."""
+    structural, plain, notes = check_linears(linears, dtype, has_onednn)
+    rows, more = check_heads(heads)
+    return Findings(structural=structural, plain=plain, rows=rows, notes=(*notes, *more))
 
 
-def check_linears(ops: CpuOps, linears: set[tuple[int, int, bool]], dtype: torch.dtype) -> list[str]:
-    threads, notes, plain = torch.get_num_threads(), [], {}
+def check_linears(
+    linears: set[tuple[int, int, bool]], dtype: torch.dtype, has_onednn: bool
+) -> tuple[frozenset[int], frozenset[int], list[str]]:
+    threads, notes, plain, structural = torch.get_num_threads(), [], {}, set()
     for k, n, bias in sorted(linears):
-        if dtype == torch.float32 and ops.has_onednn:
+        if dtype == torch.float32 and has_onednn:
             if rows_independent(onednn_product, k, n, bias, dtype, threads):
                 plain[k] = plain.get(k, True) and plain_equals_onednn(k, n, bias, threads)
                 continue
-            ops.structural.add(k)
+            structural.add(k)
             notes.append(f"linear {k}x{n} {dtype}: oneDNN's rows depend on the batch here; {TILE}-row tiles instead")
         if not rows_independent(tiled_product, k, n, bias, dtype, threads):
             raise ExactnessError(f"linear {k}x{n} {dtype}: even a fixed {TILE}-row tile gives a row different bits at different places")
-    ops.plain = {k for k, equal in plain.items() if equal and k not in ops.structural}
-    return notes
+    equal = frozenset(k for k, holds in plain.items() if holds and k not in structural)
+    return frozenset(structural), equal, notes
 
 
-def check_heads(ops: CpuOps, heads: set[tuple[int, int, int]]) -> list[str]:
-    threads, notes = torch.get_num_threads(), []
-    ops.rows = 1
+def check_heads(heads: set[tuple[int, int, int]]) -> tuple[int, list[str]]:
+    """Least rows of an attention product, for all head shapes together."""
+    threads, notes, least = torch.get_num_threads(), [], 1
     for h, j, d in sorted(heads):
-        for rows in (ops.rows, *LEAST_ROWS):
-            if rows >= ops.rows and attention_independent(max(rows, h // j), h, j, d, threads):
-                ops.rows = max(rows, h // j)
+        for rows in (least, *LEAST_ROWS):
+            if rows >= least and attention_independent(max(rows, h // j), h, j, d, threads):
+                least = max(rows, h // j)
                 break
         else:
             raise ExactnessError(f"attention with {h}/{j} heads of {d}: no row count up to {LEAST_ROWS[-1]} is independent of the batch")
-        if ops.rows > 8:
-            notes.append(f"attention {h}/{j}x{d}: at least {ops.rows} rows per product")
-    return notes
+        if least > 8:
+            notes.append(f"attention {h}/{j}x{d}: at least {least} rows per product")
+    return least, notes
 
 
 @cache
 def plain_equals_onednn(k: int, n: int, bias: bool, threads: int) -> bool:
     """Do the ordinary product and the transposed one have oneDNN's bits, for every row count that will use them?"""
     x, w, b = example(k, n, bias, torch.float32)
-    turned = w.t().contiguous()
+    transposed = w.t().contiguous()
     with torch.no_grad():
         wanted = onednn_product(x, w, b)
         for m in (*ROWS, *range(4, 16), 24, 48, 100, 128, 200):
             rows = x[:m].contiguous()
-            if not same_bits(transposed_product(rows, turned, b), wanted[:m]):
+            if not same_bits(transposed_product(rows, transposed, b), wanted[:m]):
                 return False
             if m >= PLAIN_ROWS and not same_bits(plain_product(rows, w, b), wanted[:m]):
                 return False

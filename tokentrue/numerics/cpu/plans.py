@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tokentrue.numerics import cpu_attention
+from tokentrue.numerics.cpu.attention import KEYS
 from tokentrue.numerics.ops import PagedBatch
 
 
@@ -26,7 +26,7 @@ def decode_buckets(contexts: tuple[int, ...]) -> list[list[int]]:
     """Sequences whose padded lengths are within a factor of two share a product; the rest would pay for the longest."""
     buckets: dict[int, list[int]] = {}
     for i, context in enumerate(contexts):
-        buckets.setdefault(((context - 1) // cpu_attention.KEYS).bit_length(), []).append(i)
+        buckets.setdefault(((context - 1) // KEYS).bit_length(), []).append(i)
     return list(buckets.values())
 
 
@@ -41,12 +41,12 @@ def prefill_buckets(batch: PagedBatch) -> list[list[int]]:
 @lru_cache(maxsize=1)
 def past_the_end() -> Tensor:
     """Row c: which keys of a block lie past its first c. Read only."""
-    return torch.arange(cpu_attention.KEYS)[None, :] >= torch.arange(cpu_attention.KEYS + 1)[:, None]
+    return torch.arange(KEYS)[None, :] >= torch.arange(KEYS + 1)[:, None]
 
 
 def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor | None:
     """[S,1,N]: keys that the query of each sequence does not see; N the last block alone where that is all."""
-    first = keys - cpu_attention.KEYS
+    first = keys - KEYS
     if window is None and all(context == keys for context in contexts):
         return None
     if window is None and min(contexts) > first:

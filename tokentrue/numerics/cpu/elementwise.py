@@ -46,16 +46,16 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return turned(x, *turn_of(cos, sin))
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return apply_rotation(x, *rotation_of(cos, sin))
 
 
-def turn_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotation_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """cos and signed sin, each with room for the heads. (-x2)*sin and x2*(-sin) are the same bits; here the sign has the smaller tensor."""
     half = sin.shape[-1] // 2
     return cos.unsqueeze(1), torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
 
 
-def turned(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
+def apply_rotation(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
     half = cos.shape[-1] // 2
     return (x * cos).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed))
