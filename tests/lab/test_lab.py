@@ -15,8 +15,8 @@ from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.lab import EXPERIMENTS, SOURCES, Arm, Scale, run_experiment
 from tokentrue.lab.arms import run_arm
-from tokentrue.lab.play import compact, given, reencoded, rerendered, sampled, stringified, unchanged
 from tokentrue.lab.registry import chosen, module_of, shown
+from tokentrue.lab.retelling import RetoldRounds, TranscribedSessions, compact, given, reencode, rerender, sampled, stringify
 from tokentrue.lab.routing import routing_flips
 from tokentrue.lab.sources import quantised, rollout_weights
 from tokentrue.types import Certificate, Sample
@@ -90,14 +90,40 @@ def test_what_a_round_trip_through_text_does_to_a_sample() -> None:
 
     renderer = load_renderer(str(SMALL_MODEL))
     sample = recorded(renderer)
-    healed = reencoded(sample, renderer)
+    healed = reencode(sample, renderer)
     assert renderer.decode(healed.token_ids) == renderer.decode(sample.token_ids)
     assert len(healed.token_ids) == len(sample.token_ids) - 1, "the split was not healed"
-    again = rerendered(sample, renderer, unchanged)
+    again = rerender(sample, renderer, lambda message: message)
     assert list(again.token_ids) == list(healed.token_ids) and list(again.loss_mask) == list(healed.loss_mask)
-    dropped = rerendered(sample, renderer, stringified)
+    dropped = rerender(sample, renderer, stringify)
     assert "done" not in renderer.decode(dropped.token_ids)
     assert sum(dropped.loss_mask) < sum(healed.loss_mask)
+
+
+async def test_retold_samples_carry_the_engines_own_log_probabilities() -> None:
+    """Nothing is invented for ids that nobody sampled: the engine is asked for them, and the trainer's operators give the same bits."""
+    from transformers import AutoModelForCausalLM
+
+    from tokentrue.app.rollouts import LocalSessions, RolloutRounds
+    from tokentrue.lab.arms import provider_for, rollout_config
+    from tokentrue.numerics import score
+    from tokentrue.renderers import load_renderer
+
+    scale = Scale(groups=1, size=2)
+    renderer, provider = load_renderer(str(SMALL_MODEL)), provider_for(Arm(name="a"), scale, at_once=4)
+    config = rollout_config(scale, 0, horizon=None, tasks=1)
+    sessions = TranscribedSessions(LocalSessions(renderer, provider, sampling=config.sampling))
+    try:
+        played = RetoldRounds(RolloutRounds(config, sessions), "stringify", renderer=renderer, provider=provider)
+        (group,) = await played.play(0)
+    finally:
+        await provider.close()
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32)
+    for sample in group:
+        with torch.no_grad():
+            expected = score(model, torch.tensor([list(sample.token_ids)]))[0].tolist()
+        for index, (mask, value) in enumerate(zip(sample.loss_mask, sample.rollout_logprobs, strict=True)):
+            assert value == (expected[index - 1] if mask else None)
 
 
 def test_a_mixture_is_exact_through_training_and_its_routing_flips_with_other_weights(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts over a gateway, as samples: where their sessions come from, rounds of a training run, and evaluation on fixed tasks."""
+"""Rollouts as samples: where their sessions come from (a gateway, or this process), rounds of a training run, evaluation on fixed tasks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,38 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokentrue.app.embedded import embedded_gateway
-from tokentrue.app.rollout_run import RolloutRun
-from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, ServerConfig
-from tokentrue.environments import Environment, Rollout, RolloutConfig, Sessions, Split, load_environment, plan_groups, run_groups, seed_of
+from tokentrue.environments import (
+    Environment,
+    Plan,
+    Rollout,
+    RolloutConfig,
+    Sessions,
+    Split,
+    load_environment,
+    plan_groups,
+    run_groups,
+    seed_of,
+)
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import EngineError
-from tokentrue.samples import sample_from_json
+from tokentrue.protocols import Provider, Renderer
+from tokentrue.samples import coverage_to_json, sample_from_json, sample_to_json
+from tokentrue.sessions.client import Client
+from tokentrue.turn import Session
 from tokentrue.types import Sample
+
+if TYPE_CHECKING:
+    from tokentrue.app.rollout_run import RolloutRun
 
 
 @contextlib.asynccontextmanager
 async def open_sessions(settings: RolloutRun) -> AsyncIterator[GatewaySessions]:
     """Sessions on the gateway that `settings.url` names, or on one that is started in this process."""
+    from tokentrue.app.embedded import embedded_gateway
+    from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, ServerConfig
+
     sampling = settings.rollout.sampling
     if settings.url is not None:
         async with GatewaySessions(settings.url, sampling=sampling, admin_key=os.environ.get(ADMIN_KEY)) as sessions:
@@ -34,6 +51,41 @@ async def open_sessions(settings: RolloutRun) -> AsyncIterator[GatewaySessions]:
         GatewaySessions(here.base_url, sampling=sampling, admin_key=here.admin_key) as sessions,
     ):
         yield sessions
+
+
+class LocalSession:
+    """One `tt.Session` with the in-process client; no HTTP."""
+
+    def __init__(self, session: Session) -> None:
+        self.session_id = session.id
+        self.client = Client(session)
+        self._session = session
+
+    async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        await self._session.reward(reward)
+        made = await self._session.assembly()
+        return [sample_to_json(sample) for sample in made.samples], coverage_to_json(made.coverage)
+
+
+class LocalSessions:
+    """Sessions in this process, in memory: a renderer and a provider instead of a gateway."""
+
+    def __init__(self, renderer: Renderer, provider: Provider, *, sampling: Mapping[str, Any]) -> None:
+        self._renderer = renderer
+        self._provider = provider
+        self._sampling = dict(sampling)
+
+    @contextlib.asynccontextmanager
+    async def open(self, plan: Plan) -> AsyncIterator[LocalSession]:
+        session = Session(
+            renderer=self._renderer,
+            provider=self._provider,
+            session_id=plan.key,
+            group=plan.group,
+            metadata={"task": plan.task.task_id, "index": plan.index, "rollout": plan.key},
+            sampling={**self._sampling, "seed": plan.seed},
+        )
+        yield LocalSession(session)
 
 
 @dataclass(slots=True)
@@ -58,7 +110,7 @@ class Tally:
         return self.trained / self.sampled if self.sampled else 1.0
 
 
-class GatewayRounds:
+class RolloutRounds:
     """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run plays the same rounds."""
 
     def __init__(

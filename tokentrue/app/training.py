@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.app.embedded import embedded_gateway
-from tokentrue.app.rollouts import GatewayRounds
+from tokentrue.app.rollouts import RolloutRounds
 from tokentrue.app.train_run import TrainRun, loss_for
 from tokentrue.app.wiring import EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments.http import GatewaySessions
@@ -80,7 +80,7 @@ async def source_for(settings: TrainRun, ranks: Any) -> AsyncIterator[tuple[Any,
         embedded_gateway(serve) as here,
         GatewaySessions(here.base_url, sampling=settings.rollout.sampling, admin_key=here.admin_key, purge=True) as sessions,
     ):
-        yield GatewayRounds(settings.rollout, sessions), Publisher(here.provider)
+        yield RolloutRounds(settings.rollout, sessions), Publisher(here.provider)
 
 
 class FileSource:

@@ -45,7 +45,7 @@ def command(
 
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say: Any) -> DemoResult:
     from tokentrue.app.embedded import embedded_gateway
-    from tokentrue.app.rollouts import GatewayRounds
+    from tokentrue.app.rollouts import RolloutRounds
     from tokentrue.app.wiring import ServeConfig, ServerConfig
     from tokentrue.cli.progress import Costs, progress_bar
     from tokentrue.environments import SMALL_MODEL, RolloutConfig
@@ -80,7 +80,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
                 advance(f"reward {report.metrics['reward']:.2f}  {found.differing} of {found.compared:,} differ")
 
             async with GatewaySessions(here.base_url, sampling=rollout.sampling, admin_key=here.admin_key) as sessions:
-                rounds = GatewayRounds(rollout, sessions, keep=out / "samples.jsonl")
+                rounds = RolloutRounds(rollout, sessions, keep=out / "samples.jsonl")
                 await train(trainer, rounds, Publisher(here.provider), on_step=heard)
         writer.close()
         async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:

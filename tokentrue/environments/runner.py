@@ -44,8 +44,11 @@ class Rollout:
 class OpenSession(Protocol):
     """A session that an agent may talk in."""
 
-    session_id: str
-    client: Any
+    @property
+    def session_id(self) -> str: ...
+
+    @property
+    def client(self) -> Any: ...
 
     async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Notes the reward; returns the samples and the coverage."""

@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from tokentrue.engine import ExactEngine
-from tokentrue.environments import SMALL_MODEL
+from tokentrue.app.rollouts import LocalSessions, RolloutRounds, evaluate
+from tokentrue.environments import SMALL_MODEL, RolloutConfig, Sessions
 from tokentrue.errors import ConfigError
-from tokentrue.lab.play import Player, reencoded, rerendered, stringified, unchanged
+from tokentrue.lab.retelling import Retelling, RetoldRounds, TranscribedSessions
 from tokentrue.lab.routing import is_mixture, routing_flips
-from tokentrue.lab.sources import rollout_weights
+from tokentrue.lab.sources import SourceSink, rollout_weights
 from tokentrue.mismatch import Correction, LossConfig, loss_named
+from tokentrue.providers.exact import ExactProvider
 from tokentrue.renderers import load_renderer
-from tokentrue.train import OptimConfig, TrainConfig, Trainer
+from tokentrue.train import Groups, OptimConfig, Publisher, Rounds, StepReport, TrainConfig, Trainer, train
 from tokentrue.train.config import Baseline
-from tokentrue.types import Sample
 
-TALK_TOKENS = 640  # room for one conversation
-Retelling = Literal["none", "reencode", "rerender", "stringify"]
+CONVERSATION_TOKENS = 640  # cache room for one conversation
+TURN_TOKENS = 56
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,39 +96,69 @@ async def _run(arm: Arm, scale: Scale, seed: int) -> dict[str, Any]:
     began = time.perf_counter()
     trainer = trainer_for(arm, scale)
     renderer = load_renderer(model_of(arm, scale))
-    engine = engine_for(arm, scale, at_once=max(scale.groups * scale.size, scale.heldout))
+    provider = provider_for(arm, scale, at_once=max(scale.groups * scale.size, scale.heldout))
+    config = rollout_config(scale, seed, horizon=arm.horizon, tasks=scale.groups)
     rows: list[dict[str, float]] = []
-    waiting: dict[int, list[list[Sample]]] = {}
     try:
-        player = Player(engine, renderer, groups=scale.groups, size=scale.size, seed=seed, horizon=arm.horizon)
-        await publish(engine, trainer, "none")
-        before = await player.judged(scale.heldout)
-        for step in range(scale.steps):
-            if step == 0 or arm.lag == 0 or step % (arm.lag + 1) == 0:
-                await publish(engine, trainer, arm.source)
-                for ahead in range(step, min(step + arm.lag + 1, scale.steps)):  # all of them by these weights: up to `lag` steps old
-                    waiting[ahead] = await player.play(ahead)
-            groups = retell(arm.retelling, waiting.pop(step), renderer)
-            report = await asyncio.to_thread(trainer.step, groups)
+        sessions = LocalSessions(renderer, provider, sampling=config.sampling)
+        rounds = KeptRounds(rounds_for(arm, config, sessions, renderer, provider))
+
+        def add_row(report: StepReport, seconds: Mapping[str, float]) -> None:
             row = {name: float(report.metrics[name]) for name in KEPT if name in report.metrics}
-            rows.append(row | retold_tokens(arm, groups) | await asyncio.to_thread(flips, arm, trainer, groups))
-        await publish(engine, trainer, "none")
-        after = await player.judged(scale.heldout)
+            rows.append(row | flips(arm, trainer, rounds.kept.pop(report.step)))
+
+        before = await held_out_reward(trainer, provider, config, renderer, scale.heldout)
+        publish = Publisher(SourceSink(provider, arm.source))
+        await publish(trainer)
+        await train(trainer, rounds, publish, on_step=add_row)
+        after = await held_out_reward(trainer, provider, config, renderer, scale.heldout)
     finally:
-        engine.close()
+        await provider.close()
     size = sum(p.numel() for p in trainer.model.parameters())
     seconds = time.perf_counter() - began
     return {"arm": arm.name, "seed": seed, "before": before, "after": after, "parameters": size, "seconds": seconds, "rows": rows}
 
 
-def retold_tokens(arm: Arm, groups: list[list[Sample]]) -> dict[str, float]:
-    """Of a retold batch: how many tokens are trained that nobody sampled."""
+class KeptRounds:
+    """Rounds that keep what was played, by number, until somebody takes it."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self.kept: dict[int, Groups] = {}
+
+    async def play(self, number: int) -> Groups:
+        self.kept[number] = await self._rounds.play(number)
+        return self.kept[number]
+
+
+def rollout_config(scale: Scale, seed: int, *, horizon: int | None, tasks: int) -> RolloutConfig:
+    return RolloutConfig(
+        options={"steps": horizon, "max_turns": (horizon or 2) + 2, "stream": False},
+        tasks=tasks,
+        group_size=scale.size,
+        max_tokens=TURN_TOKENS,
+        concurrency=tasks * scale.size,
+        timeout_s=600.0,
+        seed=seed,
+    )
+
+
+def rounds_for(arm: Arm, config: RolloutConfig, sessions: Sessions, renderer: Any, provider: ExactProvider) -> Rounds:
     if arm.retelling == "none":
-        return {}
-    return {"retold_tokens": float(sum(sum(sample.loss_mask) for group in groups for sample in group))}
+        return RolloutRounds(config, sessions)
+    rounds = RolloutRounds(config, TranscribedSessions(sessions))
+    return RetoldRounds(rounds, arm.retelling, renderer=renderer, provider=provider)
 
 
-def flips(arm: Arm, trainer: Trainer, groups: list[list[Sample]]) -> dict[str, float]:
+async def held_out_reward(trainer: Trainer, provider: ExactProvider, config: RolloutConfig, renderer: Any, tasks: int) -> float:
+    """Mean reward over fixed held-out tasks, greedy, with the trainer's own weights."""
+    await Publisher(provider)(trainer)
+    greedy = LocalSessions(renderer, provider, sampling=replace(config, temperature=0.0).sampling)
+    reward, _, _ = await evaluate(config, greedy, tasks=tasks)
+    return reward
+
+
+def flips(arm: Arm, trainer: Trainer, groups: Groups) -> dict[str, float]:
     """Of a mixture of experts: the share of its choices that the source of mismatch changes."""
     if arm.source == "none" or not is_mixture(trainer.model):
         return {}
@@ -144,9 +174,9 @@ def model_of(arm: Arm, scale: Scale) -> str:
     return path
 
 
-def engine_for(arm: Arm, scale: Scale, *, at_once: int) -> ExactEngine:
-    """Its cache holds `at_once` conversations and no more: many runs share a device."""
-    return ExactEngine(model_of(arm, scale), device=scale.device, dtype="float32", kv_tokens=at_once * TALK_TOKENS)
+def provider_for(arm: Arm, scale: Scale, *, at_once: int) -> ExactProvider:
+    """The exact engine. Its cache holds `at_once` conversations and no more: many runs share a device."""
+    return ExactProvider(model_of(arm, scale), device=scale.device, dtype="float32", kv_tokens=at_once * CONVERSATION_TOKENS)
 
 
 def trainer_for(arm: Arm, scale: Scale) -> Trainer:
@@ -158,6 +188,7 @@ def trainer_for(arm: Arm, scale: Scale) -> Trainer:
         baseline=arm.baseline,
         minibatches=arm.minibatches,
         epochs=arm.epochs,
+        lag=arm.lag,
         exact=arm.exact,
         micro_tokens=4096 if scale.device == "cpu" else 8192,
     )
@@ -171,19 +202,3 @@ def trainer_for(arm: Arm, scale: Scale) -> Trainer:
 def loss_of(arm: Arm) -> LossConfig:
     correction = {} if arm.correction is None else {"correction": arm.correction}
     return loss_named(arm.loss, **arm.options, **correction)
-
-
-async def publish(engine: ExactEngine, trainer: Trainer, source: str) -> None:
-    with torch.no_grad():
-        await engine.publish(rollout_weights(trainer.weights(), source), version=trainer.version)
-
-
-def retell(kind: Retelling, groups: list[list[Sample]], renderer: Any) -> list[list[Sample]]:
-    if kind == "none":
-        return groups
-    change = {
-        "reencode": lambda sample: reencoded(sample, renderer),
-        "rerender": lambda sample: rerendered(sample, renderer, unchanged),
-        "stringify": lambda sample: rerendered(sample, renderer, stringified),
-    }[kind]
-    return [[change(sample) for sample in group] for group in groups]

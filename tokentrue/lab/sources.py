@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import ConfigError
+from tokentrue.protocols import WeightSink
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -52,3 +53,15 @@ def rollout_weights(weights: Weights, source: str) -> Iterator[tuple[str, Tensor
     change = SOURCES[source]
     for name, weight in weights:
         yield name, change(weight) if weight.dim() >= 2 else weight
+
+
+class SourceSink:
+    """A weight sink that passes weights on through a source of mismatch."""
+
+    def __init__(self, sink: WeightSink, source: str) -> None:
+        self._sink = sink
+        self._source = source
+
+    async def publish(self, weights: Weights, *, version: int) -> None:
+        with torch.no_grad():
+            await self._sink.publish(rollout_weights(weights, self._source), version=version)

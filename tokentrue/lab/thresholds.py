@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from tokentrue.lab.arms import Arm, Scale, engine_for, loss_of, publish, trainer_for
-from tokentrue.lab.play import Player
+from tokentrue.app.rollouts import LocalSessions, RolloutRounds
+from tokentrue.lab.arms import Arm, Scale, loss_of, provider_for, rollout_config, trainer_for
+from tokentrue.lab.sources import SourceSink
 from tokentrue.lab.study import save, spread
 from tokentrue.mismatch import Correction, Reject, Weights
 from tokentrue.renderers import load_renderer
-from tokentrue.train import Trainer
+from tokentrue.train import Publisher, Trainer
 
 CLAIM = (
     "τ_tok and τ_seq can be read off the exact reference: the right threshold is the one whose corrected gradient has the largest cosine "
@@ -76,24 +77,25 @@ def run_arms(made: Sequence[Arm], scale: Scale, seed: int) -> list[dict[str, Any
 async def _run(made: Sequence[Arm], scale: Scale, seed: int) -> list[dict[str, Any]]:
     began = time.perf_counter()
     trainer = trainer_for(made[0], scale)
-    engine = engine_for(made[0], scale, at_once=scale.groups * BATCH * scale.size)
+    provider = provider_for(made[0], scale, at_once=scale.groups * BATCH * scale.size)
+    config = rollout_config(scale, seed, horizon=None, tasks=scale.groups * BATCH)
     results: list[dict[str, Any]] = []
     try:
-        player = Player(engine, load_renderer(scale.model), groups=scale.groups * BATCH, size=scale.size, seed=seed)
-        await publish(engine, trainer, "none")
+        rounds = RolloutRounds(config, LocalSessions(load_renderer(scale.model), provider, sampling=config.sampling))
+        await Publisher(provider)(trainer)
         reference = torch.zeros(1)
         behind = min(REFERENCE, scale.steps)  # a quick run has two steps, and two batches behind its reference
         for number in range(1, behind + 1):
-            reference = reference.to(scale.device) + trainer.gradient(await player.play(number))[0] / behind
+            reference = reference.to(scale.device) + trainer.gradient(await rounds.play(number))[0] / behind
         for source in dict.fromkeys(arm.source for arm in made):
-            await publish(engine, trainer, source)
-            played = await player.play(0)  # the same tasks and seeds whatever the source: only the mismatch differs
+            await Publisher(SourceSink(provider, source))(trainer)
+            played = await rounds.play(0)  # the same tasks and seeds whatever the source: only the mismatch differs
             for arm in made:
                 if arm.source == source:
                     results.append({"arm": arm.name, "seed": seed, **judged(trainer, arm, played, reference), "rows": []})
                     results[-1]["seconds"] = time.perf_counter() - began
     finally:
-        engine.close()
+        await provider.close()
     return results
 
 
