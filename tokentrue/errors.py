@@ -21,6 +21,7 @@
     │   └── EngineContractError its answer lacks or contradicts what we need
     ├── TokenContractError      recorded ids, log-probabilities or spans do not fit together: always a bug, never repaired
     ├── AuditError              a certificate, mask or log-probability of an exported sample does not hold
+    ├── TrainingError           a training run that cannot go on: nothing to learn from, numbers that are not finite, stale weights
     └── ExactnessError          two numbers that must be equal in bits are not, or an operator has no exact form
 """
 
@@ -113,6 +114,10 @@ class EngineContractError(EngineError):
 
 class TokenContractError(TokenTrueError):
     code = "token_contract"
+
+
+class TrainingError(TokenTrueError):
+    code = "training"
 
 
 class AuditError(TokenTrueError):

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.app.embedded import embedded_gateway
 from tokentrue.app.rollouts import RolloutRounds
+from tokentrue.app.sample_files import FileSource
 from tokentrue.app.train_run import TrainRun, loss_for
 from tokentrue.app.wiring import EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments.http import GatewaySessions
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig
-    from tokentrue.types import Sample
 
 
 def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
@@ -27,6 +26,8 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     from tokentrue.train import Trainer, config_hash, shard
 
     config = replace(settings.train, temperature=settings.rollout.temperature, seed=settings.rollout.seed)
+    if settings.samples is not None:  # the same rows come again: waiting cannot help
+        config = replace(config, max_idle_steps=0)
     optim, loss = settings.optim, loss_for(settings.loss)
 
     def load() -> Any:
@@ -43,7 +44,7 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
 def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
     """The part of the configuration that results depend on: with a constant rate `steps` may grow, and checkpoints may come more often."""
     steps = 1 if optim.schedule == "constant" else config.steps
-    return replace(config, steps=steps, checkpoint_every=0, keep_checkpoints=1)
+    return replace(config, steps=steps, checkpoint_every=0, keep_checkpoints=1, max_idle_steps=0)
 
 
 def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
@@ -59,13 +60,23 @@ def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
     return Store(directory=directory, run_hash=run_hash, model_dir=model_dir, to_json=sample_to_json, from_json=sample_from_json), first
 
 
+def file_for(settings: TrainRun, *, trust: bool) -> FileSource | None:
+    """The samples to train on, read and checked; None where rollouts are played live."""
+    if settings.samples is None:
+        return None
+    source = FileSource(settings.samples, model=settings.model_path, trust=trust)
+    if len(source) < settings.train.groups_per_step:
+        source.notes.append(f"train.groups_per_step is {settings.train.groups_per_step}: each step trains on all {len(source)} groups")
+    return source
+
+
 @contextlib.asynccontextmanager
-async def source_for(settings: TrainRun, ranks: Any) -> AsyncIterator[tuple[Any, Any]]:
+async def source_for(settings: TrainRun, ranks: Any, file: FileSource | None) -> AsyncIterator[tuple[Any, Any]]:
     """Rounds and where weights go: live on rank 0, from a file, or nothing on the other ranks."""
     from tokentrue.train import Publisher, SourceRounds
 
-    if settings.samples is not None:
-        yield SourceRounds(FileSource(settings.samples), settings.train.groups_per_step), Publisher()
+    if file is not None:
+        yield SourceRounds(file, settings.train.groups_per_step), Publisher()
         return
     if not ranks.first:
         yield None, Publisher()
@@ -81,18 +92,3 @@ async def source_for(settings: TrainRun, ranks: Any) -> AsyncIterator[tuple[Any,
         GatewaySessions(here.base_url, sampling=settings.rollout.sampling, admin_key=here.admin_key, purge=True) as sessions,
     ):
         yield RolloutRounds(settings.rollout, sessions), Publisher(here.provider)
-
-
-class FileSource:
-    """Groups of a samples file, in its order: neighbours with the same group name belong together."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def groups(self) -> Iterator[list[Sample]]:
-        from tokentrue.samples import read_samples
-
-        for _, members in groupby(read_samples(self._path), key=lambda sample: sample.group or sample.session_id):
-            scored = [sample for sample in members if sample.reward is not None]
-            if scored:
-                yield scored

@@ -86,11 +86,14 @@ def command(
 def _load(
     samples: Path, trainer: str | None, logprobs: Path | None, *, plain: bool, dtype: str, device: str, quiet: bool
 ) -> tuple[list[Row], int]:
+    from tokentrue.app.sample_files import require_samples_of
     from tokentrue.samples import read_samples
 
     found = list(read_samples(samples))
     given = _read_logprobs(logprobs) if logprobs is not None else None
     scorer = None if trainer is None else _scorer(trainer, plain=plain, dtype=dtype, device=device)
+    if trainer is not None:
+        require_samples_of(found, trainer)
     rows: list[Row] = []
     with _progress(len(found), quiet) as advance:
         for sample in found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="output directory; resumes an existing run")] = None,
     samples: Annotated[Path | None, typer.Option(help="train from this file of samples instead of live rollouts")] = None,
     steps: Annotated[int | None, typer.Option(help="training steps")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="with --samples: do not check certificates, masks and duplicates")] = False,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: optim.lr=1e-4")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON line per step")] = False,
 ) -> int:
@@ -38,17 +40,20 @@ def command(
     quiet_libraries(settings.threads)
     ranks = join(settings.device)
     try:
-        asyncio.run(run(settings, ranks, as_json=as_json))
+        asyncio.run(run(settings, ranks, as_json=as_json, trust=trust))
     finally:
         leave()
     return 0
 
 
-async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False) -> list[Any]:
-    from tokentrue.app.training import source_for, store_for, trainer_for
+async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: bool = False) -> list[Any]:
+    from tokentrue.app.training import file_for, source_for, store_for, trainer_for
     from tokentrue.cli.progress import Costs, progress_bar
     from tokentrue.train import train
 
+    file = file_for(settings, trust=trust)
+    if file is not None and ranks.first:
+        print(*(f"  {note}" for note in file.notes), sep="\n", file=sys.stderr)
     trainer, run_hash = trainer_for(settings, ranks)
     store, first = store_for(settings, run_hash)
     quiet = as_json or not ranks.first
@@ -69,7 +74,7 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False) -> list[
             shown = report.metrics
             advance(f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}")
 
-        async with source_for(settings, ranks) as (rounds, publish):
+        async with source_for(settings, ranks, file) as (rounds, publish):
             reports = await train(trainer, rounds, publish, store=store, on_step=heard)
     if not quiet:
         summed_up(settings, reports, costs)

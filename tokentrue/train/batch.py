@@ -51,6 +51,8 @@ def row_of(sample: Sample, group: str) -> Row:
             versions[span.start : span.end] = span.policy_version or 0
     logprobs = sample.rollout_logprobs
     sampled = torch.tensor([value is not None for value in logprobs], dtype=torch.bool)
+    if not set(sample.loss_mask) <= {0, 1}:
+        raise TokenContractError(f"sample {sample.sample_id}: loss_mask holds values other than 0 and 1")
     mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
     if bool((mask & ~sampled).any()):
         raise TokenContractError(f"sample {sample.sample_id}: the loss mask covers a token that was not sampled")

@@ -60,14 +60,15 @@ class TrainConfig:
     drop_idle_rows: bool = True  # rows whose advantage is exactly 0 give no gradient and are not trained on
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
+    max_idle_steps: int = 3  # steps in a row without a row to train on; one more stops the run
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "groups_per_step", "minibatches", "epochs", "micro_tokens", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}: {getattr(self, name)!r} must be at least 1")
-        if self.lag < 0 or self.checkpoint_every < 0:
-            raise ConfigError("train: lag and checkpoint_every must be >= 0")
+        if self.lag < 0 or self.checkpoint_every < 0 or self.max_idle_steps < 0:
+            raise ConfigError("train: lag, checkpoint_every and max_idle_steps must be >= 0")
         if self.baseline not in ("grpo", "dr_grpo", "rloo", "whitened", "none"):
             raise ConfigError(f"train.baseline: {self.baseline!r} is not one of grpo, dr_grpo, rloo, whitened, none")
         if not (math.isfinite(self.temperature) and self.temperature > 0):

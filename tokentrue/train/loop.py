@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokentrue.errors import TrainingError
 from tokentrue.protocols import WeightSink
 from tokentrue.train import checkpoint
+from tokentrue.train.config import TrainConfig
 from tokentrue.train.rounds import Groups, Rounds
 from tokentrue.train.trainer import StepReport, Trainer
 from tokentrue.types import Sample
@@ -60,6 +62,7 @@ async def train(
     config = trainer.config
     playing: dict[int, asyncio.Task[Groups]] = {}
     reports: list[StepReport] = []
+    idle = 0
     played = resume(trainer, store)
     if trainer.version:
         await publish(trainer)
@@ -74,6 +77,7 @@ async def train(
                 await asyncio.wait([task])
             await publish(trainer)
             reports.append(report)
+            idle = require_progress(report, idle, config)
             seconds = {**report.seconds, "wait": waited, "publish": publish.seconds, "step": time.perf_counter() - began}
             if on_step is not None:
                 on_step(report, seconds)
@@ -85,6 +89,18 @@ async def train(
             task.cancel()
         await asyncio.gather(*playing.values(), return_exceptions=True)
     return reports
+
+
+def require_progress(report: StepReport, idle: int, config: TrainConfig) -> int:
+    """How many steps in a row had no row to train on; raises TrainingError when they are too many."""
+    idle = 0 if report.metrics["rows_trained"] else idle + 1
+    if idle > config.max_idle_steps:
+        rows = int(report.metrics["rows"])
+        raise TrainingError(
+            f"step {report.step}: no row to train on ({rows} rows, all with advantage 0), {idle} step(s) in a row; "
+            "groups need sessions with different rewards (train.max_idle_steps allows more such steps)"
+        )
+    return idle
 
 
 def is_due(trainer: Trainer) -> bool:

@@ -20,8 +20,9 @@ class Rounds(Protocol):
 
 
 class SourceRounds:
-    """Recorded groups, a fixed number per step, in the source's order; starts again when they run out.
+    """Recorded groups in the source's order, `groups_per_step` of them per step. When they run out the next step starts again.
 
+    A step never holds a group twice: the last step of a pass, or every step of a small source, has fewer groups.
     Rounds asked for in order are read in one pass; any other is found from the beginning.
     """
 
@@ -29,22 +30,23 @@ class SourceRounds:
         self._source = source
         self._count = groups_per_step
         self._next = 0
-        self._left: Iterator[list[Sample]] = self._endless()
+        self._left = self._steps()
 
     async def play(self, number: int) -> Groups:
         if number != self._next:
-            self._left = islice(self._endless(), number * self._count, None)
-        taken = list(islice(self._left, self._count))
+            self._left = islice(self._steps(), number, None)
+        taken = next(self._left, None)
         self._next = number + 1
-        if not taken:
+        if taken is None:
             raise FileFormatError("the source holds no group of samples with rewards")
         return taken
 
-    def _endless(self) -> Iterator[list[Sample]]:
+    def _steps(self) -> Iterator[Groups]:
         while True:
+            groups = iter(self._source.groups())
             empty = True
-            for group in self._source.groups():
+            while taken := list(islice(groups, self._count)):
                 empty = False
-                yield group
+                yield taken
             if empty:
                 return

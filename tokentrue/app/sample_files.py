@@ -1,0 +1,60 @@
+"""A file of samples as a source of training groups: read, checked against itself and against the model, grouped by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokentrue.errors import FileFormatError, RenderError
+from tokentrue.samples.reading import read_sound_samples, require_model
+from tokentrue.types import Sample
+
+
+def require_samples_of(samples: Sequence[Sample], model: str) -> None:
+    """Raises FileFormatError where the samples were not sampled from `model`, a directory or a hub id."""
+    from transformers import AutoConfig
+
+    from tokentrue.renderers import load_renderer
+
+    try:
+        tokenizer = load_renderer(model).tokenizer_hash
+    except RenderError:  # a model without tokenizer or template still has a vocabulary
+        tokenizer = None
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise FileFormatError(f"model: no configuration could be loaded from {model!r}: {reason}") from error
+    require_model(samples, model=model, tokenizer=tokenizer, vocabulary=int(config.get_text_config().vocab_size))
+
+
+class FileSource:
+    """Groups of a file, in the order of their first sample; samples of one group need not be neighbours.
+
+    A sample without group is a group of its own session. Samples without reward are left out, and `notes` says how many.
+    """
+
+    def __init__(self, path: Path, *, model: str, trust: bool = False) -> None:
+        samples = read_sound_samples(path, trust=trust)
+        require_samples_of(samples, model)
+        self._groups: dict[str, list[Sample]] = {}
+        unrewarded = 0
+        for sample in samples:
+            if sample.reward is None:
+                unrewarded += 1
+            else:
+                self._groups.setdefault(sample.group or f"session {sample.session_id}", []).append(sample)
+        if not self._groups:
+            raise FileFormatError(f"{path}: all {len(samples)} samples are without reward; score their sessions first")
+        self.notes = [f"{len(samples) - unrewarded} samples in {len(self._groups)} groups from {path}"]
+        if unrewarded:
+            self.notes.append(f"left out: {unrewarded} samples without reward")
+        alone = sum(len({sample.session_id for sample in group}) == 1 for group in self._groups.values())
+        if alone:
+            self.notes.append(f"{alone} groups have one session: a group baseline gives them advantage 0")
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def groups(self) -> Iterator[list[Sample]]:
+        yield from self._groups.values()
