@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tokentrue.types import (
     Chunk,
@@ -74,12 +74,7 @@ class Renderer(Protocol):
 
 
 class Provider(Protocol):
-    """An engine: ids in, ids and log-probabilities out.
-
-    `prompt_ids` may be kept: a caller that gives an array may append to it later, but never changes what is in it. `sampling` is frozen,
-    its `extra` included. Some have more: `foresee(ids, session)` is told, while nobody waits, what a session's next prompt will probably
-    begin with; `forget(session)` that a session has left the memory.
-    """
+    """An engine: ids in, ids and log-probabilities out. Each completion carries `prompt_digest`, the digest of the ids that were sent."""
 
     @property
     def name(self) -> str: ...
@@ -102,11 +97,48 @@ class Provider(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
 class WeightSink(Protocol):
     """Where the trainer publishes weights."""
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         """Returns when every later token is sampled from these weights and stamped with `version`."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """An engine whose running generations must end before it can take new weights."""
+
+    async def interrupt(self) -> int:
+        """Aborts them all; each returns what it has. Returns how many there were."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine in this process that has figures of its own for /metrics."""
+
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class EngineControl(Provider, Measured, Protocol):
+    """What a gateway does with its engines besides generating: hold generations back, abort them, take weights, watch replicas."""
+
+    def pause(self) -> None:
+        """New and aborted generations wait until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+    async def interrupt(self) -> int:
+        """`pause`, and abort what is running where an engine needs that; each is resumed after `resume`."""
+        ...
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None: ...
+
+    def watch(self) -> None:
+        """Start periodic health checks."""
         ...
 
 

@@ -100,7 +100,7 @@ class TestSGLang(Conformance):
         assert (before.policy_version, after.policy_version) == (0, 12)
         assert before.logprobs != after.logprobs
 
-    async def test_prompt_json_grows_with_the_session(
+    async def test_every_prompt_is_sent_whole(
         self, provider: SGLangProvider, standin: tuple[SGLangStandIn, str], prompt: list[int]
     ) -> None:
         longer = [*prompt, 1, 2, 3]

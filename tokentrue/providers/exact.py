@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokentrue.engine import ExactEngine, Limits
 from tokentrue.errors import EngineUnreachable
+from tokentrue.ids import TokenIds
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling
 
 
 class ExactProvider:
-    """`model` is a directory, a hub id or a model object; `decode` (a renderer's) is needed for stop strings alone."""
+    """`model` is a directory, a hub id or a model object; `decode` (a renderer's) is needed for stop strings only."""
 
     name = "exact"
     truthful_filters = frozenset({"top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
@@ -34,13 +37,17 @@ class ExactProvider:
         )
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        return await self.engine.generate(prompt_ids, sampling)
+        ids = TokenIds(prompt_ids)
+        return replace(await self.engine.generate(ids, sampling), prompt_digest=ids.sha256())
 
-    async def generate_n(self, prompt_ids: Ids, sampling: Sampling, n: int) -> list[Completion]:
-        return await self.engine.generate_n(prompt_ids, sampling, n)
-
-    def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        return self.engine.stream(prompt_ids, sampling)
+    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+        ids = TokenIds(prompt_ids)
+        source: Any = self.engine.stream(ids, sampling)
+        async with aclosing(source) as chunks:
+            async for chunk in chunks:
+                if chunk.final is not None:
+                    chunk = replace(chunk, final=replace(chunk.final, prompt_digest=ids.sha256()))
+                yield chunk
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         await self.engine.publish(weights, version=version)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from tokentrue.errors import ConfigError, SamplingError
-from tokentrue.providers.evidence import Gathering, refuse_unknown_extra
+from tokentrue.ids import TokenIds
+from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
 
 FILTERS = frozenset({"top_k", "top_p", "min_p"})
@@ -53,22 +54,22 @@ class HFProvider:
         generator = torch.Generator().manual_seed(sampling.seed if sampling.seed is not None else torch.seed())
         room = self._model.config.max_position_embeddings - len(prompt_ids)
         limit = min(room, sampling.max_tokens) if sampling.max_tokens is not None else room
-        gathering = Gathering(self.name, len(prompt_ids))
-        ids, cache = list(prompt_ids), None
+        builder = CompletionBuilder(self.name, TokenIds(prompt_ids))
+        ids, cache = builder.prompt_ids.tolist(), None
         finish, stopped_by = Finish.LENGTH, None
         for _ in range(limit):
             async with self._lock:  # one forward at a time; between tokens others, and new weights, get their turn
                 logits, cache = await asyncio.to_thread(self._forward, ids, cache)
                 version = self.version
             token, logprob, top = pick(logits, sampling, generator)
-            gathering.top += [top] if sampling.top_logprobs else []
-            yield gathering.add((token,), (logprob,), version=version)
+            builder.top += [top] if sampling.top_logprobs else []
+            yield builder.add((token,), (logprob,), version=version)
             ids = [token]
-            stopped_by = token if token in stops else self._stop_string(gathering.token_ids, sampling.stop)
+            stopped_by = token if token in stops else self._stop_string(builder.ids, sampling.stop)
             if stopped_by is not None:
                 finish = Finish.STOP
                 break
-        yield Chunk(final=gathering.completion(finish, prompt_tokens=len(prompt_ids), stopped_by=stopped_by))
+        yield Chunk(final=builder.complete(finish, prompt_tokens=len(prompt_ids), stopped_by=stopped_by))
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         async with self._lock:

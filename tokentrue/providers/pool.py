@@ -1,7 +1,7 @@
 """Several replicas of one engine behind one Provider: sticky by session, health-checked, moved on failure.
 
-Ids are sent, so any replica continues any session exactly; stickiness only saves the prefix cache. A generation that an engine
-broke off (a crash, an abort for a weight update) goes on from the tokens it already gave, on this replica or another: the spans
+Ids are sent, so any replica continues any session exactly; stickiness only saves the prefix cache. A generation that breaks off at
+an engine (a crash, an abort for a weight update) is resumed from the tokens it already gave, on this replica or another: the spans
 keep their own policy versions, and nothing that was sampled is sampled again.
 """
 
@@ -9,31 +9,37 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from array import array
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.errors import ConfigError, EngineError, EngineTimeout, EngineUnreachable
-from tokentrue.protocols import Provider, call_if_there
-from tokentrue.providers.evidence import Gathering
+from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineTimeout, EngineUnreachable
+from tokentrue.ids import TokenIds
+from tokentrue.protocols import Interruptible, Measured, Provider, WeightSink
+from tokentrue.providers.transport.building import CompletionBuilder
 from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling, VersionSpan
 
-MOVES_ON = (EngineUnreachable, EngineTimeout)
+RESUMABLE = (EngineUnreachable, EngineTimeout)
 
 
 class Pool:
-    """`pause()` holds new and broken-off generations back until `resume()`."""
+    """A Provider and an EngineControl. `pause()` holds new and aborted generations back until `resume()`.
 
-    def __init__(self, replicas: Sequence[Provider], *, check_every_s: float = 5.0, resumptions: int = 8) -> None:
+    A generation is resumed at most `resumptions` times, and after failures only within `give_up_s` of its start.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Provider], *, check_every_s: float = 5.0, resumptions: int = 8, give_up_s: float = 600.0
+    ) -> None:
         if not replicas:
             raise ConfigError("a pool needs at least one engine")
         self._replicas = list(replicas)
         self._down: set[int] = set()
         self._open = asyncio.Event()
         self._open.set()
-        self._check_every_s, self._resumptions = check_every_s, resumptions
+        self._check_every_s, self._resumptions, self._give_up_s = check_every_s, resumptions, give_up_s
         self._checker: asyncio.Task[None] | None = None
 
     @property
@@ -51,48 +57,27 @@ class Pool:
         self._open.set()
 
     def metrics(self) -> Mapping[str, float]:
-        """What an embedded engine tells of itself; remote ones have pages of their own."""
-        tell = getattr(self._replicas[0], "metrics", None)
-        return tell() if len(self._replicas) == 1 and callable(tell) else {}  # pyright: ignore[reportReturnType]
-
-    def foresee(self, ids: Ids, session: str) -> None:
-        call_if_there(self._replicas[self.order(session)[0]], "foresee", ids, session)
-
-    def forget(self, session: str) -> None:
-        for replica in self._replicas:
-            call_if_there(replica, "forget", session)
+        """Figures of an embedded engine; remote ones have metrics pages of their own."""
+        only = self._replicas[0] if len(self._replicas) == 1 else None
+        return only.metrics() if isinstance(only, Measured) else {}
 
     async def interrupt(self) -> int:
-        """Paused, and what is running at the engines broken off, where an engine must be stopped for new weights; how many that were.
+        """Pause, and abort what is running at engines that must be idle to take weights. Returns how many were aborted.
 
-        Each goes on after `resume()` from the tokens it has. An engine that takes weights between two tokens is not stopped.
+        Each is resumed after `resume()` from the tokens it has. An engine that takes weights between two tokens is not interrupted.
         """
         self.pause()
-        stoppable: list[Any] = [replica for replica in self._replicas if hasattr(replica, "interrupt")]
-        return sum(await asyncio.gather(*(replica.interrupt() for replica in stoppable)))
+        return sum(await asyncio.gather(*(replica.interrupt() for replica in self._replicas if isinstance(replica, Interruptible))))
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        if len(self._replicas) > 1 or not self._open.is_set():
-            return await self._whole(prompt_ids, sampling, session, [])
-        try:  # one replica: nothing to choose, and mostly nothing to splice
-            completion = await self._replicas[0].generate(prompt_ids, sampling, session=session)
-        except MOVES_ON:
-            self._down.add(0)
-            raise
-        self._down.discard(0)
-        if completion.finish is Finish.ABORT and self._resumptions:
-            return await self._whole(prompt_ids, sampling, session, [completion])
-        return joined([completion], prompt_tokens=len(prompt_ids))
-
-    async def _whole(self, prompt_ids: Ids, sampling: Sampling, session: str | None, done: list[Completion]) -> Completion:
         final = None
-        async for chunk in self._spliced(prompt_ids, sampling, session, done, whole=True):
+        async for chunk in self._resumed(TokenIds(prompt_ids), sampling, session, streamed=False):
             final = chunk.final
         assert final is not None
         return final
 
     def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        return self._spliced(prompt_ids, sampling, session, [], whole=False)
+        return self._resumed(TokenIds(prompt_ids), sampling, session, streamed=True)
 
     async def health(self) -> Mapping[str, Any]:
         """Asks every replica; raises when none answers."""
@@ -103,15 +88,18 @@ class Pool:
                 raise answer
         alive = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not alive:
-            raise EngineUnreachable(f"none of {len(answers)} engines answers: {answers[0]}")
+            raise EngineUnreachable(f"no engine is reachable (tried {len(answers)}): {answers[0]}")
         return {**alive[0], "replicas": len(answers), "healthy": len(alive)}
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         """Every replica takes the weights; generations wait meanwhile."""
+        sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
+        if len(sinks) != len(self._replicas):
+            raise ConfigError(f"engine {self.name!r} takes no weights")
         kept = list(weights)
         self.pause()
         try:
-            await asyncio.gather(*(replica.publish(kept, version=version) for replica in self._replicas))  # type: ignore[attr-defined]
+            await asyncio.gather(*(sink.publish(kept, version=version) for sink in sinks))
         finally:
             self.resume()
 
@@ -139,48 +127,48 @@ class Pool:
         ranked = sorted(range(len(self._replicas)), key=lambda i: _weight(session, i), reverse=True)
         return [i for i in ranked if i not in self._down] + [i for i in ranked if i in self._down]
 
-    async def _spliced(
-        self, prompt_ids: Ids, sampling: Sampling, session: str | None, done: list[Completion], *, whole: bool
+    async def _resumed(
+        self, prompt_ids: TokenIds, sampling: Sampling, session: str | None, *, streamed: bool
     ) -> AsyncGenerator[Chunk]:
-        """`done` is what was sampled of this generation before."""
-        failures = 0
+        """Generate until the turn has ended, across aborts and failures; `done` are the pieces that were sampled so far."""
+        done: list[Completion] = []
+        failures, give_up = 0, time.monotonic() + self._give_up_s
         while True:
-            if not self._open.is_set():
-                await self._open.wait()
+            await self._open.wait()
             ids, rest = _remaining(prompt_ids, sampling, done)
             if rest is None:  # it broke off right at the limit: nothing is left to sample
-                yield Chunk(final=replace(joined(done, prompt_tokens=len(prompt_ids)), finish=Finish.LENGTH))
+                yield Chunk(final=replace(join_pieces(done, prompt_ids), finish=Finish.LENGTH))
                 return
             index = self.order(session)[0]
-            got: list[Chunk] = []
-            final = None
+            replica, got, final = self._replicas[index], list[Chunk](), None
             try:
-                replica = self._replicas[index]
-                stream: Any = _in_one(replica, ids, rest, session) if whole else replica.stream(ids, rest, session=session)
-                async with aclosing(stream) as chunks:
+                source: Any = replica.stream(ids, rest, session=session) if streamed else _as_stream(replica, ids, rest, session)
+                async with aclosing(source) as chunks:
                     async for chunk in chunks:
-                        if chunk.final is not None:
-                            final = chunk.final
-                        else:
+                        if chunk.final is None:
                             got.append(chunk)
                             yield chunk
-            except MOVES_ON:
+                        else:
+                            final = chunk.final
+            except RESUMABLE:
                 self._down.add(index)
                 failures += 1
-                done += _pieces(got)
-                if failures >= len(self._replicas) + (self._resumptions if done else 0):
+                done += _pieces(got, ids)
+                if failures >= len(self._replicas) + (self._resumptions if done else 0) or time.monotonic() > give_up:
                     raise
                 continue
-            assert final is not None
+            if final is None:
+                raise EngineContractError(f"{self.name} ended a stream without its final answer")
+            if final.prompt_digest not in (None, ids.sha256()):
+                raise EngineContractError(f"{self.name} was sent other ids than the prompt")
             self._down.discard(index)
-            if final.finish is Finish.ABORT and (not self._open.is_set() or len(done) < self._resumptions):
-                done.append(final)
-                continue
-            yield Chunk(final=joined([*done, final], prompt_tokens=len(prompt_ids)))
-            return
+            done.append(final)
+            if final.finish is not Finish.ABORT or (self._open.is_set() and len(done) > self._resumptions):
+                yield Chunk(final=join_pieces(done, prompt_ids))
+                return
 
 
-async def _in_one(replica: Provider, ids: Ids, sampling: Sampling, session: str | None) -> AsyncGenerator[Chunk]:
+async def _as_stream(replica: Provider, ids: Ids, sampling: Sampling, session: str | None) -> AsyncGenerator[Chunk]:
     yield Chunk(final=await replica.generate(ids, sampling, session=session))
 
 
@@ -188,29 +176,27 @@ def _weight(session: str | None, index: int) -> bytes:
     return hashlib.blake2b(f"{session}:{index}".encode(), digest_size=8).digest()
 
 
-def _pieces(chunks: Sequence[Chunk]) -> list[Completion]:
+def _pieces(chunks: Sequence[Chunk], ids: TokenIds) -> list[Completion]:
     """What a broken stream had already given, as a completion of its own."""
-    gathering = Gathering("pool", 0)
+    builder = CompletionBuilder("pool", ids)
     for chunk in chunks:
-        gathering.add(chunk.token_ids, chunk.logprobs, version=chunk.policy_version)
-    return [gathering.completion(Finish.ABORT, prompt_tokens=None)] if gathering.count else []
+        builder.add(chunk.token_ids, chunk.logprobs, version=chunk.policy_version)
+    return [builder.complete(Finish.ABORT, prompt_tokens=None)] if builder.ids else []
 
 
-def _remaining(prompt_ids: Ids, sampling: Sampling, done: Sequence[Completion]) -> tuple[Ids, Sampling | None]:
-    sampled = [i for piece in done for i in piece.token_ids]
-    if not sampled:
-        return prompt_ids, sampling
-    packed = array("i", prompt_ids)
+def _remaining(prompt_ids: TokenIds, sampling: Sampling, done: Sequence[Completion]) -> tuple[TokenIds, Sampling | None]:
+    """The prompt and settings for the rest of a generation; no settings where its token limit is reached."""
+    ids = TokenIds.concat([prompt_ids, *(piece.token_ids for piece in done)])
     if sampling.max_tokens is None:
-        return packed + array("i", sampled), sampling
-    left = sampling.max_tokens - len(sampled)
-    return packed + array("i", sampled), replace(sampling, max_tokens=left) if left > 0 else None
+        return ids, sampling
+    left = sampling.max_tokens - (len(ids) - len(prompt_ids))
+    return ids, replace(sampling, max_tokens=left) if left > 0 else None
 
 
-def joined(pieces: Sequence[Completion], *, prompt_tokens: int) -> Completion:
+def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completion:
     """Pieces of one generation, end to end; what not every piece has (top log-probabilities, say) is left out."""
     if len(pieces) == 1:
-        return pieces[0] if pieces[0].prompt_tokens == prompt_tokens else replace(pieces[0], prompt_tokens=prompt_tokens)
+        return replace(pieces[0], prompt_tokens=len(prompt_ids))
     spans: list[VersionSpan] = []
     start = 0
     for piece in pieces:
@@ -220,11 +206,12 @@ def joined(pieces: Sequence[Completion], *, prompt_tokens: int) -> Completion:
     raws = [piece.raw_logprobs for piece in pieces]
     return replace(
         pieces[-1],
-        token_ids=tuple(i for piece in pieces for i in piece.token_ids),
+        token_ids=TokenIds.concat(piece.token_ids for piece in pieces),
         logprobs=tuple(x for piece in pieces for x in piece.logprobs),
         versions=tuple(spans),
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=len(prompt_ids),
         top_logprobs=tuple(x for top in tops for x in top or ()) if all(top is not None for top in tops) else None,
         raw_logprobs=tuple(x for raw in raws for x in raw or ()) if all(raw is not None for raw in raws) else None,
         routed_experts=None,
+        prompt_digest=prompt_ids.sha256(),
     )

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from tokentrue.errors import ConfigError, EngineRejected, EngineTimeout, EngineUnreachable, FileFormatError
+from tokentrue.ids import TokenIds
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan
 
 KEYS = frozenset({"text", "token_ids", "logprobs", "finish_reason", "delay_s", "status"})
@@ -52,14 +53,14 @@ class ScriptedProvider:
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         turn = self._next(prompt_ids)
         await self._before(turn)
-        return self._completion(turn, len(prompt_ids), sampling)
+        return self._completion(turn, TokenIds(prompt_ids), sampling)
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
         turn = self._next(prompt_ids)
         await self._before(turn)
-        completion = self._completion(turn, len(prompt_ids), sampling)
+        completion = self._completion(turn, TokenIds(prompt_ids), sampling)
         for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-            yield Chunk(token_ids=(token_id,), logprobs=(logprob,), policy_version=self.version)
+            yield Chunk(token_ids=TokenIds((token_id,)), logprobs=(logprob,), policy_version=self.version)
             await asyncio.sleep(0)
         yield Chunk(final=completion)
 
@@ -90,7 +91,7 @@ class ScriptedProvider:
         if status >= 400:
             raise EngineRejected(f"scripted status {status}")
 
-    def _completion(self, turn: Mapping[str, Any], prompt_tokens: int, sampling: Sampling) -> Completion:
+    def _completion(self, turn: Mapping[str, Any], prompt_ids: TokenIds, sampling: Sampling) -> Completion:
         finish = Finish(turn.get("finish_reason", "stop"))
         if "token_ids" in turn:
             ids = tuple(turn["token_ids"])
@@ -103,11 +104,12 @@ class ScriptedProvider:
         if sampling.max_tokens is not None and len(ids) > sampling.max_tokens:
             ids, logprobs, finish = ids[: sampling.max_tokens], logprobs[: sampling.max_tokens], Finish.LENGTH
         return Completion(
-            token_ids=ids,
+            token_ids=TokenIds(ids),
             logprobs=logprobs,
             finish=finish,
             versions=(VersionSpan(start=0, end=len(ids), version=self.version),),
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=len(prompt_ids),
+            prompt_digest=prompt_ids.sha256(),
             stopped_by=ids[-1] if finish is Finish.STOP and ids else None,
         )
 

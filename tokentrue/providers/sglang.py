@@ -1,7 +1,7 @@
 """SGLang: its native /generate, ids in, ids and log-probabilities out, streamed.
 
 SGLang reports log softmax(logits / temperature). Filters change the distribution further; recent versions return the renormalised
-log-probabilities with `return_sampling_mask`, which is asked for as soon as a filter is on. A server started with
+log-probabilities with `return_sampling_mask`, which is requested as soon as a filter is on. A server started with
 SGLANG_RETURN_ORIGINAL_LOGPROB=1 reports temperature 1 whatever was sampled: do not set it for training.
 """
 
@@ -15,18 +15,29 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
-from tokentrue.errors import EngineContractError, EngineError, EngineRejected
-from tokentrue.providers.constraints import CONSTRAINTS, for_sglang, plain
-from tokentrue.providers.evidence import Gathering, refuse_unknown_extra, together
-from tokentrue.providers.running import Running
-from tokentrue.providers.wire import Body, IdsJson, OncePerSampling, Wire, version_of
+from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineRejected
+from tokentrue.ids import TokenIds
+from tokentrue.providers.transport.answers import (
+    SGLangAnswer,
+    SGLangFinish,
+    SGLangInfo,
+    SGLangMeta,
+    SGLangUpdate,
+    decode_answer,
+    raise_fault,
+    version_from,
+)
+from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
+from tokentrue.providers.transport.constraints import CONSTRAINTS, for_sglang, plain
+from tokentrue.providers.transport.http import EngineHttp
+from tokentrue.providers.transport.running import RunningRequests
 from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset({"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"})
 MASKABLE = frozenset({"top_k", "top_p", "min_p"})
-FINISHES = {finish.value: finish for finish in Finish}
 
 
 class SGLangProvider:
@@ -42,14 +53,13 @@ class SGLangProvider:
         connect_s: float = 5.0,
         retries: int = 3,
         api_key: str | None = None,
+        weights_dir: str | Path | None = None,
         sampling_mask: bool = False,
         routed_experts: tuple[int, int] | None = None,
     ) -> None:
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else None
-        self._wire = Wire(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, headers=headers)
-        self._ids = IdsJson()
-        self._running = Running()
-        self._asks = OncePerSampling(self._asked)
+        self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
+        self._running = RunningRequests()
+        self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._sampling_mask = sampling_mask
         self._routed = routed_experts
 
@@ -58,150 +68,151 @@ class SGLangProvider:
         return MASKABLE if self._sampling_mask else frozenset()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        rid = self._running.new_id()
-        body = self._body(prompt_ids, sampling, session=session, rid=rid, stream=False)
-        async with self._running.holding(rid, lambda: self._abort(rid)):
-            answer = await self._wire.json("POST", "/generate", body)
-        gathering = Gathering(self.name, len(prompt_ids))
-        self._take(gathering, answer, masked=self._masked(sampling))
-        return self._complete(gathering, answer["meta_info"])
+        ids = TokenIds(prompt_ids)
+        async with self._running.hold(self._abort) as rid:
+            data = await self._http.read("POST", "/generate", self._body(ids, sampling, session=session, rid=rid, stream=False))
+        builder = CompletionBuilder(self.name, ids)
+        meta = self._decode(data)
+        self._add(builder, meta, sampling)
+        return self._complete(builder, meta)
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        rid = self._running.new_id()
-        gathering = Gathering(self.name, len(prompt_ids))
-        body = self._body(prompt_ids, sampling, session=session, rid=rid, stream=True)
-        masked, last = self._masked(sampling), dict[str, Any]()
-        async with self._running.holding(rid, lambda: self._abort(rid)):
-            async with aclosing(self._wire.events("/generate", body)) as blocks:
-                async for events in blocks:
-                    chunks, wrong = together(events, lambda event: self._take(gathering, event, masked=masked))
-                    for chunk in chunks:
+        ids = TokenIds(prompt_ids)
+        builder = CompletionBuilder(self.name, ids)
+        meta: SGLangMeta | None = None
+        async with self._running.hold(self._abort) as rid:
+            body = self._body(ids, sampling, session=session, rid=rid, stream=True)
+            async with aclosing(self._http.events("/generate", body)) as events:
+                async for data in events:
+                    meta = self._decode(data)
+                    chunk = self._add(builder, meta, sampling)
+                    if chunk.token_ids:
                         yield chunk
-                    if wrong is not None:
-                        raise wrong
-                    last = events[-1]
-            if not last or last["meta_info"].get("finish_reason") is None:
+            if meta is None or meta.finish_reason is None:
                 raise EngineContractError("sglang closed the stream without a finish reason")
-        yield Chunk(final=self._complete(gathering, last["meta_info"]))
+        yield Chunk(final=self._complete(builder, meta))
 
     async def health(self) -> Mapping[str, Any]:
-        """Facts of /model_info (older servers: /get_model_info); one without a weight version cannot stamp policies."""
+        """Facts of /model_info (older servers: /get_model_info); a server without a weight version cannot stamp policies."""
         try:
-            info = await self._wire.json("GET", "/model_info")
+            data = await self._http.read("GET", "/model_info")
         except EngineContractError:
-            info = await self._wire.json("GET", "/get_model_info")
-        if "weight_version" not in info:
+            data = await self._http.read("GET", "/get_model_info")
+        info = decode_answer(data, SGLangInfo, where=f"{self._http.url}/model_info")
+        if info.weight_version is None:
             raise EngineContractError("this SGLang does not report weight_version; 0.5.2 or newer is needed")
-        return {"engine": self.name, "url": self._wire.url, "model": info.get("model_path"), "version": version_of(info["weight_version"])}
+        version = version_from(info.weight_version)
+        return {"engine": self.name, "url": self._http.url, "model": info.model_path, "version": version}
 
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int, directory: Path) -> None:
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int, directory: Path | None = None) -> None:
         """Writes safetensors into `directory` (which the server must see) and has it load them; the KV cache is flushed."""
-        from tokentrue.providers.weights import write_weights
+        from tokentrue.providers.transport.weights import write_weights
 
+        directory = directory or self._weights_dir
+        if directory is None:
+            raise ConfigError(f"publishing to {self.name} needs weights_dir=, a directory that the server sees")
         write_weights(weights, directory)
-        await self._post("/pause_generation", {"mode": "in_place"})
+        await self._http.read("POST", "/pause_generation", {"mode": "in_place"}, retry=False)
         try:
-            answer = await self._post(
-                "/update_weights_from_disk", {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
-            )
+            update = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
+            data = await self._http.read("POST", "/update_weights_from_disk", update, retry=False)
         finally:
-            await self._post("/continue_generation", {})
-        if not answer.get("success", False):
-            raise EngineRejected(f"sglang did not take the weights: {answer.get('message')}")
-
-    def foresee(self, ids: Ids, session: str) -> None:
-        self._ids.foresee(ids, session)
-
-    def forget(self, session: str) -> None:
-        """A session that is no longer in memory needs no grown prompt either; where it comes back, it is made anew."""
-        self._ids.forget(session)
+            await self._http.read("POST", "/continue_generation", {}, retry=False)
+        answer = decode_answer(data, SGLangUpdate, where=f"{self._http.url}/update_weights_from_disk")
+        if not answer.success:
+            raise EngineRejected(f"sglang did not take the weights: {answer.message}")
 
     async def interrupt(self, *, within_s: float = 30.0) -> int:
-        """Ends every generation of ours at the engine; each returns what it has, as aborted."""
+        """Aborts every generation of ours at the engine; each returns what it has."""
 
         async def abort(rids: Sequence[str]) -> None:
             await asyncio.gather(*map(self._abort, rids))
 
-        return await self._running.break_off(abort, within_s=within_s)
+        return await self._running.abort_all(abort, within_s=within_s)
 
     async def close(self) -> None:
-        await self._wire.close()
+        await self._http.close()
 
     def _masked(self, sampling: Sampling) -> bool:
         return self._sampling_mask and bool(sampling.filters)
 
-    def _body(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None, rid: str, stream: bool) -> Body:
-        own: dict[str, Any] = {"rid": rid, "stream": stream}
-        if session is not None:
-            own["routing_key"] = session
-        if self._routed is not None:
-            own |= {"return_routed_experts": True, "routed_experts_start_len": max(0, len(prompt_ids) - 1)}
-        asked = self._asks(sampling)
-        return (b'{"input_ids":[', *self._ids.dump(prompt_ids, session), b"],", asked, orjson.dumps(own)[1:])
-
-    def _asked(self, sampling: Sampling) -> bytes:
-        """The fields that depend on nothing else, with a comma behind them."""
+    def _body(self, ids: TokenIds, sampling: Sampling, *, session: str | None, rid: str, stream: bool) -> bytes:
         refuse_unknown_extra(self.name, sampling, EXTRA)
-        fields: dict[str, Any] = {"sampling_params": sampling_params(sampling), "return_logprob": True, "logprob_start_len": -1}
+        fields: dict[str, Any] = {
+            "input_ids": np.frombuffer(ids.view, np.int32),
+            "sampling_params": sampling_params(sampling),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "rid": rid,
+            "stream": stream,
+        }
         if sampling.top_logprobs:
             fields["top_logprobs_num"] = sampling.top_logprobs
         if self._masked(sampling):
             fields["return_sampling_mask"] = True
-        return orjson.dumps(fields)[1:-1] + b","
+        if session is not None:
+            fields["routing_key"] = session
+        if self._routed is not None:
+            fields |= {"return_routed_experts": True, "routed_experts_start_len": max(0, len(ids) - 1)}
+        return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def _take(self, gathering: Gathering, event: Mapping[str, Any], *, masked: bool) -> Chunk:
-        """Events are cumulative or incremental by the server's setting; the running count tells how many tokens are new."""
-        if "error" in event:
-            raise EngineRejected(f"sglang: {event['error'].get('message', event['error'])}")
-        meta = event.get("meta_info")
-        if meta is None or "output_token_logprobs" not in meta or "completion_tokens" not in meta:
-            raise EngineContractError("sglang's answer lacks meta_info.output_token_logprobs; was return_logprob dropped by a router?")
-        new = meta["completion_tokens"] - gathering.count
-        if new <= 0:
-            return Chunk()
-        rows, said = meta["output_token_logprobs"][-new:], event.get("output_ids")
-        columns = tuple(zip(*rows, strict=False))  # log-probabilities, ids, texts
-        if len(rows) != new or len(columns) < 2 or (said is not None and tuple(said[-new:]) != columns[1]):
+    def _decode(self, data: bytes) -> SGLangMeta:
+        answer = decode_answer(data, SGLangAnswer, where=f"{self._http.url}/generate")
+        raise_fault(self.name, answer.error)
+        meta = answer.meta_info
+        if meta is None:
+            raise EngineContractError(f"sglang's answer lacks meta_info: {data[:200].decode('utf-8', 'replace')}")
+        told = [row[1] for row in meta.output_token_logprobs]
+        if answer.output_ids is not None and told[-len(answer.output_ids) :] != answer.output_ids[-len(told) :]:
             raise EngineContractError("sglang's output_ids and output_token_logprobs disagree")
-        logprobs, ids = columns[:2]
-        if masked:
-            gathering.raw += logprobs
-            logprobs = tuple((meta.get("output_token_sampling_logprobs") or [])[-new:])
-        if tops := meta.get("output_top_logprobs"):
-            gathering.top += [{row[1]: row[0] for row in top} for top in tops[-new:]]
-        return gathering.add(ids, logprobs, version=version_of(meta.get("weight_version")))
+        return meta
 
-    def _complete(self, gathering: Gathering, meta: Mapping[str, Any]) -> Completion:
-        reason = meta["finish_reason"]
-        told: dict[str, Any] = reason if isinstance(reason, dict) else {"type": str(reason)}
-        kind = told["type"]
-        finish = FINISHES.get(kind)
-        if finish is None:
-            raise EngineContractError(f"sglang ended with an unknown finish reason {kind!r}")
-        if kind == "abort" and told.get("status_code"):
-            raise EngineRejected(f"sglang aborted the request: {told.get('message')}")
-        return gathering.completion(
-            finish,
-            prompt_tokens=meta.get("prompt_tokens"),
-            stopped_by=told.get("matched"),
-            routed_experts=self._experts(meta, gathering.count),
+    def _add(self, builder: CompletionBuilder, meta: SGLangMeta, sampling: Sampling) -> Chunk:
+        """Events are cumulative or incremental by the server's setting; the running count tells how many tokens are new."""
+        rows = meta.output_token_logprobs
+        new = meta.completion_tokens - len(builder.ids)
+        if new < 0 or len(rows) < new:
+            raise EngineContractError(
+                f"sglang counts {meta.completion_tokens} sampled tokens after {len(builder.ids)}, and sent {len(rows)} log-probabilities"
+            )
+        if len(rows) == meta.completion_tokens and [row[1] for row in rows[: len(builder.ids)]] != builder.ids:
+            raise EngineContractError("sglang changed token ids that it had already streamed")
+        if not new:
+            return Chunk()
+        logprobs: list[float | None] = [row[0] for row in rows[-new:]]
+        if self._masked(sampling):
+            builder.raw += [value for value in logprobs if value is not None]
+            logprobs = (meta.output_token_sampling_logprobs or [])[-new:]
+        if meta.output_top_logprobs:
+            builder.top += [{row[1]: row[0] for row in top or () if row[0] is not None} for top in meta.output_top_logprobs[-new:]]
+        return builder.add([row[1] for row in rows[-new:]], logprobs, version=version_from(meta.weight_version))
+
+    def _complete(self, builder: CompletionBuilder, meta: SGLangMeta) -> Completion:
+        reason = meta.finish_reason
+        told = reason if isinstance(reason, SGLangFinish) else SGLangFinish(type=str(reason))
+        if told.type not in set(Finish):
+            raise EngineContractError(f"sglang ended with an unknown finish reason {told.type!r}")
+        if told.type == "abort" and told.status_code:
+            raise EngineRejected(f"sglang aborted the request: {told.message}")
+        return builder.complete(
+            Finish(told.type),
+            prompt_tokens=meta.prompt_tokens,
+            stopped_by=told.matched,
+            routed_experts=self._experts(meta, len(builder.ids)),
         )
 
-    def _experts(self, meta: Mapping[str, Any], sampled: int) -> RoutedExperts | None:
+    def _experts(self, meta: SGLangMeta, sampled: int) -> RoutedExperts | None:
         if self._routed is None:
             return None
         layers, top_k = self._routed
-        wide = array("i", base64.b64decode(meta.get("routed_experts") or b""))
+        wide = array("i", base64.b64decode(meta.routed_experts or b""))
         if len(wide) != sampled * layers * top_k:
             raise EngineContractError(f"sglang returned {len(wide)} routed experts for {sampled} tokens × {layers} layers × {top_k}")
         return RoutedExperts(shape=(sampled, layers, top_k), data=array("h", wide).tobytes())
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return await self._wire.json("POST", path, orjson.dumps(body), retry=False)
-
     async def _abort(self, rid: str) -> None:
         try:
-            await self._wire.read("POST", "/abort_request", orjson.dumps({"rid": rid}), retry=False)
+            await self._http.read("POST", "/abort_request", {"rid": rid}, retry=False)
         except EngineError:
             return  # the engine is gone: nothing is left to abort
 

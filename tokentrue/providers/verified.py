@@ -21,7 +21,8 @@ from typing import Any
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.verify import Draw, redraw
 from tokentrue.errors import SamplingError
-from tokentrue.protocols import Provider
+from tokentrue.ids import TokenIds
+from tokentrue.protocols import Provider, WeightSink
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan
 
 CHUNK = 32
@@ -84,11 +85,11 @@ class VerifiedProvider:
             for draw in found[: request.max_tokens - len(draws)]:
                 draws.append(draw)
                 versions.append(version)
-                yield Chunk(token_ids=(draw.token_id,), logprobs=(draw.logprob,), policy_version=version)
+                yield Chunk(token_ids=TokenIds((draw.token_id,)), logprobs=(draw.logprob,), policy_version=version)
                 if draw.token_id in request.stop_ids:
                     finish, by = Finish.STOP, draw.token_id
                     break
-        yield Chunk(final=self.completion(prompt_ids, sampling, draws, versions, finish, by))
+        yield Chunk(final=self.completion(TokenIds(prompt_ids), sampling, draws, versions, finish, by))
 
     async def propose(self, ids: list[int], sampling: Sampling, room: int, session: str | None) -> list[int]:
         asked = replace(sampling, max_tokens=room, top_logprobs=0, extra={})
@@ -106,7 +107,7 @@ class VerifiedProvider:
         self.acceptance.rounds += 1
 
     def completion(
-        self, prompt_ids: Ids, sampling: Sampling, draws: list[Draw], versions: list[int], finish: Finish, by: int | None
+        self, prompt_ids: TokenIds, sampling: Sampling, draws: list[Draw], versions: list[int], finish: Finish, by: int | None
     ) -> Completion:
         spans: list[VersionSpan] = []
         for index, version in enumerate(versions):
@@ -115,7 +116,7 @@ class VerifiedProvider:
             else:
                 spans.append(VersionSpan(start=index, end=index + 1, version=version))
         return Completion(
-            token_ids=tuple(d.token_id for d in draws),
+            token_ids=TokenIds(d.token_id for d in draws),
             logprobs=tuple(d.logprob for d in draws),
             finish=finish,
             versions=tuple(spans),
@@ -124,15 +125,15 @@ class VerifiedProvider:
             top_logprobs=tuple(d.top for d in draws) if sampling.top_logprobs else None,
             raw_logprobs=tuple(d.raw_logprob for d in draws) if sampling.filters else None,
             fingerprint=self.engine.fingerprint,
+            prompt_digest=prompt_ids.sha256(),
         )
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         """To the verifier, and to the proposer where it takes weights; a proposer with old ones is only slower."""
         pairs = list(weights)
         await self.engine.publish(dict(pairs), version=version)
-        publish = getattr(self.proposer, "publish", None)
-        if publish is not None:
-            await publish(pairs, version=version)
+        if isinstance(self.proposer, WeightSink):
+            await self.proposer.publish(pairs, version=version)
 
     async def health(self) -> Mapping[str, Any]:
         facts = await self.proposer.health()

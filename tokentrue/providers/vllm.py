@@ -10,19 +10,35 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import numpy as np
 import orjson
 
-from tokentrue.errors import EngineContractError, EngineError, EngineRejected, SamplingError
-from tokentrue.providers.constraints import CONSTRAINTS, for_vllm, plain
-from tokentrue.providers.evidence import Gathering, refuse_unknown_extra, together
-from tokentrue.providers.running import Running
-from tokentrue.providers.wire import Body, IdsJson, Wire, version_of
+from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineRejected, SamplingError
+from tokentrue.ids import TokenIds
+from tokentrue.providers.transport.answers import (
+    VLLMAnswer,
+    VLLMChoice,
+    VLLMLogprobs,
+    VLLMModels,
+    VLLMToken,
+    VLLMTop,
+    VLLMUsage,
+    VLLMVersions,
+    decode_answer,
+    raise_fault,
+    version_from,
+)
+from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
+from tokentrue.providers.transport.constraints import CONSTRAINTS, for_vllm, plain
+from tokentrue.providers.transport.http import EngineHttp
+from tokentrue.providers.transport.running import RunningRequests
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 EXTRA = CONSTRAINTS | frozenset({"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"})
@@ -50,12 +66,12 @@ class VLLMProvider:
         connect_s: float = 5.0,
         retries: int = 3,
         api_key: str | None = None,
+        weights_dir: str | Path | None = None,
         version: int = UNVERSIONED,
     ) -> None:
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else None
-        self._wire = Wire(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, headers=headers)
-        self._ids = IdsJson()
-        self._running = Running()
+        self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
+        self._running = RunningRequests()
+        self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._model = model
         self._abilities: Abilities | None = None
         self._probing = asyncio.Lock()
@@ -66,35 +82,35 @@ class VLLMProvider:
         return ALL_FILTERS if self._abilities is not None and self._abilities.processed else frozenset()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        abilities = await self._ready(sampling)
-        gathering = Gathering(self.name, len(prompt_ids))
-        path, body, request_id = self._body(abilities, prompt_ids, sampling, session=session, stream=False)
-        async with self._running.holding(request_id, lambda: self._abort(abilities, request_id)):
-            answer = await self._wire.json("POST", path, body)
-        choice = answer["choices"][0]
-        self._take(gathering, choice, sampling)
-        return self._complete(gathering, choice, answer.get("usage"))
+        abilities, ids = await self._ready(sampling), TokenIds(prompt_ids)
+        async with self._running.hold(self._abort) as request_id:
+            path, body = self._body(abilities, ids, sampling, request_id=request_id, stream=False)
+            answer = self._decode(await self._http.read("POST", path, body))
+        if not answer.choices:
+            raise EngineContractError("vllm's answer has no choices")
+        builder, choice = CompletionBuilder(self.name, ids), answer.choices[0]
+        self._add(builder, choice, sampling)
+        return self._complete(builder, choice, answer.usage)
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        abilities = await self._ready(sampling)
-        gathering = Gathering(self.name, len(prompt_ids))
-        path, body, request_id = self._body(abilities, prompt_ids, sampling, session=session, stream=True)
-        last: Mapping[str, Any] | None = None
-        usage: Mapping[str, Any] | None = None
-        async with self._running.holding(request_id, lambda: self._abort(abilities, request_id)):
-            async with aclosing(self._wire.events(path, body)) as blocks:
-                async for events in blocks:
-                    chunks, wrong = together(_choices(events), lambda choice: self._take(gathering, choice, sampling))
-                    for chunk in chunks:
-                        yield chunk
-                    if wrong is not None:
-                        raise wrong
-                    for event in events:
-                        usage = event.get("usage") or usage
-                        last = next((choice for choice in event["choices"] if choice.get("finish_reason")), last)
+        abilities, ids = await self._ready(sampling), TokenIds(prompt_ids)
+        builder = CompletionBuilder(self.name, ids)
+        last: VLLMChoice | None = None
+        usage: VLLMUsage | None = None
+        async with self._running.hold(self._abort) as request_id:
+            path, body = self._body(abilities, ids, sampling, request_id=request_id, stream=True)
+            async with aclosing(self._http.events(path, body)) as events:
+                async for data in events:
+                    answer = self._decode(data)
+                    usage = answer.usage or usage
+                    for choice in answer.choices:
+                        chunk = self._add(builder, choice, sampling)
+                        if chunk.token_ids:
+                            yield chunk
+                        last = choice if choice.finish_reason else last
             if last is None:
                 raise EngineContractError("vllm closed the stream without a finish reason")
-        yield Chunk(final=self._complete(gathering, last, usage))
+        yield Chunk(final=self._complete(builder, last, usage))
 
     async def health(self) -> Mapping[str, Any]:
         """Always asks the server; learns its abilities the first time."""
@@ -102,17 +118,20 @@ class VLLMProvider:
         abilities = await self._learn()
         return {
             "engine": self.name,
-            "url": self._wire.url,
+            "url": self._http.url,
             "model": abilities.model,
             "version": self.version,
             "token_route": abilities.token_route,
             "logprobs": "processed" if abilities.processed else "raw",
         }
 
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int, directory: Path) -> None:
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int, directory: Path | None = None) -> None:
         """Writes safetensors into the directory that the server was started from and has it reload them (VLLM_SERVER_DEV_MODE=1)."""
-        from tokentrue.providers.weights import write_weights
+        from tokentrue.providers.transport.weights import write_weights
 
+        directory = directory or self._weights_dir
+        if directory is None:
+            raise ConfigError(f"publishing to {self.name} needs weights_dir=, a directory that the server sees")
         write_weights(weights, directory)
         await self._post("/pause?mode=keep")
         try:
@@ -123,25 +142,18 @@ class VLLMProvider:
             await self._post("/resume")
         self.version = version
 
-    def foresee(self, ids: Ids, session: str) -> None:
-        self._ids.foresee(ids, session)
-
-    def forget(self, session: str) -> None:
-        """A session that is no longer in memory needs no grown prompt either; where it comes back, it is made anew."""
-        self._ids.forget(session)
-
     async def interrupt(self, *, within_s: float = 30.0) -> int:
-        """Ends every generation of ours at the engine; each returns what it has, as aborted. Without the token route they run on."""
+        """Aborts every generation of ours at the engine; each returns what it has. Without the token route they go on."""
         if not (await self._learn()).token_route:
             return 0
 
         async def abort(request_ids: Sequence[str]) -> None:
             await self._post("/inference/v1/abort_requests", {"request_ids": names_of(request_ids)})
 
-        return await self._running.break_off(abort, within_s=within_s)
+        return await self._running.abort_all(abort, within_s=within_s)
 
     async def close(self) -> None:
-        await self._wire.close()
+        await self._http.close()
 
     async def _ready(self, sampling: Sampling) -> Abilities:
         refuse_unknown_extra(self.name, sampling, EXTRA)
@@ -168,14 +180,17 @@ class VLLMProvider:
             return self._abilities
 
     async def _served_model(self) -> str:
-        models = [entry["id"] for entry in (await self._wire.json("GET", "/v1/models"))["data"]]
+        where = f"{self._http.url}/v1/models"
+        models = [model.id for model in decode_answer(await self._http.read("GET", "/v1/models"), VLLMModels, where=where).data]
+        if not models:
+            raise EngineContractError(f"{where} names no model")
         if self._model is not None and self._model not in models:
-            raise EngineContractError(f"vllm at {self._wire.url} serves {', '.join(models)}, not {self._model}")
+            raise EngineContractError(f"vllm at {self._http.url} serves {', '.join(models)}, not {self._model}")
         return self._model or models[0]
 
     async def _has_token_route(self) -> bool:
         try:
-            await self._wire.json("POST", "/inference/v1/generate", b"{}", retry=False)
+            await self._http.read("POST", "/inference/v1/generate", {}, retry=False)
         except EngineContractError:
             return False  # 403 or 404: the server was started without --enable-scale-out
         except EngineRejected:
@@ -188,81 +203,82 @@ class VLLMProvider:
         tops: list[Mapping[int, float]] = []
         for temperature in (1.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
-            gathering = Gathering(self.name, 1)
-            path, body, _ = self._body(self._abilities, [0], sampling, session=None, stream=False)
-            answer = await self._wire.json("POST", path, body)
-            self._take(gathering, answer["choices"][0], sampling)
-            tops.append(gathering.top[0])
+            builder = CompletionBuilder(self.name, TokenIds([0]))
+            path, body = self._body(self._abilities, builder.prompt_ids, sampling, request_id=uuid4().hex, stream=False)
+            answer = self._decode(await self._http.read("POST", path, body))
+            for choice in answer.choices:
+                self._add(builder, choice, sampling)
+            if not builder.top:
+                raise EngineContractError("vllm returned no top log-probabilities; is --max-logprobs 0?")
+            tops.append(builder.top[0])
         first, second = (sorted(top.values(), reverse=True)[0] for top in tops)
         return first != second
 
     def _body(
-        self, abilities: Abilities, prompt_ids: Ids, sampling: Sampling, *, session: str | None, stream: bool
-    ) -> tuple[str, Body, str]:
-        request_id = self._running.new_id()
-        ids = self._ids.dump(prompt_ids, session)
-        rest: dict[str, Any] = {"model": abilities.model, "request_id": request_id, "stream": stream}
+        self, abilities: Abilities, ids: TokenIds, sampling: Sampling, *, request_id: str, stream: bool
+    ) -> tuple[str, bytes]:
+        """The route and the request."""
+        prompt = np.frombuffer(ids.view, np.int32)
+        fields: dict[str, Any] = {"model": abilities.model, "request_id": request_id, "stream": stream}
         if stream:
-            rest["stream_options"] = {"include_usage": True}
+            fields["stream_options"] = {"include_usage": True}
         if abilities.token_route:
-            rest["sampling_params"] = {**sampling_params(sampling), "logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
-            return "/inference/v1/generate", (b'{"token_ids":[', *ids, b"],", orjson.dumps(rest)[1:]), request_id
-        rest |= {
+            params = {**sampling_params(sampling), "logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
+            fields |= {"token_ids": prompt, "sampling_params": params}
+            return "/inference/v1/generate", orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+        fields |= {
             **sampling_params(sampling),
+            "prompt": prompt,
             "max_tokens": sampling.max_tokens,  # left out it would mean 16
             "logprobs": sampling.top_logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
         }
-        return "/v1/completions", (b'{"prompt":[', *ids, b"],", orjson.dumps(rest)[1:]), request_id
+        return "/v1/completions", orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def _take(self, gathering: Gathering, choice: Mapping[str, Any], sampling: Sampling) -> Chunk:
-        ids = choice.get("token_ids") or []
+    def _decode(self, data: bytes) -> VLLMAnswer:
+        answer = decode_answer(data, VLLMAnswer, where=self._http.url)
+        raise_fault(self.name, answer.error)
+        return answer
+
+    def _add(self, builder: CompletionBuilder, choice: VLLMChoice, sampling: Sampling) -> Chunk:
+        ids = choice.token_ids or []
         if not ids:
             return Chunk()
-        found = choice.get("logprobs")
-        if found is None:
+        if choice.logprobs is None:
             raise EngineContractError("vllm returned no log-probabilities; is --max-logprobs 0?")
-        rows = found["content"] if "content" in found else completion_rows(found, ids)
-        if [row["token_id"] for row in rows] != list(ids):
+        rows = rows_from_columns(choice.logprobs) if choice.logprobs.content is None else choice.logprobs.content
+        if [row.token_id for row in rows] != ids:
             raise EngineContractError("vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?")
         if sampling.top_logprobs:
-            gathering.top += [{top["token_id"]: top["logprob"] for top in row["top_logprobs"]} for row in rows]
-        return gathering.add(tuple(ids), tuple(row["logprob"] for row in rows), version=self.version)
+            builder.top += [{top.token_id: top.logprob for top in row.top_logprobs if top.logprob is not None} for row in rows]
+        return builder.add(ids, [row.logprob for row in rows], version=self.version)
 
-    def _complete(self, gathering: Gathering, choice: Mapping[str, Any], usage: Mapping[str, Any] | None) -> Completion:
-        finish = choice.get("finish_reason")
-        if finish not in {"stop", "length", "abort"}:
-            raise EngineContractError(f"vllm ended with an unknown finish reason {finish!r}")
-        stopped_by = choice.get("stop_reason")
-        if finish == "stop" and stopped_by is None and gathering.count:
-            stopped_by = gathering.token_ids[-1]  # vLLM names no reason when its own EOS ended the turn
-        return gathering.completion(
-            Finish(finish),
-            prompt_tokens=usage.get("prompt_tokens") if usage else None,
+    def _complete(self, builder: CompletionBuilder, choice: VLLMChoice, usage: VLLMUsage | None) -> Completion:
+        if choice.finish_reason not in set(Finish):
+            raise EngineContractError(f"vllm ended with an unknown finish reason {choice.finish_reason!r}")
+        finish, stopped_by = Finish(choice.finish_reason), choice.stop_reason
+        if finish is Finish.STOP and stopped_by is None and builder.ids:
+            stopped_by = builder.ids[-1]  # vLLM names no reason when its own EOS ended the turn
+        return builder.complete(
+            finish,
+            prompt_tokens=usage.prompt_tokens if usage else None,
             stopped_by=stopped_by,
-            versions=version_spans(choice.get("weight_versions")),
-            routed_experts=routed_experts(choice.get("routed_experts"), gathering.count),
+            versions=version_spans(choice.weight_versions),
+            routed_experts=routed_experts(choice.routed_experts, len(builder.ids)),
         )
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        await self._wire.read("POST", path, orjson.dumps(body or {}), retry=False)
+        await self._http.read("POST", path, body or {}, retry=False)
 
-    async def _abort(self, abilities: Abilities, request_id: str) -> None:
+    async def _abort(self, request_id: str) -> None:
         """Closing the connection cancels too; this makes it certain behind a router."""
-        if abilities.token_route:
+        if self._abilities is not None and self._abilities.token_route:
             try:
                 await self._post("/inference/v1/abort_requests", {"request_ids": names_of([request_id])})
             except EngineError:
                 return  # the engine is gone: nothing is left to abort
-
-
-def _choices(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    for event in events:
-        if "error" in event:
-            raise EngineRejected(f"vllm: {event['error'].get('message', event['error'])}")
-        yield from event["choices"]
 
 
 def names_of(request_ids: Sequence[str]) -> list[str]:
@@ -270,36 +286,41 @@ def names_of(request_ids: Sequence[str]) -> list[str]:
     return [name for request_id in request_ids for name in (request_id, f"generate-tokens-{request_id}")]
 
 
-def completion_rows(logprobs: Mapping[str, Any], ids: Sequence[int]) -> list[dict[str, Any]]:
-    """The columns of /v1/completions as rows; tokens are spelled "token_id:N"."""
-
-    def number(token: str) -> int:
-        return int(token.removeprefix("token_id:")) if token.startswith("token_id:") else -1
-
-    tops = logprobs.get("top_logprobs") or [None] * len(ids)
+def rows_from_columns(logprobs: VLLMLogprobs) -> list[VLLMToken]:
+    """The columns of /v1/completions as rows."""
+    columns = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs or [None] * len(logprobs.tokens))
+    if len({len(column) for column in columns}) != 1:
+        raise EngineContractError(f"vllm's logprobs columns differ in length: {[len(column) for column in columns]}")
     return [
-        {
-            "token_id": number(token),
-            "logprob": value,
-            "top_logprobs": [{"token_id": number(name), "logprob": x} for name, x in (top or {}).items()],
-        }
-        for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
+        VLLMToken(
+            token_id=_id_in(token),
+            logprob=value,
+            top_logprobs=[VLLMTop(token_id=_id_in(name), logprob=x) for name, x in (top or {}).items()],
+        )
+        for token, value, top in zip(*columns, strict=True)
     ]
 
 
-def version_spans(spans: Sequence[Mapping[str, Any]] | None) -> list[VersionSpan] | None:
+def _id_in(token: str) -> int:
+    """The id in "token_id:N"; -1, which is no id, for any other spelling."""
+    number = token.removeprefix("token_id:")
+    return int(number) if number != token and number.isdecimal() else -1
+
+
+def version_spans(spans: Sequence[VLLMVersions] | None) -> list[VersionSpan] | None:
     if not spans:
         return None
-    return [VersionSpan(start=span["start"], end=span["end"], version=version_of(span["version"])) for span in spans]
+    return [VersionSpan(start=span.start, end=span.end, version=version_from(span.version)) for span in spans]
 
 
 def routed_experts(encoded: str | None, sampled: int) -> RoutedExperts | None:
     """vLLM sends a .npy of all positions but the last; the rows that predicted the sampled tokens are its end."""
     if not encoded:
         return None
-    import numpy as np
-
-    table = np.load(io.BytesIO(base64.b64decode(encoded)))
+    try:
+        table = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise EngineContractError(f"vllm's routed_experts are not a .npy array: {error}") from error
     if table.ndim != 3 or table.shape[0] < sampled:
         raise EngineContractError(f"vllm returned routed experts of shape {table.shape} for {sampled} sampled tokens")
     rows = table[-sampled:].astype("<i2")

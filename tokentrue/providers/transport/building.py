@@ -1,0 +1,83 @@
+"""A completion is built from what an engine reports, piece by piece, and every piece is checked when it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tokentrue.errors import EngineContractError, SamplingError, TokenContractError
+from tokentrue.ids import TokenIds
+from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, VersionSpan, is_logprob
+
+
+class CompletionBuilder:
+    """One generation, whole or streamed. `prompt_ids` are those that the request to the engine was built from."""
+
+    def __init__(self, engine: str, prompt_ids: TokenIds) -> None:
+        self.engine, self.prompt_ids = engine, prompt_ids
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[Mapping[int, float]] = []
+        self.raw: list[float] = []
+        self.spans: list[VersionSpan] = []
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int) -> Chunk:
+        """Append tokens of one policy version."""
+        if len(ids) != len(logprobs):
+            raise EngineContractError(f"{self.engine} returned {len(ids)} ids and {len(logprobs)} log-probabilities")
+        start = len(self.ids)
+        checked = check_logprobs(self.engine, logprobs, start=start)
+        bad = next((i for i in ids if not 0 <= i < 2**31), None)
+        if bad is not None:
+            raise EngineContractError(f"{self.engine} returned {bad} as a token id")
+        self.ids += ids
+        self.logprobs += checked
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = VersionSpan(start=self.spans[-1].start, end=len(self.ids), version=version)
+        elif ids:
+            self.spans.append(VersionSpan(start=start, end=len(self.ids), version=version))
+        return Chunk(token_ids=TokenIds(ids), logprobs=checked, policy_version=version)
+
+    def complete(
+        self,
+        finish: Finish,
+        *,
+        prompt_tokens: int | None,
+        stopped_by: int | str | None = None,
+        routed_experts: RoutedExperts | None = None,
+        versions: Sequence[VersionSpan] | None = None,
+    ) -> Completion:
+        """The whole generation. `prompt_tokens` is the engine's own count, which must be ours."""
+        if prompt_tokens is not None and prompt_tokens != len(self.prompt_ids):
+            raise EngineContractError(f"{self.engine} counted {prompt_tokens} prompt tokens where {len(self.prompt_ids)} were sent")
+        try:
+            return Completion(
+                token_ids=TokenIds(self.ids),
+                logprobs=tuple(self.logprobs),
+                finish=finish,
+                versions=tuple(self.spans if versions is None else versions),
+                prompt_tokens=prompt_tokens,
+                stopped_by=stopped_by,
+                top_logprobs=tuple(self.top) if self.top else None,
+                raw_logprobs=tuple(self.raw) if self.raw else None,
+                routed_experts=routed_experts,
+                prompt_digest=self.prompt_ids.sha256(),
+            )
+        except TokenContractError as error:  # version spans of the engine's own that do not fit its tokens
+            raise EngineContractError(f"{self.engine}: {error}") from error
+
+
+def check_logprobs(engine: str, logprobs: Sequence[float | None], *, start: int = 0) -> tuple[float, ...]:
+    """Engines are known to send null, NaN and sentinels; `start` is the place of the first one."""
+    checked: list[float] = []
+    for index, value in enumerate(logprobs, start):
+        if value is None or not is_logprob(value):
+            raise EngineContractError(f"{engine} returned {value!r} as log-probability of sampled token {index}")
+        checked.append(value)
+    return tuple(checked)
+
+
+def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str]) -> None:
+    unknown = sorted(set(sampling.extra) - known)
+    if unknown:
+        supported = ", ".join(sorted(known)) or "none"
+        raise SamplingError(f"engine {engine!r} does not support {', '.join(unknown)}; supported extra settings: {supported}")
