@@ -182,7 +182,10 @@ def _trl_ratio(file: Path) -> Callable[..., torch.Tensor]:
 def _trl_loss(functions: dict[str, Any]) -> Callable[..., torch.Tensor]:
     def loss(logps: torch.Tensor, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
         zeros = torch.zeros_like(logps)
-        args = {"delta": None, "use_bias_correction_kl": True, "steps_per_generation": 1}
+        args = {
+            "delta": None, "use_bias_correction_kl": True, "steps_per_generation": 1, "sapo_temperature_pos": 1.0,
+            "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+        }  # fmt: skip
         base: dict[str, Any] = {
             "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "importance_sampling_level": "token", "beta": 0.0,
             "loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": 0.2, "use_vllm": True, "vllm_importance_sampling_correction": True,
@@ -197,7 +200,7 @@ def _trl_loss(functions: dict[str, Any]) -> Callable[..., torch.Tensor]:
         me._metrics = {"eval": defaultdict(list), "train": defaultdict(list)}
         me._get_per_token_logps_and_entropies = lambda *_, **__: (logps, zeros.detach(), None)
         me.get_off_policy_mask = functions["get_off_policy_mask"]
-        me.get_gamma_weights = functions["get_gamma_weights"]
+        me.get_gamma_weights = torch.no_grad()(functions["get_gamma_weights"])  # as it is decorated there
         ids = torch.zeros(logps.shape, dtype=torch.long)
         whole = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, **inputs}
         return functions["_compute_loss"](me, None, whole)

@@ -68,7 +68,8 @@ def test_nothing_but_the_current_policy_is_differentiated() -> None:
     torch.testing.assert_close(grad, torch.where(batch.mask, -batch.advantages * weights / batch.mask.sum(), 0.0), **CLOSE)
 
 
-SMOOTH = [*LOSSES, "penalty_k1", "penalty_k2", "penalty_k3", "penalty_unbiased"]
+# VESPO's weight is a constant; its gradient is compared with TRL's in test_newer_corrections.py.
+SMOOTH = [*(name for name in LOSSES if name != "vespo"), "penalty_k1", "penalty_k2", "penalty_k3", "penalty_unbiased"]
 
 
 @pytest.mark.parametrize("name", SMOOTH)

@@ -105,6 +105,7 @@ def probe(m: Any) -> None:
     assert halves[0].merge(halves[1]).metrics == m.diagnose(delta, zeros, mask).metrics
 
     _probe_losses(m)
+    _probe_newer(m)
     near(m.grpo_advantages(torch.tensor([3.0, 1.0]), [0, 0], eps=0.0), [math.sqrt(0.5), -math.sqrt(0.5)], 1e-6)
     near(m.rloo_advantages(torch.tensor([3.0, 1.0, 2.0]), [0, 0, 0]), [1.5, -1.5, 0.0], 1e-6)
     gae, _ = m.gae_advantages(torch.tensor([[0.0, 1.0]], dtype=D), torch.tensor([[0.5, 0.25]], dtype=D), gamma=0.5, lam=0.5)
@@ -153,6 +154,21 @@ def _probe_losses(m: Any) -> None:
     near(torch.autograd.grad(value, current)[0][0], [-0.125, 0.25, -0.375, 0.75])
 
 
+def _probe_newer(m: Any) -> None:
+    delta = torch.tensor([[0.1, 0.5, 0.5, -0.9]], dtype=D)
+    zeros, a = torch.zeros_like(delta), torch.tensor([[1.0, 1.0, 1.0, -1.0]], dtype=D)
+    rule = m.SecondMoment(threshold=0.15, signal="corr")
+    assert m.correct(delta, zeros, None, m.Correction(second_moment=rule), advantages=a).mask.tolist() == [[True, False, False, False]]
+    near(m.correct(delta, zeros, None, m.Correction(weights=m.Weights(mode="raw", mix=0.25))).weights, 0.75 + 0.25 * delta.exp())
+    loss, _ = m.policy_loss(delta, zeros, None, a, None, m.loss_named("sapo", sapo=m.SapoTemperatures(negative=1.0), aggregate="token_sum"))
+    near(loss, -(a * torch.sigmoid(delta.exp() - 1) * 4).sum())
+    loss, _ = m.policy_loss(delta, None, zeros, a, None, m.loss_named("vespo", aggregate="token_sum"))
+    w, positive = math.exp(0.2), delta[0, :3].sum()
+    near(loss, -(w**2 * math.exp(3 * (1 - w)) * positive - w**3 * math.exp(2 * (1 - w)) * delta[0, 3]))
+    near(m.check_update(delta, zeros, a).gain, ((delta.exp() - 1) * a).mean())
+    assert m.LengthDecay(window=1).scale([100, 200]) == 0.5
+
+
 MUTANTS = [
     ("estimators.py", "    return -log_ratio\n", "    return log_ratio\n"),
     ("estimators.py", "return 0.5 * log_ratio * log_ratio", "return log_ratio * log_ratio"),
@@ -193,6 +209,14 @@ MUTANTS = [
     ("correction/judge.py", "left = rows.spread_flags(~self.rows_dropped)", "pass"),
     ("correction/judge.py", "        if rule.inverse:\n            log_ratio = -log_ratio\n", ""),
     ("correction/judge.py", 'return total if rule.aggregate == "seq_sum" else total / count', "return total"),
+    ("correction/judge.py", ">= limits.drop_from", "> limits.drop_from"),
+    ("correction/judge.py", "return bounded * self.mix + (1 - self.mix), unmasked", "return bounded * self.mix, unmasked"),
+    ("correction/whole_batch.py", "means = ordered.cumsum(0)", "means = ordered.cumsum(0) * 0"),
+    ("correction/whole_batch.py", "(advantages < 0) & (log_ratio < 0)", "(advantages < 0) & (log_ratio > 0)"),
+    ("loss/surrogates.py", "torch.sigmoid(temperature * torch.expm1(t.log_ratio)) * 4", "torch.sigmoid(temperature * t.log_ratio) * 4"),
+    ("loss/surrogates.py", "k * log_w - steepness * torch.expm1(log_w)", "k * log_w - steepness * log_w"),
+    ("updates.py", "rate * self.factor", "rate"),
+    ("updates.py", "gain -= float", "gain += float"),
     ("diagnosis/sums.py", "Mean(total=2 * one + two, count=tokens)", "Mean(total=one + two, count=tokens)"),
     ("diagnosis/sums.py", "second=unit + 2 * one + two", "second=unit + one + two"),
     ("diagnosis/sums.py", 'gap = per_row["rollout"] - per_row["trainer"]', 'gap = per_row["trainer"] - per_row["rollout"]'),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
+    AdaptiveMix,
     Correction,
     LossConfig,
     Normalise,
@@ -24,7 +25,10 @@ from tokentrue.mismatch import (
     Outlier,
     Penalty,
     Reject,
+    SapoTemperatures,
+    SecondMoment,
     Staleness,
+    VespoKernel,
     Veto,
     Weights,
     correct,
@@ -160,6 +164,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         lambda: Weights(mode="clip", **BOUNDS[3]), lambda: Weights(mode="mask", upper=1.5),
         lambda: Weights(upper=2.0, signal="ppo_rollout"),
         lambda: Weights(upper=2.0, signal="ppo_train"),
+        lambda: Weights(mode="raw", mix=AdaptiveMix()), lambda: Weights(mode="mask", upper=1.5, mix=0.5),
         lambda: Weights(upper=2.0, normalise=Normalise(scope="call")), lambda: Weights(upper=2.0, normalise=Normalise(scope="step")),
     ),
     "reject": (
@@ -172,6 +177,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "veto": (None, lambda: Veto(below=1e-2), lambda: Veto(below=1e-2, of="current"), lambda: Veto(below=1e-2, of="rollout")),
     "outlier": (None, lambda: Outlier(), lambda: Outlier(upper=1.05, signal="ppo_rollout")),
     "off_policy_mask": (None, lambda: OffPolicyMask(threshold=0.0), lambda: OffPolicyMask(threshold=0.0, signal="corr", whole_row=True)),
+    "second_moment": (None, lambda: SecondMoment(), lambda: SecondMoment(threshold=0.0, signal="corr", tokens="all")),
     "staleness": (None, lambda: Staleness(limit=1), lambda: Staleness(limit=1, level="sequence")),
     "align_support": (False, True),
     "loss_counts": ("original", "kept"),
@@ -184,6 +190,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dual_clip": (None, 3.0, 1.1),
     "ratio_cap": (None, 3.0),
     "gspo_gradient": ("token", "sequence"),
+    "sapo": (SapoTemperatures(), lambda: SapoTemperatures(positive=2.0, negative=0.5)),
+    "vespo": (VespoKernel(), lambda: VespoKernel(k_positive=0.0, lambda_negative=0.0)),
     "aggregate": get_args(Aggregation),
     "fixed_length": (None, 7),
     "penalty": (

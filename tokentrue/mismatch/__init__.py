@@ -4,22 +4,35 @@ from tokentrue.mismatch.advantages import gae_advantages, grpo_advantages, rloo_
 from tokentrue.mismatch.correction.config import Correction
 from tokentrue.mismatch.correction.correct import Corrected, correct
 from tokentrue.mismatch.correction.presets import PRESETS
-from tokentrue.mismatch.correction.rules import Normalise, OffPolicyMask, Outlier, Reject, Staleness, Veto, Weights
+from tokentrue.mismatch.correction.rules import (
+    AdaptiveMix,
+    Normalise,
+    OffPolicyMask,
+    Outlier,
+    Reject,
+    SecondMoment,
+    Staleness,
+    Veto,
+    Weights,
+)
 from tokentrue.mismatch.diagnosis.diagnose import Diagnosis, WorstRow, diagnose
 from tokentrue.mismatch.diagnosis.report import Excerpt, Token, report_html
-from tokentrue.mismatch.loss.config import LOSSES, LossConfig, Penalty, loss_named
+from tokentrue.mismatch.loss.config import LOSSES, LossConfig, Penalty, SapoTemperatures, VespoKernel, loss_named
 from tokentrue.mismatch.loss.policy_loss import policy_loss
 from tokentrue.mismatch.metrics import Metrics
 from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of
 from tokentrue.mismatch.support import support_log_mass
+from tokentrue.mismatch.updates import LengthDecay, UpdateCheck, check_update
 
 __all__ = [
     "LOSSES",
     "PRESETS",
+    "AdaptiveMix",
     "Corrected",
     "Correction",
     "Diagnosis",
     "Excerpt",
+    "LengthDecay",
     "LossConfig",
     "Metrics",
     "Normalise",
@@ -27,11 +40,16 @@ __all__ = [
     "Outlier",
     "Penalty",
     "Reject",
+    "SapoTemperatures",
+    "SecondMoment",
     "Staleness",
     "Token",
+    "UpdateCheck",
+    "VespoKernel",
     "Veto",
     "Weights",
     "WorstRow",
+    "check_update",
     "correct",
     "diagnose",
     "gae_advantages",

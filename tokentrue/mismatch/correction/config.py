@@ -14,6 +14,7 @@ from tokentrue.mismatch.correction.rules import (
     OffPolicyMask,
     Outlier,
     Reject,
+    SecondMoment,
     Signal,
     Staleness,
     Surrogate,
@@ -42,6 +43,7 @@ class Correction:
     outlier: Outlier | None = None
     off_policy_mask: OffPolicyMask | None = None
     staleness: Staleness | None = None
+    second_moment: SecondMoment | None = None
     align_support: bool = False
     loss_counts: Literal["original", "kept"] = "original"
     surrogate: Surrogate = "ppo"
@@ -82,13 +84,14 @@ class Correction:
     def signals(self) -> frozenset[Signal]:
         """The ratios that this correction needs."""
         used: set[Signal] = {rule.signal for rule in self.reject}
-        used |= {part.signal for part in (self.weights, self.outlier, self.off_policy_mask) if part is not None}
+        rules = (self.weights, self.outlier, self.off_policy_mask, self.second_moment)
+        used |= {rule.signal for rule in rules if rule is not None}
         return frozenset(used)
 
     @property
     def is_active(self) -> bool:
         """Whether anything is weighted or rejected."""
-        rules = (self.weights, self.veto, self.outlier, self.off_policy_mask, self.staleness)
+        rules = (self.weights, self.veto, self.outlier, self.off_policy_mask, self.staleness, self.second_moment)
         return bool(self.reject) or any(rule is not None for rule in rules)
 
     @property
@@ -112,6 +115,11 @@ class Correction:
             lines.append(f"drop negative advantages in rows with mean -log {RATIO[mask.signal]} > {mask.threshold:g}")
         if self.staleness is not None:
             lines.append(f"drop {self.staleness.level}s sampled more than {self.staleness.limit} versions ago")
+        if self.second_moment is not None:
+            moment = self.second_moment
+            lines.append(
+                f"drop the largest (log {RATIO[moment.signal]})² of {moment.tokens} tokens until their mean <= {moment.threshold:g}"
+            )
         lines.append(f"the loss divides by the {self.loss_counts} counts")
         needs_old = self.denominator == "trainer" or "corr" in self.signals or "ppo_train" in self.signals
         lines.append("cost: one extra forward pass per step for π_old" if needs_old else "cost: no extra forward pass")

@@ -18,6 +18,7 @@ from tokentrue.mismatch.correction.config import Correction
 from tokentrue.mismatch.correction.judge import Block, correct_rows
 from tokentrue.mismatch.correction.rules import Weights
 from tokentrue.mismatch.correction.signals import Batch, BatchOptions, Signals, read_signals
+from tokentrue.mismatch.correction.whole_batch import BatchLimits, measure_batch
 from tokentrue.mismatch.exact_sums import as_float, exact_totals
 from tokentrue.mismatch.metrics import Count, Mean, Metrics, Statistic
 
@@ -66,6 +67,7 @@ class Collector:
 
     batch: Batch
     config: Correction
+    limits: BatchLimits
     weights: Tensor
     keep: Tensor
     tally: Tally
@@ -77,10 +79,12 @@ class Collector:
         size = batch.layout.offsets[-1]
         weights = torch.zeros(size, dtype=batch.layout.dtype(given), device=first.device)
         keep = torch.zeros(size, dtype=torch.bool, device=first.device)
-        return Collector(batch=batch, config=config, weights=weights, keep=keep, tally=Tally())
+        with torch.no_grad():
+            limits = measure_batch(batch, config)
+        return Collector(batch=batch, config=config, limits=limits, weights=weights, keep=keep, tally=Tally())
 
     def add(self, signals: Signals) -> Block:
-        block = correct_rows(signals, self.batch, self.config)
+        block = correct_rows(signals, self.batch, self.config, self.limits)
         block.rows.write(block.weights, self.weights)
         block.rows.write(block.keep, self.keep)
         self.tally.add(block, self.config)

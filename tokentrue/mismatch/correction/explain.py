@@ -16,6 +16,8 @@ def weights_text(weights: Weights) -> str:
         "mask": f"{what} where {between('it', weights.lower, weights.upper)}, else 0",
         "raw": what,
     }[weights.mode]
+    if weights.mix is not None:
+        how = f"1 - α + α·{how}, α = {weights.mix if isinstance(weights.mix, int | float) else 'measured on the batch'}"
     if weights.normalise is None:
         return how
     return f"{how}, over the mean of {weights.normalise.over} {weights.normalise.level}s of the {weights.normalise.scope}"

@@ -19,6 +19,7 @@ from tokentrue.mismatch.correction.rules import (
     OffPolicyMask,
     Outlier,
     Reject,
+    SecondMoment,
     Signal,
     Veto,
     Weights,
@@ -201,11 +202,18 @@ def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
 
 
 def from_areal(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
-    """AReaL's PPO actor: `use_decoupled_loss`, `recompute_logprob` and `rejection_sampling` (a dictionary or None); its other keys may
-    be present.
+    """AReaL's PPO actor: `use_decoupled_loss`, `recompute_logprob`, `rejection_sampling` (a dictionary or None) and `m2_threshold`; its
+    other keys may be present.
     """
-    keys: dict[str, Any] = {"use_decoupled_loss": False, "recompute_logprob": False, "rejection_sampling": None}
+    keys: dict[str, Any] = {"use_decoupled_loss": False, "recompute_logprob": False, "rejection_sampling": None, "m2_threshold": None}
     given = _known("areal", _mine("areal", config, keys), keys)
+    fields = _areal_fields(given, faithful)
+    if given["m2_threshold"] is not None:
+        fields["second_moment"] = SecondMoment(threshold=given["m2_threshold"], signal="corr", tokens="all")
+    return fields
+
+
+def _areal_fields(given: Mapping[str, Any], faithful: bool) -> Fields:
     if not given["use_decoupled_loss"]:
         note = ("rejection_sampling works only with use_decoupled_loss: AReaL ignores it here",) if given["rejection_sampling"] else ()
         base = "trainer" if given["recompute_logprob"] else "rollout"

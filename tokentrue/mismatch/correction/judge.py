@@ -13,6 +13,7 @@ from tokentrue.mismatch.batch.chunks import ChunkedRows
 from tokentrue.mismatch.correction.config import Correction
 from tokentrue.mismatch.correction.rules import Reject
 from tokentrue.mismatch.correction.signals import Batch, Signals, read_per_token
+from tokentrue.mismatch.correction.whole_batch import BatchLimits, harmful_tokens, second_moments
 from tokentrue.mismatch.estimators import ESTIMATORS, k3_to_compare
 
 
@@ -32,13 +33,13 @@ class Block:
         return self.weights if self.keep is self.rows.valid else self.weights * self.keep
 
 
-def correct_rows(signals: Signals, batch: Batch, config: Correction) -> Block:
+def correct_rows(signals: Signals, batch: Batch, config: Correction, limits: BatchLimits) -> Block:
     rows = signals.rows
-    judge = Judge(signals=signals, config=config)
+    judge = Judge(signals=signals, config=config, mix=limits.mix)
     judge.count("bad", signals.bad)
     if signals.bad is not None and config.non_finite == "sequence":
         judge.drop_rows("bad", signals.bad)
-    _whole_row_rules(judge, batch)
+    _whole_row_rules(judge, batch, limits)
     for rule in config.reject:
         if rule.aggregate == "token":
             judge.apply(rule)
@@ -55,8 +56,8 @@ def correct_rows(signals: Signals, batch: Batch, config: Correction) -> Block:
     return Block(rows=rows, weights=weights, unmasked=unmasked, keep=judge.keep(), row_weights=judge.row_weights(weights), hits=judge.hits)
 
 
-def _whole_row_rules(judge: Judge, batch: Batch) -> None:
-    """Veto, outlier, staleness and the off-policy mask, each on the valid tokens."""
+def _whole_row_rules(judge: Judge, batch: Batch, limits: BatchLimits) -> None:
+    """Veto, outlier, staleness, the off-policy mask and the second moment, each on the valid tokens."""
     signals, config, rows = judge.signals, judge.config, judge.signals.rows
     if config.veto is not None:
         chosen = {"trainer": signals.trainer, "rollout": signals.rollout, "current": signals.current}[config.veto.of]
@@ -72,6 +73,9 @@ def _whole_row_rules(judge: Judge, batch: Batch) -> None:
         if batch.advantages is None:
             raise InputError("advantages: the off-policy mask drops negative advantages and needs them")
         judge.drop_off_policy(read_per_token(batch.layout, rows, "advantages", batch.advantages))
+    if config.second_moment is not None:
+        too_far = second_moments(signals, config.second_moment) >= limits.drop_from
+        judge.drop_far(too_far & harmful_tokens(signals, batch, config.second_moment))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -80,6 +84,7 @@ class Judge:
 
     signals: Signals
     config: Correction
+    mix: float = 1.0
     tokens_dropped: Tensor | None = None  # slots
     rows_dropped: Tensor | None = None  # one flag per row: most rules need no more
     zeroed: Tensor | None = None
@@ -150,8 +155,19 @@ class Judge:
         self.count("off_policy_rows", rows.any(dropped))
         self.drop_tokens(dropped)
 
+    def drop_far(self, slots: Tensor) -> None:
+        self.count("second_moment_tokens", slots)
+        self.count("second_moment_rows", self.signals.rows.any(slots))
+        self.drop_tokens(slots)
+
     def weigh(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """Applied weights, and weights before masking; outside valid tokens they mean nothing."""
+        bounded, unmasked = self._bounded_weights(active)
+        if self.config.weights is None or self.mix == 1.0:
+            return bounded, unmasked
+        return bounded * self.mix + (1 - self.mix), unmasked * self.mix + (1 - self.mix)
+
+    def _bounded_weights(self, active: Tensor) -> tuple[Tensor, Tensor]:
         rows, how, limit = self.signals.rows, self.config.weights, self.config.log_clamp
         if how is None:
             ones = rows.valid.double()

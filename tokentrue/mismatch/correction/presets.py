@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from tokentrue.mismatch.correction.config import Correction
-from tokentrue.mismatch.correction.rules import Normalise, OffPolicyMask, Reject, Weights
+from tokentrue.mismatch.correction.rules import AdaptiveMix, Normalise, OffPolicyMask, Reject, SecondMoment, Weights
 
 _TOKEN = Weights(level="token", mode="truncate", upper=2.0)
 _SEQUENCE = Weights(level="sequence", mode="truncate", upper=2.0)
@@ -90,6 +90,10 @@ _OTHERS = {
     "prime_rl_default": Correction(denominator="rollout", surrogate="dppo_tv"),
     "areal_token_mask": Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": {}}),
     "skyrl_recommended": Correction.from_skyrl({"tis_ratio_type": "token", "sequence_mask_metric": "geometric"}),
+    "m2po": Correction(denominator="rollout", surrogate="ratio", second_moment=SecondMoment(threshold=0.04)),
+    "areal_m2po": Correction.from_areal({"use_decoupled_loss": True, "m2_threshold": 0.04}),
+    "vespo": Correction(denominator="rollout", surrogate="vespo"),
+    "adaptive_mix": Correction(weights=Weights(level="token", mode="raw", mix=AdaptiveMix())),
     "deepseek_v3_2": Correction(off_policy_mask=OffPolicyMask(threshold=1e-4, signal="ppo_rollout")),
 }
 

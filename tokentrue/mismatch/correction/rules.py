@@ -18,7 +18,7 @@ Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Mode: TypeAlias = Literal["truncate", "clip", "mask", "raw"]
 Estimator: TypeAlias = Literal["ratio", "k1", "k2", "k3"]
 Aggregate: TypeAlias = Literal["token", "seq_sum", "seq_mean", "seq_max", "geometric"]
-Surrogate: TypeAlias = Literal["ppo", "reinforce", "gspo", "cispo", "dppo_tv"]
+Surrogate: TypeAlias = Literal["ppo", "ratio", "reinforce", "gspo", "cispo", "dppo_tv", "sapo", "vespo"]
 
 
 def choose(owner: str, field: str, value: object, kind: Any) -> None:
@@ -63,11 +63,28 @@ class Normalise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveMix:
+    """A mixing coefficient measured on the batch, between no correction (0) and the full importance weights (1).
+
+    It combines the three diagnostics that AIS (arXiv 2605.13907) names: the effective sample share of the weights (how reliable they
+    are), K3 (how severe the divergence is) and E[w²] (how much the weights amplify the variance):
+    `ess · (1 - e^(-K3 / divergence)) / max(1, E[w²])`. The way they are combined is this package's own; the paper's was not available.
+    """
+
+    divergence: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.divergence) and self.divergence > 0):
+            raise ConfigError(f"AdaptiveMix.divergence: {self.divergence!r} must be finite and > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """Importance weights, always detached. Level "sequence" is the product of the row's ratios, "geometric" their geometric mean.
 
     Mode "truncate" caps at `upper`; "clip" clamps into [lower, upper]; "mask" (IcePop) keeps a weight inside the bounds as it is and
     sets it to 0 outside, leaving the mask alone; "raw" has no bounds.
+    `mix` interpolates between no correction and these weights: 1 - α + α·w, with a fixed α or one measured on the batch.
     """
 
     level: Level = "token"
@@ -76,12 +93,18 @@ class Weights:
     upper: float | None = None
     signal: Signal = "corr"
     normalise: Normalise | None = None
+    mix: float | AdaptiveMix | None = None
 
     def __post_init__(self) -> None:
         choose("Weights", "level", self.level, Level)
         choose("Weights", "mode", self.mode, Mode)
         choose("Weights", "signal", self.signal, Signal)
         bounds_of("Weights", self.lower, self.upper, positive=True)
+        if isinstance(self.mix, int | float) and not 0 <= self.mix <= 1:
+            raise ConfigError(f"Weights.mix: {self.mix!r} interpolates between no correction and the weights; it must be in [0, 1]")
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
         if self.mode == "raw" and (self.lower is not None or self.upper is not None):
             raise ConfigError("Weights: mode 'raw' has no bounds; use 'truncate', 'clip' or 'mask'")
         if self.mode == "truncate" and self.lower is not None:
@@ -188,6 +211,25 @@ class OffPolicyMask:
         choose("OffPolicyMask", "signal", self.signal, Signal)
         if not (math.isfinite(self.threshold) and self.threshold >= 0):
             raise ConfigError(f"OffPolicyMask.threshold: {self.threshold!r} must be >= 0: it bounds a divergence")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondMoment:
+    """M2PO (arXiv 2510.01161): the tokens with the largest (log r)² go until the mean of the rest is at most `threshold`.
+
+    `tokens` "harmful" looks only where PPO's clip would act (A > 0 and r > 1, or A < 0 and r < 1), as the paper's Algorithm 1 does; "all"
+    looks at every valid token, as AReaL does. The tokens of one call of `correct` are sorted together: give it the whole mini-batch.
+    """
+
+    threshold: float = 0.04
+    signal: Signal = "ppo_rollout"
+    tokens: Literal["harmful", "all"] = "harmful"
+
+    def __post_init__(self) -> None:
+        choose("SecondMoment", "signal", self.signal, Signal)
+        choose("SecondMoment", "tokens", self.tokens, Literal["harmful", "all"])
+        if not (math.isfinite(self.threshold) and self.threshold >= 0):
+            raise ConfigError(f"SecondMoment.threshold: {self.threshold!r} must be finite and >= 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

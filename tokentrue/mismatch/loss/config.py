@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch.correction.config import Correction
-from tokentrue.mismatch.correction.rules import Surrogate, choose
+from tokentrue.mismatch.correction.rules import SecondMoment, Surrogate, choose
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length", "token_sum"]
 
@@ -36,12 +36,39 @@ class Penalty:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SapoTemperatures:
+    """SAPO's gate σ(τ(r - 1))·4/τ (arXiv 2511.20347): τ for positive advantages, and for the others, whose gradient fades faster."""
+
+    positive: float = 1.0
+    negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        if not (self.positive > 0 and self.negative > 0):
+            raise ConfigError(f"SapoTemperatures: {self.positive}, {self.negative} must be > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VespoKernel:
+    """VESPO's weight of a row (arXiv 2602.10693): φ(W) = W^k · e^(λ(1 - W)), with k and λ by the sign of the advantage."""
+
+    k_positive: float = 2.0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0
+    lambda_negative: float = 2.0
+
+    def __post_init__(self) -> None:
+        if min(self.k_positive, self.lambda_positive, self.k_negative, self.lambda_negative) < 0:
+            raise ConfigError("VespoKernel: k and lambda must be >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
     """One policy loss. `surrogate=None` takes the correction's.
 
     `clip_low`/`clip_high` bound the ratio to [1 - low, 1 + high] (PPO, GSPO, CISPO; None is no bound) or are DPPO's bounds on the change
     of probability. `dual_clip` caps the loss of negative advantages at that ratio. `ratio_cap` turns DPPO's ratio into a constant
     min(r, cap) on the log-probability. `gspo_gradient`: per "token" through its own log-probability, or through the "sequence" mean.
+    Surrogate "ratio" is -r·A without a clip; "sapo" and "vespo" replace the clip by a smooth gate, set by `sapo` and `vespo`.
     """
 
     correction: Correction = field(default_factory=Correction)
@@ -51,6 +78,8 @@ class LossConfig:
     dual_clip: float | None = None
     ratio_cap: float | None = None
     gspo_gradient: Literal["token", "sequence"] = "token"
+    sapo: SapoTemperatures = SapoTemperatures()
+    vespo: VespoKernel = VespoKernel()
     aggregate: Aggregation = "token_mean"
     fixed_length: int | None = None
     penalty: Penalty | None = None
@@ -82,6 +111,8 @@ class LossConfig:
             raise ConfigError(f"LossConfig.dual_clip: {self.dual_clip} must be above 1 + clip_high, and belongs to ppo")
         if self.ratio_cap is not None and (kind != "dppo_tv" or self.ratio_cap < 1):
             raise ConfigError(f"LossConfig.ratio_cap: {self.ratio_cap} must be >= 1, and belongs to dppo_tv")
+        if kind == "vespo" and self.correction.weights is not None:
+            raise ConfigError("LossConfig: vespo weighs rows by their whole ratio; use denominator='rollout' instead of importance weights")
         if (self.aggregate == "fixed_length") != (length is not None and length > 0):
             raise ConfigError("LossConfig.fixed_length: goes with aggregate='fixed_length', and must be a positive number of tokens")
 
@@ -96,6 +127,9 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "seq_mean_token_mean"},
     "cispo": {"surrogate": "cispo", "clip_low": None, "clip_high": 4.0},
     "dppo_tv": {"correction": Correction(denominator="rollout", surrogate="dppo_tv"), "clip_low": 0.2, "clip_high": 0.2},
+    "sapo": {"surrogate": "sapo", "aggregate": "seq_mean_token_mean"},
+    "vespo": {"correction": Correction(denominator="rollout", surrogate="vespo")},
+    "m2po": {"correction": Correction(denominator="rollout", surrogate="ratio", second_moment=SecondMoment(threshold=0.04))},
 }
 """Losses by the name they go by in papers: starting points for `loss_named`."""
 

@@ -5,6 +5,7 @@ Gradient flows through the current policy's log-probabilities only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tokentrue.mismatch.batch.chunks import ChunkedRows
 from tokentrue.mismatch.correction.rules import Surrogate
+from tokentrue.mismatch.estimators import LOG_CLAMP
 from tokentrue.mismatch.loss.config import LossConfig
 from tokentrue.mismatch.metrics import Mean, Statistic
 
@@ -91,12 +93,35 @@ def _dppo_tv(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic
     return loss.masked_fill(drop, 0), metrics
 
 
+def _ratio(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+    return -t.advantages * t.log_ratio.exp(), {}
+
+
+def _sapo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+    temperature = torch.where(t.advantages > 0, config.sapo.positive, config.sapo.negative)
+    gate = torch.sigmoid(temperature * torch.expm1(t.log_ratio)) * 4 / temperature
+    return -t.advantages * gate, {}
+
+
+def _vespo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+    kernel, positive = config.vespo, t.advantages >= 0
+    log_w = t.rows.spread(t.rows.sum(t.log_ratio.detach()).clamp(math.log(1e-8), LOG_CLAMP))
+    k = torch.where(positive, kernel.k_positive, kernel.k_negative)
+    steepness = torch.where(positive, kernel.lambda_positive, kernel.lambda_negative)
+    weight = (k * log_w - steepness * torch.expm1(log_w)).exp()
+    metrics: dict[str, Statistic] = {"vespo/weight": Mean.of(t.rows.sum(weight.masked_fill(~t.rows.valid, 0)), t.rows.tokens)}
+    return -weight * t.advantages * t.current, metrics
+
+
 SURROGATES: Mapping[Surrogate, Callable[[Tokens, LossConfig], tuple[Tensor, dict[str, Statistic]]]] = {
     "ppo": _ppo,
     "reinforce": _reinforce,
     "gspo": _gspo,
     "cispo": _cispo,
     "dppo_tv": _dppo_tv,
+    "ratio": _ratio,
+    "sapo": _sapo,
+    "vespo": _vespo,
 }
 
 
