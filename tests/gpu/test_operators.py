@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Packed, PagedBatch
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, NormForm, Packed, PagedBatch
 
 GENERATOR_SEED = 5
 LINEARS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 2000), (2048, 6144), (6144, 2048), (1000, 200))
@@ -105,19 +105,19 @@ def test_norms_do_not_depend_on_the_batch_and_fuse() -> None:
     o = ops()
     for dtype in (torch.bfloat16, torch.float32):
         for width in (64, 128, 1000, 1024, 2048, 4096, 5120):
-            for unit in (False, True):
+            for unit in NormForm:
                 x, r, w = randn(70, width, dtype=dtype), randn(70, width, dtype=dtype, seed=3), randn(width, dtype=dtype)
-                whole = o.rms_norm(x + r, w, 1e-6, unit_offset=unit)
-                y, total = o.add_rms_norm(x, r, w, 1e-6, unit_offset=unit)
+                whole = o.rms_norm(x + r, w, 1e-6, form=unit)
+                y, total = o.add_rms_norm(x, r, w, 1e-6, form=unit)
                 assert same(total, x + r)
                 assert same(y, whole), (dtype, width, unit)
                 wide = (x + r).double()
-                scale = w.double() + 1 if unit else w.double()
+                scale = w.double() + 1 if unit is NormForm.UNIT_OFFSET else w.double()
                 assert relative_error(whole, wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * scale) < 8e-3
-                assert same(o.rms_norm((x + r)[3:4], w, 1e-6, unit_offset=unit), whole[3:4])
+                assert same(o.rms_norm((x + r)[3:4], w, 1e-6, form=unit), whole[3:4])
                 grown = torch.zeros(71, width + 1, dtype=dtype, device="cuda")  # rows that start at odd addresses
                 grown[1:, 1:] = x + r
-                assert same(o.rms_norm(grown[1:, 1:], w, 1e-6, unit_offset=unit), whole), (dtype, width, "unaligned")
+                assert same(o.rms_norm(grown[1:, 1:], w, 1e-6, form=unit), whole), (dtype, width, "unaligned")
 
 
 def test_prepare_qkv_equals_its_parts() -> None:

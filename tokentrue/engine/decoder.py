@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import AttentionSpec, HeadNorm
-from tokentrue.numerics.patch import activation_kind, norm_kind
+from tokentrue.numerics import AttentionSpec, HeadNorm, NormForm
+from tokentrue.numerics.replacements import activation_kind, norm_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
     weight: Tensor
     eps: float
-    unit_offset: bool
+    form: NormForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +133,8 @@ def data_of(parameter: nn.Parameter | None) -> Tensor | None:
 
 
 def read_norm(name: str, module: nn.Module) -> Norm:
-    eps, offset = norm_kind(name, module)
-    return Norm(weight=module.weight.data, eps=eps, unit_offset=offset)  # pyright: ignore
+    eps, form = norm_kind(name, module)
+    return Norm(weight=module.weight.data, eps=eps, form=form)  # pyright: ignore
 
 
 def read_head_norm(name: str, attention: Any, heads: tuple[int, int, int]) -> HeadNorm | None:
@@ -143,7 +143,7 @@ def read_head_norm(name: str, attention: Any, heads: tuple[int, int, int]) -> He
     q, k = read_norm(f"{name}.q_norm", attention.q_norm), read_norm(f"{name}.k_norm", attention.k_norm)
     if q.weight.shape[0] != heads[2]:
         raise ExactnessError(f"{name}.self_attn.q_norm spans {q.weight.shape[0]} values, not one head of {heads[2]}: no exact form")
-    return HeadNorm(q_weight=q.weight, k_weight=k.weight, eps=q.eps, unit_offset=q.unit_offset)
+    return HeadNorm(q_weight=q.weight, k_weight=k.weight, eps=q.eps, form=q.form)
 
 
 def read_attention(attention: Any, head_dim: int) -> AttentionSpec:

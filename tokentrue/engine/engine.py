@@ -28,7 +28,8 @@ from tokentrue.engine.sizing import blocks_for
 from tokentrue.engine.weights import Weights, load_model
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, SamplingError
 from tokentrue.numerics import Contract, Ops, exact
-from tokentrue.numerics.patch import STATE, is_experts
+from tokentrue.numerics.patch import STATE
+from tokentrue.numerics.replacements import is_experts
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -93,7 +93,7 @@ class Forward:
             n, m, mlp = layer.before_attention, layer.before_mlp, layer.mlp
             assert n is not None and m is not None
             if h is None:
-                qkv = ops.linear(ops.rms_norm(x, n.weight, n.eps, unit_offset=n.unit_offset), layer.qkv, layer.qkv_bias)
+                qkv = ops.linear(ops.rms_norm(x, n.weight, n.eps, form=n.form), layer.qkv, layer.qkv_bias)
             else:
                 qkv, x = ops.norm_linear(h, x, n, layer.qkv, layer.qkv_bias)
             qkv = qkv[:1] if alone else qkv
@@ -104,7 +104,7 @@ class Forward:
                 inner, x = ops.norm_linear(h, x, m, mlp.gate_up, kind=mlp.kind)
                 h = ops.linear(inner, mlp.down, mlp.down_bias)
             else:
-                h, x = ops.add_rms_norm(h, x, m.weight, m.eps, unit_offset=m.unit_offset)
+                h, x = ops.add_rms_norm(h, x, m.weight, m.eps, form=m.form)
                 h = self.mlp("", mlp, h)
         assert h is not None
         return (h[:1], x[:1]) if alone else (h, x)
@@ -124,7 +124,7 @@ class Forward:
             h = x
         else:
             n = layer.before_mlp
-            h, x = ops.add_rms_norm(h, x, n.weight, n.eps, unit_offset=n.unit_offset)
+            h, x = ops.add_rms_norm(h, x, n.weight, n.eps, form=n.form)
             self.record(f"{name}.before_mlp", h)
         h = self.mlp(name, layer.mlp, h)
         return x + self.norm(f"{name}.after_mlp", layer.after_mlp, h)
@@ -139,7 +139,7 @@ class Forward:
     def norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
         if norm is None:
             return x
-        return self.record(name, self.ops.rms_norm(x, norm.weight, norm.eps, unit_offset=norm.unit_offset))
+        return self.record(name, self.ops.rms_norm(x, norm.weight, norm.eps, form=norm.form))
 
     def logits(self, hidden: Tensor) -> Tensor:
         d = self.decoder

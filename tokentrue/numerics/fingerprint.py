@@ -12,6 +12,7 @@ from torch import nn
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import Ops
+from tokentrue.numerics.replacements import is_experts, is_router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,11 @@ def shapes_of(model: nn.Module) -> tuple[set[tuple[int, int, bool]], set[tuple[i
     for module in model.modules():
         if isinstance(module, nn.Linear):
             linears.add((module.in_features, module.out_features, module.bias is not None))
-        parameters = {name: value.shape for name, value in module.named_parameters(recurse=False)}
-        for shape in parameters.values():
-            if len(shape) == 3:
-                linears.add((shape[2], shape[1], False))
-            elif len(shape) == 2 and not isinstance(module, nn.Linear | nn.Embedding):
-                linears.add((shape[1], shape[0], False))
+        parameters = dict(module.named_parameters(recurse=False))
+        if is_experts(parameters):
+            linears.update((p.shape[2], p.shape[1], False) for p in parameters.values())
+        elif is_router(module) and not isinstance(module, nn.Linear | nn.Embedding):
+            linears.add((parameters["weight"].shape[1], parameters["weight"].shape[0], "bias" in parameters))
         head_dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
         if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
             heads.add((config.num_attention_heads, config.num_key_value_heads, head_dim))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,14 @@ class PagedBatch:
     plan: Any = None  # what the implementation would work out from q_lens, for a captured step that is replayed with other lengths
 
 
+class NormForm(IntEnum):
+    """Where an RMS norm rounds to the model's dtype, and what its weight means. n = x / sqrt(mean(x²) + eps) in float32."""
+
+    PLAIN = 0  # round(n), then times weight, rounded again (Llama, Qwen3)
+    UNIT_OFFSET = 1  # n * (1 + weight) in float32, one rounding (Gemma, Qwen3-Next)
+    ONE_ROUNDING = 2  # n * weight in float32, one rounding (OLMo, gpt-oss)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm:
     """RMS norm over the head size of queries and keys (Qwen3, Gemma 3), before the rotary embedding."""
@@ -70,7 +79,7 @@ class HeadNorm:
     q_weight: Tensor
     k_weight: Tensor
     eps: float
-    unit_offset: bool = False
+    form: NormForm = NormForm.PLAIN
 
 
 class Norm(Protocol):
@@ -81,7 +90,7 @@ class Norm(Protocol):
     @property
     def eps(self) -> float: ...
     @property
-    def unit_offset(self) -> bool: ...
+    def form(self) -> NormForm: ...
 
 
 class Ops(ABC):
@@ -103,12 +112,8 @@ class Ops(ABC):
         """(grad) x [..., K] @ weight [N, K]^T + bias; float32 accumulation, one rounding at the end. Column n does not depend on N."""
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
-        """(grad) x / sqrt(mean(x²) + eps) over the last dimension in float32.
-
-        Plain: rounded to x's dtype, then times `weight` (rounded again).
-        `unit_offset` (Gemma): times (1 + weight) in float32, one rounding.
-        """
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
+        """(grad) x / sqrt(mean(x²) + eps) over the last dimension in float32, scaled and rounded as `form` says."""
 
     @abstractmethod
     def activation(self, x: Tensor, kind: str) -> Tensor:
@@ -169,10 +174,12 @@ class Ops(ABC):
         """
 
     # ---- compositions: override to fuse, never to change a bit ------------------------------------------------------------------------
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN
+    ) -> tuple[Tensor, Tensor]:
         """residual' = residual + x (rounded); returns (rms_norm(residual'), residual')."""
         total = residual + x
-        return self.rms_norm(total, weight, eps, unit_offset=unit_offset), total
+        return self.rms_norm(total, weight, eps, form=form), total
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
         """(grad) act_mul of the two halves of linear(x, gate_up [2*I, K]); rounded after each."""
@@ -183,7 +190,7 @@ class Ops(ABC):
         self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
     ) -> tuple[Tensor, Tensor]:
         """(linear of add_rms_norm(h, residual), residual + h); gated_linear where `kind` names an activation. For inference."""
-        normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, unit_offset=norm.unit_offset)
+        normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, form=norm.form)
         return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
 
     def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
@@ -208,8 +215,8 @@ class Ops(ABC):
         h, j, d = heads
         q, k, v = qkv.view(-1, h + 2 * j, d).split((h, j, j), dim=1)
         if norm is not None:
-            q = self.rms_norm(q, norm.q_weight, norm.eps, unit_offset=norm.unit_offset)
-            k = self.rms_norm(k, norm.k_weight, norm.eps, unit_offset=norm.unit_offset)
+            q = self.rms_norm(q, norm.q_weight, norm.eps, form=norm.form)
+            k = self.rms_norm(k, norm.k_weight, norm.eps, form=norm.form)
         if cos is not None and sin is not None:
             q, k = self.rotary(q, k, cos, sin)
         self.store_kv(k, v, k_cache, v_cache, batch.slots)

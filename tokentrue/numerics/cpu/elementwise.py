@@ -28,6 +28,33 @@ def silu(x: Tensor) -> Tensor:
     return x / x.neg().exp_().add_(1)
 
 
+class Sigmoid(torch.autograd.Function):
+    """1/(1+exp(-x)), for the same reason."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.neg().exp_().add_(1).reciprocal_()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.ops.aten.sigmoid_backward(grads[0], ctx.saved_tensors[0])
+
+
+class Softplus(torch.autograd.Function):
+    """max(x, 0) + log1p(exp(-|x|)), for the same reason."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=0).add_(x.abs().neg_().exp_().log1p_())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * torch.sigmoid(ctx.saved_tensors[0])
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     return x * 0.5 * (1 + torch.tanh((x + x * x * x * 0.044715) * 0.7978845608028654))
 
@@ -43,6 +70,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": gelu_tanh,
     "gelu": gelu,
     "relu": torch.relu,
+    "sigmoid": Sigmoid.apply,  # pyright: ignore
+    "softplus": Softplus.apply,  # pyright: ignore
 }
 
 

@@ -22,13 +22,14 @@ from tokentrue.numerics.cpu.products import (
     TILE,
     Linear,
     Product,
+    narrow_product,
     onednn_product,
     plain_product,
     tiled_product,
     transposed_product,
 )
 from tokentrue.numerics.cpu.selftest import check
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, NormForm, Ops, Packed, PagedBatch
 
 PAGE = 16
 
@@ -70,7 +71,9 @@ class CpuOps(Ops):
 
     def product(self, weight: Tensor, rows: int) -> Product:
         """The quickest form with the right bits for a weight as the model holds it."""
-        k = weight.shape[1]
+        n, k = weight.shape
+        if n == 1 and weight.dtype == torch.float32:
+            return narrow_product
         if weight.dtype != torch.float32 or not self.has_onednn or k in self.structural:
             return tiled_product
         return plain_product if k in self.plain and rows >= PLAIN_ROWS else onednn_product
@@ -80,7 +83,7 @@ class CpuOps(Ops):
         self._head_weights.clear()
         for weight in weights:
             n, k = weight.shape
-            if weight.dtype != torch.float32 or not self.has_onednn or k in self.structural:
+            if n == 1 or weight.dtype != torch.float32 or not self.has_onednn or k in self.structural:
                 continue
             if k in self.plain:
                 form: tuple[Product, Tensor] = (transposed_product, weight.t().contiguous())
@@ -88,12 +91,12 @@ class CpuOps(Ops):
                 form = (onednn_product, torch.ops.mkldnn._reorder_linear_weight(weight, None))
             self._packed[weight.data_ptr(), n] = form
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
-        if x.dtype == torch.float32 and not unit_offset:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
+        if x.dtype == torch.float32 and weight.dtype == torch.float32 and form is not NormForm.UNIT_OFFSET:
             return F.rms_norm(x, (x.shape[-1],), weight, eps)
         normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps)
-        if unit_offset:
-            return (normed * (1.0 + weight.float())).to(x.dtype)
+        if form is not NormForm.PLAIN:
+            return (normed * (1.0 + weight.float() if form is NormForm.UNIT_OFFSET else weight.float())).to(x.dtype)
         return weight * normed.to(x.dtype)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
@@ -152,9 +155,9 @@ class CpuOps(Ops):
         split = qkv.view(-1, h + 2 * j, d)
         qk, v = split[:, : h + j], split[:, h + j :]
         if norm is not None:
-            if norm.unit_offset or qkv.dtype != torch.float32:
-                q = self.rms_norm(qk[:, :h], norm.q_weight, norm.eps, unit_offset=norm.unit_offset)
-                qk = torch.cat((q, self.rms_norm(qk[:, h:], norm.k_weight, norm.eps, unit_offset=norm.unit_offset)), 1)
+            if norm.form is NormForm.UNIT_OFFSET or qkv.dtype != torch.float32:
+                q = self.rms_norm(qk[:, :h], norm.q_weight, norm.eps, form=norm.form)
+                qk = torch.cat((q, self.rms_norm(qk[:, h:], norm.k_weight, norm.eps, form=norm.form)), 1)
             else:
                 qk = F.rms_norm(qk, (d,), None, norm.eps).mul_(self.head_weights(norm, h, j, d))
         if cos is not None and sin is not None:
@@ -277,7 +280,7 @@ class CpuOps(Ops):
             "linear.bfloat16": f"{TILE}-row tiles",
             "attention": f"float32 fold over {cpu_attention.KEYS}-key blocks, query tiles {tiles}, rows >= {self.rows}",
             "rms_norm": "float32, torch rms_norm per row",
-            "activation": "float32; silu as x/(1+exp(-x))",
+            "activation": "float32; silu as x/(1+exp(-x)), sigmoid as 1/(1+exp(-x)), softplus as max(x,0)+log1p(exp(-|x|))",
             "rotary": "elementwise, rounded after each product",
             "experts": "per-expert linear; slots added in order",
             "log_softmax": "float32, torch log_softmax per row",

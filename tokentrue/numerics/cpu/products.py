@@ -44,6 +44,17 @@ def transposed_product(x_MK: Tensor, weight_KN: Tensor, bias: Tensor | None) -> 
     return out if bias is None else out.add_(bias)
 
 
+NARROW = 16
+"""Outputs of a product that has one: with a single column every library takes a matrix-vector kernel, whose order follows the rows."""
+
+
+def narrow_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """For weights [1, K] in float32: zero rows make it a product of NARROW columns."""
+    wide = F.pad(weight, (0, 0, 0, NARROW - 1))
+    out = tiled_product(x_MK, wide, None)[:, :1].contiguous()
+    return out if bias is None else out.add_(bias)
+
+
 def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Every product has exactly TILE rows."""
     rows = x_MK.shape[0]

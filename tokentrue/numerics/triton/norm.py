@@ -1,7 +1,7 @@
 """RMS norm with one fixed order of its sum, alone, with the residual added first, and as the head norm inside `rope.py`.
 
 One row is one program; its block and warps depend on the row's width alone, so that the order of the sum does too. Rounding is that of the
-Hugging Face modules: x·rstd is rounded, then multiplied by the weight and rounded again (`unit_offset`: x·rstd·(1+w), rounded once).
+Hugging Face modules, as `NormForm` names it.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokentrue.numerics.ops import NormForm
 from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, rows_of, wait_for_inputs
 
 
@@ -23,16 +24,18 @@ def reciprocal_rms(x, D: tl.constexpr, eps):
 
 
 @triton.jit
-def scaled(x, rstd, w, UNIT_OFFSET: tl.constexpr, kind: tl.constexpr):
+def scaled(x, rstd, w, FORM: tl.constexpr, kind: tl.constexpr):
     """The normed row in the model's dtype; x is float32, w the weight as stored."""
-    if UNIT_OFFSET:
+    if FORM == 1:
         return (x * rstd * (1.0 + w.to(tl.float32))).to(kind)
+    if FORM == 2:
+        return (x * rstd * w.to(tl.float32)).to(kind)
     return ((x * rstd).to(kind).to(tl.float32) * w.to(tl.float32)).to(kind)
 
 
 @triton.jit
 def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
-                 UNIT_OFFSET: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
+                 FORM: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
     wait_for_inputs()
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
@@ -55,7 +58,7 @@ def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.con
     rstd = reciprocal_rms(x, D, eps)
     if SAVE:
         tl.store(rstd_ptr + row, rstd)
-    tl.store(y_ptr + row * D + at, scaled(x, rstd, w, UNIT_OFFSET, kind), mask=at < D)
+    tl.store(y_ptr + row * D + at, scaled(x, rstd, w, FORM, kind), mask=at < D)
 
 
 def warps_for(width: int) -> int:
@@ -64,7 +67,7 @@ def warps_for(width: int) -> int:
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, unit_offset: bool, save: bool
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, form: NormForm, save: bool
 ) -> tuple[torch.Tensor, ...]:
     rows, width = x.shape
     y = torch.empty_like(x)
@@ -73,7 +76,7 @@ def _launch(
     if rows:
         launch(
             _norm_kernel, (rows,), x, residual if residual is not None else x, aligned(weight), y, total, rstd, eps,
-            D=width, BLOCK=power_of_two(width), RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset, SAVE=save,
+            D=width, BLOCK=power_of_two(width), RESIDUAL=residual is not None, FORM=int(form), SAVE=save,
             num_warps=warps_for(width),
         )  # fmt: skip
     return y, total, rstd
@@ -81,34 +84,34 @@ def _launch(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool) -> torch.Tensor:
-        y, _, rstd = _launch(x, None, weight, eps, unit_offset, True)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
+        y, _, rstd = _launch(x, None, weight, eps, form, True)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.unit_offset = unit_offset
+        ctx.form = form
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         dy, z = grads[0].float(), x.float() * rstd[:, None]
-        w = weight.float() + 1.0 if ctx.unit_offset else weight.float()
+        w = weight.float() + 1.0 if ctx.form is NormForm.UNIT_OFFSET else weight.float()
         dz = dy * w
         dx = (dz - z * (dz * z).mean(-1, keepdim=True)) * rstd[:, None]
         dw = (dy * z).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return dx.to(x.dtype), dw, None, None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, unit_offset: bool = False) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> torch.Tensor:
     """RMS norm over the last dimension; differentiable."""
     flat = rows_of(x)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(flat, weight, eps, unit_offset).reshape(x.shape)  # type: ignore[union-attr]
-    return _launch(flat, None, weight, eps, unit_offset, False)[0].reshape(x.shape)
+        return _RMSNorm.apply(flat, weight, eps, form).reshape(x.shape)  # type: ignore[union-attr]
+    return _launch(flat, None, weight, eps, form, False)[0].reshape(x.shape)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, unit_offset: bool = False
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, form: NormForm = NormForm.PLAIN
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(residual + x), residual + x), both rounded as apart; for inference."""
-    y, total, _ = _launch(rows_of(x), rows_of(residual), weight, eps, unit_offset, False)
+    y, total, _ = _launch(rows_of(x), rows_of(residual), weight, eps, form, False)
     return y.reshape(x.shape), total.reshape(x.shape)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokentrue.numerics.ops import NormForm
 from tokentrue.numerics.triton.activation import activate, branch_of
 from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
 from tokentrue.numerics.triton.matmul import precision_of
@@ -24,7 +25,7 @@ WIDE, DEEP, STAGES = 32, 256, 4
 @triton.jit
 def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, N, eps, K: tl.constexpr, KP: tl.constexpr,
                          BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-                         UNIT_OFFSET: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                         FORM: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     wait_for_inputs()
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     w_cols = w_ptr + cols.to(tl.int64) * K
@@ -47,7 +48,7 @@ def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr,
     up = tl.zeros((16, BN), tl.float32)
     for k in range(0, K, BK):
         x = (tl.load(res_ptr + k + ks).to(tl.float32) + tl.load(h_ptr + k + ks).to(tl.float32)).to(kind)
-        x = scaled(x.to(tl.float32), rstd, tl.load(norm_ptr + k + ks), UNIT_OFFSET, kind)
+        x = scaled(x.to(tl.float32), rstd, tl.load(norm_ptr + k + ks), FORM, kind)
         row = tl.where(first, x[None, :], 0.0).to(kind)
         acc = tl.dot(row, tl.load(w_cols[None, :] + k + ks[:, None]), acc, input_precision=PRECISION)
         if GATED:
@@ -71,7 +72,7 @@ def fits(h: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> bool:
 
 def norm_product(
     h: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None,
-    *, unit_offset: bool = False, act: str | None = None,
+    *, form: NormForm = NormForm.PLAIN, act: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(product of the normed residual + h, residual + h) for one row; with `act` the product is gated, weight = [gate; up]."""
     h, residual, weight, norm = aligned(h), aligned(residual), aligned(weight), aligned(norm)
@@ -82,7 +83,7 @@ def norm_product(
     launch(
         _norm_product_kernel, (outputs // WIDE,), h, residual, norm, weight, bias if bias is not None else h, y, total, outputs, eps,
         K=inputs, KP=power_of_two(inputs), BN=WIDE, BK=DEEP, BIAS=bias is not None, GATED=act is not None,
-        ACT=branch_of(act) if act is not None else 0, UNIT_OFFSET=unit_offset, PRECISION=precision_of(h.dtype),
+        ACT=branch_of(act) if act is not None else 0, FORM=int(form), PRECISION=precision_of(h.dtype),
         num_warps=warps_for(inputs), num_stages=STAGES,
     )  # fmt: skip
     return y, total

@@ -23,7 +23,7 @@ import tokentrue.numerics.triton.norm as norm
 import tokentrue.numerics.triton.norm_matmul as norm_matmul
 import tokentrue.numerics.triton.rope as rope
 import tokentrue.numerics.triton.selftest as selftest
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Norm, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Norm, NormForm, Ops, Packed, PagedBatch
 
 MOST_SHARED = 64
 """Most sequences × key heads of a decode step whose key blocks are shared out to several programs."""
@@ -56,8 +56,8 @@ class TritonOps(selftest.Fallbacks):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return matmul.linear(x, weight, bias, tile=self.pinned.get((weight.shape[1], weight.shape[0])))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
-        return norm.rms_norm(x, weight, eps, unit_offset=unit_offset)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
+        return norm.rms_norm(x, weight, eps, form=form)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         return activation.activation(x, kind)
@@ -133,16 +133,18 @@ class TritonOps(selftest.Fallbacks):
         return self._arrived
 
     # ---- compositions -------------------------------------------------------------------------------------------------------------
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN
+    ) -> tuple[Tensor, Tensor]:
         if not self.fused or (torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad)):
-            return super().add_rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
-        return norm.add_rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
+            return super().add_rms_norm(x, residual, weight, eps, form=form)
+        return norm.add_rms_norm(x, residual, weight, eps, form=form)
 
     def norm_linear(
         self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
     ) -> tuple[Tensor, Tensor]:
         if self.fused and not self.pinned and norm_matmul.fits(h, weight, gated=kind is not None):
-            return norm_matmul.norm_product(h, residual, norm.weight, norm.eps, weight, bias, unit_offset=norm.unit_offset, act=kind)
+            return norm_matmul.norm_product(h, residual, norm.weight, norm.eps, weight, bias, form=norm.form, act=kind)
         return super().norm_linear(h, residual, norm, weight, bias, kind)
 
     def prepare_qkv(

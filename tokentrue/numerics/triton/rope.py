@@ -21,7 +21,7 @@ from tokentrue.numerics.triton.norm import scaled, warps_for
 @triton.jit
 def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, H: tl.constexpr,
                     J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-                    UNIT_OFFSET: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+                    FORM: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
     """Grid (tokens, heads / HEADS). The heads of a program are all queries, all keys or all values, a warp each: so that a head's sum
     has the order of `norm.py`, whatever HEADS is."""
     wait_for_inputs()
@@ -43,8 +43,8 @@ def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_p
                 w_ptr = kw_ptr
             z = x.to(tl.float32)
             rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)[:, None]
-            x = scaled(z, rstd, tl.load(w_ptr + at, mask=at < D, other=0.0), UNIT_OFFSET, kind)
-            xp = scaled(xp.to(tl.float32), rstd, tl.load(w_ptr + partner, mask=at < D, other=0.0), UNIT_OFFSET, kind)
+            x = scaled(z, rstd, tl.load(w_ptr + at, mask=at < D, other=0.0), FORM, kind)
+            xp = scaled(xp.to(tl.float32), rstd, tl.load(w_ptr + partner, mask=at < D, other=0.0), FORM, kind)
         cos = tl.load(cos_ptr + t * D + at, mask=at < D, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + t * D + at, mask=at < D, other=0.0).to(tl.float32)
         turned = tl.where(at < D // 2, -xp.to(tl.float32), xp.to(tl.float32))
@@ -79,7 +79,7 @@ def prepare_qkv(
         launch(
             _prepare_kernel, (tokens, (h + 2 * j) // together), qkv, aligned(cos), aligned(sin), norm.q_weight if norm else qkv,
             norm.k_weight if norm else qkv, q, k_cache, v_cache, slots, qkv.stride(0), norm.eps if norm else 0.0, H=h, J=j, D=d,
-            BD=power_of_two(d), PAGE=k_cache.shape[2], NORM=norm is not None, UNIT_OFFSET=norm.unit_offset if norm else False,
+            BD=power_of_two(d), PAGE=k_cache.shape[2], NORM=norm is not None, FORM=int(norm.form) if norm else 0,
             HEADS=together, num_warps=together * warps_for(d),
         )  # fmt: skip
     return q

@@ -12,7 +12,7 @@ import torch
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.bits import same_bits
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, NormForm, Ops, Packed, PagedBatch
 from tokentrue.numerics.triton.tiles import Tile
 
 DEVICE = "cuda"
@@ -61,7 +61,7 @@ def _run(ops: Fallbacks, linears: set[tuple[int, int, bool]], heads: set[tuple[i
 class RowNorm:
     weight: torch.Tensor
     eps: float
-    unit_offset: bool
+    form: NormForm
 
 
 def _randn(*shape: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
@@ -186,7 +186,7 @@ def _norm_product_holds(ops: Fallbacks, inputs: int, outputs: int, bias: bool, d
     """One row at a time, plain and (where the outputs halve) gated."""
     w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
     b = _randn(outputs, dtype=dtype, random=random) if bias else None
-    norm = RowNorm(weight=_randn(inputs, dtype=dtype, random=random), eps=1e-6, unit_offset=False)
+    norm = RowNorm(weight=_randn(inputs, dtype=dtype, random=random), eps=1e-6, form=NormForm.PLAIN)
     for kind in (None, "silu") if not bias and outputs % 2 == 0 else (None,):
         h, r = (_randn(1, inputs, dtype=dtype, random=random) for _ in range(2))
         found, total = ops.norm_linear(h, r, norm, w, b, kind)

@@ -1,0 +1,123 @@
+"""The exact form of each kind of Hugging Face module: linear, norm, activation, rotary embedding, experts.
+
+Parameters are read from the module at call time, because FSDP2 gathers them just before.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2CLS, ACT2FN
+
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics.cpu.elementwise import ACTIVATIONS
+from tokentrue.numerics.functions import Forward
+from tokentrue.numerics.ops import NormForm, Ops
+
+Replacement = tuple[nn.Module, str, Forward]
+"""Module, which of SWITCHES it belongs to, its exact forward."""
+HARMLESS = (nn.Embedding, nn.Dropout, nn.Identity)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def own_parameters(module: nn.Module) -> list[str]:
+    return [name for name, value in module.named_parameters(recurse=False) if value is not None]
+
+
+def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None:
+    if isinstance(module, nn.Linear):
+        return module, "linear", lambda x, m=module: ops.linear(x, m.weight, m.bias)
+    if type(module).__name__.endswith("RMSNorm"):
+        eps, form = norm_kind(name, module)
+        return module, "rms_norm", lambda x, m=module: ops.rms_norm(x, m.weight, eps, form=form)  # pyright: ignore
+    if "RotaryEmbedding" in type(module).__name__:
+        return rounded_rotary(name, module)
+    kind = activation_kind(module)
+    if kind is not None:
+        return module, "activation", lambda x: ops.activation(x, kind)
+    if is_experts(dict(module.named_parameters(recurse=False))):
+        return module, "experts", experts_forward(name, module, ops)
+    return None
+
+
+def is_router(module: nn.Module) -> bool:
+    """A bare weight [experts, hidden] (and perhaps a bias) read by the module's own code, whose products become exact ones."""
+    parameters = dict(module.named_parameters(recurse=False))
+    return parameters.keys() <= {"weight", "bias"} and "weight" in parameters and parameters["weight"].dim() == 2
+
+
+def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
+    """eps and form, found by running the module's own code on another weight: formula in float32, rounding in bfloat16."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(eps, float) or weight is None or weight.dim() != 1:
+        raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: not an RMS norm over the last dimension")
+    generator = torch.Generator().manual_seed(0)
+    size = weight.shape[0]
+    x, w = torch.randn(8, size, generator=generator), torch.rand(size, generator=generator) + 0.5
+    found = run_stand_in(module, x, w)
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if torch.allclose(found, normed * (1 + w), rtol=1e-4, atol=1e-5):
+        return eps, NormForm.UNIT_OFFSET
+    if not torch.allclose(found, normed * w, rtol=1e-4, atol=1e-5):
+        raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: its formula is neither x·w nor x·(1+w) over the RMS")
+    x, w = x.bfloat16(), w.bfloat16()
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    found = run_stand_in(module, x, w)
+    twice, once = (int((found != y).sum()) for y in (w * normed.bfloat16(), (w.float() * normed).bfloat16()))
+    return eps, NormForm.PLAIN if twice <= once else NormForm.ONE_ROUNDING
+
+
+def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    """The module's own forward with another weight."""
+    stand_in = copy.copy(module)
+    stand_in.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
+    stand_in.__dict__.pop("forward", None)
+    with torch.no_grad():
+        return type(module).forward(stand_in, x)
+
+
+def rounded_rotary(name: str, module: Any) -> Replacement | None:
+    """`model.bfloat16()` rounds the frequencies, a model loaded in bfloat16 keeps them in float32: always the latter, made anew."""
+    if all(buffer.dtype == torch.float32 for buffer in module.buffers(recurse=False)):
+        return None
+    if not hasattr(module, "config"):
+        raise ExactnessError(f"{name} ({type(module).__name__}) has rounded frequencies: load the model with dtype=, do not cast it")
+    device = next(module.buffers(recurse=False)).device
+    fresh = type(module)(module.config).to(device)
+    return module, "rotary", fresh.forward
+
+
+def activation_kind(module: nn.Module) -> str | None:
+    """The name in ACT2FN under which transformers builds this module, if it is one of ours."""
+    for kind in ACTIVATIONS:
+        if kind in ACT2CLS and type(module) is type(ACT2FN[kind]):
+            return kind
+    if type(module).__module__ == "transformers.activations":
+        raise ExactnessError(f"activation {type(module).__name__} has no exact form; known: {', '.join(ACTIVATIONS)}")
+    return None
+
+
+def is_experts(parameters: dict[str, nn.Parameter]) -> bool:
+    return {"gate_up_proj", "down_proj"} <= parameters.keys() and parameters["gate_up_proj"].dim() == 3
+
+
+def experts_forward(name: str, module: nn.Module, ops: Ops) -> Forward:
+    extra = set(own_parameters(module)) - {"gate_up_proj", "down_proj"}
+    plain = getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
+    kind = activation_kind(getattr(module, "act_fn", nn.Identity()))
+    if extra or not plain or kind is None:
+        what = f"with {sorted(extra)}" if extra else "in another layout or with another activation"
+        raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: experts {what}")
+
+    def forward(hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        if ops.routes is not None:
+            ops.routes.append(index)
+        return ops.experts(hidden, index, weight, module.gate_up_proj, module.down_proj, kind)  # pyright: ignore
+
+    return forward
+
+
