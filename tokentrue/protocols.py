@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from tokentrue.ids import TokenIds
 from tokentrue.types import (
     Chunk,
     Completion,
@@ -72,6 +73,10 @@ class Renderer(Protocol):
 
     def decode(self, token_ids: Ids) -> str: ...
 
+    def encode_sampled(self, text: str) -> Sequence[int]:
+        """Text as a model would write it, special tokens included; for scripts and probes."""
+        ...
+
 
 class Provider(Protocol):
     """An engine: ids in, ids and log-probabilities out. Each completion carries `prompt_digest`, the digest of the ids that were sent."""
@@ -120,6 +125,15 @@ class Measured(Protocol):
     """An engine in this process that has figures of its own for /metrics."""
 
     def metrics(self) -> Mapping[str, float]: ...
+
+
+@runtime_checkable
+class Tokenizing(Protocol):
+    """An engine that can say how it tokenises a text; only used to compare it with ours."""
+
+    async def tokenize(self, text: str) -> TokenIds | None:
+        """Ids without special tokens; None where this server does not offer it."""
+        ...
 
 
 class EngineControl(Provider, Measured, Protocol):

@@ -118,6 +118,7 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
         options |= {"script": config.script, "encode": made.encode_sampled, "stop_id": made.stop_token_ids[0]}
     else:
         options.setdefault("model", model.path or str(SMALL_MODEL))
+        options.setdefault("decode", renderer(model.history).decode)  # for stop strings
     return Pool([load(config.name, **options)])
 
 

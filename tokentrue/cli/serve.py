@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import sys
@@ -12,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from tokentrue.app.configuration import read
+from tokentrue.app.identity import identify_model
 from tokentrue.app.torchless import torch_kept_out
 from tokentrue.app.wiring import ADMIN_KEY, REMOTE, ServeConfig, gateway_for
-from tokentrue.errors import ConfigError, EngineError, TokenTrueError
+from tokentrue.errors import ConfigError, TokenTrueError
 
 
 def command(
@@ -46,6 +46,8 @@ def command(
     }
     settings = read(ServeConfig, config, sets or (), flags)
     check(settings)
+    with torch_kept_out(settings.engine.name):
+        settings = identify_model(settings)
     from tokentrue.gateway.server import listen, log_to_stderr, run_worker, supervise
 
     with listen(settings.server.host, settings.server.port, admin_key=bool(os.environ.get(ADMIN_KEY))) as public:
@@ -56,7 +58,6 @@ def command(
         log_to_stderr(enabled=settings.server.log == "json")
         with torch_kept_out(settings.engine.name):
             gateway = gateway_for(settings)
-        asyncio.run(reach(gateway.provider))
         run_worker(gateway, public, ready=lambda: greet(settings, base))
     return 0
 
@@ -70,25 +71,6 @@ def check(settings: ServeConfig) -> None:
             raise ConfigError("--workers needs --store sqlite:PATH: workers share the journal")
 
 
-async def reach(provider: Any) -> None:
-    """Engine unreachable at the start: one line, not a gateway that answers 502."""
-    try:
-        await provider.health()
-    except EngineError as error:
-        raise ConfigError(f"the engine is not there: {error}") from error
-    finally:
-        await forget_connections(provider)
-
-
-async def forget_connections(provider: Any) -> None:
-    """Connections belong to the loop that opened them; the server runs on another."""
-    inner = getattr(provider, "inner", provider)
-    for replica in getattr(inner, "_replicas", ()):
-        wire = getattr(replica, "_wire", None)
-        if wire is not None:
-            await wire.close()
-
-
 def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers: int, folder: str, up: Any) -> None:
     """The main function of a worker process."""
     from tokentrue.gateway.peers import Peers, socket_path
@@ -99,7 +81,6 @@ def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers:
         peers = Peers(me=me, workers=workers, folder=folder, body_limit=settings.limits.body_bytes)
         with torch_kept_out(settings.engine.name):
             gateway = gateway_for(settings, peers=peers)
-        asyncio.run(reach(gateway.provider))
     except TokenTrueError as error:
         print(f"tokentrue serve: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -34,6 +34,7 @@ from tokentrue.providers.transport.building import CompletionBuilder, refuse_unk
 from tokentrue.providers.transport.constraints import CONSTRAINTS, for_sglang, plain
 from tokentrue.providers.transport.http import EngineHttp
 from tokentrue.providers.transport.running import RunningRequests
+from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset({"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"})
@@ -103,6 +104,10 @@ class SGLangProvider:
             raise EngineContractError("this SGLang does not report weight_version; 0.5.2 or newer is needed")
         version = version_from(info.weight_version)
         return {"engine": self.name, "url": self._http.url, "model": info.model_path, "version": version}
+
+    async def tokenize(self, text: str) -> TokenIds | None:
+        """/tokenize, which compares the server's tokenizer with ours; older servers do not have it."""
+        return await read_tokens(self._http, "/tokenize", {"prompt": text, "add_special_tokens": False})
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int, directory: Path | None = None) -> None:
         """Writes safetensors into `directory` (which the server must see) and has it load them; the KV cache is flushed."""

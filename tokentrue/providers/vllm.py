@@ -39,6 +39,7 @@ from tokentrue.providers.transport.building import CompletionBuilder, refuse_unk
 from tokentrue.providers.transport.constraints import CONSTRAINTS, for_vllm, plain
 from tokentrue.providers.transport.http import EngineHttp
 from tokentrue.providers.transport.running import RunningRequests
+from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 EXTRA = CONSTRAINTS | frozenset({"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"})
@@ -73,6 +74,7 @@ class VLLMProvider:
         self._running = RunningRequests()
         self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._model = model
+        self._path: str | None = None  # where the server loaded it from
         self._abilities: Abilities | None = None
         self._probing = asyncio.Lock()
         self.version = version
@@ -120,10 +122,16 @@ class VLLMProvider:
             "engine": self.name,
             "url": self._http.url,
             "model": abilities.model,
+            "path": self._path,
             "version": self.version,
             "token_route": abilities.token_route,
             "logprobs": "processed" if abilities.processed else "raw",
         }
+
+    async def tokenize(self, text: str) -> TokenIds | None:
+        """/tokenize, which compares the server's tokenizer with ours."""
+        body = {"model": await self._served_model(), "prompt": text, "add_special_tokens": False}
+        return await read_tokens(self._http, "/tokenize", body)
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int, directory: Path | None = None) -> None:
         """Writes safetensors into the directory that the server was started from and has it reload them (VLLM_SERVER_DEV_MODE=1)."""
@@ -181,12 +189,15 @@ class VLLMProvider:
 
     async def _served_model(self) -> str:
         where = f"{self._http.url}/v1/models"
-        models = [model.id for model in decode_answer(await self._http.read("GET", "/v1/models"), VLLMModels, where=where).data]
+        served = decode_answer(await self._http.read("GET", "/v1/models"), VLLMModels, where=where).data
+        models = [model.id for model in served]
         if not models:
             raise EngineContractError(f"{where} names no model")
         if self._model is not None and self._model not in models:
             raise EngineContractError(f"vllm at {self._http.url} serves {', '.join(models)}, not {self._model}")
-        return self._model or models[0]
+        name = self._model or models[0]
+        self._path = next((model.root for model in served if model.id == name), None)
+        return name
 
     async def _has_token_route(self) -> bool:
         try:

@@ -123,8 +123,8 @@ class VLLMModels(msgspec.Struct):
     data: list[VLLMModel]
 
 
-class VLLMTokens(msgspec.Struct):
-    """/tokenize"""
+class Tokenized(msgspec.Struct):
+    """/tokenize of both engines."""
 
     tokens: list[int]
 

@@ -1,0 +1,81 @@
+"""Is the model that a remote engine serves the one whose tokenizer we use? Checked at start, per replica; a mismatch is refused.
+
+The engine's own tokenisation of a probe text decides where the engine offers one. Where it does not, only the absence of `--model`
+can be judged: the engine's reported model must then be a directory on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokentrue.app.wiring import ENGINE_KEY, REMOTE, EngineConfig, ModelConfig, ServeConfig, renderer_for
+from tokentrue.environments import SMALL_MODEL
+from tokentrue.errors import ConfigError, EngineError
+from tokentrue.ids import TokenIds
+from tokentrue.protocols import Provider, Renderer, Tokenizing
+
+PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 🙂"
+
+
+def identify_model(config: ServeConfig) -> ServeConfig:
+    """The configuration with its model settled; raises ConfigError where an engine is unreachable or serves another model."""
+    if config.engine.name not in REMOTE:
+        return config
+    if not config.engine.urls:
+        raise ConfigError(f"engine {config.engine.name!r} needs --url (one for each replica)")
+    facts = [asyncio.run(_ask(config.engine, url, None)) for url in config.engine.urls]
+    model = config.model if config.model.path is not None else _reported(config.model, config.engine, facts)
+    settled = replace(config, model=model)
+    renderer = renderer_for(model)(model.history)
+    for url in config.engine.urls:
+        asyncio.run(_ask(config.engine, url, renderer))
+    return settled
+
+
+async def _ask(engine: EngineConfig, url: str, renderer: Renderer | None) -> Mapping[str, Any]:
+    """Health facts of one replica, by a connection of its own; with a renderer, its tokenisation is compared, too."""
+    from tokentrue.providers import load
+
+    key = os.environ.get(ENGINE_KEY)
+    provider = load(engine.name, url=url, **({"api_key": key} if key else {}), **engine.options)
+    try:
+        facts = await provider.health()
+        if renderer is not None:
+            await _compare_tokens(provider, renderer, url)
+        return facts
+    except EngineError as error:
+        raise ConfigError(f"no engine is reachable at {url}: {error}") from error
+    finally:
+        await provider.close()
+
+
+async def _compare_tokens(provider: Provider, renderer: Renderer, url: str) -> None:
+    if not isinstance(provider, Tokenizing):
+        return
+    theirs = await provider.tokenize(PROBE)
+    if theirs is None:  # the server has no such route
+        return
+    ours = TokenIds(renderer.encode_sampled(PROBE))
+    if theirs != ours:
+        raise ConfigError(
+            f"the engine at {url} has another tokenizer than --model: a probe text gives {len(theirs)} ids there ({theirs!r}) and "
+            f"{len(ours)} here ({ours!r}); give --model the directory or id of the model that the engine serves"
+        )
+
+
+def _reported(model: ModelConfig, engine: EngineConfig, facts: list[Mapping[str, Any]]) -> ModelConfig:
+    """Without --model: the model that the engine reports, where it is a directory here, or the shipped one under its own name."""
+    names = {str(fact.get("path") or fact.get("model")) for fact in facts}
+    if len(names) > 1:
+        raise ConfigError(f"the replicas serve different models: {', '.join(sorted(names))}")
+    (name,) = names
+    if Path(name).is_dir():
+        return replace(model, path=name)
+    if name == SMALL_MODEL.name:
+        return replace(model, path=str(SMALL_MODEL))
+    raise ConfigError(f"the {engine.name} engine serves {name!r}, which is no directory here: give --model its directory or hub id")
