@@ -60,7 +60,7 @@ def config(url: str, model: str | None) -> ServeConfig:
 
 def test_without_a_model_the_engines_own_must_be_here(engine: tuple[type[SGLang], str]) -> None:
     handler, url = engine
-    with pytest.raises(ConfigError, match="serves 'elsewhere/other-model'.*give --model"):
+    with pytest.raises(ConfigError, match=r"serves 'elsewhere/other-model'.*give --model"):
         identify_model(config(url, None))
     handler.model = str(SMALL_MODEL)
     assert identify_model(config(url, None)).model.path == str(SMALL_MODEL)
@@ -81,5 +81,5 @@ def test_an_engine_that_cannot_tokenise_is_believed(engine: tuple[type[SGLang], 
 
 
 def test_no_engine_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="no engine is reachable at http://127.0.0.1:9"):
+    with pytest.raises(ConfigError, match=r"no engine is reachable at http://127.0.0.1:9"):
         identify_model(config("http://127.0.0.1:9", str(SMALL_MODEL)))

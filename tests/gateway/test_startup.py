@@ -44,7 +44,8 @@ def test_port_in_use() -> None:
 
 
 def test_engine_unreachable() -> None:
-    one_line(serve("--engine", "sglang", "--url", "http://127.0.0.1:1", "--port", "0", "--model", str(model_dir())), "no engine is reachable at http://127.0.0.1:1")
+    done = serve("--engine", "sglang", "--url", "http://127.0.0.1:1", "--port", "0", "--model", str(model_dir()))
+    one_line(done, "no engine is reachable at http://127.0.0.1:1")
 
 
 def test_no_such_model(tmp_path: Path) -> None:
