@@ -7,7 +7,7 @@ from tokentrue.numerics.gradient import deterministic_grad
 from tokentrue.numerics.logprob import filter_logits, logprobs_of, scale_logits
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, NormForm, Ops, Packed, PagedBatch
 from tokentrue.numerics.patch import SWITCHES, exact
-from tokentrue.numerics.score import logits_of, score
+from tokentrue.numerics.score import logits_of, score, score_with_entropy
 
 __all__ = [
     "SWITCHES",
@@ -27,4 +27,5 @@ __all__ = [
     "same_bits",
     "scale_logits",
     "score",
+    "score_with_entropy",
 ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokentrue.errors import InputError
-from tokentrue.numerics.logprob import logprobs_of
+from tokentrue.errors import ExactnessError, InputError
+from tokentrue.numerics.bits import same_bits
+from tokentrue.numerics.head import HeadSettings, score_tokens
 from tokentrue.numerics.ops import Packed
 from tokentrue.numerics.patch import STATE, State, exact
 
@@ -18,8 +22,21 @@ def score(model: nn.Module, ids: Tensor, temperature: float = 1.0, cu_seqlens: T
 
     Sequences start at position 0 and may be padded on the right with any id (causality hides it). Packed: ids [1,T] (or [T]) with
     `cu_seqlens` [S+1]; entries that would predict a sequence's first token from the one before it are 0.
-    Outside `with exact(model)` the block is entered for this one call.
+    Outside `with exact(model)` the block is entered for this one call. The table of logits is never whole in memory.
     """
+    return scores_of(model, ids, temperature, cu_seqlens, entropy=False)[..., 0]
+
+
+def score_with_entropy(
+    model: nn.Module, ids: Tensor, temperature: float = 1.0, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of `score`, and the entropy of the distribution that each was scored under. Both differentiable."""
+    both = scores_of(model, ids, temperature, cu_seqlens, entropy=True)
+    return both[..., 0], both[..., 1]
+
+
+def scores_of(model: nn.Module, ids: Tensor, temperature: float, cu_seqlens: Tensor | None, *, entropy: bool) -> Tensor:
+    """[B,T-1,2]: log-probability and entropy."""
     if temperature <= 0:
         raise InputError(f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own")
     flat = ids.dim() == 1
@@ -28,17 +45,50 @@ def score(model: nn.Module, ids: Tensor, temperature: float = 1.0, cu_seqlens: T
         raise InputError(f"score: ids must be [batch, tokens], got {tuple(ids.shape)}")
     if model.__dict__.get(STATE) is None:
         with exact(model):
-            return score(model, ids, temperature, cu_seqlens)
-    state: State = model.__dict__[STATE]
+            return scores_of(model, ids, temperature, cu_seqlens, entropy=entropy)
     packed = None if cu_seqlens is None else packed_of(batch, cu_seqlens)
-    logits = logits_of(model, batch, packed)
-    b, t, v = logits.shape
-    found = logprobs_of(state.ops, logits[:, :-1].reshape(b * (t - 1), v), batch[:, 1:].reshape(-1), temperature).view(b, t - 1)
+    targets = torch.cat((batch[:, 1:], batch[:, :1]), 1)  # the last position predicts nothing; its score is dropped
+    with scoring_head(model, targets, temperature, entropy) as made:
+        found = logits_of(model, batch, packed)
+        if len(made) != 1 or not same_bits(found.detach().float(), made[0].detach()):
+            raise ExactnessError(f"{type(model).__name__} changes its logits after the output head: no exact form")
+    found = found[:, :-1]
     if packed is not None and len(packed.lengths) > 1:
-        inside = torch.ones(t - 1, dtype=torch.bool, device=found.device)
+        inside = torch.ones(found.shape[1], 1, dtype=torch.bool, device=found.device)
         inside[packed.cu_seqlens[1:-1].long() - 1] = False
         found = torch.where(inside, found, torch.zeros((), dtype=found.dtype, device=found.device))
     return found[0] if flat else found
+
+
+@contextmanager
+def scoring_head(model: Any, targets_BT: Tensor, temperature: float, entropy: bool) -> Iterator[list[Tensor]]:
+    """Inside the block the output head returns scores [B,T,2] in place of logits. It stays inside the model's forward, as FSDP2 needs."""
+    state: State = model.__dict__[STATE]
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    if not isinstance(head, nn.Linear):
+        raise ExactnessError(f"the output head is a {type(head).__name__}, not a plain linear: its scores have no exact form")
+    softcap = getattr(config, "final_logit_softcapping", None)
+    settings = HeadSettings(ops=state.ops, temperature=temperature, softcap=softcap, entropy=entropy)
+    made: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        scores = score_tokens(hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, targets_BT.reshape(-1), settings)
+        made.append(scores.view(*hidden.shape[:-1], 2))
+        return made[-1]
+
+    before = head.__dict__.get("forward")
+    object.__setattr__(head, "forward", forward)
+    if softcap is not None:
+        config.final_logit_softcapping = None
+    try:
+        yield made
+    finally:
+        if softcap is not None:
+            config.final_logit_softcapping = softcap
+        if before is None:
+            del head.__dict__["forward"]
+        else:
+            object.__setattr__(head, "forward", before)
 
 
 def logits_of(model: nn.Module, ids_BT: Tensor, packed: Packed | None = None) -> Tensor:

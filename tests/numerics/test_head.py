@@ -1,0 +1,116 @@
+"""Scores without the table of logits: the bits of the table, its gradients and entropies, and memory that does not grow with the tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.world import VOCABULARY, build
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics import exact, head, logits_of, logprobs_of, same_bits, score, score_with_entropy
+from tokentrue.numerics.patch import STATE
+
+
+def ids_of(batch: int, length: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "PIECE_LOGITS", {"cpu": 7 * VOCABULARY})
+
+
+def table_scores(model: Any, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """By way of the whole table, with ordinary autograd."""
+    logits = logits_of(model, ids)[:, :-1].float() / torch.tensor(temperature)
+    table = torch.log_softmax(logits, -1)
+    return table.gather(-1, ids[:, 1:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "llama"])
+@pytest.mark.usefixtures("small_pieces")
+def test_bits_are_those_of_the_table(kind: str, dtype: torch.dtype) -> None:
+    model, ids = build(kind).to(dtype), ids_of(2, 45)
+    if kind == "gemma3":
+        model.config.final_logit_softcapping = 20.0
+    with torch.no_grad(), exact(model):
+        logits = logits_of(model, ids)[:, :-1]
+        wanted = logprobs_of(model.__dict__[STATE].ops, logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1), 0.7).view(2, -1)
+        assert same_bits(score(model, ids, 0.7), wanted)
+        logprobs, entropy = score_with_entropy(model, ids, 0.7)
+        assert same_bits(logprobs, wanted)
+        assert torch.allclose(entropy, table_scores(model, ids, 0.7)[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.usefixtures("small_pieces")
+def test_gradients_are_those_of_the_table(kind: str) -> None:
+    model, ids = build(kind), ids_of(2, 45)
+    if kind == "gemma3":
+        model.config.final_logit_softcapping = 20.0
+
+    def gradients(scores: Any) -> list[Tensor]:
+        model.zero_grad()
+        with exact(model):
+            logprobs, entropy = scores(model, ids, 0.7)
+            (logprobs * torch.linspace(-1, 2, 44) + 0.3 * entropy).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    mine, theirs = gradients(score_with_entropy), gradients(table_scores)
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+    assert all(same_bits(a, b) for a, b in zip(mine, gradients(score_with_entropy), strict=True))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_checkpointing_and_packed_rows_keep_the_bits() -> None:
+    model, ids = build("qwen3").train(), ids_of(1, 60)
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        with exact(model):
+            found = score(model, ids, cu_seqlens=torch.tensor([0, 21, 60]))
+            found.sum().backward()
+        return found.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain, plain_grads = run()
+    assert plain[0, 20] == 0.0
+    with torch.no_grad():
+        assert same_bits(plain[:, :20], score(model, ids[:, :21]))
+        assert same_bits(plain[:, 21:], score(model, ids[:, 21:]))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again, again_grads = run()
+    assert same_bits(plain, again) and all(same_bits(a, b) for a, b in zip(plain_grads, again_grads, strict=True))
+
+
+def test_no_tensor_of_the_head_grows_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest table of logits in a pass, forward and backward, at two lengths."""
+    monkeypatch.setattr(head, "PIECE_LOGITS", {"cpu": 32 * VOCABULARY})
+    model, seen = build("qwen3"), []
+    original = head.scaled_logits_of
+
+    def watched(hidden: Tensor, *rest: Any) -> Any:
+        found = original(hidden, *rest)
+        seen.append(found[0].shape[0])
+        return found
+
+    monkeypatch.setattr(head, "scaled_logits_of", watched)
+    for tokens in (64, 400):
+        score(model, ids_of(1, tokens)).sum().backward()
+        assert max(seen) == 32 and len(seen) >= 2 * (tokens // 32)
+        seen.clear()
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    torch.manual_seed(0)
+    small = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = GraniteForCausalLM(GraniteConfig(**small, num_key_value_heads=1, logits_scaling=4.0)).eval()
+    with torch.no_grad(), pytest.raises(ExactnessError, match="GraniteForCausalLM changes its logits"):
+        score(model, ids_of(1, 9))

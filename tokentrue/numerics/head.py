@@ -1,0 +1,106 @@
+"""Log-probabilities and entropies from hidden states, without the table of logits [tokens, vocabulary].
+
+The head's product and the log-softmax run over a few rows at a time, forward and backward, so that the head's memory does not depend on
+the number of tokens. Rows are independent under exact operators, so the cut changes no bit. The backward pass computes each piece's logits
+again; gradients of the weight are summed over the pieces in float32, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokentrue.numerics.logprob import scale_logits
+from tokentrue.numerics.ops import Ops
+
+PIECE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""Logits computed at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings:
+    """How hidden states become a distribution."""
+
+    ops: Ops
+    temperature: float
+    softcap: float | None
+    entropy: bool
+
+
+def score_tokens(hidden_RK: Tensor, weight_VK: Tensor, bias: Tensor | None, ids_R: Tensor, settings: HeadSettings) -> Tensor:
+    """(grad) float32 [R, 2]: log-probability of ids[r] and entropy of row r (0 unless asked for)."""
+    return HeadScores.apply(hidden_RK, weight_VK, bias, ids_R, settings)  # pyright: ignore[reportReturnType]
+
+
+class HeadScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, settings: HeadSettings) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, ids)
+        ctx.settings = settings
+        out = torch.zeros(hidden.shape[0], 2, dtype=torch.float32, device=hidden.device)
+        for rows in pieces(hidden.shape[0], weight):
+            scaled = scaled_logits_of(hidden[rows], weight, bias, settings)[0]
+            if settings.entropy:
+                table = settings.ops.log_softmax(scaled)
+                out[rows, 0] = table.gather(-1, ids[rows, None]).squeeze(-1)
+                out[rows, 1] = -(table.exp() * table).sum(-1)
+            else:
+                out[rows, 0] = settings.ops.token_logprobs(scaled, ids[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
+        for rows in pieces(hidden.shape[0], weight):
+            d_logits = logits_gradient(hidden[rows], weight, bias, ids[rows], grads[0][rows], ctx.settings)
+            narrow = d_logits.to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = narrow @ weight
+            if d_weight is not None:
+                d_weight += narrow.t() @ hidden[rows]
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+        return (
+            d_hidden, None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype), None, None,
+        )  # fmt: skip
+
+
+def pieces(rows: int, weight: Tensor) -> Iterator[slice]:
+    step = max(1, PIECE_LOGITS[weight.device.type] // weight.shape[0])
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def scaled_logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> tuple[Tensor, Tensor | None]:
+    """float32 logits over temperature, and tanh(logits / softcap) where there is a soft cap."""
+    logits, bent = settings.ops.linear(hidden, weight, bias), None
+    if settings.softcap is not None:
+        bent = torch.tanh(logits / settings.softcap)
+        logits = bent * settings.softcap
+    return scale_logits(logits, settings.temperature), bent
+
+
+def logits_gradient(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, grads_R2: Tensor, settings: HeadSettings
+) -> Tensor:
+    """float32 [R, V]: of the sum of both scores, each times its gradient, with respect to the logits."""
+    scaled, bent = scaled_logits_of(hidden, weight, bias, settings)
+    table = settings.ops.log_softmax(scaled)
+    probs = table.exp()
+    gradient = probs * -grads_R2[:, :1]
+    if settings.entropy:
+        entropy = -(probs * table).sum(-1, keepdim=True)
+        gradient -= probs * (table + entropy) * grads_R2[:, 1:]
+    gradient.scatter_add_(1, ids[:, None], grads_R2[:, :1])
+    gradient /= settings.temperature
+    if bent is not None:
+        gradient *= 1 - bent.float().square()
+    return gradient
