@@ -1,8 +1,9 @@
 """What the gateway adds to a turn, against a bare reverse proxy in the same run: `tokentrue bench gateway`.
 
-Four processes on one machine: this client, the engine stand-in (SGLang's wire format, answers at once), the gateway, the proxy.
-Agents play real conversations, one assistant turn with a tool call and one tool result at a time; every body goes to the gateway
-and to the proxy, in turn, so both see the same noise. CPU is read from the kernel's own account of each process.
+Processes on one machine: this client, an engine stand-in (SGLang's wire format, answers at once), the gateway, and a proxy on the same
+server and client libraries. Agents play conversations with one tool call per turn; each turn goes to the gateway and to the proxy, one
+after the other, so that both see the same noise. CPU time is the kernel's own account of each process.
+`--set key=value` starts a second gateway with that setting (an accelerator switched off, say) and measures it in the same run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -18,56 +20,58 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httptools
 import orjson
 
 from tokentrue.bench import Report
+from tokentrue.bench.agents import (
+    ANSWER,
+    ANSWER_END,
+    PATH,
+    Agent,
+    HttpClient,
+    connect,
+    message_from_answer,
+    message_from_stream,
+    read_pages,
+)
 from tokentrue.errors import ConfigError
 
-PATH = "/v1/chat/completions"
-TARGETS = {8: 2.2, 128: 1.0}
+TARGETS = {8: 2.3, 128: 1.3}
+FIRST_BYTE_TARGET = 2.0
+CPU_GROWTH_TARGET = 2.0
+THROUGHPUT_TARGET = 0.4
 WINDOW = 4  # turns on either side of a mark that count for it
-ANSWER = (
-    "<think>\nThe next file is the one to read, then the numbers can be compared with what the test wants.\n</think>\n\n"
-    'Reading on.\n<tool_call>\n{"name": "read", "arguments": {"path": "src/module_'
-)
-ANSWER_END = '.py", "first": 1, "last": 40}}\n</tool_call>'
-TOOL = {
-    "name": "read",
-    "description": "Read lines of a file.",
-    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
-}
-RULES = "You mend programs. Read before you write, change one thing at a time, and run the tests after each change. "
-PAGE = 1900  # characters of a file that a tool reads at a time: about 5k, 18k, 70k and 140k tokens of history at turns 8, 32, 128 and 256
+QUIET = 0.1  # cores that other processes may keep busy before the figures are doubtful
+CONCURRENT_AGENTS, CONCURRENT_TURNS = 64, 12
+ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 
 
-def run(*, quick: bool = False) -> list[Report]:
+@dataclass(slots=True)
+class Figures:
+    """Seconds by mark, of one server."""
+
+    whole: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    first: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    cpu: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    turns_per_s: float = 0.0
+
+
+def run(*, quick: bool = False, settings: Sequence[str] = ()) -> list[Report]:
     marks = (8, 32) if quick else (8, 32, 128, 256)
-    sessions = 4 if quick else 8
-    with tempfile.TemporaryDirectory(prefix="tokentrue-bench-") as folder, machine(Path(folder)) as parts:
-        began, before = time.perf_counter(), others_s(parts)
-        measured = asyncio.run(measure(parts, marks, sessions))
-        busy = (others_s(parts) - before) / (time.perf_counter() - began)
-    latency = latency_report(measured, marks)
-    note = f"other processes kept {busy:.2f} of {os.cpu_count()} cores busy meanwhile"
-    if busy > 0.1:
-        note += "; measure again when it is quiet"
-    return [replace(latency, notes=[*latency.notes, note]), stream_report(measured)]
-
-
-def others_s(parts: dict[str, Part]) -> float:
-    """CPU seconds of everything on this machine but the benchmark: where it grows, the figures are not to be trusted."""
-    fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    used = sum(fields[:3] + fields[5:8]) / os.sysconf("SC_CLK_TCK")
-    return used - time.process_time() - sum(part.cpu_s() for part in parts.values())
+    with tempfile.TemporaryDirectory(prefix="tokentrue-bench-") as folder, start_servers(Path(folder), settings) as servers:
+        started, before = time.perf_counter(), others_cpu_s(servers)
+        figures, tokens = asyncio.run(measure(servers, marks, agents=4 if quick else 8))
+        busy = (others_cpu_s(servers) - before) / (time.perf_counter() - started)
+    note = f"other processes kept {busy:.2f} of {os.cpu_count()} cores busy" + ("; measure again when it is quiet" if busy > QUIET else "")
+    return [report_latency(figures, marks, tokens, note), report_first_byte(figures), report_throughput(figures)]
 
 
 def bench_model() -> str:
-    """A real tokenizer where one was put; the small model that ships with the package elsewhere."""
+    """A real tokenizer where `TOKENTRUE_BENCH_MODEL` names one; else the small model that ships with the package."""
     from tokentrue.environments import SMALL_MODEL
 
     chosen = os.environ.get("TOKENTRUE_BENCH_MODEL") or str(Path(".cache/parts/tokenizers/qwen3"))
@@ -84,14 +88,17 @@ def standin_settings(model: str, **more: Any) -> dict[str, Any]:
     call = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": '{"path": "src/module_1000001.py"}'}}
     message = {"role": "assistant", "content": "Reading on.", "tool_calls": [call]}
     chat = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [{"index": 0, "message": message}]}
-    return {"head": renderer.encode_sampled(ANSWER), "digits": digits, "tail": tail, "chat": chat, **more}
+    return {"head": list(renderer.encode_sampled(ANSWER)), "digits": digits, "tail": tail, "chat": chat, **more}
 
 
-class Part:
+class ServerProcess:
     """A process that prints where it listens."""
 
-    def __init__(self, *command: str) -> None:
-        self.process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    def __init__(self, *command: str, admin_key: str = "") -> None:
+        env = {**os.environ, ADMIN_KEY: admin_key}
+        arguments = [sys.executable, "-m", *command]
+        self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+        self.admin_key = admin_key
         assert self.process.stdout is not None
         first = self.process.stdout.readline()
         if not first:
@@ -100,10 +107,8 @@ class Part:
 
     def cpu_s(self) -> float:
         """On-CPU time of all its threads."""
-        total = 0
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            total += int((task / "schedstat").read_text().split()[0])
-        return total / 1e9
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
 
     def stop(self) -> None:
         self.process.terminate()
@@ -113,188 +118,163 @@ class Part:
 
 
 @contextmanager
-def machine(folder: Path) -> Iterator[dict[str, Part]]:
-    model = bench_model()
-    settings = folder / "standin.json"
-    settings.write_text(json.dumps(standin_settings(model)))
-    parts: dict[str, Part] = {}
+def start_servers(folder: Path, settings: Sequence[str]) -> Iterator[dict[str, ServerProcess]]:
+    """The engine stand-in, the proxy, the gateway, and a second gateway with `settings` where any are given."""
+    model, key = bench_model(), secrets.token_hex(16)
+    standin = folder / "standin.json"
+    standin.write_text(json.dumps(standin_settings(model)))
+    servers: dict[str, ServerProcess] = {}
     try:
-        parts["engine"] = Part("tokentrue.bench.standin", str(settings))
-        url = f"http://127.0.0.1:{parts['engine'].port}"
-        parts["proxy"] = Part("tokentrue.bench.bare_proxy", url)
-        store = f"sqlite:{folder / 'bench.sqlite'}"
-        flags = ["--engine", "sglang", "--url", url, "--model", model, "--port", "0", "--store", store]
-        parts["gateway"] = Part("tokentrue", "serve", *flags)
-        yield parts
+        servers["engine"] = ServerProcess("tokentrue.bench.standin", str(standin))
+        url = f"http://127.0.0.1:{servers['engine'].port}"
+        servers["proxy"] = ServerProcess("tokentrue.bench.bare_proxy", url)
+        for name, extra in {"gateway": (), **({"changed": tuple(settings)} if settings else {})}.items():
+            store = f"sqlite:{folder / name}.sqlite"
+            flags = ["--engine", "sglang", "--url", url, "--model", model, "--port", "0", "--store", store]
+            sets = [word for setting in extra for word in ("--set", setting)]
+            servers[name] = ServerProcess("tokentrue", "serve", *flags, *sets, admin_key=key)
+        yield servers
     finally:
-        for part in parts.values():
-            part.stop()
+        for server in servers.values():
+            server.stop()
 
 
-class Wire(asyncio.Protocol):
-    """The least client there is: one connection, one request at a time, the moments of its first body byte and its end."""
-
-    def __init__(self) -> None:
-        self._parser: Any = None
-        self._done: asyncio.Future[None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: Any = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_body(self, data: bytes) -> None:
-        if not self.body:
-            self.first_s = time.perf_counter()
-        self.body += data
-
-    def on_message_complete(self) -> None:
-        assert self._done is not None
-        self._done.set_result(None)
-
-    async def post(self, path: str, body: bytes, key: str) -> tuple[bytes, float, float]:
-        """The answer, seconds to its first byte and to its end."""
-        self._parser, self.body = httptools.HttpResponseParser(self), bytearray()
-        self._done = asyncio.get_running_loop().create_future()
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
-        started = time.perf_counter()
-        self._transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        await self._done
-        if self._parser.get_status_code() >= 300:
-            raise ConfigError(f"the benchmark was refused: {bytes(self.body[:300])!r}")
-        return bytes(self.body), self.first_s - started, time.perf_counter() - started
+def others_cpu_s(servers: dict[str, ServerProcess]) -> float:
+    """CPU seconds of everything on this machine but the benchmark."""
+    fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    used = sum(fields[:3] + fields[5:8]) / os.sysconf("SC_CLK_TCK")
+    return used - time.process_time() - sum(server.cpu_s() for server in servers.values())
 
 
-async def connect(port: int) -> Wire:
-    _, wire = await asyncio.get_running_loop().create_connection(Wire, "127.0.0.1", port)
-    return wire
+async def measure(servers: dict[str, ServerProcess], marks: Sequence[int], *, agents: int) -> tuple[dict[str, Figures], dict[int, int]]:
+    """Figures of every server, and the prompt tokens at each mark."""
+    measured = {name: server for name, server in servers.items() if name != "engine"}
+    await play(measured, marks[:1], {name: Figures() for name in measured}, {})  # warm-up: not counted
+    figures, tokens = {name: Figures() for name in measured}, dict[int, int]()
+    for _ in range(agents):
+        await play(measured, marks, figures, tokens)
+        await play_streamed(measured, [mark for mark in marks if mark <= 128], figures)
+    for name, server in measured.items():
+        figures[name].turns_per_s = await throughput(server)
+    return figures, tokens
 
 
-def pages() -> Iterator[str]:
-    """Source files as an agent reads them: those of Python's own library, page by page. Agents of a group read the same ones."""
-    files = sorted(Path(json.__file__).parent.parent.glob("*.py"))
-    while True:
-        for file in files:
-            text = file.read_text(encoding="utf-8", errors="replace")
-            yield from (text[start : start + PAGE] for start in range(0, len(text) - PAGE, PAGE))
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """One agent at one server. The proxy keeps no sessions: it is sent what the gateway is sent."""
+
+    client: HttpClient
+    key: str
+    agent: Agent
 
 
-class Agent:
-    """A conversation as its bytes: grown by what was answered, never dumped anew, so the client costs the same at every turn."""
-
-    def __init__(self, pages: Iterator[str]) -> None:
-        self._pages = pages
-        system = {"role": "system", "content": RULES * 60}
-        user = {"role": "user", "content": "The sum is off in the last bit. Find out why."}
-        self._messages = b'{"messages":[' + orjson.dumps(system) + b"," + orjson.dumps(user)
-        self._tail = b'],"model":"m","tools":[' + orjson.dumps({"type": "function", "function": TOOL}) + b"]"
-
-    def body(self, *, streamed: bool = False) -> bytes:
-        return self._messages + self._tail + (b',"stream":true}' if streamed else b"}")
-
-    def heard(self, message: dict[str, Any]) -> None:
-        tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": next(self._pages)}
-        self._messages += b"," + orjson.dumps(message) + b"," + orjson.dumps(tool)
+async def open_conversation(server: ServerProcess) -> Conversation:
+    client = await connect(server.port)
+    key = ""
+    if server.admin_key:
+        key = orjson.loads((await client.post("/sessions", b"{}", server.admin_key)).body)["api_key"]
+    return Conversation(client=client, key=key, agent=Agent(read_pages()))
 
 
-async def measure(parts: dict[str, Part], marks: Sequence[int], sessions: int) -> dict[str, Any]:
-    """Per mark: seconds per turn of both, to the first streamed byte of both, CPU per turn of both."""
-    gateway, proxy = await connect(parts["gateway"].port), await connect(parts["proxy"].port)
-    unread = pages() if os.environ.get("TOKENTRUE_BENCH_PAGES") == "new" else None  # each agent goes on where the last one stopped
+async def play(
+    servers: dict[str, ServerProcess], marks: Sequence[int], figures: dict[str, Figures], tokens: dict[int, int]
+) -> None:
+    talks = {name: await open_conversation(server) for name, server in servers.items()}
+    for turn in range(1, max(marks) + WINDOW + 1):
+        mark = mark_near(turn, marks)
+        for name, talk in talks.items():
+            body = talks["gateway"].agent.body() if name == "proxy" else talk.agent.body()
+            if name == "proxy" and mark is None:
+                continue
+            before = servers[name].cpu_s()
+            response = await talk.client.post(PATH, body, talk.key)
+            if mark is not None:
+                figures[name].cpu[mark].append(servers[name].cpu_s() - before)
+                figures[name].whole[mark].append(response.whole_s)
+            if name != "proxy":
+                talk.agent.append(message_from_answer(response.body))
+            if name == "gateway" and turn in marks:
+                tokens[turn] = orjson.loads(response.body)["usage"]["prompt_tokens"]
+    for talk in talks.values():
+        talk.client.close()
 
-    async def agents(marks: Sequence[int], out: dict[str, Any]) -> None:
-        await play(parts, gateway, proxy, Agent(unread or pages()), marks, out)
-        await play_streamed(gateway, proxy, Agent(unread or pages()), [mark for mark in marks if mark <= 128], out)
 
-    await agents(marks[:1], record())  # these do not count: whatever a fresh server does, it does for the first time
-    out = record()
-    for _ in range(sessions):
-        await agents(marks, out)
-    return out
+async def play_streamed(servers: dict[str, ServerProcess], marks: Sequence[int], figures: dict[str, Figures]) -> None:
+    talks = {name: await open_conversation(server) for name, server in servers.items()}
+    for turn in range(1, max(marks) + WINDOW + 1):
+        mark = mark_near(turn, marks)
+        for name, talk in talks.items():
+            body = talks["gateway"].agent.body(streamed=True) if name == "proxy" else talk.agent.body(streamed=True)
+            if name == "proxy" and mark is None:
+                continue
+            response = await talk.client.post(PATH, body, talk.key)
+            if mark is not None:
+                figures[name].first[mark].append(response.first_s)
+            if name != "proxy":
+                talk.agent.append(message_from_stream(response.body))
+    for talk in talks.values():
+        talk.client.close()
 
 
-def record() -> dict[str, Any]:
-    names = ("gateway", "proxy", "gateway_first", "proxy_first", "gateway_cpu", "proxy_cpu")
-    return {name: defaultdict(list) for name in names} | {"tokens": {}}
+async def throughput(server: ServerProcess) -> float:
+    """Turns per second of many agents at once."""
+    talks = [await open_conversation(server) for _ in range(CONCURRENT_AGENTS)]
+
+    async def play_one(talk: Conversation) -> None:
+        for _ in range(CONCURRENT_TURNS):
+            response = await talk.client.post(PATH, talk.agent.body(), talk.key)
+            talk.agent.append(message_from_answer(response.body))
+
+    started = time.perf_counter()
+    await asyncio.gather(*map(play_one, talks))
+    seconds = time.perf_counter() - started
+    for talk in talks:
+        talk.client.close()
+    return CONCURRENT_AGENTS * CONCURRENT_TURNS / seconds
 
 
-def mark_of(turn: int, marks: Sequence[int]) -> int | None:
+def mark_near(turn: int, marks: Sequence[int]) -> int | None:
     return next((mark for mark in marks if abs(turn - mark) <= WINDOW), None)
 
 
-async def play(parts: dict[str, Part], gateway: Wire, proxy: Wire, agent: Agent, marks: Sequence[int], out: dict[str, Any]) -> None:
-    key = orjson.loads((await gateway.post("/sessions", b"{}", ""))[0])["api_key"]
-    for turn in range(1, max(marks) + WINDOW + 1):
-        mark, body = mark_of(turn, marks), agent.body()
-        before = parts["gateway"].cpu_s()
-        answer, _, whole_s = await gateway.post(PATH, body, key)
-        message = orjson.loads(answer)
-        if mark is not None:
-            out["gateway_cpu"][mark].append(parts["gateway"].cpu_s() - before)
-            out["gateway"][mark].append(whole_s)
-            before = parts["proxy"].cpu_s()
-            out["proxy"][mark].append((await proxy.post(PATH, body, key))[2])
-            out["proxy_cpu"][mark].append(parts["proxy"].cpu_s() - before)
-        if turn in marks:
-            out["tokens"][turn] = message["usage"]["prompt_tokens"]
-        agent.heard(message["choices"][0]["message"])
-
-
-async def play_streamed(gateway: Wire, proxy: Wire, agent: Agent, marks: Sequence[int], out: dict[str, Any]) -> None:
-    key = orjson.loads((await gateway.post("/sessions", b"{}", ""))[0])["api_key"]
-    for turn in range(1, max(marks) + WINDOW + 1):
-        mark, body = mark_of(turn, marks), agent.body(streamed=True)
-        stream, first_s, _ = await gateway.post(PATH, body, key)
-        if mark is not None:
-            out["gateway_first"][mark].append(first_s)
-            out["proxy_first"][mark].append((await proxy.post(PATH, body, key))[1])
-        agent.heard(message_of(stream))
-
-
-def message_of(stream: bytes) -> dict[str, Any]:
-    """The message that a stream of chunks adds up to."""
-    text: dict[str, str] = {"content": "", "reasoning_content": "", "arguments": "", "id": "", "name": ""}
-    for line in stream.split(b"\n\n"):
-        if not line.startswith(b"data: {"):
-            continue
-        for choice in orjson.loads(line[6:])["choices"]:
-            delta = choice["delta"]
-            for call in delta.get("tool_calls", ()):
-                text["id"] += call.get("id", "")
-                text["name"] += call["function"].get("name", "")
-                text["arguments"] += call["function"]["arguments"]
-            for name in ("content", "reasoning_content"):
-                text[name] += delta.get(name) or ""
-    call = {"id": text["id"], "type": "function", "function": {"name": text["name"], "arguments": text["arguments"]}}
-    return {"role": "assistant", "content": text["content"], "reasoning_content": text["reasoning_content"], "tool_calls": [call]}
-
-
-def ms(values: Sequence[float]) -> tuple[float, float]:
+def p50_p99_ms(values: Sequence[float]) -> tuple[float, float]:
     ordered = sorted(values)
     return statistics.median(ordered) * 1e3, ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e3
 
 
-def latency_report(measured: dict[str, Any], marks: Sequence[int]) -> Report:
+def gateways_in(figures: dict[str, Figures]) -> list[str]:
+    return [name for name in figures if name != "proxy"]
+
+
+def report_latency(figures: dict[str, Figures], marks: Sequence[int], tokens: dict[int, int], note: str) -> Report:
     rows: list[Sequence[Any]] = []
-    cpu: dict[int, float] = {}
-    for mark in marks:
-        ours, theirs = ms(measured["gateway"][mark]), ms(measured["proxy"][mark])
-        cpu[mark] = statistics.median(measured["gateway_cpu"][mark]) * 1e3
-        proxy_cpu = statistics.median(measured["proxy_cpu"][mark]) * 1e3
-        target = f"≤ {TARGETS[mark]}" if mark in TARGETS else ""
-        rows.append((mark, measured["tokens"][mark], *ours, *theirs, ours[0] / theirs[0], target, cpu[mark], proxy_cpu))
-    columns = ("turn", "prompt tokens", "p50 ms", "p99 ms", "proxy p50", "proxy p99", "ratio", "target", "CPU ms", "proxy CPU")
-    notes = [f"{len(measured['gateway'][marks[0]])} turns per row; engine stand-in: own process, SGLang wire format, answers at once"]
-    if 256 in cpu:
-        notes.append(f"CPU per turn at 256 ÷ at 8: {cpu[256] / cpu[8]:.2f} (target ≤ 2)")
+    notes = [f"{len(figures['gateway'].whole[marks[0]])} turns per row; engine stand-in answers at once", note]
+    for name in gateways_in(figures):
+        cpu = {mark: statistics.median(figures[name].cpu[mark]) * 1e3 for mark in marks}
+        for mark in marks:
+            ours, theirs = p50_p99_ms(figures[name].whole[mark]), p50_p99_ms(figures["proxy"].whole[mark])
+            target = f"≤ {TARGETS[mark]}" if mark in TARGETS else ""
+            proxy_cpu = statistics.median(figures["proxy"].cpu[mark]) * 1e3
+            rows.append((name, mark, tokens[mark], *ours, *theirs, ours[0] / theirs[0], target, cpu[mark], proxy_cpu))
+        if 256 in cpu:
+            notes.append(f"{name}: CPU per turn at 256 ÷ at 8: {cpu[256] / cpu[8]:.2f} (target ≤ {CPU_GROWTH_TARGET:g})")
+    columns = ("server", "turn", "prompt tokens", "p50 ms", "p99 ms", "proxy p50", "proxy p99", "ratio", "target", "CPU ms", "proxy CPU")
     return Report(title="time per turn, gateway against bare proxy", columns=columns, rows=rows, notes=notes)
 
 
-def stream_report(measured: dict[str, Any]) -> Report:
+def report_first_byte(figures: dict[str, Figures]) -> Report:
     rows: list[Sequence[Any]] = []
-    for mark in measured["gateway_first"]:
-        ours, theirs = ms(measured["gateway_first"][mark]), ms(measured["proxy_first"][mark])
-        rows.append((mark, *ours, *theirs, ours[0] / theirs[0], "≤ 1.5" if mark == 8 else ""))
-    columns = ("turn", "p50 ms", "p99 ms", "proxy p50", "proxy p99", "ratio", "target")
+    for name in gateways_in(figures):
+        for mark, values in figures[name].first.items():
+            ours, theirs = p50_p99_ms(values), p50_p99_ms(figures["proxy"].first[mark])
+            rows.append((name, mark, *ours, *theirs, ours[0] / theirs[0], f"≤ {FIRST_BYTE_TARGET:g}"))
+    columns = ("server", "turn", "p50 ms", "p99 ms", "proxy p50", "proxy p99", "ratio", "target")
     return Report(title="first streamed byte, gateway against bare proxy", columns=columns, rows=rows)
+
+
+def report_throughput(figures: dict[str, Figures]) -> Report:
+    proxy = figures["proxy"].turns_per_s
+    ours = {name: figures[name].turns_per_s for name in gateways_in(figures)}
+    rows = [(name, value, proxy, value / proxy, f"≥ {THROUGHPUT_TARGET:g}") for name, value in ours.items()]
+    title = f"turns per second, {CONCURRENT_AGENTS} agents at once, {CONCURRENT_TURNS} turns each"
+    return Report(title=title, columns=("server", "turns/s", "proxy turns/s", "ratio", "target"), rows=rows)

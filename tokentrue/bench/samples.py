@@ -106,19 +106,19 @@ def _linear(curve: tuple[tuple[int, int], ...]) -> Report:
 
 
 def _turns(quick: bool) -> Report:
-    """The corridor without an engine or tokenizer: what a turn costs as the conversation grows."""
-    from tokentrue.bench.corridor import conversation
+    """A session without an engine or tokenizer: what a turn costs as the conversation grows."""
+    from tokentrue.bench.session import measure_turn
 
     rows: list[tuple[Any, ...]] = []
     lengths = (8, 32, 128) if quick else (8, 32, 128, 256)
-    measured = [(turns, *asyncio.run(conversation(turns))) for turns in lengths]
-    for turns, full, after, tokens in measured:
-        rows.append((turns, tokens, f"{full:.0f}", f"{full / measured[0][1]:.2f}", f"{after:.0f}", f"{after / measured[0][2]:.2f}"))
+    measured = [(turns, *asyncio.run(measure_turn(turns))) for turns in lengths]
+    for turns, fresh, shared, tokens in measured:
+        rows.append((turns, tokens, f"{fresh:.0f}", f"{fresh / measured[0][1]:.2f}", f"{shared:.0f}", f"{shared / measured[0][2]:.2f}"))
     return Report(
-        title="one turn of the corridor (no engine, no tokenizer, no journal)",
-        columns=("turns before it", "prompt tokens", "whole history, µs", "÷ first", "`after`, µs", "÷ first"),
+        title="one turn of a session (no engine, no tokenizer, no journal)",
+        columns=("turns before it", "prompt tokens", "fresh objects, µs", "÷ first", "shared objects, µs", "÷ first"),
         rows=rows,
-        notes=("whole history: the request replays every message as fresh objects; `after`: only what is new (the gateway's fast path)",),
+        notes=("every request replays the whole history: as new message objects, or as the same objects with new ones appended",),
     )
 
 

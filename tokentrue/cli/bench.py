@@ -21,11 +21,15 @@ def command(
     name: Annotated[str, typer.Argument(help="one of: " + ", ".join(NAMES))],
     quick: Annotated[bool, typer.Option("--quick", help="smaller sizes, for a smoke test")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="gateway: measure a second gateway with this setting, too")] = None,
 ) -> int:
     """Measure ratios in one run on this machine."""
     if name not in NAMES:
         raise ConfigError(f"no benchmark {name!r}; choose one of {', '.join(NAMES)}")
-    reports: list[Report] = import_module(f"tokentrue.bench.{name}").run(quick=quick)
+    if sets and name != "gateway":
+        raise ConfigError("--set is for `bench gateway`")
+    more = {"settings": sets} if sets else {}
+    reports: list[Report] = import_module(f"tokentrue.bench.{name}").run(quick=quick, **more)
     machine = f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
     if as_json:
         shaped = [{"title": r.title, "columns": r.columns, "rows": r.rows, "notes": r.notes} for r in reports]

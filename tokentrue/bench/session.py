@@ -1,4 +1,4 @@
-"""A session with a renderer and an engine that cost nothing, so that what is left is the corridor itself."""
+"""A session whose renderer and engine cost nothing, so that what is measured is the session itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from statistics import median
 from typing import Any
 
+from tokentrue.ids import TokenIds
 from tokentrue.types import Chunk, Completion, Ended, Extension, Finish, Ids, Messages, Parsed, Rendered, Sampling, Tools, TurnRequest
 
 GIVEN, SAMPLED, STOP = 200, 80, 1
@@ -22,7 +23,7 @@ class FreeRenderer:
     _given = tuple(range(10, 10 + GIVEN))
 
     def render(self, messages: Messages, tools: Tools | None = None, *, template_kwargs: Any = None) -> Rendered:
-        return Rendered(token_ids=self._given * len(messages))
+        return Rendered(token_ids=TokenIds(self._given * len(messages)))
 
     def extend(self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Any = None, *, template_kwargs: Any = None) -> Extension:
         return Extension(prefix_ids=prefix_ids, added_ids=self._given)
@@ -41,6 +42,9 @@ class FreeRenderer:
     def decode(self, token_ids: Ids) -> str:
         return ""
 
+    def encode_sampled(self, text: str) -> tuple[int, ...]:
+        return ()
+
 
 class FreeEngine:
     """Answers at once."""
@@ -54,7 +58,7 @@ class FreeEngine:
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         self.count += 1
         ids = (self.count, *range(1_000, 1_000 + SAMPLED - 2), STOP)
-        return Completion(token_ids=ids, logprobs=(-0.5,) * SAMPLED, finish=Finish.STOP, prompt_tokens=len(prompt_ids))
+        return Completion(token_ids=TokenIds(ids), logprobs=(-0.5,) * SAMPLED, finish=Finish.STOP, prompt_tokens=len(prompt_ids))
 
     def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
         raise NotImplementedError("the benchmark does not stream")
@@ -71,27 +75,21 @@ def _follow(message: Mapping[str, Any]) -> list[Any]:
     return [replay, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "def f():\n    return 1\n" * 60}]
 
 
-async def conversation(turns: int, *, times: int = 30) -> tuple[float, float, int]:
-    """Median CPU µs of one more turn after `turns` turns: with the whole history as fresh objects, and with `after`; prompt tokens."""
+async def measure_turn(turns: int, *, times: int = 30) -> tuple[float, float, int]:
+    """Median CPU µs of one more turn after `turns` turns, for a history of new objects and of the same ones; and prompt tokens."""
     from tokentrue.turn import Session
 
     session = Session(renderer=FreeRenderer(), provider=FreeEngine())
     history: list[Any] = [{"role": "system", "content": "You are careful. " * 50}, {"role": "user", "content": "Mend the build."}]
     (reply,) = await session.turn(TurnRequest(messages=history))
-    for _ in range(turns - 1):
+    fresh: list[float] = []
+    shared: list[float] = []
+    for turn in range(turns - 1 + 2 * times):
         history = [*history, *_follow(reply.message)]
-        (reply,) = await session.turn(TurnRequest(messages=history))
-    whole: list[float] = []
-    quick: list[float] = []
-    for _ in range(times):
-        history = [*history, *_follow(reply.message)]
-        fresh = json.loads(json.dumps(history))
+        measured = None if turn < turns - 1 else (fresh, shared)[turn % 2]
+        request = TurnRequest(messages=json.loads(json.dumps(history)) if measured is fresh else history)
         start = time.thread_time()
-        (reply,) = await session.turn(TurnRequest(messages=fresh))
-        whole.append(time.thread_time() - start)
-        tail = json.loads(json.dumps(_follow(reply.message)))
-        start = time.thread_time()
-        (after,) = await session.turn(TurnRequest(messages=tail, after=reply.node))
-        quick.append(time.thread_time() - start)
-        history, reply = [*history, *tail], after
-    return median(whole) * 1e6, median(quick) * 1e6, reply.prompt_tokens
+        (reply,) = await session.turn(request)
+        if measured is not None:
+            measured.append(time.thread_time() - start)
+    return median(fresh) * 1e6, median(shared) * 1e6, reply.prompt_tokens

@@ -1,0 +1,132 @@
+"""Agents for benchmarks: conversations with one tool call and one tool result per turn, and the smallest HTTP client that times them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httptools
+import orjson
+
+from tokentrue.errors import ConfigError
+
+PATH = "/v1/chat/completions"
+ANSWER = (
+    "<think>\nThe next file is the one to read, then the numbers can be compared with what the test wants.\n</think>\n\n"
+    'Reading on.\n<tool_call>\n{"name": "read", "arguments": {"path": "src/module_'
+)
+ANSWER_END = '.py", "first": 1, "last": 40}}\n</tool_call>'
+TOOL = {
+    "name": "read",
+    "description": "Read lines of a file.",
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
+RULES = "You mend programs. Read before you write, change one thing at a time, and run the tests after each change. "
+PAGE = 1900  # characters of a file that a tool reads at a time: about 5k, 18k, 70k and 140k tokens of history at turns 8, 32, 128 and 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedResponse:
+    body: bytes
+    first_s: float  # from the request to the first byte of the body
+    whole_s: float
+
+
+class HttpClient(asyncio.Protocol):
+    """One connection, one request at a time. It costs less than a general client, so that the servers are what is measured."""
+
+    def __init__(self) -> None:
+        self._parser: Any = None
+        self._finished: asyncio.Future[None] | None = None
+        self._body = bytearray()
+        self._first = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, data: bytes) -> None:
+        if not self._body:
+            self._first = time.perf_counter()
+        self._body += data
+
+    def on_message_complete(self) -> None:
+        assert self._finished is not None
+        self._finished.set_result(None)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    async def post(self, path: str, body: bytes, key: str) -> TimedResponse:
+        self._parser, self._body = httptools.HttpResponseParser(self), bytearray()
+        self._finished = asyncio.get_running_loop().create_future()
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+        started = time.perf_counter()
+        self._transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await self._finished
+        ended = time.perf_counter()
+        if self._parser.get_status_code() >= 300:
+            raise ConfigError(f"the benchmark was refused: {bytes(self._body[:300])!r}")
+        return TimedResponse(body=bytes(self._body), first_s=self._first - started, whole_s=ended - started)
+
+
+async def connect(port: int) -> HttpClient:
+    _, client = await asyncio.get_running_loop().create_connection(HttpClient, "127.0.0.1", port)
+    return client
+
+
+def read_pages() -> Iterator[str]:
+    """Pages of the source files of Python's standard library, without end."""
+    files = sorted(Path(json.__file__).parent.parent.glob("*.py"))
+    while True:
+        for file in files:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            yield from (text[start : start + PAGE] for start in range(0, len(text) - PAGE, PAGE))
+
+
+class Agent:
+    """A conversation as the bytes of its request: the client appends to them, so that it costs the same at every turn."""
+
+    def __init__(self, pages: Iterator[str]) -> None:
+        self._pages = pages
+        system = {"role": "system", "content": RULES * 60}
+        user = {"role": "user", "content": "The sum is off in the last bit. Find out why."}
+        self._messages = b'{"messages":[' + orjson.dumps(system) + b"," + orjson.dumps(user)
+        self._tail = b'],"model":"m","tools":[' + orjson.dumps({"type": "function", "function": TOOL}) + b"]"
+
+    def body(self, *, streamed: bool = False) -> bytes:
+        return self._messages + self._tail + (b',"stream":true}' if streamed else b"}")
+
+    def append(self, message: dict[str, Any]) -> None:
+        """The assistant's message, and the tool result that follows it."""
+        tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": next(self._pages)}
+        self._messages += b"," + orjson.dumps(message) + b"," + orjson.dumps(tool)
+
+
+def message_from_answer(answer: bytes) -> dict[str, Any]:
+    return orjson.loads(answer)["choices"][0]["message"]
+
+
+def message_from_stream(stream: bytes) -> dict[str, Any]:
+    """The message that a stream of chunks adds up to."""
+    text: dict[str, str] = {"content": "", "reasoning_content": "", "arguments": "", "id": "", "name": ""}
+    for line in stream.split(b"\n\n"):
+        if not line.startswith(b"data: {"):
+            continue
+        for choice in orjson.loads(line[6:])["choices"]:
+            delta = choice["delta"]
+            for call in delta.get("tool_calls", ()):
+                text["id"] += call.get("id", "")
+                text["name"] += call["function"].get("name", "")
+                text["arguments"] += call["function"]["arguments"]
+            for name in ("content", "reasoning_content"):
+                text[name] += delta.get(name) or ""
+    call = {"id": text["id"], "type": "function", "function": {"name": text["name"], "arguments": text["arguments"]}}
+    return {"role": "assistant", "content": text["content"], "reasoning_content": text["reasoning_content"], "tool_calls": [call]}
