@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
+BROWSER := $(VENV)/.browser
+
 .PHONY: demo test check bench clean test-slow test-load test-harness test-vllm test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -16,10 +18,15 @@ $(VENV)/.dev: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
+# The viewer's tests drive a real browser.
+$(BROWSER): $(VENV)/.dev
+	sh scripts/install_browser.sh $(BIN)/python
+	touch $@
+
 demo: $(VENV)/.base
 	$(BIN)/tokentrue demo
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(BROWSER)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm and not harness and not load"
 
 # What takes minutes, or needs a real engine, a GPU or npm, has a target of its own.

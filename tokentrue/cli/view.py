@@ -1,0 +1,101 @@
+"""tokentrue view: the viewer in a browser, over a gateway, a store or a samples file; or the same page as one file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokentrue.app.wiring import ADMIN_KEY
+from tokentrue.errors import ConfigError, FileFormatError
+
+if TYPE_CHECKING:
+    from tokentrue.viewer import ViewerData
+    from tokentrue.viewer.records import RecordSource
+
+HOST = "127.0.0.1"
+NAMES = ("127.0.0.1", "localhost")
+
+
+def command(
+    source: Annotated[str, typer.Argument(help="a samples file, sqlite:PATH of a store, or the URL of a running gateway")],
+    port: Annotated[int, typer.Option("--port", help="port to listen on; 0 picks a free one")] = 8010,
+    model: Annotated[str | None, typer.Option("--model", help="model directory: shows tokens as text and what would have broken")] = None,
+    trainer_logprobs: Annotated[
+        Path | None, typer.Option("--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": […]}: colours and plots of δ')
+    ] = None,
+    export: Annotated[Path | None, typer.Option("--export", help="write one self-contained HTML file instead of serving")] = None,
+) -> int:
+    """The viewer: sessions, token trees, mismatch plots. Read-only."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {port}")
+    data = load_data(source, model=model, trainer_logprobs=trainer_logprobs)
+    try:
+        if export is not None:
+            return _export(data, export)
+        return _serve(data, port)
+    finally:
+        data.source.close()
+
+
+def load_data(source: str, *, model: str | None, trainer_logprobs: Path | None) -> ViewerData:
+    from tokentrue.viewer import ViewerData, read_trainer_file
+
+    trainer = None if trainer_logprobs is None else read_trainer_file(trainer_logprobs)
+    return ViewerData(open_source(source), renderer=None if model is None else _renderer(model), trainer=trainer)
+
+
+def _renderer(model: str) -> Any:
+    from tokentrue.renderers import load_renderer
+
+    if not Path(model).is_dir():
+        raise ConfigError(f"--model: {model} is not a directory with a tokenizer and a chat template")
+    return load_renderer(model)
+
+
+def open_source(source: str) -> RecordSource:
+    from tokentrue.viewer import FileSource, GatewaySource, StoreSource
+
+    if source.startswith(("http://", "https://")):
+        return GatewaySource(source, key=os.environ.get(ADMIN_KEY) or None)
+    if source.startswith(("sqlite:", "postgresql:")) or source.endswith(".sqlite"):
+        from tokentrue.app.wiring import journal_for
+
+        store = source if ":" in source else f"sqlite:{source}"
+        path = Path(store.removeprefix("sqlite:"))
+        if store.startswith("sqlite:") and not path.is_file():
+            raise FileFormatError(f"no store at {path}; give the path that `tokentrue serve --store sqlite:PATH` was given")
+        return StoreSource(journal_for(store), name=path.name)
+    return FileSource(source)
+
+
+def _export(data: ViewerData, path: Path) -> int:
+    from tokentrue.viewer import write_export
+
+    count = write_export(data, path)
+    total = data.index(limit=1)["total"]
+    print(f"{path}: {count} of {total} session{'' if total == 1 else 's'}, {path.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _serve(data: ViewerData, port: int) -> int:
+    import socket
+
+    import uvicorn
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    from tokentrue.viewer import create_app
+
+    app = TrustedHostMiddleware(create_app(data), allowed_hosts=list(NAMES))  # a page from elsewhere must not read it by DNS rebinding
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {HOST}:{port}: {error.strerror}; choose another --port") from error
+    print(f"viewer: http://{HOST}:{listener.getsockname()[1]}/   ({data.source.name}; Ctrl-C stops it)", flush=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off")
+    uvicorn.Server(config).run(sockets=[listener])
+    return 0

@@ -1,0 +1,26 @@
+"""The viewer: a web page over a samples file, a store or a gateway, and the same page as one self-contained file."""
+
+from tokentrue.viewer.app import create_app
+from tokentrue.viewer.data import ViewerData
+from tokentrue.viewer.export import write_export
+from tokentrue.viewer.from_gateway import GatewaySource
+from tokentrue.viewer.from_samples import FileSource, SampleList
+from tokentrue.viewer.from_store import StoreSource
+from tokentrue.viewer.report import Chart, Report, ReportTable, write_report
+from tokentrue.viewer.trainer_file import TrainerColumns, read_trainer_file
+
+__all__ = [
+    "Chart",
+    "FileSource",
+    "GatewaySource",
+    "Report",
+    "ReportTable",
+    "SampleList",
+    "StoreSource",
+    "TrainerColumns",
+    "ViewerData",
+    "create_app",
+    "read_trainer_file",
+    "write_export",
+    "write_report",
+]

@@ -1,0 +1,34 @@
+"""Group-relative advantages for display: what `tokentrue.mismatch.grpo_advantages` computes on tensors, without torch.
+
+A test holds the two together. A sample whose metadata says its `advantage` keeps that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tokentrue.types import Sample
+
+EPS = 1e-6
+
+
+def group_advantages(rewards: Sequence[float], *, eps: float = EPS) -> list[float]:
+    """Reward less the group's mean, over its standard deviation (n - 1) plus `eps`; 0 where there is nothing to compare."""
+    if len(rewards) < 2 or all(reward == rewards[0] for reward in rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    return [(reward - mean) / (spread + eps) for reward in rewards]
+
+
+def advantages_of(samples: Sequence[Sample]) -> dict[str, float]:
+    """By sample id, for the samples of one group that have a reward."""
+    scored = [(sample, sample.reward) for sample in samples if sample.reward is not None]
+    computed = group_advantages([reward for _, reward in scored])
+    found = {sample.sample_id: value for (sample, _), value in zip(scored, computed, strict=True)}
+    for sample in samples:
+        given = sample.metadata.get("advantage")
+        if isinstance(given, int | float) and math.isfinite(given):
+            found[sample.sample_id] = float(given)
+    return found

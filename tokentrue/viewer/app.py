@@ -1,0 +1,108 @@
+"""The viewer as a Starlette application: the page, its assets and the data API. Read-only; mount it anywhere, paths are relative.
+
+No request leaves the machine: the content security policy allows nothing but this server, and no inline script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokentrue.errors import InputError, SessionNotFound, TokenTrueError
+from tokentrue.viewer.data import PAGE, ViewerData
+
+STATIC = Path(__file__).parent / "static"
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+HEADERS = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+]
+
+
+def create_app(data: ViewerData) -> ASGIApp:
+    views: dict[str, Callable[[Request], Any]] = {
+        "index": lambda request: data.index(offset=_whole(request, "offset", 0), limit=min(_whole(request, "limit", PAGE), PAGE)),
+        "session": lambda request: data.session(_text(request, "session")),
+        "branch": lambda request: data.branch(_text(request, "session"), _text(request, "sample")),
+        "breaks": lambda request: data.breaks(_text(request, "session"), _text(request, "sample")),
+        "group": lambda request: data.group(_text(request, "group")),
+        "mismatch": lambda request: data.mismatch(),
+        "report": lambda request: data.report(),
+    }
+
+    def answer(request: Request) -> Response:  # a plain function: Starlette runs it in a thread
+        view = views.get(request.path_params["view"])
+        if view is None:
+            return _json({"error": f"no such view; one of {', '.join(views)}"}, 404)
+        try:
+            return _json(view(request))
+        except SessionNotFound as error:
+            return _json({"error": str(error)}, 404)
+        except InputError as error:
+            return _json({"error": str(error)}, 422)
+        except TokenTrueError as error:
+            return _json({"error": str(error)}, 500)
+
+    def page(request: Request) -> Response:
+        if request.url.path.endswith("/"):
+            return FileResponse(STATIC / "index.html", media_type="text/html")
+        return RedirectResponse(f"{request.scope.get('root_path', '').rstrip('/')}/")
+
+    routes = [
+        Route("/", page),
+        Route("/data/{view}", answer),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    return _with_headers(Starlette(routes=routes))
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+def _text(request: Request, name: str) -> str:
+    value = request.query_params.get(name)
+    if value is None:
+        raise InputError(f"{name}: missing")
+    return value
+
+
+def _whole(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise InputError(f"{name}: must be a whole number from 0 up")
+    return int(text)
+
+
+def _with_headers(app: ASGIApp) -> ASGIApp:
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *HEADERS]}
+            await send(message)
+
+        await app(scope, receive, guarded)
+
+    return wrapped

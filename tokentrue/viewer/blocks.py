@@ -1,0 +1,114 @@
+"""A branch cut into blocks: each message with its tokens, and the message beside them.
+
+A block is a message's tokens with what the template puts before them; the generation prompt belongs to the sampled turn it opens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokentrue.errors import TokenTrueError
+from tokentrue.types import Ids, Message, Parsed, Span
+from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
+
+
+def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[dict[str, Any]]:
+    """`turns` are the messages by turn, where they are known."""
+    blocks: list[dict[str, Any]] = []
+    pending: int | None = None  # where inserted tokens before the next message begin
+    inserted = set(branch.inserted or ())
+    for span in branch.sample.spans:
+        if span.kind == "given" and ((span.start, span.end) in inserted or span.role in {"assistant", "structure"}):
+            pending = span.start if pending is None else pending
+            continue
+        last = blocks[-1] if blocks else None
+        if pending is None and last is not None and _continues(last, span):
+            last["end"] = span.end
+            if branch.inserted is None:  # without message numbers: what the template puts before a message is a span of its own
+                last["body"] = span.start
+            continue
+        start = span.start if pending is None else pending
+        blocks.append({"start": start, "end": span.end, "turn": span.turn, "role": span.role, "kind": span.kind, "body": span.start})
+        pending = None
+    if pending is not None:
+        end = len(branch.sample.token_ids)
+        last_turn = branch.sample.spans[-1].turn
+        blocks.append({"start": pending, "end": end, "turn": last_turn, "role": "structure", "kind": "given", "body": pending})
+    _attach(blocks, turns)
+    return blocks
+
+
+def _continues(block: Mapping[str, Any], span: Span) -> bool:
+    return (block["turn"], block["role"], block["kind"]) == (span.turn, span.role, span.kind)
+
+
+def _attach(blocks: list[dict[str, Any]], turns: Sequence[TurnMessages] | None) -> None:
+    """Messages to blocks, by their order in the turn; left out where their numbers do not agree."""
+    if turns is None:
+        return
+    for number, turn in enumerate(turns):
+        given = [block for block in blocks if block["turn"] == number and block["kind"] == "given"]
+        if len(given) == len(turn.given):
+            for block, message in zip(given, turn.given, strict=True):
+                block["message"] = shown_message(message)
+        sampled = [block for block in blocks if block["turn"] == number and block["kind"] == "sampled"]
+        if sampled and turn.served is not None:
+            sampled[0]["message"] = shown_message(turn.served)
+
+
+def shown_message(message: Message) -> dict[str, Any]:
+    """The parts of a message that are read: role, content as text, reasoning, calls."""
+    shown: dict[str, Any] = {"role": message.get("role", ""), "content": text_of(message.get("content"))}
+    if reasoning := message.get("reasoning_content"):
+        shown["reasoning"] = str(reasoning)
+    if name := message.get("name"):
+        shown["name"] = str(name)
+    calls = message.get("tool_calls") or ()
+    if calls:
+        shown["calls"] = [
+            {"name": str(call["function"].get("name", "")), "arguments": _arguments(call["function"].get("arguments"))}
+            for call in calls
+            if isinstance(call.get("function"), Mapping)
+        ]
+    return shown
+
+
+def _arguments(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def text_of(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Any] = list(content)
+    return "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part) for part in parts)
+
+
+def read_turns(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMessages, ...]:
+    """The messages of a branch whose source holds none, read back from its tokens: given text is decoded, sampled turns are parsed."""
+    ids = branch.sample.token_ids
+    blocks = cut_blocks(branch, None)
+    turns: list[TurnMessages] = []
+    for number in sorted({span.turn for span in branch.sample.spans}):
+        spans = [span for span in branch.sample.spans if span.turn == number]
+        given: list[Message] = []
+        calls = [call["id"] for call in (turns[-1].served or {}).get("tool_calls") or ()] if turns else []
+        for block in blocks:
+            if block["turn"] == number and block["kind"] == "given" and block["role"] != "structure":
+                content = renderer.decode(ids[block["body"] : block["end"]])
+                extra = {"tool_call_id": calls.pop(0)} if block["role"] == "tool" and calls else {}
+                given.append({"role": block["role"], "content": content, **extra})
+        sampled = [span for span in spans if span.kind == "sampled"]
+        served = parse_turn(ids, sampled, renderer) if sampled else None
+        turns.append(TurnMessages(given=tuple(given), served=None if served is None else served.message))
+    return tuple(turns)
+
+
+def parse_turn(ids: Ids, sampled: Sequence[Span], renderer: ViewRenderer) -> Parsed | None:
+    start, end = sampled[0].start, sampled[-1].end
+    try:
+        return renderer.parse(ids[start:end], prompt_ids=ids[:start])
+    except TokenTrueError:
+        return None

@@ -1,0 +1,207 @@
+"""What would have broken: the recorded ids of a branch against the ids that the same conversation gives when it is rendered again.
+
+The comparison is what a message-based pipeline would train on: earlier turns rendered from their messages by the chat template, the
+last turn encoded from its text. Both sequences are cut at the tokens that open a message, aligned message by message and then token by
+token. Every difference gets a name, and is counted by the sampled tokens that it touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tokentrue.comparison import compare
+from tokentrue.comparison.alignment import aligned
+from tokentrue.errors import TokenTrueError
+from tokentrue.types import Ids, Sample
+from tokentrue.viewer.blocks import read_turns
+from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
+
+Mode = Literal["render", "retokenise"]
+NAMES = {
+    "resplit": "same text, other tokens",
+    "reasoning": "reasoning removed",
+    "call": "tool call rewritten",
+    "whitespace": "whitespace changed",
+    "special": "special token differs",
+    "missing": "text missing",
+    "extra": "text added",
+    "changed": "text changed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """Recorded tokens `[start, end)` and the tokens `[other_start, other_end)` that a render has in their place."""
+
+    name: str
+    start: int
+    end: int
+    other_start: int
+    other_end: int
+    turn: int
+    sampled: bool  # it touches tokens that the model sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerender:
+    """The other token sequence. `mode`: "render" from messages, or "retokenise" from text alone, with the reason in `why`."""
+
+    token_ids: Ids
+    mode: Mode
+    why: str = ""
+    dropped: bool = False  # the client sent its history back without reasoning, and so it is rendered
+
+
+def rerender(branch: Branch, renderer: ViewRenderer) -> Rerender:
+    ids = branch.sample.token_ids
+    turns, why = branch.turns, ""
+    if turns is None:
+        turns, why = _recovered(branch, renderer)
+    if turns is not None:
+        try:
+            dropped = "reasoning_dropped" in branch.projection
+            rendered = renderer.render(_prompt(turns, dropped=dropped), branch.tools, template_kwargs=branch.template_kwargs or None)
+            last = [span for span in branch.sample.spans if span.kind == "sampled" and span.turn == len(turns) - 1]
+            answer = renderer.encode_sampled(renderer.decode(ids[last[0].start : last[-1].end])) if last else []
+            return Rerender(token_ids=(*rendered.token_ids, *answer), mode="render", dropped=dropped)
+        except TokenTrueError as error:
+            why = f"the template refuses to render this conversation: {error}"
+    return Rerender(token_ids=renderer.encode_sampled(renderer.decode(ids)), mode="retokenise", why=why)
+
+
+def _prompt(turns: Sequence[TurnMessages], *, dropped: bool) -> list[Any]:
+    messages: list[Any] = []
+    for number, turn in enumerate(turns):
+        messages += turn.given
+        if number < len(turns) - 1 and turn.served is not None:
+            messages.append({key: value for key, value in turn.served.items() if not dropped or key != "reasoning_content"})
+    return messages
+
+
+def _recovered(branch: Branch, renderer: ViewRenderer) -> tuple[tuple[TurnMessages, ...] | None, str]:
+    """Messages read back from the tokens, if the first prompt that they render to is the recorded one."""
+    turns = read_turns(branch, renderer)
+    sampled = next((span.start for span in branch.sample.spans if span.kind == "sampled"), len(branch.sample.token_ids))
+    try:
+        first = renderer.render(turns[0].given).token_ids if turns and turns[0].given else ()
+    except TokenTrueError:
+        first = ()
+    if tuple(first) == tuple(branch.sample.token_ids[:sampled]) and all(turn.served is not None for turn in turns):
+        return turns, ""
+    why = "a samples file holds neither messages nor tools, and this prompt cannot be rebuilt from its tokens; open the store for a render"
+    return None, why
+
+
+def find_breaks(sample: Sample, other: Ids, turns: Sequence[TurnMessages] | None, renderer: ViewRenderer) -> list[Break]:
+    """Every difference between the record and `other`, in order."""
+    structure = renderer.structure
+    kinds, numbers = _columns(sample)
+    found: list[Break] = []
+    for start, end, other_start, other_end in differing_ranges(sample.token_ids, other, structure.openers | structure.stops):
+        at = min(start, len(numbers) - 1)
+        touched = range(start, max(end, start + 1)) if end > start else (max(start - 1, 0), at)
+        sampled = any(kinds[i] for i in touched if i < len(kinds))
+        served = turns[numbers[at]].served if turns is not None and numbers[at] < len(turns) else None
+        name = _name(sample.token_ids[start:end], other[other_start:other_end], served, renderer)
+        found.append(
+            Break(name=name, start=start, end=end, other_start=other_start, other_end=other_end, turn=numbers[at], sampled=sampled)
+        )
+    return found
+
+
+def _columns(sample: Sample) -> tuple[list[bool], list[int]]:
+    """For each token: was it sampled, and of which turn it is."""
+    kinds, numbers = [False] * len(sample.token_ids), [0] * len(sample.token_ids)
+    for span in sample.spans:
+        size = span.end - span.start
+        kinds[span.start : span.end] = [span.kind == "sampled"] * size
+        numbers[span.start : span.end] = [span.turn] * size
+    return kinds, numbers
+
+
+def _name(mine: Ids, theirs: Ids, served: Any, renderer: ViewRenderer) -> str:
+    here, there = renderer.decode(mine), renderer.decode(theirs)
+    reasoning = "" if served is None else str(served.get("reasoning_content") or "").strip()
+    special = renderer.structure.special
+    if here == there:
+        return "resplit"
+    if reasoning and reasoning[:40] in here and reasoning[:40] not in there:
+        return "reasoning"
+    if "".join(here.split()) == "".join(there.split()):
+        return "whitespace"
+    if any(token in special for token in (*mine, *theirs)):
+        return "special"
+    if served is not None and served.get("tool_calls"):
+        return "call"
+    return "missing" if not there else "extra" if not here else "changed"
+
+
+def differing_ranges(recorded: Ids, other: Ids, cuts: frozenset[int]) -> list[tuple[int, int, int, int]]:
+    """Ranges `(start, end, other_start, other_end)` that differ, in order."""
+    mine, theirs = _pieces(recorded, cuts), _pieces(other, cuts)
+    keys = [tuple(recorded[a:b]) for a, b in mine], [tuple(other[a:b]) for a, b in theirs]
+    found: list[tuple[int, int, int, int]] = []
+    at, other_at = 0, 0  # everything before these is aligned
+    for i, j in [*aligned(*keys), (len(mine), len(theirs))]:
+        if i is None or j is None:
+            continue
+        end = mine[i][0] if i < len(mine) else len(recorded)
+        other_end = theirs[j][0] if j < len(theirs) else len(other)
+        found += _token_ranges(recorded, other, at, end, other_at, other_end)
+        at = mine[i][1] if i < len(mine) else end
+        other_at = theirs[j][1] if j < len(theirs) else other_end
+    return found
+
+
+def _pieces(ids: Ids, cuts: frozenset[int]) -> list[tuple[int, int]]:
+    starts = [0, *(i for i, token in enumerate(ids) if token in cuts and i > 0)]
+    return [(start, end) for start, end in zip(starts, [*starts[1:], len(ids)], strict=True) if end > start]
+
+
+def _token_ranges(a: Ids, b: Ids, start: int, end: int, other: int, other_end: int) -> list[tuple[int, int, int, int]]:
+    if start == end and other == other_end:
+        return []
+    found: list[tuple[int, int, int, int]] = []
+    at, other_at = start, other
+    for i, j in [*aligned(tuple(a[start:end]), tuple(b[other:other_end])), (end - start, other_end - other)]:
+        if i is None or j is None:
+            continue
+        if start + i > at or other + j > other_at:
+            found.append((at, start + i, other_at, other + j))
+        at, other_at = start + i + 1, other + j + 1
+    return found
+
+
+def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> dict[str, Any]:
+    """What the page shows: both sequences, the differences, and the counts."""
+    sample = branch.sample
+    other = rerender(branch, renderer)
+    turns = branch.turns if branch.turns is not None else read_turns(branch, renderer)
+    found = find_breaks(sample, other.token_ids, turns, renderer)
+    graded: dict[str, int] = {}
+    for mismatch in compare(other.token_ids, list(sample.token_ids), renderer=renderer):
+        graded[mismatch.kind] = graded.get(mismatch.kind, 0) + 1
+    sampled = [value is not None for value in sample.rollout_logprobs]
+    first = found[0].start if found else len(sampled)
+    by_name: dict[str, dict[str, int]] = {}
+    for item in found:
+        row = by_name.setdefault(item.name, {"count": 0, "lost": 0, "unsampled": 0})
+        row["count"] += 1
+        row["lost"] += sum(sampled[item.start : item.end])
+        row["unsampled"] += item.other_end - item.other_start if item.sampled else 0
+    return {
+        "mode": other.mode,
+        "why": other.why,
+        "dropped": other.dropped,
+        "other_ids": list(other.token_ids),
+        "breaks": [[NAMES[b.name], b.start, b.end, b.other_start, b.other_end, b.turn, int(b.sampled)] for b in found],
+        "names": [{"name": NAMES[name], **counts} for name, counts in sorted(by_name.items(), key=lambda item: -item[1]["lost"])],
+        "graded": graded,
+        "sampled": sum(sampled),
+        "lost": sum(row["lost"] for row in by_name.values()),
+        "unsampled": sum(row["unsampled"] for row in by_name.values()),
+        "displaced": sum(sampled[first:]),
+        "first": first if found else None,
+    }

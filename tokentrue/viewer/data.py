@@ -1,0 +1,242 @@
+"""The data API: one JSON shape per view, the same for every source, for the live page and for the one-file export.
+
+    index(offset, limit)        source, colourings, session rows
+    session(id)                 one session: row, nodes, branch heads
+    branch(session, sample)     one branch: ids, log-probabilities, blocks with their messages, token texts
+    breaks(session, sample)     the recorded ids against a render of the same conversation
+    group(name)                 the rollouts of one task, with rewards and advantages
+    mismatch()                  plots of δ, ratio and contribution over all samples that have both sides
+    report()                    what a command reports, where this page is a report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from tokentrue.errors import ConfigError, SessionNotFound
+from tokentrue.types import Ids, Sample
+from tokentrue.viewer.advantages import advantages_of
+from tokentrue.viewer.blocks import cut_blocks, read_turns
+from tokentrue.viewer.breaks import breaks_to_json
+from tokentrue.viewer.plots import compare_tokens, plots_to_json
+from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer, own_metadata
+from tokentrue.viewer.trainer_file import TrainerColumns
+
+FORMAT = 1
+PAGE = 500
+STRIP = 1000  # points of a rollout's strip in the group view
+TEXT = 2000  # characters of a message in the group view
+NO_MODEL = "this needs the model's tokenizer and chat template: start the viewer with --model DIR"
+NO_TRAINER = "no trainer log-probabilities: start the viewer with --trainer-logprobs FILE"
+
+
+class ViewerData:
+    """`trainer` are the trainer's log-probabilities by sample id; `report` is what `report()` returns."""
+
+    def __init__(
+        self,
+        source: RecordSource,
+        *,
+        renderer: ViewRenderer | None = None,
+        trainer: Mapping[str, TrainerColumns] | None = None,
+        report: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.source, self._renderer, self._trainer, self._report = source, renderer, dict(trainer or {}), report
+
+    def index(self, *, offset: int = 0, limit: int = PAGE) -> dict[str, Any]:
+        rows, total = self.source.list_sessions(offset=offset, limit=limit)
+        return {
+            "format": FORMAT,
+            "source": {"kind": self.source.kind, "name": self.source.name, "live": self.source.live},
+            "has_text": self._renderer is not None,
+            "has_trainer": bool(self._trainer),
+            "has_report": self._report is not None,
+            "sessions": [_row(row) for row in rows],
+            "total": total,
+            "offset": offset,
+        }
+
+    def session(self, session_id: str) -> dict[str, Any]:
+        view = self.source.load_session(session_id)
+        advantages = self._advantages(view)
+        heads = [_head(branch, advantages.get(branch.sample.sample_id)) for branch in view.branches]
+        return {"session": _row(view.summary), "metadata": view.metadata, "nodes": list(view.nodes), "branches": heads}
+
+    def branch(self, session_id: str, sample_id: str) -> dict[str, Any]:
+        view, branch = self._find(session_id, sample_id)
+        sample = branch.sample
+        trainer = self._trainer.get(sample_id)
+        if trainer is not None:
+            trainer.check(sample)
+        entropy = trainer.entropy if trainer is not None and trainer.entropy is not None else branch.entropy
+        turns = branch.turns
+        if turns is None and self._renderer is not None:
+            turns = read_turns(branch, self._renderer)
+        return {
+            **_head(branch, self._advantages(view).get(sample_id)),
+            "session_id": sample.session_id,
+            "group": sample.group,
+            "token_ids": list(sample.token_ids),
+            "rollout_logprobs": list(sample.rollout_logprobs),
+            "trainer_logprobs": None if trainer is None else list(trainer.logprobs),
+            "entropy": None if entropy is None else list(entropy),
+            "untrained": _ranges([0 if mask else 1 for mask in sample.loss_mask]),
+            "spans": [[s.start, s.end, s.kind, s.role, s.turn, s.policy_version, int(s.trainable), s.why] for s in sample.spans],
+            "inserted": self._inserted(branch),
+            "blocks": cut_blocks(branch, turns),
+            "malformed_calls": own_metadata(sample).get("malformed_calls", []),
+            "pieces": self._pieces(sample.token_ids),
+            "certificate": {"chain": sample.certificate.chain, "template": sample.certificate.template}
+            | {"tokenizer": sample.certificate.tokenizer},
+        }
+
+    def breaks(self, session_id: str, sample_id: str) -> dict[str, Any]:
+        if self._renderer is None:
+            raise ConfigError(NO_MODEL)
+        _, branch = self._find(session_id, sample_id)
+        found = breaks_to_json(branch, self._renderer)
+        ids = branch.sample.token_ids
+        return {
+            **found,
+            "sample_id": sample_id,
+            "token_ids": list(ids),
+            "rollout_logprobs": list(branch.sample.rollout_logprobs),
+            "pieces": self._pieces([*ids, *found["other_ids"]]),
+        }
+
+    def group(self, name: str) -> dict[str, Any]:
+        views = self.source.load_group(name)
+        if not views:
+            raise SessionNotFound(f"no session of group {name!r}")
+        branches = [branch for view in views for branch in view.branches if branch.abandoned is None]
+        advantages = advantages_of([branch.sample for branch in branches])
+        return {"group": name, "rollouts": [self._rollout(branch, advantages) for branch in branches]}
+
+    def mismatch(self) -> dict[str, Any]:
+        if not self._trainer:
+            raise ConfigError(NO_TRAINER)
+        rows: list[Any] = []
+        for view in self._views():
+            advantages = self._advantages(view)
+            for sample in (branch.sample for branch in view.branches):
+                trainer = self._trainer.get(sample.sample_id)
+                if trainer is not None:
+                    trainer.check(sample)
+                    advantage = advantages.get(sample.sample_id)
+                    rows.append((sample.rollout_logprobs, trainer.logprobs, sample.loss_mask, advantage))
+        return {"samples": len(rows), **plots_to_json(compare_tokens(rows))}
+
+    def report(self) -> Mapping[str, Any]:
+        if self._report is None:
+            raise ConfigError("this page is not a report")
+        return self._report
+
+    def _views(self) -> list[SessionView]:
+        rows, total = self.source.list_sessions(offset=0, limit=PAGE)
+        while len(rows) < total:
+            more, _ = self.source.list_sessions(offset=len(rows), limit=PAGE)
+            if not more:
+                break
+            rows += more
+        return [self.source.load_session(row.session_id) for row in rows]
+
+    def _find(self, session_id: str, sample_id: str) -> tuple[SessionView, Branch]:
+        view = self.source.load_session(session_id)
+        for branch in view.branches:
+            if branch.sample.sample_id == sample_id:
+                return view, branch
+        raise SessionNotFound(f"session {session_id!r} has no sample {sample_id!r}")
+
+    def _advantages(self, view: SessionView) -> dict[str, float]:
+        group = view.summary.group
+        views = [view] if group is None else self.source.load_group(group)
+        return advantages_of([branch.sample for one in views for branch in one.branches if branch.abandoned is None])
+
+    def _pieces(self, ids: Ids) -> dict[str, list[str]]:
+        """The text and the bytes (hex) of every token that occurs."""
+        if self._renderer is None:
+            return {}
+        spelling = self._renderer.codec.spelling
+        found: dict[str, list[str]] = {}
+        for token in sorted(set(ids)):
+            raw: bytes = spelling.piece(token)
+            found[str(token)] = [raw.decode("utf-8", "replace"), raw.hex()]
+        return found
+
+    def _inserted(self, branch: Branch) -> list[tuple[int, int]]:
+        """Given tokens that the template put there: known by the store; elsewhere generation prompts and special tokens are."""
+        if branch.inserted is not None:
+            return list(branch.inserted)
+        sample = branch.sample
+        marks = [0] * len(sample.token_ids)
+        special: frozenset[int] = frozenset() if self._renderer is None else self._renderer.structure.special
+        for span in sample.spans:
+            if span.kind == "given":
+                own = span.role in {"assistant", "structure"}
+                for i in range(span.start, span.end):
+                    marks[i] = int(own or sample.token_ids[i] in special)
+        return _ranges(marks)
+
+    def _rollout(self, branch: Branch, advantages: Mapping[str, float]) -> dict[str, Any]:
+        sample = branch.sample
+        turns = branch.turns
+        if turns is None and self._renderer is not None:
+            turns = read_turns(branch, self._renderer)
+        messages = [block["message"] for block in cut_blocks(branch, turns) if "message" in block]
+        texts = [{**message, "content": message["content"][:TEXT]} for message in messages]
+        known = [value for value in sample.rollout_logprobs if value is not None]
+        return {
+            **_head(branch, advantages.get(sample.sample_id)),
+            "session_id": sample.session_id,
+            "mean_logprob": sum(known) / len(known) if known else None,
+            "strip": _strip(known),
+            "messages": texts,
+        }
+
+
+def _row(summary: SessionSummary) -> dict[str, Any]:
+    return {name: getattr(summary, name) for name in summary.__slots__}
+
+
+def _head(branch: Branch, advantage: float | None) -> dict[str, Any]:
+    sample = branch.sample
+    return {
+        "sample_id": sample.sample_id,
+        "leaf": branch.leaf,
+        "tokens": len(sample.token_ids),
+        "sampled": sum(value is not None for value in sample.rollout_logprobs),
+        "trained": sum(sample.loss_mask),
+        "turns": 1 + max((span.turn for span in sample.spans), default=-1),
+        "reward": sample.reward,
+        "advantage": advantage,
+        "finish_reason": sample.finish_reason,
+        "abandoned": branch.abandoned,
+        "versions": _versions(sample),
+    }
+
+
+def _versions(sample: Sample) -> list[int]:
+    return sorted({span.policy_version for span in sample.spans if span.policy_version is not None})
+
+
+def _ranges(marks: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of marked tokens."""
+    found: list[tuple[int, int]] = []
+    start: int | None = None
+    for i, mark in enumerate([*marks, 0]):
+        if mark and start is None:
+            start = i
+        elif not mark and start is not None:
+            found.append((start, i))
+            start = None
+    return found
+
+
+def _strip(values: Sequence[float]) -> list[float]:
+    """At most `STRIP` points; where several tokens share one, the least likely is kept."""
+    if len(values) <= STRIP:
+        return list(values)
+    edges = [len(values) * n // STRIP for n in range(STRIP + 1)]
+    return [min(values[a:b]) for a, b in pairwise(edges)]

@@ -1,0 +1,100 @@
+"""The page as one HTML file that needs nothing beside it and asks for nothing outside.
+
+Modules become `data:` URLs in an import map; the answers of the data API that the page would ask for lie in the file as JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tokentrue.errors import ConfigError, FileFormatError
+from tokentrue.viewer.app import STATIC
+from tokentrue.viewer.data import PAGE, ViewerData
+
+MOST_TOKENS = 1_000_000
+_IMPORT = re.compile(r"""((?:from|import)\s*)(["'])\.{1,2}/([\w./-]+)\2""")
+_LINK = re.compile(r'<link rel="stylesheet" href="static/([\w./-]+)">')
+_SCRIPT = re.compile(r'<script type="module" src="static/([\w./-]+)"></script>')
+POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+
+
+def write_export(data: ViewerData, path: str | Path, *, most_tokens: int = MOST_TOKENS) -> int:
+    """How many sessions the file holds: the first in the list that fit into `most_tokens` together."""
+    answers, count = collect_answers(data, most_tokens=most_tokens)
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page_with(answers), encoding="utf-8")
+    except OSError as error:
+        raise FileFormatError(f"cannot write {target}: {error.strerror or error}") from error
+    return count
+
+
+def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[dict[str, Any], int]:
+    """What the page will ask, by `key_of`, and the number of sessions."""
+    index = data.index(limit=PAGE)
+    answers: dict[str, Any] = {}
+    kept: list[Any] = []
+    tokens = 0
+    for row in index["sessions"]:
+        tokens += row["tokens"]
+        if kept and tokens > most_tokens:
+            break
+        kept.append(row)
+        _add_session(data, row["session_id"], answers, has_text=index["has_text"])
+    for group in {row["group"] for row in kept if row["group"] is not None}:
+        answers[key_of("group", group)] = data.group(group)
+    if index["has_trainer"]:
+        answers[key_of("mismatch")] = data.mismatch()
+    if index["has_report"]:
+        answers[key_of("report")] = data.report()
+    source = {**index["source"], "live": False}
+    answers[key_of("index", "0")] = {**index, "source": source, "sessions": kept, "left_out": index["total"] - len(kept)}
+    return answers, len(kept)
+
+
+def _add_session(data: ViewerData, session_id: str, answers: dict[str, Any], *, has_text: bool) -> None:
+    answers[key_of("session", session_id)] = session = data.session(session_id)
+    for head in session["branches"]:
+        sample_id = head["sample_id"]
+        answers[key_of("branch", session_id, sample_id)] = data.branch(session_id, sample_id)
+        if has_text:
+            answers[key_of("breaks", session_id, sample_id)] = data.breaks(session_id, sample_id)
+
+
+def key_of(view: str, *arguments: str) -> str:
+    """The same text that the page builds with JSON.stringify."""
+    return orjson.dumps([view, *arguments]).decode()
+
+
+def page_with(answers: dict[str, Any]) -> str:
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    entry = _SCRIPT.search(page)
+    if entry is None:
+        raise ConfigError("the viewer's index.html has no module script")
+    modules = {file.relative_to(STATIC).as_posix(): _module(file) for file in sorted(STATIC.rglob("*.js"))}
+    imports = orjson.dumps({"imports": {f"tokentrue/{name}": url for name, url in modules.items()}}).decode()
+    values = orjson.dumps(answers).decode().replace("<", "\\u003c")
+    scripts = (
+        f'<script type="importmap">{imports}</script>\n<script type="application/json" id="answers">{values}</script>\n'
+        f'<script type="module">import "tokentrue/{entry[1]}"</script>'
+    )
+    page = page.replace(entry[0], "").replace("</body>", f"{scripts}\n</body>")
+    page = page.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">')
+    return _LINK.sub(lambda link: f"<style>{(STATIC / link[1]).read_text(encoding='utf-8')}</style>", page)
+
+
+def _module(file: Path) -> str:
+    """Its source as a `data:` URL, with relative imports renamed to the import map's keys."""
+
+    def absolute(found: re.Match[str]) -> str:
+        start = file.parent if not found[0].endswith(f"../{found[3]}{found[2]}") else file.parent.parent
+        return f"{found[1]}{found[2]}tokentrue/{(start / found[3]).relative_to(STATIC).as_posix()}{found[2]}"
+
+    source = _IMPORT.sub(absolute, file.read_text(encoding="utf-8"))
+    return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()

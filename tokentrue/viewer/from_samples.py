@@ -1,0 +1,161 @@
+"""Sessions from samples alone: what a samples file holds, and what a gateway's `/sessions/{id}/samples` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokentrue.errors import SessionNotFound
+from tokentrue.samples import read_samples
+from tokentrue.types import Sample
+from tokentrue.viewer.records import Branch, SessionSummary, SessionView, SourceKind, count_forks, own_metadata
+
+
+class SampleList:
+    """Samples that a program holds in memory, as a source: what reports are written from."""
+
+    kind: SourceKind = "file"
+    live = False
+
+    def __init__(self, samples: Iterable[Sample], *, name: str) -> None:
+        self.name = name
+        self._sessions = _by_session(samples)
+
+    def _refresh(self) -> None:
+        pass
+
+    def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
+        self._refresh()
+        names = list(self._sessions)[offset : offset + limit]
+        return [summary_from_samples(self._sessions[name]) for name in names], len(self._sessions)
+
+    def load_session(self, session_id: str) -> SessionView:
+        self._refresh()
+        if session_id not in self._sessions:
+            raise SessionNotFound(f"no session {session_id!r} in {self.name}")
+        return view_from_samples(self._sessions[session_id])
+
+    def load_group(self, group: str) -> list[SessionView]:
+        self._refresh()
+        return [view_from_samples(samples) for samples in self._sessions.values() if samples[0].group == group]
+
+    def close(self) -> None:
+        pass
+
+
+class FileSource(SampleList):
+    """A samples file in any of the formats of `tokentrue samples`. The file is read again when it changes."""
+
+    live = True
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._stamp = self._stat()
+        super().__init__(read_samples(self._path), name=self._path.name)
+
+    def _stat(self) -> tuple[int, int] | None:
+        if not self._path.is_file():
+            return None
+        facts = self._path.stat()
+        return facts.st_mtime_ns, facts.st_size
+
+    def _refresh(self) -> None:
+        stamp = self._stat()
+        if stamp is not None and stamp != self._stamp:
+            self._sessions = _by_session(read_samples(self._path))
+            self._stamp = stamp
+
+
+def _by_session(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.session_id, []).append(sample)
+    return found
+
+
+def view_from_samples(samples: Sequence[Sample]) -> SessionView:
+    own = [own_metadata(sample) for sample in samples]
+    branches = tuple(
+        Branch(sample=sample, leaf=str(facts.get("leaf", sample.sample_id)), projection=_projection(facts))
+        for sample, facts in zip(samples, own, strict=True)
+    )
+    metadata = {key: value for key, value in samples[0].metadata.items() if key != "tokentrue"}
+    nodes = tuple(nodes_from_samples(samples))
+    return SessionView(summary=summary_from_samples(samples), nodes=nodes, branches=branches, metadata=metadata)
+
+
+def _projection(own: Mapping[str, Any]) -> str:
+    rows: list[dict[str, Any]] = own.get("nodes") or []
+    return str(rows[-1].get("projection") or "") if rows else ""
+
+
+def summary_from_samples(samples: Sequence[Sample]) -> SessionSummary:
+    first = samples[0]
+    parents = {node["id"]: node["parent"] for node in nodes_from_samples(samples)}
+    coverage: dict[str, Any] = dict(own_metadata(first).get("coverage") or _counted(samples))
+    untrained: dict[str, int] = {}
+    for item in coverage["untrained"]:
+        untrained[item["why"]] = untrained.get(item["why"], 0) + item["tokens"]
+    versions = [span.policy_version for sample in samples for span in sample.spans if span.policy_version is not None]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    return SessionSummary(
+        session_id=first.session_id,
+        group=first.group,
+        state="exported",
+        created=None,
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        turns=len(parents),
+        branches=len(samples),
+        forks=count_forks(parents),
+        tokens=sum(len(sample.token_ids) for sample in samples),
+        sampled=coverage["sampled"],
+        trained=coverage["trained"],
+        untrained=untrained,
+        versions=(min(versions), max(versions)) if versions else None,
+    )
+
+
+def _counted(samples: Sequence[Sample]) -> Mapping[str, Any]:
+    """Coverage of samples that carry none: a sampled token is one with a log-probability."""
+    sampled = sum(value is not None for sample in samples for value in sample.rollout_logprobs)
+    trained = sum(sum(sample.loss_mask) for sample in samples)
+    rest = [{"node": "", "tokens": sampled - trained, "why": "masked"}] if sampled > trained else []
+    return {"sampled": sampled, "trained": trained, "untrained": rest}
+
+
+def nodes_from_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The tree as the samples' node rows tell it: each path gives its nodes in order."""
+    found: dict[str, dict[str, Any]] = {}
+    for sample in samples:
+        parent: str | None = None
+        for row in _node_rows(sample):
+            found.setdefault(row["id"], {**row, "parent": parent})
+            parent = row["id"]
+        if parent is not None:
+            found[parent]["finish"] = sample.finish_reason
+    return list(found.values())
+
+
+def _node_rows(sample: Sample) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = own_metadata(sample).get("nodes") or []
+    if rows:
+        return [
+            {
+                "id": row["node"],
+                "why": row.get("why"),
+                "projection": row.get("projection"),
+                "given_tokens": row["given"],
+                "sampled_tokens": row["sampled"],
+                "policy_versions": [version for _, _, version in row.get("versions") or ()],
+            }
+            for row in rows
+        ]
+    turns: dict[int, dict[str, Any]] = {}
+    for span in sample.spans:
+        fresh: dict[str, Any] = {"id": f"{sample.sample_id}:{span.turn}", "given_tokens": 0, "sampled_tokens": 0, "policy_versions": []}
+        node = turns.setdefault(span.turn, {**fresh, "why": None, "projection": None})
+        node[f"{span.kind}_tokens"] += span.end - span.start
+        if span.policy_version is not None and span.policy_version not in node["policy_versions"]:
+            node["policy_versions"].append(span.policy_version)
+    return [turns[turn] for turn in sorted(turns)]

@@ -1,0 +1,175 @@
+"""Sessions from the durable store: with their messages, abandoned branches and what the engine said beside each token.
+
+Summaries of a session are computed once and kept until the session changes; open sessions are looked at again, within a time budget
+per request, so that a store with thousands of sessions answers quickly and catches up over the next requests.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokentrue.samples import Assembly, assemble
+from tokentrue.sessions import Journal, Node, SessionRecord, Tree
+from tokentrue.sessions.store import load_tree
+from tokentrue.types import Coverage, Sample
+from tokentrue.viewer.records import Branch, SessionSummary, SessionView, SourceKind, TurnMessages, count_forks
+
+BUDGET_S = 0.5
+
+
+class StoreSource:
+    """`kind` is "gateway" where the journal belongs to a running gateway; its owner closes it then."""
+
+    live = True
+
+    def __init__(self, journal: Journal, *, name: str, kind: SourceKind = "store") -> None:
+        self._journal, self.name = journal, name
+        self.kind: SourceKind = kind
+        self._summaries: dict[str, tuple[SessionRecord, SessionSummary]] = {}
+
+    def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
+        total = self._journal.count()
+        records = self._journal.sessions(offset=offset, limit=limit)
+        deadline = time.monotonic() + BUDGET_S
+        return [self._summary(record, time.monotonic() < deadline) for record in records], total
+
+    def _summary(self, record: SessionRecord, in_time: bool) -> SessionSummary:
+        known = self._summaries.get(record.id)
+        if known is not None and (not in_time or (known[0] == record and record.state == "ended")):
+            return known[1]
+        if not in_time:
+            return _empty(record)
+        summary = self._view(record.id).summary
+        self._summaries[record.id] = (record, summary)
+        return summary
+
+    def load_session(self, session_id: str) -> SessionView:
+        return self._view(session_id)
+
+    def load_group(self, group: str) -> list[SessionView]:
+        return [self._view(record.id) for record in self._journal.all_sessions(group=group)]
+
+    def _view(self, session_id: str) -> SessionView:
+        record, tree = load_tree(self._journal, session_id)
+        return view_from_tree(record, tree)
+
+    def close(self) -> None:
+        if self.kind == "store":
+            self._journal.close()
+
+
+def _empty(record: SessionRecord) -> SessionSummary:
+    return SessionSummary(
+        session_id=record.id, group=record.group, state=record.state, created=record.created, reward=record.rewards.session,
+        turns=0, branches=0, forks=0, tokens=0, sampled=0, trained=0, untrained={}, versions=None,
+    )  # fmt: skip
+
+
+def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
+    made = assemble(tree, record)
+    reasons = {item.node: item.why for item in made.coverage.untrained}
+    branches = [_branch(tree, sample, None) for sample in made.samples]
+    if reasons:
+        trained_leaves = {branch.leaf for branch in branches}
+        for sample in assemble(tree, record, include_abandoned=True).samples:
+            leaf = _leaf(sample)
+            if leaf not in trained_leaves:
+                branches.append(_branch(tree, _untrained(sample, tree, reasons), reasons.get(leaf, "trained_elsewhere")))
+    nodes = tuple(_node(node, reasons) for node in tree.in_order())
+    metadata = {**record.metadata, **record.rewards.metadata}
+    return SessionView(summary=_summarise(record, tree, made), nodes=nodes, branches=tuple(branches), metadata=metadata)
+
+
+def _leaf(sample: Sample) -> str:
+    return sample.metadata["tokentrue"]["leaf"]
+
+
+def _untrained(sample: Sample, tree: Tree, reasons: Mapping[str, str]) -> Sample:
+    """An abandoned branch as it is: nothing of it is trained, and its sampled spans say why."""
+    path = tree.path(tree.get(_leaf(sample)))
+    spans = tuple(
+        replace(span, trainable=False, why=reasons.get(path[span.turn].id, "trained_elsewhere")) if span.kind == "sampled" else span
+        for span in sample.spans
+    )
+    return replace(sample, spans=spans, loss_mask=[0] * len(sample.token_ids))
+
+
+def _branch(tree: Tree, sample: Sample, abandoned: str | None) -> Branch:
+    path = [node for node in tree.path(tree.get(_leaf(sample))) if node.length <= len(sample.token_ids)]
+    inserted: list[tuple[int, int]] = []
+    entropy: list[float | None] = []
+    for node in path:
+        start = node.prompt_length - len(node.given_ids)
+        inserted += [(start + span.start, start + span.end) for span in node.given_spans if span.message is None]
+        entropy += [None] * len(node.given_ids)
+        entropy += _entropies(node)
+    turns = tuple(TurnMessages(given=tuple(tree.given_messages(node)), served=node.served) for node in path)
+    tools = next((node.tools for node in path if node.parent is None), None)
+    return Branch(
+        sample=sample,
+        leaf=_leaf(sample),
+        turns=turns,
+        tools=tools,
+        template_kwargs=path[-1].template_kwargs,
+        inserted=tuple(inserted),
+        entropy=entropy if any(value is not None for value in entropy) else None,
+        projection=path[-1].projection,
+        abandoned=abandoned,
+    )
+
+
+def _entropies(node: Node) -> Sequence[float | None]:
+    """Of the alternatives that the engine reported for each token, in nats: a lower bound of the whole distribution's."""
+    tops = node.top_logprobs
+    if not tops:
+        return [None] * len(node.sampled_ids)
+    return [-sum(math.exp(value) * value for value in top.values()) if len(top) > 1 else None for top in tops]
+
+
+def _node(node: Node, reasons: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "id": node.id,
+        "parent": node.parent,
+        "origin": node.origin,
+        "why": node.why,
+        "detail": node.detail,
+        "projection": node.projection,
+        "dialect": node.dialect,
+        "outcome": node.outcome,
+        "finish": node.finish.value,
+        "given_tokens": len(node.given_ids),
+        "sampled_tokens": len(node.sampled_ids),
+        "policy_versions": [span.version for span in node.versions],
+        "malformed_calls": [attempt.status.value for attempt in node.attempts],
+        "untrained": reasons.get(node.id),
+        "created": node.created,
+    }
+
+
+def _summarise(record: SessionRecord, tree: Tree, made: Assembly) -> SessionSummary:
+    coverage: Coverage = made.coverage
+    untrained: dict[str, int] = {}
+    for item in coverage.untrained:
+        untrained[item.why] = untrained.get(item.why, 0) + item.tokens
+    versions = [span.version for node in tree.nodes.values() for span in node.versions]
+    rewards = [sample.reward for sample in made.samples if sample.reward is not None]
+    parents = {node.id: node.parent for node in tree.nodes.values()}
+    return SessionSummary(
+        session_id=record.id,
+        group=record.group,
+        state=record.state,
+        created=record.created,
+        reward=sum(rewards) / len(rewards) if rewards else record.rewards.session,
+        turns=len(tree),
+        branches=len(made.samples),
+        forks=count_forks(parents),
+        tokens=sum(len(node.given_ids) + len(node.sampled_ids) for node in tree.nodes.values()),
+        sampled=coverage.sampled,
+        trained=coverage.trained,
+        untrained=untrained,
+        versions=(min(versions), max(versions)) if versions else None,
+    )

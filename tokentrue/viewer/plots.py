@@ -1,0 +1,125 @@
+"""The mismatch plots as numbers: binning of δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) = -(r - 1)·A.
+
+Estimators (K1, K3, effective sample size) are `tokentrue.mismatch`'s; this module only counts and sorts for display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+BINS = 81
+TAIL_POINTS = 60
+POSITION_BINS = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedTokens:
+    """The trained tokens of all samples that have both sides, end to end. `position` counts trained tokens from a sample's first."""
+
+    delta: Floats
+    position: Floats
+    advantage: Floats  # NaN where unknown
+
+
+def compare_tokens(
+    rows: Sequence[tuple[Sequence[float | None], Sequence[float | None], Sequence[int], float | None]],
+) -> ComparedTokens:
+    """Each row: rollout log-probabilities, trainer log-probabilities, loss mask, advantage."""
+    deltas: list[Floats] = []
+    positions: list[Floats] = []
+    advantages: list[Floats] = []
+    for rollout, trainer, mask, advantage in rows:
+        pairs = [(r, t) for r, t, m in zip(rollout, trainer, mask, strict=True) if m and r is not None and t is not None]
+        if pairs:
+            values = np.array(pairs, dtype=np.float64)
+            deltas.append(values[:, 1] - values[:, 0])
+            positions.append(np.arange(len(pairs), dtype=np.float64))
+            advantages.append(np.full(len(pairs), np.nan if advantage is None else advantage))
+    return ComparedTokens(delta=_joined(deltas), position=_joined(positions), advantage=_joined(advantages))
+
+
+def _joined(parts: Sequence[Floats]) -> Floats:
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def plots_to_json(tokens: ComparedTokens) -> dict[str, Any]:
+    delta = tokens.delta
+    if not len(delta):
+        return {"tokens": 0}
+    size = np.abs(delta)
+    return {
+        "tokens": len(delta),
+        "equal": int((delta == 0).sum()),
+        "numbers": {
+            "mean δ": float(delta.mean()),
+            "mean |δ|": float(size.mean()),
+            "median |δ|": float(np.quantile(size, 0.5)),
+            "99% of |δ| below": float(np.quantile(size, 0.99)),
+            "99.9% of |δ| below": float(np.quantile(size, 0.999)),
+            "smallest δ": float(delta.min()),
+            "largest δ": float(delta.max()),
+        },
+        "histogram": _histogram(delta),
+        "tail": _tail(size),
+        "position": _by_position(tokens),
+        "contribution": _contribution(tokens),
+    }
+
+
+def _histogram(values: Floats) -> dict[str, Any]:
+    """Equal bins around 0 that hold 99.8% of the values; what lies outside is in the first and last bin."""
+    reach = float(np.quantile(np.abs(values), 0.998)) or float(np.abs(values).max()) or 1e-6
+    edges = np.linspace(-reach, reach, BINS + 1)
+    counts, _ = np.histogram(np.clip(values, -reach, reach), bins=edges)
+    middles = (edges[:-1] + edges[1:]) / 2
+    outside = int((np.abs(values) > reach).sum())
+    return {"x": middles.tolist(), "count": counts.tolist(), "outside": outside}
+
+
+def _tail(size: Floats) -> dict[str, Any]:
+    """Share of tokens whose |δ| is above x, for x from the smallest difference to the largest."""
+    positive = np.sort(size[size > 0])
+    if not len(positive):
+        return {"x": [], "share": []}
+    low, high = max(float(positive[0]), 1e-9), float(positive[-1])
+    x = np.geomspace(low, high, TAIL_POINTS) if high > low else np.array([low])
+    share = (len(positive) - np.searchsorted(positive, x, side="left")) / len(size)
+    return {"x": x.tolist(), "share": share.tolist()}
+
+
+def _by_position(tokens: ComparedTokens) -> dict[str, Any]:
+    """The ratio r = exp(δ) by the number of trained tokens before it: mean, and the range that holds 98% of the tokens."""
+    ratio = np.exp(np.minimum(tokens.delta, 50.0))
+    last = float(tokens.position.max())
+    edges = np.unique(np.floor(np.linspace(0, last + 1, POSITION_BINS + 1)))
+    place = np.searchsorted(edges, tokens.position, side="right") - 1
+    rows: list[tuple[float, float, float, float, int]] = []
+    for number in range(len(edges) - 1):
+        chosen = ratio[place == number]
+        if len(chosen):
+            low, high = np.quantile(chosen, [0.01, 0.99])
+            middle = (edges[number] + edges[number + 1] - 1) / 2
+            rows.append((float(middle), float(chosen.mean()), float(low), float(high), len(chosen)))
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    return dict(zip(("x", "mean", "low", "high", "count"), columns, strict=True))
+
+
+def _contribution(tokens: ComparedTokens) -> dict[str, Any] | None:
+    """C(r) = -(r - 1)·A for positive and for negative advantages: 0 everywhere when on policy."""
+    if not np.isfinite(tokens.advantage).any():
+        return None
+    value = -np.expm1(np.minimum(tokens.delta, 50.0)) * tokens.advantage
+    found: dict[str, Any] = {}
+    for name, chosen in (("positive", value[tokens.advantage > 0]), ("negative", value[tokens.advantage < 0])):
+        if len(chosen):
+            centred = chosen - chosen.mean()
+            spread = float(chosen.std())
+            skew = float((centred**3).mean() / spread**3) if spread > 0 else 0.0
+            found[name] = {"tokens": len(chosen), "mean": float(chosen.mean()), "std": spread, "skew": skew, **_histogram(chosen)}
+    return found

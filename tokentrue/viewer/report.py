@@ -1,0 +1,65 @@
+"""Reports of commands, with the viewer's own parts: facts, charts and tables on one page, and rollouts to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tokentrue.types import Sample
+from tokentrue.viewer.data import ViewerData
+from tokentrue.viewer.export import write_export
+from tokentrue.viewer.from_samples import SampleList
+from tokentrue.viewer.records import ViewRenderer
+from tokentrue.viewer.trainer_file import TrainerColumns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """`series` maps a name to its values over `x`; None is a gap. `labels` name bars instead of numbers."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, Sequence[float | None]]
+    x: Sequence[float] = ()
+    labels: Sequence[str] = ()
+    kind: Literal["line", "bars"] = "line"
+    log_y: bool = False
+    y_range: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTable:
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float | int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`facts` are label and value; `verdict` is one sentence, `ok` whether it is good news."""
+
+    title: str
+    verdict: str = ""
+    ok: bool = True
+    facts: Sequence[tuple[str, str]] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[ReportTable] = ()
+    note: str = ""
+    highlights: Sequence[tuple[str, str]] = field(default=())  # the few numbers to read first
+
+
+def write_report(
+    path: str | Path,
+    report: Report,
+    *,
+    samples: Sequence[Sample] = (),
+    renderer: ViewRenderer | None = None,
+    trainer: Mapping[str, TrainerColumns] | None = None,
+) -> None:
+    """One self-contained HTML file. `samples` can be read token by token in it; with `trainer`, mismatch plots are there too."""
+    body: dict[str, Any] = asdict(report)
+    source = SampleList(samples, name=report.title)
+    write_export(ViewerData(source, renderer=renderer, trainer=trainer, report=body), path)

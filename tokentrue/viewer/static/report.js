@@ -1,0 +1,32 @@
+// The report of a command: the few numbers to read first, charts, tables.
+import { useMemo } from "./vendor/hooks.js";
+import { useAnswer } from "./api.js";
+import { Chart } from "./charts.js";
+import { Facts, Notice, compact, html } from "./ui.js";
+
+export function Report() {
+  const { value, error } = useAnswer(false, "report");
+  const charts = useMemo(() => (value?.charts ?? []).map(chartFrom), [value]);
+  if (error) return html`<main class="page"><${Notice} kind="error">${error}<//></main>`;
+  if (!value) return html`<main class="page"><${Notice}>Loading…<//></main>`;
+  const { title, verdict, ok, facts, tables, note, highlights } = value;
+  return html`<main class="page"><h1>${title}</h1>
+    ${verdict && html`<${Notice} kind=${ok ? "good" : "error"}>${verdict}<//>`}
+    ${highlights.length > 0 && html`<dl class="headline">${highlights.map(([label, text]) => html`<div key=${label}><dd class="num">${text}</dd><dt>${label}</dt></div>`)}</dl>`}
+    ${note && html`<p class="soft lead">${note}</p>`}
+    <div class="charts">${charts.map((chart) => html`<${Chart} key=${chart.title} ...${chart} />`)}</div>
+    <${Facts} items=${facts} />
+    ${tables.map((table) => html`<section key=${table.title}><h2>${table.title}</h2><div class="scroll-x" tabindex="0" role="region" aria-label=${table.title}><table class="list">
+      <thead><tr>${table.columns.map((column, i) => html`<th key=${column} scope="col" class=${i ? "num" : ""}>${column}</th>`)}</tr></thead>
+      <tbody>${table.rows.map((row, r) => html`<tr key=${r}>${row.map((cell, i) => html`<td key=${i} class=${i ? "num" : ""}>${typeof cell === "number" ? compact(cell) : cell}</td>`)}</tr>`)}</tbody></table></div></section>`)}
+  </main>`;
+}
+
+function chartFrom(chart) {
+  const length = Math.max(0, ...Object.values(chart.series).map((values) => values.length));
+  const x = chart.x.length ? chart.x : Array.from({ length }, (_, i) => i);
+  return {
+    title: chart.title, x, xLabel: chart.x_label, yLabel: chart.y_label, logY: chart.log_y, yRange: chart.y_range,
+    labels: chart.labels.length ? chart.labels : null, series: Object.entries(chart.series).map(([name, values]) => ({ name, values, bars: chart.kind === "bars" })),
+  };
+}
