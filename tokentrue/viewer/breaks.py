@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tokentrue.comparison import compare
-from tokentrue.comparison.alignment import aligned
+from tokentrue.comparison.alignment import align
 from tokentrue.errors import TokenTrueError
 from tokentrue.types import Ids, Sample
 from tokentrue.viewer.blocks import read_turns
@@ -144,7 +144,7 @@ def differing_ranges(recorded: Ids, other: Ids, cuts: frozenset[int]) -> list[tu
     keys = [tuple(recorded[a:b]) for a, b in mine], [tuple(other[a:b]) for a, b in theirs]
     found: list[tuple[int, int, int, int]] = []
     at, other_at = 0, 0  # everything before these is aligned
-    for i, j in [*aligned(*keys), (len(mine), len(theirs))]:
+    for i, j in [*align(*keys), (len(mine), len(theirs))]:
         if i is None or j is None:
             continue
         end = mine[i][0] if i < len(mine) else len(recorded)
@@ -165,7 +165,7 @@ def _token_ranges(a: Ids, b: Ids, start: int, end: int, other: int, other_end: i
         return []
     found: list[tuple[int, int, int, int]] = []
     at, other_at = start, other
-    for i, j in [*aligned(tuple(a[start:end]), tuple(b[other:other_end])), (end - start, other_end - other)]:
+    for i, j in [*align(tuple(a[start:end]), tuple(b[other:other_end])), (end - start, other_end - other)]:
         if i is None or j is None:
             continue
         if start + i > at or other + j > other_at:
