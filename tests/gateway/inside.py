@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from tests.gateway.world import renderer
-from tokentrue.gateway import Gateway, GatewayConfig, Limits
+from tokentrue.gateway import Gateway, GatewayConfig, GatewayLimits
 from tokentrue.providers.scripted import made_up
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling
@@ -49,7 +49,7 @@ class Parrot:
 
 
 def gateway(provider: Any = None, **limits: Any) -> Gateway:
-    config = GatewayConfig(model="m", admin_key="boss", limits=Limits(**limits))
+    config = GatewayConfig(model="m", admin_key="boss", limits=GatewayLimits(**limits))
     return Gateway(config=config, renderer_for=lambda _: renderer(), provider=provider or Parrot(), journal=Journal("memory"))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from tokentrue.errors import InputError
 from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Seal
+from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 
 CHAT, RESPONSES, ANTHROPIC = OpenAIChat(), OpenAIResponses(Seal(b"x")), Anthropic(Seal(b"x"))
 HEAD = {"model": "m", "max_tokens": 9}
@@ -16,8 +18,10 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def asked(dialect: Dialect, head: dict[str, Any], items: list[Any]) -> tuple[Any, list[Any]]:
-    call = dialect.call({**(HEAD if dialect is ANTHROPIC else {"model": "m"}), **head})
-    return call, list(dialect.messages(items, call))
+    """The head and the messages of a request, as the gateway parses them."""
+    body = {**(HEAD if dialect is ANTHROPIC else {"model": "m"}), **head, dialect.items_key: items}
+    decoded = dialect.decode(json.dumps(body).encode())
+    return decoded.head, MessageCache(0, CacheBudget(0)).parse_items(dialect, decoded.items)
 
 
 REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [
@@ -55,6 +59,12 @@ REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [
     (RESPONSES, {"include": ["file_search_call.results"]}, [SAID], r"include\[0\]"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, [SAID], r"tools\[0\].type"),
     (RESPONSES, {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, [SAID], r"tools\[0\].tools\[0\].type"),
+    (
+        RESPONSES,
+        {"tools": [{"type": "custom", "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}]},
+        [SAID],
+        r"tools\[1\].tools\[0\]",
+    ),
     (RESPONSES, {"previous_response_id": "x"}, [SAID], "previous_response_id"),
     (RESPONSES, {"previous_response_id": "resp_ns_n"}, [SAID], "store: false"),
     (RESPONSES, {"max_tool_calls": 3}, [SAID], "max_tool_calls"),
@@ -70,6 +80,7 @@ REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [
     (ANTHROPIC, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, [SAID], r"context_management.edits\[0\]"),
     (ANTHROPIC, {}, [{"role": "user", "content": [{"type": "image", "source": {}}]}], r"messages\[0\].content\[0\]"),
     (ANTHROPIC, {}, [{"role": "user", "content": [{"type": "document"}]}], r"messages\[0\].content\[0\]"),
+    (ANTHROPIC, {}, [SAID, {"role": "assistant", "content": "Sure, "}], "prefilled"),
     (ANTHROPIC, {}, [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}], "redacted_thinking"),
     (ANTHROPIC, {}, [{"role": "user", "content": []}], r"messages\[0\].content"),
     (ANTHROPIC, {}, [{"role": "tool", "content": "x"}], r"messages\[0\].role"),

@@ -1,4 +1,4 @@
-"""What is easier to see from inside: only appended bytes are parsed, old sessions go, idle ones leave memory and come back."""
+"""What is easier to see from inside: old sessions are purged, idle ones leave the memory and come back."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import pytest
-
 from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.world import TOOLS
-from tokentrue.gateway import memo
 
 
 async def test_ended_sessions_are_purged_by_age() -> None:
@@ -18,7 +15,7 @@ async def test_ended_sessions_are_purged_by_age() -> None:
     old, young = await new_session(app), await new_session(app)
     await ask(app, "DELETE", f"/sessions/{old['session_id']}")
     assert await app.purge_old() == []
-    app.config = replace(app.config, purge_after_s=1e-9)
+    app.services = replace(app.services, config=replace(app.config, purge_after_s=1e-9))
     assert await app.purge_old() == [old["session_id"]]
     assert (await ask(app, "GET", f"/sessions/{old['session_id']}"))[0] == 404
     assert (await ask(app, "GET", f"/sessions/{young['session_id']}"))[0] == 200
@@ -31,65 +28,13 @@ async def test_sessions_beyond_the_memory_limit_come_back_from_the_journal() -> 
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
     for session in made:
         assert (await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"]))[0] == 200
-    assert len(app.registry) == 2
+    assert len(app.services.sessions) == 2
     for session in made:
         _, answer = await ask(app, "GET", f"/sessions/{session['session_id']}/samples")
         assert json.loads(answer)["coverage"]["ratio"] == 1.0
     page = (await ask(app, "GET", "/metrics"))[1].decode()
     assert "tokentrue_coverage_ratio 1.0" in page
     await app.close()
-
-
-@pytest.mark.parametrize("spacing", [(",", ":"), (", ", ": ")])
-async def test_only_appended_bytes_are_parsed(monkeypatch: pytest.MonkeyPatch, spacing: tuple[str, str]) -> None:
-    """After the first request of a conversation the whole body is never parsed again; where bytes differ, it is."""
-    app = gateway()
-    session = await new_session(app)
-    whole: list[int] = []
-    slow = memo.body_of
-    monkeypatch.setattr("tokentrue.gateway.live.body_of", lambda *args: whole.append(1) or slow(*args))
-    messages: list[Any] = [{"role": "user", "content": "hi"}]
-    for turn in range(4):
-        body = json.dumps({"messages": messages, "model": "m", "temperature": 1.0}, separators=spacing).encode()
-        status, answer = await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"])
-        assert status == 200
-        messages += [json.loads(answer)["choices"][0]["message"], {"role": "user", "content": f"more {turn}"}]
-    assert len(whole) == 1
-    messages[0] = {"role": "user", "content": "ho"}
-    body = json.dumps({"messages": messages, "model": "m", "temperature": 1.0}, separators=spacing).encode()
-    assert (await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"]))[0] == 200
-    assert len(whole) == 2
-    _, shown = await ask(app, "GET", f"/sessions/{session['session_id']}")
-    nodes = json.loads(shown)["nodes"]
-    assert [node["why"] for node in nodes[:4]] == ["first", None, None, None]
-    assert nodes[4]["parent"] is None and nodes[4]["why"] not in (None, "first")
-    await app.close()
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (b'{"messages":[1]}', b'{"messages":[1]}'),
-        (b'{"messages":[1]}', b'{"messages":[1,2],"n":3}'),
-        (b'{"messages":[1]}', b'{"messages":[12,2]}'),
-        (b'{"messages":[1]}', b'{"messages":[1,2]],"x":[3]}'),
-        (b'{"messages":["a]"],"x":"]"}', b'{"messages":["a]"],"y":1,"x":"]"}'),
-    ],
-)
-def test_what_is_not_an_append_is_not_taken_for_one(before: bytes, after: bytes) -> None:
-    memory = memo.Memory()
-    memory.remember(memo.body_of(before, "messages", lambda head: None), "n")
-    assert memory.appended(after) is None
-
-
-def test_an_append_has_the_digest_of_the_whole_body() -> None:
-    """A retry after a restart is parsed whole, and must get the same name as the request that was parsed from its tail."""
-    memory = memo.Memory()
-    memory.remember(memo.body_of(b'{"messages":[1],"n":2}', "messages", lambda head: None), "n")
-    longer = b'{"messages":[1,2, 3],"n":2}'
-    fast = memory.appended(longer)
-    assert fast is not None and (fast.items, fast.start, fast.after) == ([2, 3], 1, "n")
-    assert fast.digest == memo.body_of(longer, "messages", lambda head: None).digest
 
 
 async def test_prompts_are_not_changed_behind_the_providers_back() -> None:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.test_hostile import FORGED
 from tests.gateway.world import TOOLS, call, model_dir, renderer
 from tokentrue.errors import TokenTrueError
-from tokentrue.gateway import Gateway, memo
+from tokentrue.gateway import Gateway
 from tokentrue.types import Chunk, Completion, Ids, Sampling
 
 HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -99,7 +99,7 @@ async def chat(app: Gateway, key: str, body: dict[str, Any] | None = None, **hea
 
 
 def nodes(app: Gateway, session: dict[str, str]) -> list[Any]:
-    known = app.registry.known(session["session_id"])
+    known = app.services.sessions.known(session["session_id"])
     assert known is not None
     return known.session.tree.in_order()
 
@@ -119,7 +119,7 @@ async def terminal_event_comes_after_the_journal() -> None:
 
     def look(data: bytes) -> None:
         if b"[DONE]" in data or b'"finish_reason":"stop"' in data:
-            rows.append(len(app.journal.rows(session["session_id"])))
+            rows.append(len(app.services.journal.rows(session["session_id"])))
 
     await Exchange(app, session["api_key"], {**HELLO, "stream": True}, on_send=look).task
     assert rows and set(rows) == {1}, "the end was told before the turn was durable"
@@ -128,7 +128,9 @@ async def terminal_event_comes_after_the_journal() -> None:
 async def answers_come_after_the_journal() -> None:
     app, _, session = await begin()
     rows: list[int] = []
-    await Exchange(app, session["api_key"], HELLO, on_send=lambda _: rows.append(len(app.journal.rows(session["session_id"])))).task
+    await Exchange(
+        app, session["api_key"], HELLO, on_send=lambda _: rows.append(len(app.services.journal.rows(session["session_id"])))
+    ).task
     assert rows == [1], "the answer was told before the turn was durable"
 
 
@@ -174,7 +176,7 @@ async def nothing_generates_untracked() -> None:
     await chat(app, session["api_key"])
     await Exchange(app, session["api_key"], {**HELLO, "stream": True}).task
     assert engine.asked == len(nodes(app, session)) == 2, "a generation is not in the record"
-    known = app.registry.known(session["session_id"])
+    known = app.services.sessions.known(session["session_id"])
     assert known is not None and known.coverage().sampled == 2 * len(engine.ids)
 
 
@@ -323,39 +325,39 @@ def any_secret_opens(patch: Patch) -> None:
 
 
 def a_key_opens_any_named_session(patch: Patch) -> None:
-    from tokentrue.gateway.auth import Claim, Keys
+    from tokentrue.gateway.auth import ApiKeys, Claim
 
-    claim = Keys.claim
+    claim = ApiKeys.claim
 
     def open_door(self: Any, headers: Any, named: str | None) -> Claim:
         made = claim(self, headers, None)
         return made if named is None else Claim(session_id=named, key_hash=None)
 
-    patch.setattr(Keys, "claim", open_door)
+    patch.setattr(ApiKeys, "claim", open_door)
 
 
 def admin_by_prefix(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.auth.Keys.is_admin", lambda self, presented: bool(presented) and "boss".startswith(presented))
+    patch.setattr("tokentrue.gateway.auth.ApiKeys.is_admin", lambda self, presented: bool(presented) and "boss".startswith(presented))
 
 
 def agents_are_admins(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.auth.Keys.require_admin", lambda self, headers: None)
+    patch.setattr("tokentrue.gateway.auth.ApiKeys.require_admin", lambda self, headers: None)
 
 
 def flights_are_not_shared(patch: Patch) -> None:
     patch.setattr("tokentrue.sessions.flights.Airspace.get", lambda self, key: None)
-    patch.setattr("tokentrue.gateway.live.Live.request_key", lambda self, scope, body: uuid.uuid4().hex)
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, body, n: uuid.uuid4().hex)
 
 
 def retries_have_new_names(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.live.Live.request_key", lambda self, scope, body: uuid.uuid4().hex)
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, body, n: uuid.uuid4().hex)
 
 
 def retry_counts_are_ignored(patch: Patch) -> None:
-    from tokentrue.gateway import live
+    from tokentrue.gateway import sessions
 
-    header = live.header
-    patch.setattr(live, "header", lambda scope, name: None if name == b"x-stainless-retry-count" else header(scope, name))
+    header = sessions.header
+    patch.setattr(sessions, "header", lambda scope, name: None if name == b"x-stainless-retry-count" else header(scope, name))
 
 
 def a_path_around_the_record(patch: Patch) -> None:
@@ -363,13 +365,13 @@ def a_path_around_the_record(patch: Patch) -> None:
 
     async def generates(self: Any, operation: str, claim: Any, scope: Any, receive: Any, send: Any) -> None:
         if operation == "completions":
-            done = await self.provider.generate([1], Sampling())
-            await app.send_json(send, 200, {"ids": done.token_ids})
+            done = await self._services.provider.generate([1], Sampling())
+            await app.send_json(send, 200, {"ids": list(done.token_ids)})
             return
         await dispatch(self, operation, claim, scope, receive, send)
 
-    dispatch = app.Gateway._dispatch
-    patch.setattr(app.Gateway, "_dispatch", generates)
+    dispatch = app.ModelRequests._dispatch
+    patch.setattr(app.ModelRequests, "_dispatch", generates)
 
 
 def streams_are_generated_twice(patch: Patch) -> None:
@@ -395,17 +397,14 @@ def partial_turns_are_dropped(patch: Patch) -> None:
 
 
 def nobody_watches_the_client(patch: Patch) -> None:
-    async def asleep(self: Any) -> None:
-        await asyncio.sleep(60)
-
-    patch.setattr("tokentrue.gateway.turns.Leaving._watch", asleep)
+    patch.setattr("tokentrue.gateway.turns.cancel_on_disconnect", lambda receive: nullcontext())
 
 
 def one_big_chunk(patch: Patch) -> None:
-    from tokentrue.gateway.turns import Line
+    from tokentrue.gateway.streaming import EventStream
 
     held: list[Any] = []
-    feed = Line.feed
+    feed = EventStream.feed
 
     async def at_the_end(self: Any, event: Any) -> None:
         held.append(event)
@@ -414,7 +413,7 @@ def one_big_chunk(patch: Patch) -> None:
                 await feed(self, one)
             held.clear()
 
-    patch.setattr(Line, "feed", at_the_end)
+    patch.setattr(EventStream, "feed", at_the_end)
 
 
 def logprobs_with_four_decimals(patch: Patch) -> None:
@@ -430,20 +429,18 @@ def logprobs_with_four_decimals(patch: Patch) -> None:
 
 
 def pauses_hold_nothing(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.gate.Gate.pause", lambda self: None)
+    patch.setattr("tokentrue.gateway.admission.AdmissionGate.pause", lambda self: None)
 
 
 def versions_are_forgotten(patch: Patch) -> None:
     patch.setattr("tokentrue.gateway.meter.Metered._stamped", lambda self, completion, seen: completion)
 
 
-def bodies_are_compared_by_length(patch: Patch) -> None:
-    class Loose(bytes):
-        def startswith(self, prefix: Any, *_: Any) -> bool:
-            return len(self) >= len(prefix)
+def messages_are_cached_by_length(patch: Patch) -> None:
+    from tokentrue.gateway.message_cache import MessageCache
 
-    appended = memo.Memory.appended
-    patch.setattr(memo.Memory, "appended", lambda self, body: appended(self, Loose(body)))
+    get = MessageCache._get
+    patch.setattr(MessageCache, "_get", lambda self, key, make: get(self, (key[0], b"%d" % len(key[1])), make))
 
 
 def the_last_brace_is_shown_at_once(patch: Patch) -> None:
@@ -453,11 +450,11 @@ def the_last_brace_is_shown_at_once(patch: Patch) -> None:
 
 
 def seals_are_not_read(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.dialects.base.Seal.holds", lambda self, signature, text: True)
+    patch.setattr("tokentrue.gateway.dialects.seal.Seal.holds", lambda self, signature, text: True)
 
 
 def the_queue_has_no_end(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.live.Live.enter", lambda self: None)
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.generate", lambda self: nullcontext())
 
 
 Guard = Callable[[], Awaitable[None]]
@@ -479,7 +476,7 @@ CAUGHT_BY: dict[Callable[[Patch], None], list[Guard]] = {
     logprobs_with_four_decimals: [logprobs_are_the_engines_own_floats],
     pauses_hold_nothing: [a_pause_holds_generations_back],
     versions_are_forgotten: [the_noted_version_is_stamped],
-    bodies_are_compared_by_length: [a_changed_history_is_not_the_old_one],
+    messages_are_cached_by_length: [a_changed_history_is_not_the_old_one],
     the_last_brace_is_shown_at_once: [a_broken_call_is_never_json],
     seals_are_not_read: [changed_reasoning_is_refused],
     the_queue_has_no_end: [too_many_in_flight_are_told_to_wait],

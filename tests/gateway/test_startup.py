@@ -64,7 +64,6 @@ def test_template_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--host", "0.0.0.0"), ("TOKENTRUE_ADMIN_KEY", "127.0.0.1")),
         (("--engine", "sglang"), ("--url",)),
         (("--engine", "scripted"), ("--script",)),
         (("--engine", "nonsense"), ("no engine 'nonsense'", "scripted")),
@@ -79,6 +78,26 @@ def test_template_refused(tmp_path: Path) -> None:
 )
 def test_wrong_settings(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     one_line(serve("--port", "0", *arguments), *words)
+
+
+@pytest.mark.parametrize("key", ["boss", "aaaaaaaaaaaaaaaaaaaaaaaa"])
+def test_a_weak_admin_key_is_refused_beyond_loopback(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", key)
+    one_line(serve("--port", "0", "--host", "0.0.0.0"), "TOKENTRUE_ADMIN_KEY", "weak")
+
+
+def test_an_admin_key_is_made_and_printed_once(tmp_path: Path) -> None:
+    """Nobody administers without it: not another process of this machine, not the policy's own shell."""
+    server = scripted_server(tmp_path, ["ok"])
+    try:
+        assert len(server.admin_key) >= 40
+        made = server.session()
+        assert server.ask("POST", "/sessions", {}, key="none")[0] == 401
+        for key in (made.api_key, "none"):
+            assert server.ask("POST", f"/sessions/{made.session_id}/reward", {"reward": 1}, key=key)[0] in (401, 403)
+    finally:
+        assert server.stop() == 0
+    assert server.admin_key not in server.log.read_text()
 
 
 def test_a_gateway_in_front_of_another_process_never_loads_torch(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from tokentrue.gateway.dialects import Anthropic, Call, Dialect, OpenAIChat, OpenAIResponses, Problem, Seal
+from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Problem, RequestHead, Seal
 from tokentrue.types import Completion, Delta, Finish, Parsed, Reply, TurnEvent
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -83,13 +83,14 @@ def text_of(ids: Any) -> str:
     return "".join(chr(97 + i) for i in ids)
 
 
-def call_of(name: str, **more: Any) -> Call:
-    return DIALECTS[name].call({**HEADS[name], **more})
+def head_of(name: str, **more: Any) -> RequestHead:
+    body = {**HEADS[name], **more, DIALECTS[name].items_key: [{"role": "user", "content": "hi"}]}
+    return DIALECTS[name].decode(json.dumps(body).encode()).head
 
 
 def events_of(name: str, case: str) -> list[tuple[str, Any]]:
     deltas, done = CASES[case]
-    encoder = DIALECTS[name].encoder(call_of(name, stream=True), text_of)
+    encoder = DIALECTS[name].new_encoder(head_of(name, stream=True), text_of)
     stream = encoder.feed(TurnEvent(node="n0"))
     for delta in deltas:
         stream += encoder.feed(TurnEvent(node="n0", delta=delta, token_ids=(5,), logprobs=(-0.5,)))
@@ -138,7 +139,7 @@ def models(name: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", DIALECTS)
 def test_answers_fit_the_sdk_models_strictly(name: str, case: str) -> None:
-    answer = DIALECTS[name].answer(call_of(name), [CASES[case][1]], text_of)
+    answer = DIALECTS[name].build_answer(head_of(name), [CASES[case][1]], text_of)
     strict(models(name)[0], json.loads(json.dumps(answer)))
 
 
@@ -152,12 +153,12 @@ def test_events_fit_the_sdk_models_strictly(name: str, case: str) -> None:
 
 
 def test_logprobs_fit_the_sdk_models_strictly() -> None:
-    asked = call_of("openai_chat", logprobs=True, top_logprobs=2)
-    answer = DIALECTS["openai_chat"].answer(asked, [CASES["text"][1]], text_of)
+    asked = head_of("openai_chat", logprobs=True, top_logprobs=2)
+    answer = DIALECTS["openai_chat"].build_answer(asked, [CASES["text"][1]], text_of)
     strict(models("openai_chat")[0], answer)
     assert [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]] == [-0.5, -0.25, -1.0]
-    asked = call_of("openai_responses", include=["message.output_text.logprobs"])
-    strict(models("openai_responses")[0], DIALECTS["openai_responses"].answer(asked, [CASES["text"][1]], text_of))
+    asked = head_of("openai_responses", include=["message.output_text.logprobs"])
+    strict(models("openai_responses")[0], DIALECTS["openai_responses"].build_answer(asked, [CASES["text"][1]], text_of))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -194,7 +195,7 @@ def chat_outline(data: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", DIALECTS)
 def test_streamed_pieces_add_up_to_the_answer(name: str) -> None:
     events = events_of(name, "thinking_and_two_calls")
-    answer = DIALECTS[name].answer(call_of(name), [CASES["thinking_and_two_calls"][1]], text_of)
+    answer = DIALECTS[name].build_answer(head_of(name), [CASES["thinking_and_two_calls"][1]], text_of)
     if name == "openai_chat":
         message = answer["choices"][0]["message"]
         deltas = [data["choices"][0]["delta"] for _, data in events if data != "[DONE]" and data["choices"]]
@@ -217,34 +218,34 @@ def test_streamed_pieces_add_up_to_the_answer(name: str) -> None:
 @pytest.mark.parametrize("name", DIALECTS)
 def test_error_envelopes(name: str) -> None:
     problem = Problem(status=429, code="too_many_in_flight", message="later", retry_after_s=1)
-    error = DIALECTS[name].error(problem)["error"]
+    error = DIALECTS[name].build_error(problem)["error"]
     assert (error["type"], error["code"], error["message"]) == ("rate_limit_error", "too_many_in_flight", "later")
     if name == "anthropic":
         from anthropic.types import ErrorResponse
 
-        TypeAdapter(ErrorResponse).validate_json(json.dumps({**DIALECTS[name].error(problem), "request_id": None}), strict=True)
+        TypeAdapter(ErrorResponse).validate_json(json.dumps({**DIALECTS[name].build_error(problem), "request_id": None}), strict=True)
 
 
 def test_a_changed_thinking_block_is_refused_and_an_intact_one_comes_back() -> None:
     from tokentrue.errors import MessageError
 
     dialect = DIALECTS["anthropic"]
-    call = call_of("anthropic")
-    block = dialect.answer(call, [CASES["thinking_and_two_calls"][1]], text_of)["content"][0]
-    (message,) = dialect.messages([{"role": "assistant", "content": [block]}], call)
+    call = head_of("anthropic")
+    block = dialect.build_answer(call, [CASES["thinking_and_two_calls"][1]], text_of)["content"][0]
+    (message,) = dialect.parse_item({"role": "assistant", "content": [block]}, "messages[0]")
     assert message["reasoning_content"] == "let me look"
     for changed in ({**block, "thinking": "let me lie"}, {**block, "signature": block["signature"][:-2] + "AA"}):
         with pytest.raises(MessageError, match=r"messages\[0\].content\[0\].signature"):
-            dialect.messages([{"role": "assistant", "content": [changed]}], call)
+            dialect.parse_item({"role": "assistant", "content": [changed]}, "messages[0]")
 
 
 def test_sealed_reasoning_survives_a_client_that_keeps_only_the_seal() -> None:
     dialect = DIALECTS["openai_responses"]
-    call = call_of("openai_responses")
-    item = dialect.answer(call, [CASES["thinking_and_two_calls"][1]], text_of)["output"][0]
+    call = head_of("openai_responses")
+    item = dialect.build_answer(call, [CASES["thinking_and_two_calls"][1]], text_of)["output"][0]
     assert item["type"] == "reasoning"
     kept = {"type": "reasoning", "id": item["id"], "summary": [], "encrypted_content": item["encrypted_content"]}
-    (message,) = dialect.messages([kept], call)
+    (message,) = dialect.parse_item(kept, "input[0]")
     assert message["reasoning_content"] == "let me look"
     other = Seal(b"another session")
     assert other.unwrap(item["encrypted_content"]) is None

@@ -86,9 +86,9 @@ class Server:
         self._arguments = arguments
         self._env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
         self._env.pop("TOKENTRUE_ADMIN_KEY", None)
-        self.admin_key = admin_key
+        self.admin_key = ""  # chosen, or read from what the server prints
         if admin_key is not None:
-            self._env["TOKENTRUE_ADMIN_KEY"] = admin_key
+            self.admin_key = self._env["TOKENTRUE_ADMIN_KEY"] = admin_key
         self.log = folder / "serve.log"
         self.port = 0
         self.start()
@@ -103,6 +103,9 @@ class Server:
         assert first.startswith("tokentrue gateway on "), f"{first!r}\n{self.log.read_text()[-2000:]}"
         self.url = first.split()[3]
         self.port = int(self.url.rpartition(":")[2])
+        if "TOKENTRUE_ADMIN_KEY" not in self._env:
+            name, value, self.admin_key, *_ = self.process.stdout.readline().split()
+            assert (name, value) == ("admin", "key")
 
     def stop(self) -> int:
         if self.process.poll() is None:
@@ -122,8 +125,7 @@ class Server:
     def ask(self, method: str, path: str, body: Any = None, *, key: str | None = None, raw: bytes | None = None) -> tuple[int, Any]:
         """Status and JSON (or text)."""
         headers = {"content-type": "application/json"}
-        if (key := key or self.admin_key) is not None:
-            headers["authorization"] = f"Bearer {key}"
+        headers["authorization"] = f"Bearer {key or self.admin_key}"
         data = raw if raw is not None else (json.dumps(body).encode() if body is not None else None)
         request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
         try:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
-from tokentrue.gateway.config import GatewayConfig, Limits
+from tokentrue.gateway.config import GatewayConfig, GatewayLimits
 from tokentrue.sessions.limits import Limits as SessionLimits
 
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
-    from tokentrue.gateway.peers import Peers
+    from tokentrue.gateway.workers.forwarding import WorkerLinks
     from tokentrue.protocols import Provider, Renderer
     from tokentrue.sessions.journal import Journal
 
@@ -79,7 +79,7 @@ class ServeConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    limits: Limits = field(default_factory=Limits)
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
     session_limits: SessionLimits = field(default_factory=SessionLimits)
 
 
@@ -130,7 +130,7 @@ def journal_for(store: str) -> Journal:
     return Journal(store)
 
 
-def gateway_for(config: ServeConfig, *, peers: Peers | None = None) -> Gateway:
+def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | None = None) -> Gateway:
     from tokentrue.gateway.app import Gateway
 
     journal = journal_for(config.server.store)
@@ -138,7 +138,7 @@ def gateway_for(config: ServeConfig, *, peers: Peers | None = None) -> Gateway:
     renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
     settings = GatewayConfig(
         model=config.model.shown,
-        admin_key=os.environ.get(ADMIN_KEY) or None,
+        admin_key=admin_key,
         base_url=config.server.base_url.rstrip("/"),
         limits=config.limits,
         session_limits=config.session_limits,
@@ -153,5 +153,5 @@ def gateway_for(config: ServeConfig, *, peers: Peers | None = None) -> Gateway:
         renderer_for=renderer,
         provider=provider_for(config.engine, config.model, renderer),
         journal=journal,
-        peers=peers,
+        workers=workers,
     )

@@ -48,17 +48,25 @@ def command(
     check(settings)
     with torch_kept_out(settings.engine.name):
         settings = identify_model(settings)
-    from tokentrue.gateway.server import listen, log_to_stderr, run_worker, supervise
+    from tokentrue.gateway.auth import new_admin_key
+    from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker
+    from tokentrue.gateway.workers.supervisor import supervise
 
-    with listen(settings.server.host, settings.server.port, admin_key=bool(os.environ.get(ADMIN_KEY))) as public:
+    is_new_key = not os.environ.get(ADMIN_KEY)
+    admin_key = os.environ[ADMIN_KEY] = os.environ.get(ADMIN_KEY) or new_admin_key()  # in the environment, for worker processes
+    with listen(settings.server.host, settings.server.port, admin_key=admin_key) as public:
         port_bound = public.getsockname()[1]
         base = settings.server.base_url.rstrip("/") or f"http://{shown_host(settings.server.host)}:{port_bound}"
+
+        def say_hello() -> None:
+            greet(settings, base, admin_key if is_new_key else None)
+
         if settings.server.workers > 1:
-            return supervise(start_worker, settings, public, settings.server.workers, ready=lambda: greet(settings, base))
+            return supervise(start_worker, settings, public, settings.server.workers, ready=say_hello)
         log_to_stderr(enabled=settings.server.log == "json")
         with torch_kept_out(settings.engine.name):
-            gateway = gateway_for(settings)
-        run_worker(gateway, public, ready=lambda: greet(settings, base))
+            gateway = gateway_for(settings, admin_key=admin_key)
+        run_worker(gateway, public, ready=say_hello)
     return 0
 
 
@@ -73,18 +81,20 @@ def check(settings: ServeConfig) -> None:
 
 def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers: int, folder: str, up: Any) -> None:
     """The main function of a worker process."""
-    from tokentrue.gateway.peers import Peers, socket_path
-    from tokentrue.gateway.server import log_to_stderr, run_worker
+    from tokentrue.gateway.workers.forwarding import WorkerLinks, socket_path
+    from tokentrue.gateway.workers.server import log_to_stderr, run_worker
+    from tokentrue.gateway.workers.supervisor import end_with_supervisor
 
+    end_with_supervisor(settings.server.drain_s)
     log_to_stderr(enabled=settings.server.log == "json")
     try:
-        peers = Peers(me=me, workers=workers, folder=folder, body_limit=settings.limits.body_bytes)
+        links = WorkerLinks(me=me, workers=workers, folder=folder)
         with torch_kept_out(settings.engine.name):
-            gateway = gateway_for(settings, peers=peers)
+            gateway = gateway_for(settings, admin_key=os.environ[ADMIN_KEY], workers=links)
     except TokenTrueError as error:
         print(f"tokentrue serve: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    run_worker(gateway, public, peer_socket=str(socket_path(folder, me)), ready=up.release)
+    run_worker(gateway, public, worker_socket=str(socket_path(folder, me)), ready=up.release)
 
 
 def shown_host(host: str) -> str:
@@ -93,10 +103,12 @@ def shown_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def greet(settings: ServeConfig, base: str) -> None:
-    admin = "Authorization: Bearer $TOKENTRUE_ADMIN_KEY" if os.environ.get(ADMIN_KEY) else "no admin key is set: loopback only"
+def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
+    """`new_key` is the admin key where this start made one: it is shown here and nowhere else."""
     print(f"tokentrue gateway on {base}   model {settings.model.shown}, engine {settings.engine.name}, store {settings.server.store}")
-    print(f"  new session      curl -X POST {base}/sessions      ({admin})")
+    if new_key is not None:
+        print(f"  admin key        {new_key}      (made for this run; set {ADMIN_KEY} to choose one)")
+    print(f"  new session      curl -X POST {base}/sessions -H 'Authorization: Bearer {new_key or '$' + ADMIN_KEY}'")
     print("  OpenAI client    OpenAI(base_url=session['base_url'], api_key=session['api_key'])")
     print("  Anthropic client Anthropic(base_url=session['anthropic_base_url'], api_key=session['api_key'])")
     print(f"  fixed base URL   {base}/v1 with the session's api_key", flush=True)

@@ -1,7 +1,7 @@
-"""The door: HTTP in three dialects on top of the corridor; no token logic here."""
+"""HTTP in three dialects in front of `turn`; no token logic here."""
 
 from tokentrue.gateway.app import Gateway
-from tokentrue.gateway.config import GatewayConfig, Limits
-from tokentrue.gateway.peers import owner_of
+from tokentrue.gateway.config import GatewayConfig, GatewayLimits
+from tokentrue.gateway.workers.forwarding import owner_of
 
-__all__ = ["Gateway", "GatewayConfig", "Limits", "owner_of"]
+__all__ = ["Gateway", "GatewayConfig", "GatewayLimits", "owner_of"]

@@ -1,8 +1,9 @@
-"""The bare ASGI that the hot path speaks: read a body within its limit, send JSON, send events."""
+"""The bare ASGI that model requests use: read a body within its limits, send JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from tokentrue.gateway.dialects.base import Problem, encode
@@ -22,7 +23,7 @@ EVENTS: RawHeaders = [
 
 
 class ClientGone(Exception):
-    """The client went away before its answer was ready."""
+    """The client disconnected before its answer was complete."""
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -32,24 +33,57 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    declared = header(scope, b"content-length")
-    if declared is not None and declared.isdigit() and int(declared) > limit:
-        raise too_large(limit)
+class BodyBudget:
+    """Bytes of request bodies that this process holds at one time, over all connections."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.used = 0
+
+    @contextmanager
+    def reserve(self) -> Iterator[Callable[[int], None]]:
+        """Gives a function that takes bytes for one body; they are given back at the end of the block."""
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if self.used + size > self._limit:
+                message = "the bodies of requests in progress fill the memory set aside for them (limits.bodies_bytes); try again"
+                raise Refused(429, "too_many_bytes_in_flight", message, retry_after_s=1.0)
+            taken += size
+            self.used += size
+
+        try:
+            yield take
+        finally:
+            self.used -= taken
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, take: Callable[[int], None] | None = None) -> bytes:
+    """The whole body, refused as soon as it is known to be larger than `limit`; `take` is told of every part."""
+    check_declared_length(scope, limit)
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        part = message.get("body", b"")
+        part: bytes = message.get("body", b"")
         if part:
             parts.append(part)
             size += len(part)
             if size > limit:
                 raise too_large(limit)
+            if take is not None:
+                take(len(part))
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def check_declared_length(scope: Scope, limit: int) -> None:
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdigit() and int(declared) > limit:
+        raise too_large(limit)
 
 
 def too_large(limit: int) -> Refused:
@@ -67,7 +101,7 @@ async def send_json(send: Send, status: int, value: Any, *headers: tuple[bytes, 
 
 
 def problem_headers(problem: Problem) -> RawHeaders:
-    """SDKs retry 409 and 429 by themselves: a conflict will not go away, a full house will."""
+    """SDKs retry 409 and 429 by themselves: a conflict stays, a full queue does not."""
     if problem.retry_after_s is not None:
         return [(b"retry-after", b"%d" % max(1, round(problem.retry_after_s)))]
     return [(b"x-should-retry", b"false")] if problem.status == 409 else []

@@ -1,4 +1,4 @@
-"""What the gateway is told: names, keys, limits. Secrets come from the environment, by way of the command line's wiring."""
+"""The gateway's settings: names, keys, limits, deadlines. Secrets come from the environment, through the wiring of the command line."""
 
 from __future__ import annotations
 
@@ -10,30 +10,46 @@ from tokentrue.sessions.limits import Limits as SessionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Past a size: 413; past a number in flight: 429 with Retry-After."""
+class GatewayLimits:
+    """Past a size: 413; past a number or a sum in flight: 429 with Retry-After; past a time: the connection is closed, or 504.
+
+    Byte limits of one process: `bodies_bytes` for request bodies being read, `message_caches_bytes` for parsed messages that are kept,
+    `live_sessions_bytes` for the records of sessions in memory. A session that leaves the memory is in the journal.
+    """
 
     body_bytes: int = 64 << 20
+    bodies_bytes: int = 512 << 20
+    head_bytes: int = 256 << 10
     messages: int = 20_000
     in_flight: int = 1024
     in_flight_per_session: int = 64
+    connections: int = 4096
+    message_cache_bytes: int = 32 << 20  # of one session; 0 switches the cache off
+    message_caches_bytes: int = 512 << 20
+    live_sessions: int = 4096
+    live_sessions_bytes: int = 2 << 30
+    idle_session_s: float = 3600.0
     session_age_s: float = 14 * 86400.0
-    live_sessions: int = 4096  # kept in memory; the others wait in the journal
+    head_s: float = 30.0
+    body_s: float = 300.0
+    write_s: float = 60.0
+    turn_s: float = 3600.0
 
     def __post_init__(self) -> None:
         for field_ in fields(self):
-            if getattr(self, field_.name) <= 0:
-                raise ConfigError(f"limits.{field_.name} must be positive, got {getattr(self, field_.name)}")
+            value = getattr(self, field_.name)
+            if value < 0 or (value == 0 and field_.name != "message_cache_bytes"):
+                raise ConfigError(f"limits.{field_.name} must be positive, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """`model` is the name that /v1/models shows. `admin_key=None` leaves administration open, which only a loopback address may do."""
+    """`model` is the name that /v1/models shows. `admin_key` opens `/sessions*` and `/admin*`."""
 
     model: str
-    admin_key: str | None = None
+    admin_key: str
     base_url: str = ""
-    limits: Limits = field(default_factory=Limits)
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
     session_limits: SessionLimits = field(default_factory=SessionLimits)
     history: Literal["keep", "template"] = "keep"
     training: bool = True

@@ -11,9 +11,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from tokentrue.types import Reply
+
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
 LONG_SECONDS = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 1200)
-CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
@@ -29,7 +31,6 @@ class Metrics:
         self.forks = Counter("tokentrue_forks", "Turns that began a root or a fork.", ["reason"], registry=registry)
         self.projections = Counter("tokentrue_projections", "How replayed history matched.", ["projection"], registry=registry)
         self.replays = Counter("tokentrue_replays", "Retries answered from the record.", registry=registry)
-        self.fast = Counter("tokentrue_appended_requests", "Requests of which only the appended bytes were parsed.", registry=registry)
         self.added = Histogram(
             "tokentrue_added_latency_seconds", "Time per turn outside of the engine.", ["dialect"], buckets=SECONDS, registry=registry
         )
@@ -37,8 +38,22 @@ class Metrics:
         self.first = Histogram("tokentrue_first_byte_seconds", "Time to the first streamed byte.", buckets=LONG_SECONDS, registry=registry)
         self.in_flight = Gauge("tokentrue_in_flight", "Generations in flight.", registry=registry)
         self.sessions = Gauge("tokentrue_live_sessions", "Sessions in memory.", registry=registry)
+        self.session_bytes = Gauge("tokentrue_live_session_bytes", "Memory of the sessions in memory, an estimate.", registry=registry)
         self.paused = Gauge("tokentrue_paused", "1 while generation is paused.", registry=registry)
         self.version = Gauge("tokentrue_policy_version", "The newest policy version noted.", registry=registry)
+
+    def note_turn(self, dialect: str, reply: Reply, sampled: int, *, streamed: bool) -> None:
+        """Counts a committed turn of `sampled` tokens; `reply` is the first of its choices."""
+        self.turns.labels(dialect, streamed).inc()
+        self.projections.labels(reply.projection).inc()
+        if reply.root not in (None, "first"):
+            self.forks.labels(reply.root).inc()
+        if reply.replayed:
+            self.replays.inc()
+            return
+        self.prompt_tokens.inc(reply.prompt_tokens)
+        self.given_tokens.inc(reply.given_tokens)
+        self.sampled_tokens.inc(sampled)
 
     def snapshot(self) -> list[dict[str, Any]]:
         """As plain values, for another worker to add up."""
@@ -73,7 +88,7 @@ def engine_families(provider: object) -> list[dict[str, Any]]:
 LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up over workers
 
 
-def page(snapshots: Iterable[Iterable[Mapping[str, Any]]]) -> bytes:
+def build_page(snapshots: Iterable[Iterable[Mapping[str, Any]]]) -> bytes:
     """The text page of all workers together."""
     families: dict[str, Mapping[str, Any]] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}

@@ -1,4 +1,4 @@
-"""From the house's exceptions to what a client is told: a status, a stable code, a field, one sentence."""
+"""Translates exceptions to what a client is told: a status, a stable code, a field, one sentence."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ LONGEST = 600
 
 
 class Refused(TokenTrueError):
-    """A request that the gateway itself turns away."""
+    """A request that the gateway itself refuses."""
 
     def __init__(self, status: int, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.problem = Problem(status=status, code=code, message=message, field=field, retry_after_s=retry_after_s)
 
 
-def problem_of(error: BaseException) -> Problem:
+def problem_from(error: BaseException) -> Problem:
     if isinstance(error, Refused):
         return error.problem
     if not isinstance(error, TokenTrueError):

@@ -1,199 +1,171 @@
-"""One turn over HTTP: whose it is → what is new → the corridor → the dialect's answer. Read `serve` first.
+"""One turn over HTTP: check the key, read and parse the body, run the turn, answer in the dialect. Read `serve` first.
 
-Invariants: no answer, and no terminal event, before the turn is durable; a client that goes away cancels its generation; every
-turn leaves one log line and its metrics.
+Invariants: keys are checked before bodies are read; no answer, and no last event, before the turn is durable; a client that disconnects
+cancels its generation; every turn leaves one log line and its metrics.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import orjson
 
-from tokentrue.errors import SessionNotFound
-from tokentrue.gateway.asgi import ClientGone, RawHeaders, Receive, Scope, Send, problem_headers, read_body, send_json
+from tokentrue.errors import EngineTimeout, SessionNotFound
+from tokentrue.gateway.asgi import RawHeaders, Receive, Scope, Send, read_body, send_json
 from tokentrue.gateway.auth import Claim, invalid_key
-from tokentrue.gateway.client import Leaving, Line, Watching
-from tokentrue.gateway.config import GatewayConfig
-from tokentrue.gateway.dialects import Dialect
-from tokentrue.gateway.gate import Gate
-from tokentrue.gateway.live import Live, Registry
-from tokentrue.gateway.memo import Body
+from tokentrue.gateway.dialects import Anthropic, Dialect, RequestHead
 from tokentrue.gateway.meter import CLOCK
-from tokentrue.gateway.metrics import Metrics
-from tokentrue.gateway.problems import problem_of
-from tokentrue.sessions.spare_time import afterwards
+from tokentrue.gateway.services import Services
+from tokentrue.gateway.sessions import SessionHandle
+from tokentrue.gateway.streaming import EventStream, cancel_on_disconnect
 from tokentrue.types import Reply, TurnRequest
 
 LOG = logging.getLogger("tokentrue.gateway")
+STREAM = "tokentrue.stream"  # in the scope: the event stream of this request, once there is one
 
 
 @dataclass(slots=True)
-class Turn:
-    """What one request has gathered on its way."""
+class TurnClock:
+    """When a turn began and how long it was with the engine."""
 
-    dialect: Dialect
-    session_id: str
     started: float
     engine_s: float = 0.0
-    streamed: bool = False
-    fast: bool = False
     first_byte: float | None = None
 
 
-class Turns:
-    def __init__(self, *, config: GatewayConfig, registry: Registry, gate: Gate, metrics: Metrics) -> None:
-        self._config, self._registry, self._gate, self._metrics = config, registry, gate, metrics
-        self._watching = Watching()
+class TurnHandler:
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
-    async def open(self, claim: Claim) -> Live:
-        """The session behind a claim; a key that fits nothing does not learn whether the session exists."""
+    @asynccontextmanager
+    async def open(self, claim: Claim) -> AsyncIterator[SessionHandle]:
+        """The session of a claim; a key that fits nothing does not learn whether the session exists."""
         try:
-            live = await self._registry.get(claim.session_id)
+            async with self._services.sessions.lease(claim.session_id) as handle:
+                claim.check(handle.session.record.key_hash)
+                yield handle
         except SessionNotFound:
             if claim.key_hash is not None:
                 raise invalid_key() from None
             raise
-        claim.check(live.session.record.key_hash)
-        return live
 
     async def serve(self, name: str, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
-        live = await self.open(claim)
-        dialect = live.dialects[name]
-        turn = Turn(dialect, claim.session_id, time.perf_counter())
-        try:
-            await self._run(turn, live, scope, receive, send)
-        except ClientGone:
-            self._metrics.errors.labels(name, "client_gone").inc()
-        except Exception as error:
-            await self.refuse(dialect, error, send)
+        clock = TurnClock(time.perf_counter())
+        CLOCK.set(clock)
+        async with self.open(claim) as handle:
+            dialect = handle.dialects[name]
+            handle.check_open()
+            head, request = await self._read(dialect, handle, scope, receive)
+            with handle.generate():
+                async with cancel_on_disconnect(receive), self._services.admission.admit(), self._deadline():
+                    if head.stream:
+                        replies = await self._stream(handle, dialect, head, request, scope, send, clock)
+                    else:
+                        replies = await self._answer(handle, dialect, head, request, send)
+        self._note(dialect, handle.session.id, head, replies, clock)
 
-    async def refuse(self, dialect: Dialect, error: Exception, send: Send) -> None:
-        problem = problem_of(error)
-        if problem.status == 500:
-            LOG.error("a request failed", exc_info=error)
-        self._metrics.errors.labels(dialect.name, problem.code).inc()
-        await send_json(send, problem.status, dialect.error(problem), *problem_headers(problem))
-
-    async def _run(self, turn: Turn, live: Live, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await read_body(scope, receive, self._config.limits.body_bytes)
-        live.check_open()
-        body, after, messages = live.take(turn.dialect, raw)
+    async def _read(self, dialect: Dialect, handle: SessionHandle, scope: Scope, receive: Receive) -> tuple[RequestHead, TurnRequest]:
+        with self._services.bodies.reserve() as take:
+            body = await read_body(scope, receive, self._services.config.limits.body_bytes, take)
+            head, messages = handle.parse(dialect, body)
+            request_key = handle.request_key(scope, body, n=head.n)
         request = TurnRequest(
             messages=messages,
-            tools=body.call.tools,
-            sampling=body.call.sampling,
-            template_kwargs=body.call.template_kwargs,
-            n=body.call.n,
-            dialect=turn.dialect.name,
-            after=after,
-            request_key=live.request_key(scope, body),
+            tools=head.tools,
+            sampling=head.sampling,
+            template_kwargs=head.template_kwargs,
+            n=head.n,
+            dialect=dialect.name,
+            request_key=request_key,
         )
-        turn.streamed, turn.fast = body.call.stream, body.after is not None
-        CLOCK.set(turn)
-        live.enter()
+        return head, request
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """The total time of a turn, whatever the engine's own timeouts and retries."""
+        limit = self._services.config.limits.turn_s
         try:
-            await self._gate.admit()
-            self._gate.enter()
-            try:
-                await (self._streamed if turn.streamed else self._whole)(turn, live, body, request, receive, send)
-            finally:
-                self._gate.leave()
-        finally:
-            live.leave()
+            async with asyncio.timeout(limit):
+                yield
+        except TimeoutError:
+            raise EngineTimeout(f"the turn took longer than {limit:g} s (limits.turn_s)") from None
 
-    async def _whole(self, turn: Turn, live: Live, body: Body, request: TurnRequest, receive: Receive, send: Send) -> None:
-        with Leaving(self._watching, receive):
-            replies = await live.session.turn(request)
-        self._remember(turn, live, body, replies)
-        answer = turn.dialect.answer(body.call, replies, live.session.renderer.decode)
-        await send_json(send, 200, answer, *answer_headers(live, replies[0]))
-        self._note_soon(turn, replies)
+    async def _answer(
+        self, handle: SessionHandle, dialect: Dialect, head: RequestHead, request: TurnRequest, send: Send
+    ) -> Sequence[Reply]:
+        replies = await handle.session.turn(request)
+        handle.note_reply(request.request_key, replies)
+        answer = dialect.build_answer(head, replies, handle.session.renderer.decode)
+        await send_json(send, 200, answer, *answer_headers(handle, replies[0]))
+        return replies
 
-    async def _streamed(self, turn: Turn, live: Live, body: Body, request: TurnRequest, receive: Receive, send: Send) -> None:
-        line = Line(send, turn.dialect.encoder(body.call, live.session.renderer.decode))
+    async def _stream(
+        self,
+        handle: SessionHandle,
+        dialect: Dialect,
+        head: RequestHead,
+        request: TurnRequest,
+        scope: Scope,
+        send: Send,
+        clock: TurnClock,
+    ) -> Sequence[Reply]:
+        stream = scope[STREAM] = EventStream(send, dialect.new_encoder(head, handle.session.renderer.decode))
         replies: list[Reply] = []
-        with Leaving(self._watching, receive, line=line, every_s=self._config.keep_alive_s):
-            try:
-                async with aclosing(live.session.stream(request)) as events:
-                    async for event in events:
-                        if event.reply is not None:
-                            replies.append(event.reply)
-                        await line.feed(event)
-                        if turn.first_byte is None and line.started:
-                            turn.first_byte = time.perf_counter()
-                self._remember(turn, live, body, replies)
-                await line.finish()
-                self._note_soon(turn, replies)
-            except Exception as error:
-                if not line.started:
-                    raise
-                problem = problem_of(error)
-                if problem.status == 500:
-                    LOG.error("a stream failed", exc_info=error)
-                self._metrics.errors.labels(turn.dialect.name, problem.code).inc()
-                await line.fail(problem)
+        async with stream.keep_alive(self._services.config.keep_alive_s), aclosing(handle.session.stream(request)) as events:
+            async for event in events:
+                if event.reply is not None:
+                    replies.append(event.reply)
+                await stream.feed(event)
+                if clock.first_byte is None and stream.started:
+                    clock.first_byte = time.perf_counter()
+        handle.note_reply(request.request_key, replies)
+        await stream.finish()
+        return replies
 
-    def _remember(self, turn: Turn, live: Live, body: Body, replies: Sequence[Reply]) -> None:
-        """The bytes of a committed request: its continuation may follow at once."""
-        if len(replies) == 1:
-            live.remember(turn.dialect, body, replies[0].node)
+    async def count_tokens(self, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.open(claim) as handle:
+            dialect = handle.dialects["anthropic"]
+            assert isinstance(dialect, Anthropic)
+            with self._services.bodies.reserve() as take:
+                decoded = dialect.decode_count(await read_body(scope, receive, self._services.config.limits.body_bytes, take))
+                messages = [*decoded.head.opening, *handle.parse_messages(dialect, decoded)]
+            rendered = await asyncio.to_thread(handle.session.renderer.render, messages, decoded.head.tools)
+            await send_json(send, 200, {"input_tokens": len(rendered.token_ids)})
 
-    def _note_soon(self, turn: Turn, replies: Sequence[Reply]) -> None:
-        """What was sent in this round of the loop goes out at its end, and must not wait for our bookkeeping."""
-        afterwards(partial(self._note, turn, replies, time.perf_counter()))
-
-    def _note(self, turn: Turn, replies: Sequence[Reply], now: float) -> None:
+    def _note(self, dialect: Dialect, session_id: str, head: RequestHead, replies: Sequence[Reply], clock: TurnClock) -> None:
         """The metrics and the log line of a committed turn."""
-        first = replies[0]
+        now, first, metrics = time.perf_counter(), replies[0], self._services.metrics
         sampled = sum(len(reply.completion.token_ids) for reply in replies)
-        metrics = self._metrics
-        metrics.turns.labels(turn.dialect.name, turn.streamed).inc()
-        if first.replayed:
-            metrics.replays.inc()
-        else:
-            metrics.prompt_tokens.inc(first.prompt_tokens)
-            metrics.given_tokens.inc(first.given_tokens)
-            metrics.sampled_tokens.inc(sampled)
-        if first.root not in (None, "first"):
-            metrics.forks.labels(first.root).inc()
-        if turn.fast:
-            metrics.fast.inc()
-        metrics.projections.labels(first.projection).inc()
-        metrics.added.labels(turn.dialect.name).observe(now - turn.started - turn.engine_s)
-        metrics.turn_time.observe(now - turn.started)
-        if turn.first_byte is not None:
-            metrics.first.observe(turn.first_byte - turn.started)
+        metrics.note_turn(dialect.name, first, sampled, streamed=head.stream)
+        metrics.added.labels(dialect.name).observe(now - clock.started - clock.engine_s)
+        metrics.turn_time.observe(now - clock.started)
+        if clock.first_byte is not None:
+            metrics.first.observe(clock.first_byte - clock.started)
         if LOG.isEnabledFor(logging.INFO):
-            # As LOG.info would, without looking for the caller's place in the source.
-            LOG.handle(logging.LogRecord(LOG.name, logging.INFO, __file__, 0, log_line(turn, first, sampled, now), None, None))
+            line = {
+                "event": "turn",
+                "session": session_id,
+                "node": first.node,
+                "dialect": dialect.name,
+                "streamed": head.stream,
+                "tokens_in": first.prompt_tokens,
+                "tokens_new": first.given_tokens,
+                "tokens_sampled": sampled,
+                "added_ms": round((now - clock.started - clock.engine_s) * 1000, 3),
+                "engine_ms": round(clock.engine_s * 1000, 3),
+                "projection": first.projection,
+                "fork": first.root,
+                "replayed": first.replayed,
+                "policy_version": first.completion.policy_version,
+                "finish": first.completion.finish_reason,
+            }
+            LOG.info(orjson.dumps(line).decode())
 
 
-def log_line(turn: Turn, reply: Reply, sampled: int, now: float) -> str:
-    line = {
-        "event": "turn",
-        "session": turn.session_id,
-        "node": reply.node,
-        "dialect": turn.dialect.name,
-        "streamed": turn.streamed,
-        "tokens_in": reply.prompt_tokens,
-        "tokens_new": reply.given_tokens,
-        "tokens_sampled": sampled,
-        "added_ms": round((now - turn.started - turn.engine_s) * 1000, 3),
-        "engine_ms": round(turn.engine_s * 1000, 3),
-        "projection": reply.projection,
-        "fork": reply.root,
-        "replayed": reply.replayed,
-        "policy_version": reply.completion.policy_version,
-        "finish": reply.completion.finish_reason,
-    }
-    return orjson.dumps(line).decode()
-
-
-def answer_headers(live: Live, reply: Reply) -> RawHeaders:
-    return [(b"x-tokentrue-session", live.session.id.encode()), (b"x-tokentrue-node", reply.node.encode())]
+def answer_headers(handle: SessionHandle, reply: Reply) -> RawHeaders:
+    return [(b"x-tokentrue-session", handle.session.id.encode()), (b"x-tokentrue-node", reply.node.encode())]

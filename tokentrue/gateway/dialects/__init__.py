@@ -1,8 +1,9 @@
-"""The wire dialects, one file each: foreign JSON in, `Call` and messages out; replies in, that dialect's JSON and events out."""
+"""The wire dialects: foreign JSON in, `RequestHead` and messages out; replies in, that dialect's JSON and events out."""
 
 from tokentrue.gateway.dialects.anthropic import Anthropic
-from tokentrue.gateway.dialects.base import Call, Dialect, Encoder, Problem, Seal
+from tokentrue.gateway.dialects.base import DecodedBody, Dialect, Encoder, Problem, RequestHead
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat
 from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
+from tokentrue.gateway.dialects.seal import Seal
 
-__all__ = ["Anthropic", "Call", "Dialect", "Encoder", "OpenAIChat", "OpenAIResponses", "Problem", "Seal"]
+__all__ = ["Anthropic", "DecodedBody", "Dialect", "Encoder", "OpenAIChat", "OpenAIResponses", "Problem", "RequestHead", "Seal"]

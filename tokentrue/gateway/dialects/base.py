@@ -1,18 +1,14 @@
-"""What the dialects share: the shape they parse to, the seal on reasoning that leaves the house, and error coordinates.
+"""What the dialects share: the records they parse to and build from, and errors that name a field.
 
-Invariant: a field that is neither understood nor on a dialect's list of hints is refused by name; nothing is silently dropped.
+Invariant: a field that is neither understood nor on a dialect's list of hints is refused by name; nothing is dropped silently.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import hmac
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import orjson
@@ -21,6 +17,7 @@ from tokentrue.errors import MessageError
 from tokentrue.types import Finish, Message, Reply, Sampling, Tool, TurnEvent
 
 S = TypeVar("S", bound=msgspec.Struct)
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +32,19 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A request without its conversation: everything that stays when only messages are appended.
+class ContinuedResponse:
+    """An earlier answer whose conversation goes on (`previous_response_id`). `instructed`: that request had `instructions`."""
 
-    `opening` are messages that stand before the conversation (a system prompt outside of it). `options` is what the answer's
-    shape depends on, in the dialect's own words. `continues` names an earlier answer whose conversation goes on.
+    node: str
+    instructed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHead:
+    """A request without its conversation.
+
+    `opening` are messages before the conversation (a system prompt outside of it). `options` is what the shape of the answer depends on,
+    in the dialect's own terms. `continues` names an earlier answer whose conversation goes on.
     """
 
     model: str
@@ -50,7 +55,15 @@ class Call:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     opening: tuple[Message, ...] = ()
     options: Any = None
-    continues: str | None = None
+    continues: ContinuedResponse | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedBody:
+    """A request's JSON: its head, and the raw bytes of each item of its conversation, not parsed yet."""
+
+    head: RequestHead
+    items: Sequence[bytes]
 
 
 class Encoder(Protocol):
@@ -59,7 +72,7 @@ class Encoder(Protocol):
     ping: bytes
 
     def feed(self, event: TurnEvent) -> bytes:
-        """The events for one piece; for the last one of a choice, whatever closes it."""
+        """The server-sent events for one turn event; for the last one of a choice, what closes it."""
         ...
 
     def finish(self) -> bytes:
@@ -69,82 +82,74 @@ class Encoder(Protocol):
     def error(self, problem: Problem) -> bytes: ...
 
 
-class Dialect(Protocol):
-    name: str
-    items_key: str  # the top-level array that grows from turn to turn
-
-    def call(self, head: dict[str, Any]) -> Call:
-        """Everything but the conversation."""
-        ...
-
-    def messages(self, items: Sequence[Any], call: Call, *, start: int = 0) -> list[Message]:
-        """The conversation's items as messages in the OpenAI shape; `start` is the index of the first, for error coordinates."""
-        ...
-
-    def answer(self, call: Call, replies: Sequence[Reply], text_of: TextOf) -> dict[str, Any]: ...
-
-    def encoder(self, call: Call, text_of: TextOf) -> Encoder: ...
-
-    def error(self, problem: Problem) -> dict[str, Any]: ...
-
-
 class TextOf(Protocol):
     """The text of one token, from the renderer; for clients that ask for log-probabilities."""
 
     def __call__(self, token_ids: Sequence[int], /) -> str: ...
 
 
-class Seal:
-    """Signs reasoning that a client carries for us, so that what comes back is known to be what was served."""
+class Dialect(Protocol):
+    @property
+    def name(self) -> str: ...
 
-    MARK = "tt1"
+    @property
+    def items_key(self) -> str:
+        """The top-level array that holds the conversation."""
+        ...
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    @property
+    def splits_turns(self) -> bool:
+        """True where one assistant message arrives as several consecutive items, which `join_turn` puts together."""
+        ...
 
-    def _mac(self, text: str) -> str:
-        digest = hmac.digest(self._secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256)
-        return base64.urlsafe_b64encode(digest[:24]).decode()
+    def decode(self, body: bytes) -> DecodedBody: ...
 
-    def sign(self, text: str) -> str:
-        return f"{self.MARK}.{self._mac(text)}"
+    def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
+        """One item of the conversation as messages in the OpenAI shape. Depends on `item` alone; `path` only names it in errors."""
+        ...
 
-    def holds(self, signature: str, text: str) -> bool:
-        """True for our own signature of this text and for a foreign signature, which we cannot judge."""
-        if not signature.startswith(self.MARK + "."):
-            return True
-        return hmac.compare_digest(signature.encode(), self.sign(text).encode())
+    def join_turn(self, parts: Sequence[Message]) -> Message: ...
 
-    def wrap(self, text: str) -> str:
-        body = base64.urlsafe_b64encode(text.encode("utf-8", "surrogatepass")).decode()
-        return f"{self.MARK}.{body}.{self._mac(text)}"
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        """Refuses a conversation that the dialect gives a meaning this gateway cannot keep."""
+        ...
 
-    def unwrap(self, blob: str) -> str | None:
-        """The text of `wrap`; None where the blob is not ours."""
-        parts = blob.split(".")
-        if len(parts) != 3 or parts[0] != self.MARK:
-            return None
-        try:
-            text = base64.urlsafe_b64decode(parts[1]).decode("utf-8", "surrogatepass")
-        except (binascii.Error, ValueError):
-            return None
-        return text if hmac.compare_digest(parts[2].encode(), self._mac(text).encode()) else None
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json: ...
+
+    def new_encoder(self, head: RequestHead, text_of: TextOf) -> Encoder: ...
+
+    def build_error(self, problem: Problem) -> Json: ...
 
 
+# Foreign JSON, checked.
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 
 
-def convert(value: Any, type_: type[S], *, path: str = "") -> S:
-    """msgspec's conversion, with its complaint turned into one that names the field."""
+def decode_body(body: bytes, type_: type[S]) -> S:
+    """A request body as a record; the complaint of the decoder names the field."""
     try:
-        return msgspec.convert(value, type_)
+        return msgspec.json.decode(body, type=type_)
     except msgspec.ValidationError as error:
-        raise complaint(str(error), path) from None
-    except RecursionError:
-        raise MessageError("nested too deeply", field=path or None) from None
+        raise complaint(str(error), "") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
+
+
+def parse_json(raw: bytes, path: str) -> Any:
+    try:
+        return orjson.loads(raw)
+    except (orjson.JSONDecodeError, RecursionError) as error:
+        raise MessageError(f"is not JSON: {str(error)[:100]}", field=path) from None
+
+
+def raw_items(items: Sequence[msgspec.Raw], key: str) -> Sequence[bytes]:
+    if not items:
+        raise MessageError("must be a list with at least one item", field=key)
+    return [bytes(item) for item in items]
 
 
 def complaint(text: str, path: str) -> MessageError:
+    """msgspec's complaint as one that names the field in our way."""
     at = _AT.search(text)
     inner = at.group(1) if at else ""
     where = path + ("." if path and inner and not inner.startswith("[") else "") + inner
@@ -153,70 +158,92 @@ def complaint(text: str, path: str) -> MessageError:
     if unknown:
         name = f"{where}.{unknown.group(1)}" if where else unknown.group(1)
         return MessageError("is not supported by this gateway; leave it out", field=name)
+    missing = re.match(r"Object missing required field `(.*)`", what)
+    if missing:
+        name = f"{where}.{missing.group(1)}" if where else missing.group(1)
+        return MessageError("is required", field=name)
+    if not where and what.startswith("Expected `object`"):
+        return MessageError("the body must be a JSON object")
     return MessageError(what, field=where or None)
 
 
-def joined_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
+def object_of(value: Any, path: str) -> Json:
+    if not isinstance(value, dict):
+        raise MessageError("must be an object", field=path)
+    return cast("Json", value)
+
+
+def text_field(block: Mapping[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise MessageError("must be a string", field=f"{where}.{name}")
+    return value
+
+
+def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
     """Content as one string: a string stays, text parts are joined, anything that is not text is refused by name."""
     if parts is None or isinstance(parts, str):
         return parts
     if not isinstance(parts, list):
         raise MessageError(f"must be a string or a list of parts, not {type(parts).__name__}", field=path)
     texts: list[str] = []
-    for index, part in enumerate(parts):
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        where = f"{path}[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
-            raise MessageError(f"part of type {shown(kind)} is not supported; this gateway takes {', '.join(sorted(kinds))}", field=where)
-        text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise MessageError("must be a string", field=f"{where}.text")
-        texts.append(text)
+    for index, part in enumerate(cast("list[Any]", parts)):
+        texts.append(part if isinstance(part, str) else _part_text(part, kinds, f"{path}[{index}]"))
     return glue.join(texts)
 
 
-def shown(value: Any) -> str:
+def _part_text(part: Any, kinds: tuple[str, ...], where: str) -> str:
+    fields: Json = cast("Json", part) if isinstance(part, dict) else {}
+    kind = fields.get("type")
+    if kind not in kinds:
+        raise MessageError(f"part of type {echo(kind)} is not supported; this gateway takes {', '.join(sorted(kinds))}", field=where)
+    text = fields.get("text", fields.get("refusal"))
+    if not isinstance(text, str):
+        raise MessageError("must be a string", field=f"{where}.text")
+    return text
+
+
+def echo(value: Any) -> str:
     """A short, harmless echo of a foreign value for an error message."""
     return repr(value)[:40]
 
 
+# Our own JSON, written.
 def encode(value: Any) -> bytes:
     """JSON bytes; a lone surrogate, which no JSON text can carry, becomes U+FFFD."""
     try:
         return orjson.dumps(value)
     except (TypeError, orjson.JSONEncodeError):
-        return orjson.dumps(_presentable(value))
+        return orjson.dumps(_replace_surrogates(value))
 
 
-def _presentable(value: Any) -> Any:
+def _replace_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8") if not value.isascii() else value
     if isinstance(value, Mapping):
-        return {str(key): _presentable(item) for key, item in value.items()}
+        pairs = cast("Mapping[Any, Any]", value)
+        return {str(key): _replace_surrogates(item) for key, item in pairs.items()}
     if isinstance(value, list | tuple):
-        return [_presentable(item) for item in value]
+        return [_replace_surrogates(item) for item in cast("Sequence[Any]", value)]
     return value
 
 
-def arguments_object(text: str) -> dict[str, Any]:
+def arguments_object(text: str) -> Json:
     """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under `_raw_arguments`."""
     try:
         value = orjson.loads(text) if text.strip() else {}
     except orjson.JSONDecodeError:
         value = text
-    return value if isinstance(value, dict) else {"_raw_arguments": text}
+    return cast("Json", value) if isinstance(value, dict) else {"_raw_arguments": text}
 
 
-def arguments_text(value: Any) -> str:
+def arguments_text(value: Json) -> str:
     """The inverse of `arguments_object`."""
-    if isinstance(value, dict) and value.keys() == {"_raw_arguments"} and isinstance(value["_raw_arguments"], str):
+    if value.keys() == {"_raw_arguments"} and isinstance(value["_raw_arguments"], str):
         return value["_raw_arguments"]
     return orjson.dumps(value).decode()
 
 
-def is_open(finish: Finish) -> bool:
-    """A turn that the model did not end itself."""
+def is_cut(finish: Finish) -> bool:
+    """True for a turn that the model did not end itself."""
     return finish is not Finish.STOP

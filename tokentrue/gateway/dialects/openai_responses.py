@@ -1,32 +1,44 @@
-"""OpenAI Responses: requests, answers, and how items become messages. Its events are in `responses_events.py`.
+"""OpenAI Responses: requests and whole answers. Items of requests are in `responses_requests.py`, events in `responses_events.py`.
 
 One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message. Reasoning
-travels as `reasoning_text` and, sealed, as `encrypted_content`: it survives clients that keep only the latter. A custom
-(free-form) tool is shown to the model as a function with one string, and served back as a custom tool call; a namespace's
-tools are shown under both names, and served back with their namespace.
+travels as `reasoning_text` and, sealed, as `encrypted_content`: it survives clients that keep only the latter.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-import orjson
 
 from tokentrue.errors import MessageError
-from tokentrue.gateway.dialects.base import Call, Problem, Seal, TextOf, convert, is_open, joined_text, shown
-from tokentrue.gateway.dialects.openai_chat import OpenAIChat, check_function, constraints, logprobs_of
+from tokentrue.gateway.dialects.base import (
+    ContinuedResponse,
+    DecodedBody,
+    Json,
+    Problem,
+    RequestHead,
+    TextOf,
+    decode_body,
+    echo,
+    encode,
+    is_cut,
+    object_of,
+    raw_items,
+)
+from tokentrue.gateway.dialects.chat_answers import build_error
 from tokentrue.gateway.dialects.responses_events import ResponsesEncoder
-from tokentrue.gateway.dialects.responses_items import Served, call_item, message_item, reasoning_item, shown_name
+from tokentrue.gateway.dialects.responses_items import OutputItem, ServedTool, logprobs_for, served_tool, status_of
+from tokentrue.gateway.dialects.responses_requests import choice_from_responses, join_assistant, message_from_item, tools_from_responses
+from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.tools import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
-REASONING_PARTS = ("reasoning_text", "summary_text", "text")
 INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}
 UNSTORED = "resp_ns_"
 STORED = "resp_"
+INSTRUCTED = "_i"  # ends the id of a response that was made with `instructions`
 
 
 class Reasoning(msgspec.Struct):
@@ -70,114 +82,121 @@ class ResponsesHead(msgspec.Struct, forbid_unknown_fields=True):
     max_tool_calls: None = None
 
 
+class ResponsesBody(ResponsesHead, kw_only=True, forbid_unknown_fields=True):
+    input: str | list[msgspec.Raw]
+
+
 class ResponsesOptions(msgspec.Struct, frozen=True):
     stored: bool
     logprobs: bool
-    served: Mapping[str, Served]  # tools whose calls are not plain function calls
+    served: Mapping[str, ServedTool]  # by the name that the model sees
     echo: Mapping[str, Any]  # the request's own settings, which every answer repeats
 
 
 class OpenAIResponses:
     name = "openai_responses"
     items_key = "input"
+    splits_turns = True
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
 
-    def call(self, head: dict[str, Any]) -> Call:
-        asked = convert(head, ResponsesHead)
-        for index, name in enumerate(asked.include or ()):
-            if name not in INCLUDES:
-                raise MessageError(f"{shown(name)} is not supported; known: {', '.join(sorted(INCLUDES))}", field=f"include[{index}]")
-        tools, served = tools_from_responses(asked.tools)
-        extra, tools = constraints(choice_from_responses(asked.tool_choice), format_from_text(asked.text), tools)
-        given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.top_logprobs}
-        given["max_tokens"] = asked.max_output_tokens
-        present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return Call(
-            model=asked.model,
-            stream=bool(asked.stream),
-            sampling=Sampling(extra=extra, **present),
-            tools=tools,
-            opening=({"role": "system", "content": asked.instructions},) if asked.instructions else (),
-            continues=node_of(asked.previous_response_id),
-            options=ResponsesOptions(
-                stored=asked.store is not False,
-                logprobs="message.output_text.logprobs" in (asked.include or ()),
-                served=served,
-                echo=echo_of(asked),
-            ),
-        )
-
-    def messages(self, items: Sequence[Any], call: Call, *, start: int = 0) -> list[Message]:
-        out: list[dict[str, Any]] = []
-        turn: dict[str, Any] | None = None  # the assistant message that consecutive items are building
-        for index, item in enumerate(items):
-            path = f"input[{start + index}]"
-            if not isinstance(item, dict):
-                raise MessageError("must be an object", field=path)
-            kind = item.get("type") or ("message" if "role" in item else None)
-            if kind in ("reasoning", "function_call", "custom_tool_call") or (kind == "message" and item.get("role") == "assistant"):
-                if turn is None:
-                    turn = {"role": "assistant", "content": None}
-                    out.append(turn)
-                self._add(turn, kind, item, path)
-            else:
-                turn = None
-                out.append(given_message(kind, item, path))
-        return [message for message in out if message["role"] != "assistant" or len(message) > 2 or message["content"] is not None]
-
-    def _add(self, turn: dict[str, Any], kind: str | None, item: dict[str, Any], path: str) -> None:
-        if kind == "reasoning":
-            text = self._reasoning(item, path)
-            if text:
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-        elif kind == "message":
-            text = joined_text(item.get("content"), TEXT_PARTS, f"{path}.content", glue="")
-            if text is None:
-                raise MessageError("must be a string or a list of parts", field=f"{path}.content")
-            turn["content"] = (turn["content"] or "") + text
+    def decode(self, body: bytes) -> DecodedBody:
+        decoded = decode_body(body, ResponsesBody)
+        if isinstance(decoded.input, str):
+            items: Sequence[bytes] = [encode({"role": "user", "content": decoded.input})]
         else:
-            turn.setdefault("tool_calls", []).append(call_from_item(kind, item, path))
+            items = raw_items(decoded.input, self.items_key)
+        return DecodedBody(head=head_from_responses(decoded), items=items)
 
-    def _reasoning(self, item: dict[str, Any], path: str) -> str:
-        sealed = item.get("encrypted_content")
-        if item.get("content"):
-            return joined_text(item["content"], REASONING_PARTS, f"{path}.content", glue="") or ""
-        if isinstance(sealed, str):
-            return self._seal.unwrap(sealed) or ""
-        return joined_text(item.get("summary"), REASONING_PARTS, f"{path}.summary", glue="") or ""
+    def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
+        message = message_from_item(object_of(item, path), path, self._seal)
+        return () if message is None else (message,)
 
-    def answer(self, call: Call, replies: Sequence[Reply], text_of: TextOf) -> dict[str, Any]:
-        return response_of(call, replies[0], self._seal, text_of)
+    def join_turn(self, parts: Sequence[Message]) -> Message:
+        return join_assistant(parts)
 
-    def encoder(self, call: Call, text_of: TextOf) -> ResponsesEncoder:
-        def whole(reply: Reply) -> dict[str, Any]:
-            return response_of(call, reply, self._seal, text_of)
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        """A last assistant message is history here: the model writes a new one after it."""
+
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
+        items = items_from_reply(head, replies[0], logprobs_for(head, replies[0], text_of))
+        return self._build_response(head, replies[0], items, int(time.time()))
+
+    def _build_response(self, head: RequestHead, reply: Reply, items: Sequence[OutputItem], created: int) -> Json:
+        """The response from its items; only the last item of a turn that was cut off is incomplete."""
+        status = status_of(reply)
+        response = response_base(head, reply.node, created, status=status)
+        response["output"] = [item.build(self._seal, status=status if item is items[-1] else "completed") for item in items]
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut(reply.completion.finish) else None
+        response["usage"] = usage_of(reply)
+        return response
+
+    def new_encoder(self, head: RequestHead, text_of: TextOf) -> ResponsesEncoder:
+        def build_opening(node: str) -> Json:
+            return response_base(head, node, int(time.time()), status="in_progress")
+
+        def build_response(reply: Reply, items: Sequence[OutputItem], created: int) -> Json:
+            return self._build_response(head, reply, items, created)
 
         return ResponsesEncoder(
-            opened=lambda node: response_base(call, node, status="in_progress"),
-            whole=whole,
-            served=call.options.served,
+            head,
             seal=self._seal,
-            error=self.error,
+            text_of=text_of,
+            build_opening=build_opening,
+            build_response=build_response,
+            build_error=self.build_error,
         )
 
-    def error(self, problem: Problem) -> dict[str, Any]:
-        return OpenAIChat().error(problem)
+    def build_error(self, problem: Problem) -> Json:
+        return build_error(problem)
 
 
-def node_of(response_id: str | None) -> str | None:
+def head_from_responses(asked: ResponsesHead) -> RequestHead:
+    for index, name in enumerate(asked.include or ()):
+        if name not in INCLUDES:
+            raise MessageError(f"{echo(name)} is not supported; known: {', '.join(sorted(INCLUDES))}", field=f"include[{index}]")
+    tools, served = tools_from_responses(asked.tools)
+    extra, tools = constraints_from(choice_from_responses(asked.tool_choice), format_from_text(asked.text), tools)
+    given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.top_logprobs}
+    given["max_tokens"] = asked.max_output_tokens
+    present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return RequestHead(
+        model=asked.model,
+        stream=bool(asked.stream),
+        sampling=Sampling(extra=extra, **present),
+        tools=tools,
+        opening=({"role": "system", "content": asked.instructions},) if asked.instructions else (),
+        continues=continued_from(asked.previous_response_id),
+        options=ResponsesOptions(
+            stored=asked.store is not False,
+            logprobs="message.output_text.logprobs" in (asked.include or ()),
+            served=served,
+            echo=echoed_settings(asked),
+        ),
+    )
+
+
+def format_from_text(text: TextConfig | None) -> Json | None:
+    """Responses flattens what Chat Completions nests under `json_schema`."""
+    format_ = text.format if text else None
+    if format_ is None or format_.get("type") != "json_schema":
+        return format_
+    return {"type": "json_schema", "json_schema": {name: value for name, value in format_.items() if name != "type"}}
+
+
+def continued_from(response_id: str | None) -> ContinuedResponse | None:
     if response_id is None:
         return None
     if response_id.startswith(UNSTORED):
         raise MessageError("that response was made with store: false and cannot be continued by id", field="previous_response_id")
     if not response_id.startswith(STORED):
         raise MessageError("is not a response of this gateway", field="previous_response_id")
-    return response_id.removeprefix(STORED)
+    node = response_id.removeprefix(STORED)
+    return ContinuedResponse(node=node.removesuffix(INSTRUCTED), instructed=node.endswith(INSTRUCTED))
 
 
-def echo_of(asked: ResponsesHead) -> dict[str, Any]:
+def echoed_settings(asked: ResponsesHead) -> Json:
     return {
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
@@ -193,137 +212,41 @@ def echo_of(asked: ResponsesHead) -> dict[str, Any]:
     }
 
 
-def tools_from_responses(tools: list[dict[str, Any]] | None) -> tuple[tuple[dict[str, Any], ...] | None, dict[str, Served]]:
-    """As functions, and how a call of each is to be served. A tool in a namespace is shown to the model as `namespace__name`."""
-    out: list[dict[str, Any]] = []
-    served: dict[str, Served] = {}
-    for where, namespace, tool in flattened(tools or ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind == "function":
-            function = {"name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool.get("parameters") or {}}
-        elif kind == "custom":
-            function = custom_function(tool, where)
-        else:
-            raise MessageError(f"tool type {shown(kind)} is not supported; use 'function', 'custom' or 'namespace'", field=f"{where}.type")
-        check_function(function, where)
-        name = function["name"]
-        function["name"] = shown_name(namespace, name)
-        if kind == "custom" or namespace:
-            served[function["name"]] = Served(name=name, namespace=namespace, custom=kind == "custom")
-        out.append({"type": "function", "function": function})
-    return (tuple(out) or None), served
+def items_from_reply(head: RequestHead, reply: Reply, logprobs: Sequence[Json]) -> list[OutputItem]:
+    message, node = reply.message, reply.node
+    items: list[OutputItem] = []
+    if message.get("reasoning_content"):
+        items.append(OutputItem(kind="reasoning", suffix=node, text=message["reasoning_content"]))
+    if message.get("content"):
+        items.append(OutputItem(kind="message", suffix=node, text=message["content"], logprobs=logprobs))
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        tool = served_tool(call["function"]["name"], head.options.served)
+        text = call["function"]["arguments"]
+        items.append(OutputItem(kind="call", suffix=f"{node}_{index}", text=text, call_id=call["id"], tool=tool))
+    return items
 
 
-def flattened(tools: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str | None, Any]]:
-    for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
-        if tool.get("type") != "namespace":
-            yield where, None, tool
-            continue
-        if not isinstance(tool.get("name"), str) or not isinstance(tool.get("tools"), list):
-            raise MessageError("a namespace needs a name and a list of tools", field=where)
-        for place, inner in enumerate(tool["tools"]):
-            yield f"{where}.tools[{place}]", tool["name"], inner
-
-
-def custom_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    format_ = tool.get("format") or {"type": "text"}
-    if not isinstance(format_, dict) or format_.get("type") not in ("text", "grammar"):
-        raise MessageError("must be text or grammar", field=f"{where}.format.type")
-    described = tool.get("description") or ""
-    if not isinstance(tool.get("name"), str) or not isinstance(described, str):
-        raise MessageError("must be a string", field=f"{where}.name")
-    if format_["type"] == "grammar":
-        described += f"\n\nThe input follows this {format_.get('syntax')} grammar:\n{format_.get('definition')}"
-    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    return {"name": tool["name"], "description": described, "parameters": schema}
-
-
-def choice_from_responses(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") not in ("function", "custom"):
-        raise MessageError(f"type {shown(choice.get('type'))} is not supported", field="tool_choice.type")
-    return {"type": "function", "function": {"name": choice.get("name")}}
-
-
-def format_from_text(text: TextConfig | None) -> dict[str, Any] | None:
-    """Responses flattens what Chat Completions nests under `json_schema`."""
-    format_ = text.format if text else None
-    if format_ is None or format_.get("type") != "json_schema":
-        return format_
-    return {"type": "json_schema", "json_schema": {name: value for name, value in format_.items() if name != "type"}}
-
-
-def given_message(kind: str | None, item: dict[str, Any], path: str) -> dict[str, Any]:
-    if kind == "message":
-        role = item.get("role")
-        if role not in ("user", "system", "developer"):
-            raise MessageError(f"role {shown(role)} is not supported", field=f"{path}.role")
-        text = joined_text(item.get("content"), TEXT_PARTS, f"{path}.content", glue="\n")
-        if text is None:
-            raise MessageError("must be a string or a list of parts", field=f"{path}.content")
-        return {"role": "user" if role == "user" else "system", "content": text}
-    if kind in ("function_call_output", "custom_tool_call_output"):
-        text = joined_text(item.get("output"), TEXT_PARTS, f"{path}.output", glue="\n")
-        if text is None or not isinstance(item.get("call_id"), str):
-            raise MessageError("needs a call_id and an output of text", field=path)
-        return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
-    raise MessageError(f"item of type {shown(kind)} is not supported", field=f"{path}.type")
-
-
-def call_from_item(kind: str | None, item: dict[str, Any], path: str) -> dict[str, Any]:
-    said = item.get("arguments" if kind == "function_call" else "input")
-    if not isinstance(said, str) or not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
-        raise MessageError("needs a name, a call_id and its arguments as text", field=path)
-    arguments = said if kind == "function_call" else orjson.dumps({"input": said}).decode()
-    namespace = item.get("namespace")
-    name = shown_name(namespace if isinstance(namespace, str) else None, item["name"])
-    return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def response_base(call: Call, node: str, *, status: str) -> dict[str, Any]:
+def response_base(head: RequestHead, node: str, created: int, *, status: str) -> Json:
     return {
-        "id": (STORED if call.options.stored else UNSTORED) + node,
+        "id": (STORED if head.options.stored else UNSTORED) + node + (INSTRUCTED if head.opening else ""),
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": created,
         "status": status,
         "error": None,
         "incomplete_details": None,
-        "model": call.model,
+        "model": head.model,
         "output": [],
         "usage": None,
-        **call.options.echo,
+        **head.options.echo,
     }
 
 
-def response_of(call: Call, reply: Reply, seal: Seal, text_of: TextOf) -> dict[str, Any]:
-    cut = is_open(reply.completion.finish)
-    response = response_base(call, reply.node, status="incomplete" if cut else "completed")
-    response["output"] = items_of(call, reply, seal, text_of, status="incomplete" if cut else "completed")
-    response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+def usage_of(reply: Reply) -> Json:
     sampled = len(reply.completion.token_ids)
-    response["usage"] = {
+    return {
         "input_tokens": reply.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": reply.prompt_tokens + sampled,
     }
-    return response
-
-
-def items_of(call: Call, reply: Reply, seal: Seal, text_of: TextOf, *, status: str) -> list[dict[str, Any]]:
-    message, node = reply.message, reply.node
-    items: list[dict[str, Any]] = []
-    if message.get("reasoning_content"):
-        items.append(reasoning_item(node, message["reasoning_content"], seal, status=status))
-    if message.get("content"):
-        logprobs: list[dict[str, Any]] = []
-        if call.options.logprobs:
-            done = reply.completion
-            logprobs = logprobs_of(done.token_ids, done.logprobs, done.top_logprobs, text_of)["content"]
-        items.append(message_item(node, message["content"], logprobs, status=status))
-    for index, made in enumerate(message.get("tool_calls") or ()):
-        items.append(call_item(made, f"{node}_{index}", call.options.served, status=status))
-    return items

@@ -1,19 +1,48 @@
-"""The server-sent events of OpenAI Responses: created, in progress, one item after the other, completed or incomplete.
+"""The server-sent events of OpenAI Responses: created, in progress, the items, completed or incomplete.
 
-Every event carries its sequence number. The last one carries the whole response, built from the committed reply, not from the deltas;
-where a call broke off and its text followed it, its output is the items as they were streamed.
+Every event carries its sequence number. Each item of the stream is an `OutputItem` that holds everything of its own; its `done` event and
+the final response are built from it by the functions that build a whole answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
-from tokentrue.gateway.dialects.base import Problem, Seal, encode
-from tokentrue.gateway.dialects.responses_items import CustomInput, Served, call_item, message_item, reasoning_item, text_part
+from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, TextOf, encode
+from tokentrue.gateway.dialects.responses_items import (
+    CustomInput,
+    OutputItem,
+    custom_input,
+    logprobs_for,
+    part_of,
+    served_tool,
+    status_of,
+)
+from tokentrue.gateway.dialects.seal import Seal
 from tokentrue.types import Delta, Reply, TurnEvent
 
-Json = dict[str, Any]
+
+class BuildResponse(Protocol):
+    def __call__(self, reply: Reply, items: Sequence[OutputItem], created: int) -> Json: ...
+
+
+class StreamedItem:
+    """An item of the stream, open or closed. `item` has its text when it is closed; until then the text is in pieces."""
+
+    def __init__(self, item: OutputItem, output_index: int) -> None:
+        self.item, self.is_open, self.opening = item, True, item.build_opening()
+        self.place: Json = {"item_id": self.opening["id"], "output_index": output_index}
+        self.custom = CustomInput() if item.tool is not None and item.tool.custom else None
+        self._pieces: list[str] = []
+
+    def append(self, text: str) -> None:
+        self._pieces.append(text)
+
+    def close(self, logprobs: Sequence[Json]) -> None:
+        self.is_open = False
+        self.item = replace(self.item, text="".join(self._pieces), logprobs=logprobs if self.item.kind == "message" else ())
 
 
 class ResponsesEncoder:
@@ -21,147 +50,131 @@ class ResponsesEncoder:
 
     def __init__(
         self,
+        head: RequestHead,
         *,
-        opened: Callable[[str], Json],
-        whole: Callable[[Reply], Json],
-        served: Mapping[str, Served],
         seal: Seal,
-        error: Callable[[Problem], Json],
+        text_of: TextOf,
+        build_opening: Callable[[str], Json],
+        build_response: BuildResponse,
+        build_error: Callable[[Problem], Json],
     ) -> None:
-        self._opened, self._whole, self._served, self._seal, self._error = opened, whole, served, seal, error
+        self._head, self._seal, self._text_of = head, seal, text_of
+        self._build_opening, self._build_response, self._build_error = build_opening, build_response, build_error
+        self._opening: Json = {}
+        self._node = ""
         self._sequence = -1
-        self._node = self._suffix = ""
-        self._output = -1
-        self._item: Json = {}
-        self._kind: tuple[str, int | None] | None = None
-        self._text = ""
-        self._shown = ""  # the open call's name as the model wrote it
-        self._input = CustomInput()
-        self._sent = ""  # of a custom tool's input
-        self._items: list[Json] = []
+        self._items: list[StreamedItem] = []
+
+    def feed(self, event: TurnEvent) -> bytes:
+        out = b""
+        if not self._node:
+            self._node, self._opening = event.node, self._build_opening(event.node)
+            out += self._event("response.created", response=self._opening) + self._event("response.in_progress", response=self._opening)
+        if event.delta is not None:
+            out += self._feed_delta(event.delta)
+        if event.reply is not None:
+            out += self._finish(event.reply)
+        return out
 
     def _event(self, kind: str, **body: Any) -> bytes:
         self._sequence += 1
         data = encode({"type": kind, "sequence_number": self._sequence, **body})
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
-    def feed(self, event: TurnEvent) -> bytes:
-        out = b""
-        if not self._node:
-            self._node = event.node
-            response = self._opened(event.node)
-            out += self._event("response.created", response=response) + self._event("response.in_progress", response=response)
-        if event.delta is not None:
-            out += self._delta(event.delta)
-        if event.reply is not None:
-            response = self._whole(event.reply)
-            out += self._close(response["status"])
-            if [item["type"] for item in self._items] != [item["type"] for item in response["output"]]:
-                response["output"] = self._items
-            out += self._event("response.completed" if response["status"] == "completed" else "response.incomplete", response=response)
-        return out
-
-    def _delta(self, delta: Delta) -> bytes:
+    # Deltas.
+    def _feed_delta(self, delta: Delta) -> bytes:
         out = b""
         if delta.reasoning:
-            out += self._in(("reasoning", None), {"type": "reasoning", "id": f"rs_{self._node}", "summary": [], "status": "in_progress"})
-            out += self._piece("response.reasoning_text.delta", delta.reasoning)
+            out += self._enter("reasoning", self._suffix("reasoning"))
+            out += self._append("response.reasoning_text.delta", delta.reasoning, content_index=0)
         if delta.content:
-            if self._kind != ("message", None):
-                self._suffix = self._message_suffix()
-            message = {"type": "message", "id": f"msg_{self._suffix}", "role": "assistant", "status": "in_progress", "content": []}
-            out += self._in(("message", None), message)
-            out += self._piece("response.output_text.delta", delta.content, logprobs=[])
+            out += self._enter("message", self._suffix("message"))
+            out += self._append("response.output_text.delta", delta.content, content_index=0, logprobs=[])
         if delta.call is not None:
-            out += self._in(("call", delta.call), self._call_item(delta))
-            if delta.arguments and self._item["type"] == "custom_tool_call":
-                out += self._custom(delta.arguments)
-            elif delta.arguments:
-                out += self._piece("response.function_call_arguments.delta", delta.arguments)
+            out += self._enter("call", f"{self._node}_{delta.call}", delta)
+            out += self._append_arguments(delta.arguments)
         return out
 
-    def _message_suffix(self) -> str:
+    def _suffix(self, kind: str) -> str:
         """A turn has one message, but for the text of a call that broke off."""
-        return self._node if all(item["type"] != "message" for item in self._items) else f"{self._node}_{self._output + 1}"
+        last = self._items[-1] if self._items else None
+        if last is not None and last.is_open and last.item.kind == kind:
+            return last.item.suffix
+        return self._node if all(one.item.kind != kind for one in self._items) else f"{self._node}_{len(self._items)}"
 
-    def _custom(self, arguments: str) -> bytes:
-        """The arguments are JSON text around the one string."""
-        self._text += arguments
-        more = self._input.feed(arguments)
-        self._sent += more
-        return self._event("response.custom_tool_call_input.delta", **self._at(), delta=more) if more else b""
-
-    def _call_item(self, delta: Delta) -> Json:
-        """A call that has only begun: no arguments yet."""
-        made = {"id": delta.call_id, "function": {"name": delta.name, "arguments": ""}}
-        self._shown = delta.name or self._shown
-        return call_item(made, f"{self._node}_{delta.call}", self._served, status="in_progress")
-
-    def _in(self, kind: tuple[str, int | None], item: Json) -> bytes:
-        if self._kind == kind:
+    def _enter(self, kind: str, suffix: str, delta: Delta | None = None) -> bytes:
+        """Makes the item that this delta belongs to the open one; opens it where it is new."""
+        last = self._items[-1] if self._items else None
+        if last is not None and last.is_open and (last.item.kind, last.item.suffix) == (kind, suffix):
             return b""
-        out = self._close("completed")
-        self._kind, self._item, self._text = kind, item, ""
-        self._input, self._sent = CustomInput(), ""
-        self._output += 1
-        out += self._event("response.output_item.added", output_index=self._output, item=item)
-        if kind[0] in {"reasoning", "message"}:
-            out += self._event("response.content_part.added", **self._at(), content_index=0, part=self._part())
+        out = self._close_finished()
+        item = OutputItem(kind=kind, suffix=suffix)
+        if delta is not None:
+            item = replace(item, call_id=delta.call_id, tool=served_tool(delta.name, self._head.options.served))
+        entry = StreamedItem(item, len(self._items))
+        self._items.append(entry)
+        out += self._event("response.output_item.added", output_index=entry.place["output_index"], item=entry.opening)
+        if kind != "call":
+            out += self._event("response.content_part.added", **entry.place, content_index=0, part=part_of(item))
         return out
 
-    def _at(self) -> Json:
-        return {"item_id": self._item["id"], "output_index": self._output}
+    def _append(self, kind: str, text: str, **more: Any) -> bytes:
+        entry = self._items[-1]
+        entry.append(text)
+        return self._event(kind, **entry.place, delta=text, **more)
 
-    def _part(self) -> Json:
-        if self._item["type"] == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        return text_part(self._text)
-
-    def _piece(self, kind: str, text: str, **more: Any) -> bytes:
-        self._text += text
-        place = {} if kind.startswith("response.function_call") else {"content_index": 0}
-        return self._event(kind, **self._at(), **place, delta=text, **more)
-
-    def _close(self, status: str) -> bytes:
-        """Ends the open item: its own last event, then the whole item."""
-        if self._kind is None:
+    def _append_arguments(self, arguments: str) -> bytes:
+        entry = self._items[-1]
+        if not arguments:
             return b""
-        item = self._whole_item(status)
-        kind, out = item["type"], b""
-        if kind == "reasoning":
-            out += self._event("response.reasoning_text.done", **self._at(), content_index=0, text=self._text)
-        elif kind == "message":
-            out += self._event("response.output_text.done", **self._at(), content_index=0, text=self._text, logprobs=[])
-        elif kind == "custom_tool_call":
-            if not item["input"].startswith(self._sent):  # it broke off: what was sent of it is what there is
-                item["input"] = self._sent
-            elif item["input"] != self._sent:  # not written as one string: shown as it was written
-                out += self._event("response.custom_tool_call_input.delta", **self._at(), delta=item["input"][len(self._sent) :])
-            out += self._event("response.custom_tool_call_input.done", **self._at(), input=item["input"])
-        else:
-            out += self._event("response.function_call_arguments.done", **self._at(), name=item["name"], arguments=self._text)
-        if kind in {"reasoning", "message"}:
-            out += self._event("response.content_part.done", **self._at(), content_index=0, part=self._part())
-        self._kind = None
-        self._items.append(item)
-        return out + self._event("response.output_item.done", output_index=self._output, item=item)
+        if entry.custom is None:
+            return self._append("response.function_call_arguments.delta", arguments)
+        entry.append(arguments)
+        return self._custom_delta(entry, entry.custom.feed(arguments))
 
-    def _whole_item(self, status: str) -> Json:
-        kind = self._item["type"]
-        if kind == "reasoning":
-            return reasoning_item(self._node, self._text, self._seal, status=status)
-        if kind == "message":
-            return message_item(self._suffix, self._text, status=status)
-        made = {"id": self._item["call_id"], "function": {"name": self._shown, "arguments": self._text}}
-        assert self._kind is not None
-        return call_item(made, f"{self._node}_{self._kind[1]}", self._served, status=status)
+    def _custom_delta(self, entry: StreamedItem, text: str) -> bytes:
+        return self._event("response.custom_tool_call_input.delta", **entry.place, delta=text) if text else b""
+
+    # Ends.
+    def _close_finished(self) -> bytes:
+        """Closes what is open before the next item begins. A message with log-probabilities stays open: they cover the whole turn."""
+        waits = self._head.options.logprobs
+        return b"".join(self._close(entry, "completed") for entry in self._items if not (waits and entry.item.kind == "message"))
+
+    def _close(self, entry: StreamedItem, status: str, logprobs: Sequence[Json] = ()) -> bytes:
+        """The item's own last event, then the whole item."""
+        if not entry.is_open:
+            return b""
+        entry.close(logprobs)
+        item, place, out = entry.item, entry.place, b""
+        if item.kind == "reasoning":
+            out += self._event("response.reasoning_text.done", **place, content_index=0, text=item.text)
+        elif item.kind == "message":
+            out += self._event("response.output_text.done", **place, content_index=0, text=item.text, logprobs=list(logprobs))
+        elif entry.custom is not None:
+            out += self._custom_delta(entry, entry.custom.finish())
+            out += self._event("response.custom_tool_call_input.done", **place, input=custom_input(item.text))
+        else:
+            assert item.tool is not None
+            out += self._event("response.function_call_arguments.done", **place, name=item.tool.name, arguments=item.text)
+        if item.kind != "call":
+            out += self._event("response.content_part.done", **place, content_index=0, part=part_of(item))
+        built = item.build(self._seal, status=status)
+        return out + self._event("response.output_item.done", output_index=place["output_index"], item=built)
+
+    def _finish(self, reply: Reply) -> bytes:
+        out, logprobs, status = b"", logprobs_for(self._head, reply, self._text_of), status_of(reply)
+        for entry in self._items:
+            out += self._close(entry, status if entry is self._items[-1] else "completed", logprobs)
+        response = self._build_response(reply, [entry.item for entry in self._items], self._opening["created_at"])
+        return out + self._event("response.completed" if status == "completed" else "response.incomplete", response=response)
 
     def finish(self) -> bytes:
         return b""
 
     def error(self, problem: Problem) -> bytes:
-        error = self._error(problem)["error"]
+        error = self._build_error(problem)["error"]
         if not self._node:
             return self._event("error", code=error["code"], message=error["message"], param=error["param"])
-        failed = {**self._opened(self._node), "status": "failed", "error": {"code": "server_error", "message": error["message"]}}
+        failed = {**self._opening, "status": "failed", "error": {"code": "server_error", "message": error["message"]}}
         return self._event("response.failed", response=failed)

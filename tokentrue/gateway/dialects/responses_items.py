@@ -1,33 +1,75 @@
-"""The output items of OpenAI Responses, as answers and as events show them; both are built here, so that they agree."""
+"""The output items of OpenAI Responses. Whole answers and streams build their items here and nowhere else, so that they are equal."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
-from tokentrue.gateway.dialects.base import Seal
+from tokentrue.gateway.dialects.base import Json, RequestHead, TextOf, is_cut
+from tokentrue.gateway.dialects.chat_answers import logprobs_of
+from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.types import Reply
 
-Json = dict[str, Any]
 _INPUT_OPENS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _DECODABLE = re.compile(  # whole characters and escapes; of a surrogate pair both halves
     r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*'
 )
 
 
-def reasoning_item(node: str, text: str, seal: Seal, *, status: str) -> Json:
-    parts = [{"type": "reasoning_text", "text": text}]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTool:
+    """How the calls of a tool are served: under which name, in which namespace, as a custom tool or as a function."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputItem:
+    """One output item, complete or as far as it has come. `text` is its reasoning, its text or its arguments as the model wrote them."""
+
+    kind: str  # "reasoning", "message" or "call"
+    suffix: str  # of the item's id
+    text: str = ""
+    call_id: str = ""
+    tool: ServedTool | None = None  # of a call
+    logprobs: Sequence[Json] = ()
+
+    def build(self, seal: Seal, *, status: str) -> Json:
+        if self.kind == "reasoning":
+            return reasoning_item(self.suffix, self.text, seal, status=status)
+        if self.kind == "message":
+            return message_item(self.suffix, self.text, self.logprobs, status=status)
+        assert self.tool is not None
+        return call_item(self.tool, self.call_id, self.suffix, self.text, status=status)
+
+    def build_opening(self) -> Json:
+        """The item of `output_item.added`: nothing of its text yet."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning", "id": f"rs_{self.suffix}", "summary": [], "status": "in_progress"}
+        if self.kind == "message":
+            return {"type": "message", "id": f"msg_{self.suffix}", "role": "assistant", "status": "in_progress", "content": []}
+        assert self.tool is not None
+        return call_item(self.tool, self.call_id, self.suffix, "", status="in_progress")
+
+
+def reasoning_item(suffix: str, text: str, seal: Seal, *, status: str) -> Json:
     return {
         "type": "reasoning",
-        "id": f"rs_{node}",
+        "id": f"rs_{suffix}",
         "summary": [],
-        "content": parts,
+        "content": [reasoning_part(text)],
         "encrypted_content": seal.wrap(text),
         "status": status,
     }
+
+
+def reasoning_part(text: str) -> Json:
+    return {"type": "reasoning_text", "text": text}
 
 
 def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
@@ -38,24 +80,33 @@ def message_item(suffix: str, text: str, logprobs: Sequence[Json] = (), *, statu
     return {"type": "message", "id": f"msg_{suffix}", "role": "assistant", "status": status, "content": [text_part(text, logprobs)]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """How a call of a tool leaves the house."""
-
-    name: str
-    namespace: str | None = None
-    custom: bool = False
+def part_of(item: OutputItem) -> Json:
+    return reasoning_part(item.text) if item.kind == "reasoning" else text_part(item.text, item.logprobs)
 
 
-def shown_name(namespace: str | None, name: str) -> str:
-    """What the model sees."""
+def status_of(reply: Reply) -> str:
+    return "incomplete" if is_cut(reply.completion.finish) else "completed"
+
+
+def logprobs_for(head: RequestHead, reply: Reply, text_of: TextOf) -> list[Json]:
+    """Of every sampled token of the turn, where the client asked for them."""
+    if not head.options.logprobs:
+        return []
+    done = reply.completion
+    return logprobs_of(done.token_ids, done.logprobs, done.top_logprobs, text_of)["content"]
+
+
+def model_name(namespace: str | None, name: str) -> str:
+    """The tool's name as the model sees it."""
     return f"{namespace}__{name}" if namespace else name
 
 
-def call_item(made: Mapping[str, Any], suffix: str, served: Mapping[str, Served], *, status: str) -> Json:
-    arguments = made["function"]["arguments"]
-    tool = served.get(made["function"]["name"]) or Served(name=made["function"]["name"])
-    item: Json = {"call_id": made["id"], "name": tool.name}
+def served_tool(name: str, served: Mapping[str, ServedTool]) -> ServedTool:
+    return served.get(name) or ServedTool(name=name)
+
+
+def call_item(tool: ServedTool, call_id: str, suffix: str, arguments: str, *, status: str) -> Json:
+    item: Json = {"call_id": call_id, "name": tool.name}
     if tool.namespace:
         item["namespace"] = tool.namespace
     if tool.custom:
@@ -64,16 +115,13 @@ def call_item(made: Mapping[str, Any], suffix: str, served: Mapping[str, Served]
 
 
 def custom_input(arguments: str) -> str:
-    """The one string of a custom tool's call; a model that wrote something else is shown as it wrote it."""
-    try:
-        value = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
-    return value["input"] if isinstance(value, dict) and isinstance(value.get("input"), str) else arguments
+    """The one string of a custom tool's call; arguments that are not `{"input": "…` are served as the model wrote them."""
+    decoder = CustomInput()
+    return decoder.feed(arguments) + decoder.finish()
 
 
 class CustomInput:
-    """`custom_input` of a call that is still being written: what more of the string is certain."""
+    """Decodes the arguments of a custom tool's call as they are sampled: `feed` returns what more of the string is certain."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -90,3 +138,7 @@ class CustomInput:
         assert found is not None
         self._place = found.end()
         return orjson.loads(f'"{found[0]}"') if found[0] else ""
+
+    def finish(self) -> str:
+        """The rest, when no more comes."""
+        return self._text if self._place is None else ""

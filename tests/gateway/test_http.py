@@ -1,29 +1,30 @@
-"""HTTP/1.1 as clients really send it, byte for byte over raw sockets, on both event loops: `tokentrue.gateway.http11` under uvicorn."""
+"""HTTP/1.1 as clients really send it, byte for byte over raw sockets, on both event loops: uvicorn with `workers/http.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
+import contextlib
+import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import pytest
 import uvicorn
-import uvicorn.server
 
 from tests.gateway.world import wait_until
 from tokentrue.gateway.asgi import ClientGone, read_body, send_bytes, send_json
-from tokentrue.gateway.exchange import LOG
-from tokentrue.gateway.http11 import Http11
+from tokentrue.gateway.config import GatewayLimits
 from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.workers.http import bounded_http
 
+LOG = logging.getLogger("uvicorn.error")
 LIMIT = 3_000_000
 IDLE_S = 2
+LIMITS = GatewayLimits(head_s=IDLE_S, body_s=IDLE_S, write_s=IDLE_S, head_bytes=100_000)
 HUGE = 20_000_000
 
 
@@ -33,7 +34,6 @@ class Application:
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
         self.headers: list[tuple[bytes, bytes]] = []
-        self.pieces = 0
         self.gone = 0
         self.sent = 0
 
@@ -49,11 +49,7 @@ class Application:
             self.gone += 1
 
     async def echo(self, scope: Any, receive: Any, send: Any) -> None:
-        async def counted() -> Any:
-            self.pieces += 1
-            return await receive()
-
-        body = await read_body(scope, counted, LIMIT)
+        body = await read_body(scope, receive, LIMIT)
         self.bodies.append(body)
         self.headers = scope["headers"]
         await send_bytes(send, 200, body, [(b"x-method", scope["method"].encode()), (b"x-query", scope["query_string"])])
@@ -120,7 +116,7 @@ class Running:
         self.server = uvicorn.Server(
             uvicorn.Config(
                 self.app,
-                http=Http11,
+                http=bounded_http(LIMITS),
                 loop=loop,  # pyright: ignore[reportArgumentType]
                 lifespan="off",
                 ws="none",
@@ -214,22 +210,11 @@ def test_a_connection_serves_many_requests(at: Running) -> None:
     assert at.server.server_state.total_requests == 6
 
 
-def test_a_body_is_handed_over_in_one_piece_and_a_long_one_in_few(at: Running) -> None:
-    with Client(at) as client:
-        client.sendall(request(b"x" * 400_000))
-        client.answer()
-        assert at.app.pieces == 1
-        client.sendall(request(b"x" * 2_900_000))
-        client.answer()
-        assert 2 <= at.app.pieces - 1 <= 4
-
-
 def test_one_byte_at_a_time(at: Running) -> None:
     with Client(at) as client:
         for byte in request(b'{"a": 1}', head="X-Long: " + "y" * 50 + "\r\n"):
             client.sendall(bytes([byte]))
         assert client.answer()[2] == b'{"a": 1}'
-        assert at.app.pieces == 1
         still_serves(client)
 
 
@@ -322,9 +307,6 @@ def test_http_1_0(at: Running, head: str) -> None:
     with Client(at) as client:
         client.sendall(request(b"old", head=head, version="1.0"))
         assert b"connection: close" in client.until(b"\r\n\r\n") and client.rest() == b"old"
-    with Client(at) as client:
-        client.sendall(request(b"", "/stream", head=head, version="1.0"))
-        assert b"chunked" not in client.until(b"\r\n\r\n") and client.rest() == b"onetwo"  # an old client knows no chunks
 
 
 def test_connection_close(at: Running) -> None:
@@ -354,12 +336,16 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_failing_application(at: Running, logged: pytest.LogCaptureFixture) -> None:
-    for path in ("/fail", "/nothing", "/split?a%0d%0aset-cookie:%20b", "/split?a%0ab:c", "/split?a%0db:c", "/split?a%00"):
+    for path in ("/fail", "/nothing"):
         with Client(at) as client:
             client.sendall(request(b"", path))
             status, headers, body = client.answer()
             assert (status, headers["connection"], body, client.rest()) == (500, "close", b"Internal Server Error", b"")
             assert headers.keys() == {"content-type", "content-length", "connection"}
+    for path in ("/split?a%0d%0aset-cookie:%20b", "/split?a%0ab:c", "/split?a%0db:c", "/split?a%00"):
+        with Client(at) as client:
+            client.sendall(request(b"", path))
+            assert client.rest() == b"", "a line break in a header's value went out"
     with Client(at) as client:
         client.sendall(request(b"", "/fail_late"))
         assert client.rest().endswith(b"4\r\nhalf\r\n")  # no end: the client sees that it broke
@@ -400,13 +386,16 @@ def test_what_is_not_http_is_refused(at: Running, rubbish: bytes, caplog: pytest
     assert at.app.bodies == [] and "Exception" not in caplog.text
 
 
-def test_an_upgrade_is_answered_in_http_1_1_and_ends_it(at: Running) -> None:
+@pytest.mark.parametrize(
+    "upgrade", ["Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n", "Connection: Upgrade\r\nUpgrade: websocket\r\n"]
+)
+def test_an_upgrade_is_answered_in_http_1_1_and_ends_it(at: Running, upgrade: str) -> None:
     """The parser takes what stands behind such a head for bytes of the other protocol: they must not become a request."""
     with Client(at) as client:
-        client.sendall(request(b"plain", head="Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"))
+        client.sendall(request(b"plain", head=upgrade))
         client.sendall(request(b"smuggled"))
         status, headers, body = client.answer()
-        assert (status, headers["connection"], body) == (200, "close", b"")
+        assert (status, headers["connection"], body, client.rest()) == (200, "close", b"", b"")
     assert at.app.bodies == [b""]
 
 
@@ -483,36 +472,82 @@ def test_shutting_down_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) 
         assert client.answer()[0] == 500
 
 
-def test_uvicorn_still_has_what_we_build_on() -> None:
-    """Everything of uvicorn's that `Http11` touches; where a new version moves one of these, this says which."""
-    made = inspect.getsource(uvicorn.Server.startup)
-    for argument in ("config=config", "server_state=self.server_state", "app_state=self.lifespan.state", "_loop=_loop"):
-        assert argument in made, f"uvicorn no longer gives its protocol {argument}"
-    assert list(inspect.signature(Http11.__init__).parameters)[1:] == ["config", "server_state", "app_state", "_loop"]
-    state = uvicorn.server.ServerState()
-    assert (state.total_requests, state.connections, state.tasks, state.default_headers) == (0, set(), set(), [])
-    assert "connection.shutdown()" in inspect.getsource(uvicorn.Server.shutdown)
-    config = uvicorn.Config(Application(), http=Http11, lifespan="off", log_config=None, proxy_headers=False)
-    assert (config.loaded, config.root_path) == (False, "") and config.timeout_keep_alive > 0
-    config.load()
-    assert config.http_protocol_class is Http11 and isinstance(config.loaded_app, Application)
+# Limits that stock uvicorn does not have.
 
 
-def echoes(at: Running, letter: bytes) -> bool:
-    """Whether many long bodies come back as they went out."""
-    with Client(at) as client:
-        for number in range(40):
-            body = letter * (300_000 + number)
-            client.sendall(request(body))
-            if client.answer()[2] != body:
-                return False
-    return True
-
-
-def test_servers_of_two_threads_do_not_read_into_one_buffer(at: Running) -> None:
-    other = Running("asyncio")
+def is_closed(client: Client) -> bool:
     try:
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(echoes, (at, other, at, other), (b"a", b"b", b"c", b"d")))
-    finally:
-        other.stop()
+        return client.rest().count(b"HTTP/1.1 200") == 0
+    except ConnectionError:
+        return True
+
+
+def trickle(client: Client, part: bytes, seconds: float) -> bool:
+    """Sends `part` again and again; True where the server ends that."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            client.sendall(part)
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                if not client.recv(1000):
+                    return True
+            client.setblocking(True)
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"GET / HTTP/1.1\r\nX: ", b"y" * 10_000),
+        (b"GET / HTTP/1.1\r\n", b"X-Header: " + b"y" * 10_000 + b"\r\n"),
+        (b"GET /", b"y" * 10_000),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n", b"X-Trailer: " + b"y" * 10_000 + b"\r\n"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Trailer: ", b"y" * 10_000),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;ext=", b"y" * 10_000),
+    ],
+    ids=["header", "headers", "url", "trailers", "trailer", "extension"],
+)
+def test_a_head_and_its_framing_have_a_byte_limit(at: Running, parts: tuple[bytes, bytes]) -> None:
+    first, more = parts
+    with Client(at) as client:
+        client.sendall(first)
+        assert trickle(client, more, 1.5), "it takes in bytes without end"
+
+
+def test_a_head_that_comes_at_once_has_the_same_limit(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(request(b"", head="X: " + "y" * 99_000 + "\r\n"))
+        assert client.answer()[0] == 200
+        client.sendall(request(b"", head="X: " + "y" * 101_000 + "\r\n"))
+        assert client.answer()[0] == 400
+
+
+def test_small_chunks_are_no_abuse(at: Running) -> None:
+    with Client(at) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(60):
+            client.sendall(b"1\r\nx\r\n" * 1000)
+        client.sendall(b"0\r\n\r\n")
+        assert client.answer()[2] == b"x" * 60_000
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\nhalf"], ids=["idle", "head", "body"]
+)
+def test_a_request_has_a_deadline(at: Running, sent: bytes) -> None:
+    with Client(at) as client:
+        client.sendall(sent)
+        start = time.monotonic()
+        assert trickle(client, b"" if not sent else b"x" if sent.endswith(b"half") else b"X", 3 * IDLE_S) or is_closed(client)
+        assert time.monotonic() - start < 3 * IDLE_S
+
+
+def test_a_client_that_never_reads_is_cut_off(at: Running) -> None:
+    with Client(at) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(request(b"x", "/flood"))
+        wait_until(lambda: not at.server.server_state.tasks and not at.server.server_state.connections, seconds=4 * IDLE_S)

@@ -1,4 +1,4 @@
-"""Our own JSON: what the administrator sends, checked; and the envelope of its errors."""
+"""The bodies that an administrator sends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 from typing import Any, Literal
 
 import msgspec
-import orjson
 
-from tokentrue.errors import InputError, MessageError
-from tokentrue.gateway.dialects.base import S, convert
+from tokentrue.errors import InputError
+from tokentrue.gateway.dialects.base import S, decode_body
 
 
 class CreateSession(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,12 +44,11 @@ class Pause(msgspec.Struct, forbid_unknown_fields=True):
 class Version(msgspec.Struct, forbid_unknown_fields=True):
     version: int
 
+    def check(self) -> None:
+        if not 0 <= self.version < 1 << 63:
+            raise InputError("version: must be a whole number from 0 to 2^63 - 1")
 
-def parsed(body: bytes, type_: type[S]) -> S:
-    try:
-        value = orjson.loads(body) if body.strip() else {}
-    except orjson.JSONDecodeError as error:
-        raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
-    if not isinstance(value, dict):
-        raise MessageError("the body must be a JSON object")
-    return convert(value, type_)
+
+def decode_admin(body: bytes, type_: type[S]) -> S:
+    """An empty body is an empty object."""
+    return decode_body(body if body.strip() else b"{}", type_)

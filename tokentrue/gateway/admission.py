@@ -1,4 +1,4 @@
-"""Who may generate now: the limit on generations in flight, and the pause while weights change.
+"""Admission of generations: the limit on generations in flight, and the pause while weights change.
 
 A paused gateway holds generations back instead of failing them: to the harness a weight update looks like a slow token.
 """
@@ -6,12 +6,14 @@ A paused gateway holds generations back instead of failing them: to the harness 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.problems import Refused
 
 
-class Gate:
+class AdmissionGate:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._open = asyncio.Event()
@@ -33,28 +35,37 @@ class Gate:
         self._open.set()
 
     def close(self) -> None:
-        """Shutting down: nothing more comes in, what waits is let go."""
+        """Shutting down: nothing more is admitted, and what waits is refused."""
         self.closing = True
         self._open.set()
 
-    async def drained(self, timeout_s: float) -> bool:
-        """True when nothing is in flight any more."""
+    async def drain(self, timeout_s: float) -> bool:
+        """Waits until nothing is in flight; False where that takes longer than `timeout_s`."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             return False
         return True
 
-    async def admit(self) -> None:
-        """Waits out a pause; refuses when the house is closing or full."""
+    @asynccontextmanager
+    async def admit(self) -> AsyncIterator[None]:
+        """One generation: waits out a pause, and refuses when the gateway is closing or full."""
         if self.paused:
-            await self._wait()
+            await self._wait_for_resume()
         if self.closing:
             raise Refused(503, "shutting_down", "the gateway is shutting down; send this again", retry_after_s=1.0)
         if self.in_flight >= self._config.limits.in_flight:
             raise Refused(429, "too_many_in_flight", f"{self.in_flight} generations are in flight; try again", retry_after_s=1.0)
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
 
-    async def _wait(self) -> None:
+    async def _wait_for_resume(self) -> None:
         if self.waiting + self.in_flight >= self._config.limits.in_flight:
             raise Refused(429, "too_many_in_flight", "paused, and enough generations wait; try again", retry_after_s=5.0)
         self.waiting += 1
@@ -64,13 +75,3 @@ class Gate:
             raise Refused(503, "paused", "generation is paused by the administrator; try again", retry_after_s=10.0) from None
         finally:
             self.waiting -= 1
-
-    def enter(self) -> None:
-        """After `admit`; whoever enters leaves."""
-        self.in_flight += 1
-        self._idle.clear()
-
-    def leave(self) -> None:
-        self.in_flight -= 1
-        if not self.in_flight:
-            self._idle.set()

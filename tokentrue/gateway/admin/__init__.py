@@ -1,0 +1,1 @@
+"""Everything but model requests: sessions, rewards, samples, administration, health, metrics, the OpenAPI document."""

@@ -1,0 +1,112 @@
+"""Pause, resume and policy version around a weight update; health, readiness and metrics. Every worker takes part, whoever was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokentrue.errors import EngineError, InputError
+from tokentrue.gateway.admin.bodies import Pause, Version, decode_admin
+from tokentrue.gateway.admin.routing import is_forwarded, json_response, request_body
+from tokentrue.gateway.metrics import CONTENT_TYPE, build_page, engine_families
+from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.services import Services
+
+READY_S = 5.0
+LONGEST_DRAIN_S = 600.0
+
+
+class OperationHandlers:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    # Weight updates.
+    async def pause(self, request: Request) -> Response:
+        asked = decode_admin(await request_body(self._services, request), Pause)
+        if asked.drain and asked.abort:
+            raise InputError("drain and abort: what is broken off stays in flight until resume; choose one")
+        services, admission = self._services, self._services.admission
+        admission.pause()
+        services.provider.pause()
+        services.metrics.paused.set(1)
+        aborted = await services.provider.interrupt() if asked.abort else 0
+        drain_s = min(max(asked.timeout_s, 0.0), LONGEST_DRAIN_S)
+        drained = await admission.drain(drain_s) if asked.drain else admission.in_flight == 0
+        others = await self._ask_others(request)
+        answer: dict[str, Any] = {
+            "paused": True,
+            "drained": drained and all(other["drained"] for other in others),
+            "in_flight": admission.in_flight + sum(other["in_flight"] for other in others),
+        }
+        if asked.abort:
+            answer["aborted"] = aborted + sum(other["aborted"] for other in others)
+        return json_response(200, answer)
+
+    async def resume(self, request: Request) -> Response:
+        services = self._services
+        services.provider.resume()
+        services.admission.resume()
+        services.metrics.paused.set(0)
+        await self._ask_others(request)
+        return json_response(200, {"paused": False, "in_flight": services.admission.in_flight})
+
+    async def note_version(self, request: Request) -> Response:
+        asked = decode_admin(await request_body(self._services, request), Version)
+        asked.check()
+        self._services.provider.version = asked.version
+        self._services.metrics.version.set(asked.version)
+        await self._ask_others(request)
+        return json_response(200, {"version": asked.version})
+
+    async def _ask_others(self, request: Request) -> list[Any]:
+        workers = self._services.workers
+        if workers is None or is_forwarded(request):
+            return []
+        headers = {k: v for k, v in request.headers.items() if k in {"authorization", "x-api-key", "content-type"}}
+        answers = await workers.ask_all("POST", request.url.path, await request_body(self._services, request), headers)
+        if any(other is None for other in answers):
+            raise Refused(503, "worker_restarting", "a worker does not answer; send this again", retry_after_s=1.0)
+        return answers
+
+    # Health.
+    async def health(self, request: Request) -> Response:
+        return json_response(200, {"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        services = self._services
+        if services.admission.closing:
+            raise Refused(503, "shutting_down", "the gateway is shutting down")
+        try:
+            facts = await asyncio.wait_for(services.provider.health(), READY_S)
+        except (EngineError, TimeoutError) as error:
+            raise Refused(503, "engine_unreachable", f"no engine answers: {str(error)[:200]}", retry_after_s=5.0) from None
+        if services.workers is not None and not is_forwarded(request):
+            answers = await services.workers.ask_all("GET", "/ready")
+            if any(other is None for other in answers):
+                raise Refused(503, "worker_not_ready", "a worker is not ready", retry_after_s=1.0)
+        return json_response(200, {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)})
+
+    # Metrics.
+    async def metrics(self, request: Request) -> Response:
+        snapshots = [await self._measure()]
+        if self._services.workers is not None:
+            snapshots += [other for other in await self._services.workers.ask_all("GET", "/internal/metrics") if other is not None]
+        return Response(build_page(snapshots), headers={"content-type": CONTENT_TYPE})
+
+    async def own_metrics(self, request: Request) -> Response:
+        return json_response(200, await self._measure())
+
+    async def _measure(self) -> list[dict[str, Any]]:
+        services, metrics = self._services, self._services.metrics
+        metrics.in_flight.set(services.admission.in_flight)
+        metrics.sessions.set(len(services.sessions))
+        metrics.session_bytes.set(services.sessions.memory_bytes)
+        sampled, trained, untrained = await services.sessions.totals()
+        metrics.trained.labels("sampled").set(sampled)
+        metrics.trained.labels("trained").set(trained)
+        for why, tokens in untrained.items():
+            metrics.untrained.labels(why).set(tokens)
+        return [*metrics.snapshot(), *engine_families(services.provider.inner)]

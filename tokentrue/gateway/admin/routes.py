@@ -1,0 +1,61 @@
+"""The routes of administration: which handler answers which path and method, and which need the admin key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tokentrue.gateway.admin.openapi import document
+from tokentrue.gateway.admin.operations import OperationHandlers
+from tokentrue.gateway.admin.routing import Handler, forward_to_owner, is_forwarded, json_response
+from tokentrue.gateway.admin.session_handlers import SessionHandlers
+from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.services import Services
+
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+Guarded = tuple[Handler, bool]  # a handler, and whether it needs the admin key
+
+
+def admin_routes(services: Services) -> list[Route]:
+    sessions, operations = SessionHandlers(services), OperationHandlers(services)
+    table: Mapping[str, Mapping[str, Guarded]] = {
+        "/sessions": {"POST": (sessions.create, True), "GET": (sessions.list, True)},
+        "/sessions/{session_id}": {"GET": (sessions.show, True), "DELETE": (sessions.delete, True)},
+        "/sessions/{session_id}/reward": {"POST": (sessions.reward, True)},
+        "/sessions/{session_id}/samples": {"GET": (sessions.samples, True)},
+        "/admin/pause": {"POST": (operations.pause, True)},
+        "/admin/resume": {"POST": (operations.resume, True)},
+        "/admin/version": {"POST": (operations.note_version, True)},
+        "/health": {"GET": (operations.health, False)},
+        "/ready": {"GET": (operations.ready, False)},
+        "/metrics": {"GET": (operations.metrics, False)},
+        "/internal/metrics": {"GET": (operations.own_metrics, False)},
+        "/openapi.json": {"GET": (show_document, False)},
+        "/{path:path}": {},
+    }
+    return [build_route(services, path, methods) for path, methods in table.items()]
+
+
+def build_route(services: Services, path: str, methods: Mapping[str, Guarded]) -> Route:
+    async def endpoint(request: Request) -> Response:
+        method = "GET" if request.method == "HEAD" else request.method
+        is_foreign = path.startswith("/internal/") and not is_forwarded(request)
+        if not methods or is_foreign:
+            raise Refused(404, "unknown_path", "no such path; GET /openapi.json lists them")
+        if method not in methods:
+            raise Refused(405, "method_not_allowed", f"use {' or '.join(sorted(methods))}")
+        handler, is_guarded = methods[method]
+        if is_guarded:
+            services.keys.require_admin(request.scope["headers"])
+        session_id = request.path_params.get("session_id")
+        forwarded = await forward_to_owner(services, request, session_id) if session_id is not None else None
+        return forwarded or await handler(request)
+
+    return Route(path, endpoint, methods=METHODS)
+
+
+async def show_document(request: Request) -> Response:
+    return json_response(200, document())

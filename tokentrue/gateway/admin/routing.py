@@ -1,0 +1,57 @@
+"""What the handlers of administration share: bodies, JSON answers, and forwarding to the worker that owns a session."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokentrue.errors import InputError
+from tokentrue.gateway.asgi import read_body
+from tokentrue.gateway.dialects.base import encode
+from tokentrue.gateway.services import Services
+from tokentrue.gateway.workers.forwarding import FROM_WORKER, WorkerLinks
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def json_response(status: int, value: Any) -> Response:
+    return Response(encode(value), status_code=status, media_type="application/json")
+
+
+async def request_body(services: Services, request: Request) -> bytes:
+    """Read once, kept for forwarding."""
+    if not hasattr(request.state, "raw_body"):
+        request.state.raw_body = await read_body(request.scope, request.receive, services.config.limits.body_bytes)
+    return request.state.raw_body
+
+
+def is_forwarded(request: Request) -> bool:
+    return bool(request.scope.get(FROM_WORKER))
+
+
+class ForwardedResponse(Response):
+    """An answer that the owner of a session gives."""
+
+    def __init__(self, workers: WorkerLinks, session_id: str, body: bytes) -> None:
+        super().__init__()
+        self._workers, self._session_id, self._raw = workers, session_id, body
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._workers.forward(self._session_id, scope, receive, send, self._raw)
+
+
+async def forward_to_owner(services: Services, request: Request, session_id: str) -> Response | None:
+    """None where this worker is the owner."""
+    workers = services.workers
+    if workers is None or workers.is_owner(session_id, request.scope):
+        return None
+    return ForwardedResponse(workers, session_id, await request_body(services, request))
+
+
+def whole_number(text: str, name: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 12:
+        raise InputError(f"{name}: must be a whole number from 0 up")
+    return int(text)

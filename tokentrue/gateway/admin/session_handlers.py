@@ -1,0 +1,102 @@
+"""Sessions, rewards and samples, for the administrator."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokentrue.errors import InputError
+from tokentrue.gateway.admin.bodies import CreateSession, GiveReward, decode_admin
+from tokentrue.gateway.admin.routing import forward_to_owner, json_response, request_body, whole_number
+from tokentrue.gateway.admin.views import record_json, session_json
+from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
+from tokentrue.gateway.services import Services
+from tokentrue.samples import Assembly, coverage_to_json, exported, sample_to_json
+
+MOST_LISTED = 1000
+
+
+class SessionHandlers:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def create(self, request: Request) -> Response:
+        asked = decode_admin(await request_body(self._services, request), CreateSession)
+        session_id = check_session_id(asked.session_id) if asked.session_id is not None else self._new_id()
+        forwarded = await forward_to_owner(self._services, request, session_id)
+        if forwarded is not None:
+            return forwarded
+        key, config = new_session_key(session_id), self._services.config
+        session = self._services.new_session(
+            session_id=session_id,
+            group=asked.group,
+            metadata=asked.metadata,
+            sampling=asked.sampling,
+            history=asked.history or config.history,
+            training=config.training if asked.training is None else asked.training,
+            key_hash=hash_key(key),
+        )
+        await session.ready()
+        self._services.sessions.add(session)
+        own = f"{config.base_url or str(request.base_url).rstrip('/')}/sessions/{session_id}"
+        return json_response(201, {"session_id": session_id, "api_key": key, "base_url": f"{own}/v1", "anthropic_base_url": own})
+
+    def _new_id(self) -> str:
+        """An id that this worker owns, so that the request need not be forwarded."""
+        workers = self._services.workers
+        while True:
+            session_id = uuid.uuid4().hex
+            if workers is None or workers.owner(session_id) == workers.me:
+                return session_id
+
+    async def list(self, request: Request) -> Response:
+        query = request.query_params
+        offset, limit = whole_number(query.get("offset", "0"), "offset"), whole_number(query.get("limit", "100"), "limit")
+        if limit > MOST_LISTED:
+            raise InputError(f"limit: at most {MOST_LISTED}")
+        journal = self._services.journal
+        state, group = query.get("state"), query.get("group")
+        records = await asyncio.to_thread(lambda: journal.sessions(offset=offset, limit=limit, state=state, group=group))
+        total = await asyncio.to_thread(journal.count)
+        listed = [record_json(record) for record in records]
+        return json_response(200, {"sessions": listed, "total": total, "offset": offset, "limit": limit})
+
+    async def show(self, request: Request) -> Response:
+        async with self._services.sessions.lease(request.path_params["session_id"]) as handle:
+            return json_response(200, session_json(handle.session, handle.coverage(), in_flight=handle.in_flight))
+
+    async def delete(self, request: Request) -> Response:
+        session_id = request.path_params["session_id"]
+        async with self._services.sessions.lease(session_id) as handle:
+            await handle.session.end()
+            state = handle.session.record.state
+        if request.query_params.get("purge", "false").lower() in {"true", "1"}:
+            await self._services.journal.delete(session_id)
+            self._services.sessions.forget(session_id)
+            state = "purged"
+        return json_response(200, {"session_id": session_id, "state": state})
+
+    async def reward(self, request: Request) -> Response:
+        asked = decode_admin(await request_body(self._services, request), GiveReward)
+        asked.check()
+        async with self._services.sessions.lease(request.path_params["session_id"]) as handle:
+            await handle.session.reward(asked.reward, leaf=asked.leaf, metadata=asked.metadata)
+            return json_response(200, {"session_id": handle.session.id, "reward": asked.reward, "leaf": asked.leaf})
+
+    async def samples(self, request: Request) -> Response:
+        async with self._services.sessions.lease(request.path_params["session_id"]) as handle:
+            assembly = await handle.session.assembly()
+        format_ = request.query_params.get("format", "json")
+        if format_ != "json":
+            content, media_type = await asyncio.to_thread(exported, assembly.samples, format=format_[:40])
+            return Response(content, media_type=media_type)
+        return await asyncio.to_thread(samples_response, handle.session.id, assembly)
+
+
+def samples_response(session_id: str, assembly: Assembly) -> Response:
+    """Runs in a thread: samples are long."""
+    samples = [sample_to_json(sample) for sample in assembly.samples]
+    return json_response(200, {"session_id": session_id, "samples": samples, "coverage": coverage_to_json(assembly.coverage)})

@@ -1,0 +1,143 @@
+"""OpenAI Responses: the items and tools of a request.
+
+A custom (free-form) tool is shown to the model as a function with one string, and served back as a custom tool call; the tools of a
+namespace are shown under both names, and served back with their namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import orjson
+
+from tokentrue.errors import MessageError
+from tokentrue.gateway.dialects.base import Json, echo, join_text
+from tokentrue.gateway.dialects.responses_items import ServedTool, model_name
+from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.tools import check_function
+from tokentrue.types import Message
+
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+REASONING_PARTS = ("reasoning_text", "summary_text", "text")
+CALLS = ("function_call", "custom_tool_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
+# Items.
+def message_from_item(item: Json, path: str, seal: Seal) -> Message | None:
+    """A message, or a part of an assistant message; None for reasoning of which nothing is left."""
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if kind == "reasoning":
+        text = reasoning_text(item, path, seal)
+        return {"role": "assistant", "content": None, "reasoning_content": text} if text else None
+    if kind in CALLS:
+        return {"role": "assistant", "content": None, "tool_calls": [call_from_item(kind, item, path)]}
+    if kind == "message":
+        return text_message(item, path)
+    if kind in OUTPUTS:
+        text = join_text(item.get("output"), TEXT_PARTS, f"{path}.output", glue="\n")
+        if text is None or not isinstance(item.get("call_id"), str):
+            raise MessageError("needs a call_id and an output of text", field=path)
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
+    raise MessageError(f"item of type {echo(kind)} is not supported", field=f"{path}.type")
+
+
+def text_message(item: Json, path: str) -> Message:
+    role = item.get("role")
+    if role not in ("user", "system", "developer", "assistant"):
+        raise MessageError(f"role {echo(role)} is not supported", field=f"{path}.role")
+    text = join_text(item.get("content"), TEXT_PARTS, f"{path}.content", glue="" if role == "assistant" else "\n")
+    if text is None:
+        raise MessageError("must be a string or a list of parts", field=f"{path}.content")
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+def reasoning_text(item: Json, path: str, seal: Seal) -> str:
+    sealed = item.get("encrypted_content")
+    if item.get("content"):
+        return join_text(item["content"], REASONING_PARTS, f"{path}.content", glue="") or ""
+    if isinstance(sealed, str):
+        return seal.unwrap(sealed) or ""
+    return join_text(item.get("summary"), REASONING_PARTS, f"{path}.summary", glue="") or ""
+
+
+def call_from_item(kind: str, item: Json, path: str) -> Json:
+    said = item.get("arguments" if kind == "function_call" else "input")
+    if not isinstance(said, str) or not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
+        raise MessageError("needs a name, a call_id and its arguments as text", field=path)
+    arguments = said if kind == "function_call" else orjson.dumps({"input": said}).decode()
+    namespace = item.get("namespace")
+    name = model_name(namespace if isinstance(namespace, str) else None, item["name"])
+    return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def join_assistant(parts: Sequence[Message]) -> Message:
+    """The one assistant message that consecutive items spell out."""
+    texts = [part["content"] for part in parts if part["content"] is not None]
+    thoughts = [part["reasoning_content"] for part in parts if part.get("reasoning_content")]
+    calls = [call for part in parts for call in part.get("tool_calls", ())]
+    message: Json = {"role": "assistant", "content": "".join(texts) if texts else None}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+# Tools.
+def tools_from_responses(tools: list[Json] | None) -> tuple[tuple[Json, ...] | None, dict[str, ServedTool]]:
+    """As functions, and how a call of each is to be served. A tool in a namespace is shown to the model as `namespace__name`."""
+    out: list[Json] = []
+    served: dict[str, ServedTool] = {}
+    for where, namespace, tool in flatten_namespaces(tools or ()):
+        kind = tool.get("type")
+        if kind == "function":
+            function = {"name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool.get("parameters") or {}}
+        elif kind == "custom":
+            function = custom_function(tool, where)
+        else:
+            raise MessageError(f"tool type {echo(kind)} is not supported; use 'function', 'custom' or 'namespace'", field=f"{where}.type")
+        check_function(function, where)
+        name = cast("str", function["name"])
+        function["name"] = model_name(namespace, name)
+        tool_served = ServedTool(name=name, namespace=namespace, custom=kind == "custom")
+        if served.setdefault(function["name"], tool_served) != tool_served:
+            raise MessageError(f"another tool is shown to the model as {echo(function['name'])}, too", field=where)
+        out.append({"type": "function", "function": function})
+    return (tuple(out) or None), served
+
+
+def flatten_namespaces(tools: Sequence[Json]) -> Iterator[tuple[str, str | None, Json]]:
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if tool.get("type") != "namespace":
+            yield where, None, tool
+            continue
+        name, inner_tools = tool.get("name"), tool.get("tools")
+        if not isinstance(name, str) or not isinstance(inner_tools, list):
+            raise MessageError("a namespace needs a name and a list of tools", field=where)
+        for place, inner in enumerate(cast("list[Any]", inner_tools)):
+            yield f"{where}.tools[{place}]", name, cast("Json", inner) if isinstance(inner, dict) else {}
+
+
+def custom_function(tool: Json, where: str) -> Json:
+    declared = tool.get("format") or {"type": "text"}
+    format_: Json = cast("Json", declared) if isinstance(declared, dict) else {}
+    if format_.get("type") not in ("text", "grammar"):
+        raise MessageError("must be text or grammar", field=f"{where}.format.type")
+    described = tool.get("description") or ""
+    if not isinstance(tool.get("name"), str) or not isinstance(described, str):
+        raise MessageError("must be a string", field=f"{where}.name")
+    if format_["type"] == "grammar":
+        described += f"\n\nThe input follows this {format_.get('syntax')} grammar:\n{format_.get('definition')}"
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return {"name": tool["name"], "description": described, "parameters": schema}
+
+
+def choice_from_responses(choice: str | Json | None) -> str | Json | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") not in ("function", "custom"):
+        raise MessageError(f"type {echo(choice.get('type'))} is not supported", field="tool_choice.type")
+    return {"type": "function", "function": {"name": choice.get("name")}}

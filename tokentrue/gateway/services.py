@@ -1,0 +1,67 @@
+"""What the handlers of requests share: one record, built once per process and given to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tokentrue.gateway.admission import AdmissionGate
+from tokentrue.gateway.asgi import BodyBudget
+from tokentrue.gateway.auth import ApiKeys
+from tokentrue.gateway.config import GatewayConfig
+from tokentrue.gateway.meter import Metered
+from tokentrue.gateway.metrics import Metrics
+from tokentrue.gateway.sessions import SessionRegistry
+from tokentrue.gateway.workers.forwarding import WorkerLinks
+from tokentrue.protocols import Provider, Renderer
+from tokentrue.sessions.journal import Journal
+from tokentrue.turn import Session
+
+RendererFor = Callable[[str], Renderer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """`renderer_for` gives the renderer of a history policy ("keep" or "template"); `workers` is None where there is one process."""
+
+    config: GatewayConfig
+    journal: Journal
+    renderer_for: RendererFor
+    provider: Metered
+    keys: ApiKeys
+    admission: AdmissionGate
+    bodies: BodyBudget
+    metrics: Metrics
+    sessions: SessionRegistry
+    workers: WorkerLinks | None
+
+    def new_session(self, **settings: Any) -> Session:
+        renderer = self.renderer_for(settings.get("history", self.config.history))
+        limits = self.config.session_limits
+        return Session(renderer=renderer, provider=self.provider, journal=self.journal, limits=limits, **settings)
+
+
+def build_services(
+    *, config: GatewayConfig, renderer_for: RendererFor, provider: Provider, journal: Journal, workers: WorkerLinks | None
+) -> Services:
+    metered = Metered(provider)
+
+    async def open_session(session_id: str) -> Session:
+        record = await asyncio.to_thread(journal.get, session_id)
+        renderer = renderer_for(record.history)
+        return await Session.open(journal, session_id, renderer=renderer, provider=metered, limits=config.session_limits)
+
+    return Services(
+        config=config,
+        journal=journal,
+        renderer_for=renderer_for,
+        provider=metered,
+        keys=ApiKeys(admin_key=config.admin_key),
+        admission=AdmissionGate(config),
+        bodies=BodyBudget(config.limits.bodies_bytes),
+        metrics=Metrics(),
+        sessions=SessionRegistry(open_session, config.limits, on_evict=metered.forget),
+        workers=workers,
+    )

@@ -1,0 +1,284 @@
+"""Sessions in memory: opened from the journal when first asked for, evicted when idle, or when they are too many or too large.
+
+A `SessionHandle` adds to the `Session` what only HTTP needs: its key, its dialects (whose seal is this session's own), the parsed
+messages of its last requests, and the names of retried requests. While a request uses a handle (`lease`), it is not evicted: there is
+one live object for a session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+from tokentrue.errors import LimitExceeded, MessageError, SessionConflict
+from tokentrue.gateway.asgi import Scope, header
+from tokentrue.gateway.config import GatewayLimits
+from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, OpenAIChat, OpenAIResponses, RequestHead, Seal
+from tokentrue.gateway.message_cache import CacheBudget, MessageCache
+from tokentrue.gateway.problems import Refused
+from tokentrue.sessions.journal import SessionRecord
+from tokentrue.turn import Session
+from tokentrue.types import Coverage, Message, Refusal, Reply
+
+OpenSession = Callable[[str], Awaitable[Session]]
+REMEMBERED_KEYS = 256
+TOKEN_BYTES = 48  # of a recorded token: its id, its log-probability, its share of text and spans, roughly
+NODE_BYTES = 4096
+
+
+class SessionHandle:
+    """One session in memory."""
+
+    def __init__(self, session: Session, limits: GatewayLimits, budget: CacheBudget) -> None:
+        self.session = session
+        self.users = 0  # requests that hold it
+        self.counted_bytes = 0  # of its memory, in the registry's sum
+        self.in_flight = 0
+        self.last_used = time.monotonic()
+        seal = Seal((session.record.key_hash or session.id).encode())
+        every: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(seal), Anthropic(seal))
+        self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
+        self.cache = MessageCache(limits.message_cache_bytes, budget)
+        self._limits = limits
+        self._idempotent: OrderedDict[str, str] = OrderedDict()  # Idempotency-Key -> digest of its body
+        self._aliases: OrderedDict[str, str] = OrderedDict()  # request key -> the key under which its answer is recorded
+        self._coverage: tuple[int, SessionRecord, Coverage] | None = None
+        nodes = session.tree.in_order()
+        self._record_bytes = sum(NODE_BYTES + TOKEN_BYTES * (len(node.given_ids) + len(node.sampled_ids)) for node in nodes)
+
+    # Requests.
+    def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, list[Message]]:
+        """The request's head and its whole conversation."""
+        decoded = dialect.decode(body)
+        messages = self.parse_messages(dialect, decoded)
+        head = self._enforce_choice(decoded.head)
+        if head.continues is not None:
+            return head, [*self._continued_history(head), *messages]
+        return head, [*head.opening, *messages]
+
+    def parse_messages(self, dialect: Dialect, decoded: DecodedBody) -> list[Message]:
+        if len(decoded.items) > self._limits.messages:
+            raise LimitExceeded(f"{len(decoded.items)} messages; at most {self._limits.messages} are taken (limits.messages)")
+        return self.cache.parse_items(dialect, decoded.items)
+
+    def _enforce_choice(self, head: RequestHead) -> RequestHead:
+        """A call that must be made (`tool_choice`), in the call format of this session's model."""
+        choice = head.sampling.extra.get("tool_choice")
+        if choice is None:
+            return head
+        name = cast("Mapping[str, Any]", choice)["function"]["name"] if isinstance(choice, Mapping) else None
+        call_tag = getattr(self.session.renderer, "call_tag", None)
+        unknown = Refusal(why="no_call_form", detail="this renderer knows no call format")
+        tag = call_tag(head.tools, name=name) if call_tag is not None else unknown
+        if isinstance(tag, Refusal):
+            raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")
+        return replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))
+
+    def _continued_history(self, head: RequestHead) -> Sequence[Message]:
+        """The conversation that led to an earlier answer, and the answer. `instructions` are never carried over: this request's own,
+        or none, take their place."""
+        assert head.continues is not None
+        node = self.session.tree.nodes.get(head.continues.node)
+        if node is None:
+            raise MessageError("no such response in this session", field="previous_response_id")
+        history = self.session.tree.messages(node)
+        return [*head.opening, *history[1 if head.continues.instructed else 0 :]]
+
+    # Names of retried requests.
+    def request_key(self, scope: Scope, body: bytes, *, n: int) -> str | None:
+        """A name that a request shares with its retries and with no other request; None where the client will not retry by name."""
+        given = header(scope, b"idempotency-key")
+        retries = header(scope, b"x-stainless-retry-count")
+        if given:
+            return self._complete_key(self._given_key(given, body_digest(body)), n)
+        if retries is None:
+            return None
+        digest = body_digest(body)
+        number = self._requests_with(digest)
+        if retries != "0" and number:
+            number -= 1
+        return self._complete_key(f"{digest}#{number}", n)
+
+    def _given_key(self, given: str, digest: str) -> str:
+        if self._idempotent.setdefault(given, digest) != digest:
+            raise Refused(409, "idempotency_conflict", "this Idempotency-Key was used for another body; choose a new one")
+        while len(self._idempotent) > REMEMBERED_KEYS:
+            self._idempotent.popitem(last=False)
+        return f"key:{given}"
+
+    def _complete_key(self, key: str, n: int) -> str:
+        """The key of the recorded answer; a new one where only some of its choices were recorded before it failed."""
+        key = self._aliases.get(key, key)
+        keyed = self.session.tree.keyed
+        attempt = 0
+        while 0 < len(keyed.get(attempted(key, attempt), ())) < n:
+            attempt += 1
+        return attempted(key, attempt)
+
+    def _requests_with(self, digest: str) -> int:
+        """How many recorded requests of this session had this very body."""
+        number = 0
+        while self._is_known(f"{digest}#{number}"):
+            number += 1
+        return number
+
+    def _is_known(self, key: str) -> bool:
+        return key in self._aliases or bool(self.session.tree.keyed.get(key))
+
+    def note_reply(self, request_key: str | None, replies: Sequence[Reply]) -> None:
+        """After a committed turn: a request that joined another one in flight has its answer under the other's name."""
+        self._record_bytes += sum(NODE_BYTES + TOKEN_BYTES * (one.given_tokens + len(one.completion.token_ids)) for one in replies)
+        node = self.session.tree.nodes.get(replies[0].node)
+        if request_key is None or node is None or node.request_key in (None, request_key):
+            return
+        self._aliases[request_key] = node.request_key
+        while len(self._aliases) > REMEMBERED_KEYS:
+            self._aliases.popitem(last=False)
+
+    # State.
+    @contextmanager
+    def generate(self) -> Iterator[None]:
+        """One generation of this session, if the limit admits it."""
+        if self.in_flight >= self._limits.in_flight_per_session:
+            raise Refused(429, "too_many_in_flight", f"{self.in_flight} generations of this session are in flight", retry_after_s=1.0)
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def check_open(self) -> None:
+        record = self.session.record
+        if record.state != "open":
+            raise SessionConflict(f"session {record.id!r} has ended; its samples stay readable")
+        if time.time() - record.created > self._limits.session_age_s:
+            raise SessionConflict(f"session {record.id!r} is older than {self._limits.session_age_s:g} s (limits.session_age_s)")
+
+    @property
+    def memory_bytes(self) -> int:
+        """An estimate of what it holds in memory."""
+        return self._record_bytes + self.cache.used
+
+    @property
+    def has_coverage(self) -> bool:
+        """True while the coverage that was computed last still holds."""
+        known = self._coverage
+        return known is not None and known[0] == len(self.session.tree) and known[1] is self.session.record
+
+    def coverage(self) -> Coverage:
+        """Computed again when the tree has grown or the record (rewards, state) has changed."""
+        if self._coverage is None or not self.has_coverage:
+            self._coverage = (len(self.session.tree), self.session.record, self.session.coverage())
+        return self._coverage[2]
+
+
+def attempted(key: str, attempt: int) -> str:
+    return f"{key}~{attempt}" if attempt else key
+
+
+def body_digest(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=16).hexdigest()
+
+
+class SessionRegistry:
+    """The sessions in memory, least recently used first."""
+
+    def __init__(self, open_session: OpenSession, limits: GatewayLimits, *, on_evict: Callable[[str], None]) -> None:
+        self._open_session, self._on_evict, self._limits = open_session, on_evict, limits
+        self._live: OrderedDict[str, SessionHandle] = OrderedDict()
+        self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
+        self._cache_budget = CacheBudget(limits.message_caches_bytes)
+        self.memory_bytes = 0  # of all sessions in memory, an estimate
+        self._evicted: Counter[str] = Counter()  # tokens of sessions that have left the memory
+        self._evicted_untrained: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def known(self, session_id: str) -> SessionHandle | None:
+        return self._live.get(session_id)
+
+    @asynccontextmanager
+    async def lease(self, session_id: str) -> AsyncIterator[SessionHandle]:
+        """The session's one live object; it stays in memory while the block runs."""
+        handle = await self._get(session_id)
+        handle.users += 1
+        try:
+            yield handle
+        finally:
+            handle.users -= 1
+            handle.last_used = time.monotonic()
+            self._count_bytes(handle)
+            self._make_room()
+
+    async def _get(self, session_id: str) -> SessionHandle:
+        while True:
+            handle = self._live.get(session_id)
+            if handle is not None:
+                self._live.move_to_end(session_id)
+                return handle
+            opening = self._opening.get(session_id)
+            if opening is None:
+                opening = self._opening[session_id] = asyncio.create_task(self._load(session_id))
+                opening.add_done_callback(lambda _: self._opening.pop(session_id, None))
+            await asyncio.shield(opening)
+
+    async def _load(self, session_id: str) -> SessionHandle:
+        return self.add(await self._open_session(session_id))
+
+    def add(self, session: Session) -> SessionHandle:
+        handle = self._live[session.id] = SessionHandle(session, self._limits, self._cache_budget)
+        return handle
+
+    def _count_bytes(self, handle: SessionHandle) -> None:
+        if self._live.get(handle.session.id) is handle:
+            self.memory_bytes += handle.memory_bytes - handle.counted_bytes
+            handle.counted_bytes = handle.memory_bytes
+
+    def forget(self, session_id: str) -> None:
+        """Drops a session, in memory or not: it has left the memory or the journal."""
+        handle = self._live.pop(session_id, None)
+        if handle is not None:
+            self.memory_bytes -= handle.counted_bytes
+            handle.cache.clear()
+        self._on_evict(session_id)
+
+    def evict_idle(self) -> None:
+        """Sessions that nobody has used for `limits.idle_session_s`; the journal has them."""
+        oldest = time.monotonic() - self._limits.idle_session_s
+        for handle in [handle for handle in self._live.values() if not handle.users and handle.last_used < oldest]:
+            self._evict(handle)
+
+    def _make_room(self) -> None:
+        if len(self._live) <= self._limits.live_sessions and self.memory_bytes <= self._limits.live_sessions_bytes:
+            return
+        for handle in [handle for handle in self._live.values() if not handle.users]:
+            if len(self._live) <= self._limits.live_sessions and self.memory_bytes <= self._limits.live_sessions_bytes:
+                return
+            self._evict(handle)
+
+    def _evict(self, handle: SessionHandle) -> None:
+        coverage = handle.coverage()
+        self._evicted.update(sampled=coverage.sampled, trained=coverage.trained)
+        for span in coverage.untrained:
+            self._evicted_untrained[span.why] += span.tokens
+        self.forget(handle.session.id)
+
+    async def totals(self) -> tuple[int, int, Mapping[str, int]]:
+        """Sampled, trained and untrained tokens by reason, over every session seen since the start. Lets other work run in between."""
+        sampled, trained, untrained = self._evicted["sampled"], self._evicted["trained"], Counter(self._evicted_untrained)
+        for handle in list(self._live.values()):
+            if not handle.has_coverage:
+                await asyncio.sleep(0)
+            coverage = handle.coverage()
+            sampled += coverage.sampled
+            trained += coverage.trained
+            for span in coverage.untrained:
+                untrained[span.why] += span.tokens
+        return sampled, trained, untrained

@@ -1,0 +1,35 @@
+"""A client that disconnects cancels the work that is done for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tokentrue.gateway.asgi import ClientGone, Receive
+
+
+@asynccontextmanager
+async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancels the enclosed block when the client disconnects; `ClientGone` comes out. The body must have been read before."""
+    work = asyncio.current_task()
+    assert work is not None
+    disconnected = False
+
+    async def watch() -> None:
+        nonlocal disconnected
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        disconnected = True
+        work.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not disconnected:
+            raise
+        work.uncancel()
+        raise ClientGone from None
+    finally:
+        watcher.cancel()

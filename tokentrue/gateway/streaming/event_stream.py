@@ -1,0 +1,74 @@
+"""A client's open event stream: turn events in, the dialect's server-sent events out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tokentrue.gateway.asgi import EVENTS, Send
+from tokentrue.gateway.dialects import Encoder, Problem
+from tokentrue.gateway.streaming.accumulator import StreamedMessage
+from tokentrue.types import TurnEvent
+
+
+class EventStream:
+    """The status is held back until the first token or keep-alive, so that early failures keep their own status."""
+
+    def __init__(self, send: Send, encoder: Encoder) -> None:
+        self._send, self._encoder = send, encoder
+        self._held = b""
+        self._messages: dict[int, StreamedMessage] = {}  # by choice
+        self._last_write = time.monotonic()
+        self.started = False
+
+    async def feed(self, event: TurnEvent) -> None:
+        self._add_up(event)
+        data = self._encoder.feed(event)
+        if not self.started and not event.token_ids and event.delta is None and event.reply is None:
+            self._held += data
+            return
+        await self._write(data)
+
+    def _add_up(self, event: TurnEvent) -> None:
+        """What was sent must be what is recorded; checked before the end of the choice is sent."""
+        message = self._messages.setdefault(event.index, StreamedMessage())
+        if event.delta is not None:
+            message.add(event.delta)
+        if event.reply is not None:
+            message.check(event.reply.message)
+
+    async def _write(self, data: bytes) -> None:
+        if not self.started:
+            self.started = True
+            data, self._held = self._held + data, b""
+            await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        if data:
+            self._last_write = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    @asynccontextmanager
+    async def keep_alive(self, every_s: float) -> AsyncIterator[None]:
+        """Sends a keep-alive whenever nothing was sent for `every_s` seconds, while the block runs."""
+
+        async def ping() -> None:
+            while True:
+                await asyncio.sleep(max(0.0, self._last_write + every_s - time.monotonic()))
+                if time.monotonic() - self._last_write >= every_s:
+                    await self._write(self._encoder.ping)
+
+        pings = asyncio.create_task(ping())
+        try:
+            yield
+        finally:
+            pings.cancel()
+
+    async def finish(self) -> None:
+        await self._write(self._encoder.finish())
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, problem: Problem) -> None:
+        """Ends a started stream with the dialect's error event."""
+        await self._write(self._encoder.error(problem))
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

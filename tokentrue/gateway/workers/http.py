@@ -1,0 +1,114 @@
+"""uvicorn's HTTP/1.1 protocol with the limits that it lacks. Stock uvicorn on httptools bounds neither the head of a request nor its
+trailers, merges trailers into the headers, and waits without end for a head, for a body and for a client that reads.
+
+Per connection: a request's head, chunk framing and trailers together take at most `head_bytes` (beyond what its body explains); a head
+takes at most `head_s` seconds, a body `body_s`; a client that takes nothing for `write_s` is cut off. What goes beyond is refused with 400
+or the connection is closed; nothing of it reaches the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tokentrue.gateway.config import GatewayLimits
+
+FRAMING_PER_BODY_BYTE = 8  # a chunk of one byte has at least five bytes of framing
+
+
+class BoundedHttp(HttpToolsProtocol):
+    limits: ClassVar[GatewayLimits]
+    _timer: asyncio.TimerHandle | None = None  # of the head or body that is being received
+    _write_timer: asyncio.TimerHandle | None = None
+    _began = False  # a request began in the bytes that are being parsed
+    _in_body = False
+    _overhead = 0  # bytes of this request that are no body
+    _body_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._limit_time(self.limits.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._limit_time(None)
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is None:  # the first bytes of the next request
+            self._limit_time(self.limits.head_s)
+        self._began, before = False, self._body_bytes
+        super().data_received(data)
+        if not self._began:  # else its complete head was measured, and its next part will be
+            self._overhead += len(data) - (self._body_bytes - before)
+        if self._overhead > self.limits.head_bytes + FRAMING_PER_BODY_BYTE * self._body_bytes and not self.transport.is_closing():
+            self.send_400_response("Request head or framing too large.")
+
+    def on_message_begin(self) -> None:
+        self._began, self._in_body, self._overhead, self._body_bytes = True, False, 0, 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # a trailer is no header
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.limits.head_bytes:
+            raise ValueError("the head of the request is too large")  # the parser reports it as an invalid request
+        self._in_body = True
+        self._limit_time(self.limits.body_s)
+        super().on_headers_complete()
+        if self.parser.should_upgrade():  # what follows may be another protocol: the connection ends with this answer
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._limit_time(None)
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _limit_time(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if seconds is not None:
+            self._timer = self.loop.call_later(seconds, self._time_out)
+
+    def _time_out(self) -> None:
+        self._timer = None
+        if self._in_body or self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+        else:  # an answer is being sent; what has come of the next request waits
+            self._limit_time(self.limits.head_s)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this for what is not HTTP. A complete request before it is still answered, and the connection ends with that."""
+        if self.cycle is None or self.cycle.response_complete or (self._in_body and not self.cycle.response_started):
+            super().send_400_response(msg)
+        elif self._in_body:
+            self.transport.abort()
+        else:
+            self.cycle.keep_alive = False
+            self.flow.pause_reading()
+
+
+def bounded_http(limits: GatewayLimits) -> type[BoundedHttp]:
+    """The protocol class for `uvicorn.Config(http=…)`."""
+    return type("BoundedHttp", (BoundedHttp,), {"limits": limits})

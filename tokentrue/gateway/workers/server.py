@@ -1,0 +1,174 @@
+"""Running a gateway process: sockets, signals, logs. Start-up errors are one line; SIGTERM finishes or journals what is in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Literal
+
+import uvicorn
+
+from tokentrue.errors import ConfigError
+from tokentrue.gateway.app import Gateway
+from tokentrue.gateway.auth import is_weak_key
+from tokentrue.gateway.workers.forwarding import FromWorker
+from tokentrue.gateway.workers.http import bounded_http
+
+BACKLOG = 4096
+IDLE_CONNECTION_S = 120
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
+    """The public socket. Beyond loopback the admin key must not be guessable."""
+    if not is_loopback(host) and is_weak_key(admin_key):
+        raise ConfigError(f"refusing to bind {host}: TOKENTRUE_ADMIN_KEY is too weak; use 16 random characters or more, or unset it")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot resolve host {host!r}: {error.strerror}") from error
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from error
+        raise ConfigError(f"cannot bind {host}:{port}: {error.strerror}") from error
+    bound.set_inheritable(True)
+    return bound
+
+
+def log_to_stderr(*, enabled: bool) -> None:
+    """One line per turn, as JSON, and warnings; the lines carry no key and no text of a conversation."""
+    logger = logging.getLogger("tokentrue.gateway")
+    logger.setLevel(logging.INFO if enabled else logging.WARNING)
+    logger.propagate = False
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+
+
+class SignalledServer(uvicorn.Server):
+    """A signal ends it in order, and the process then exits 0; uvicorn would raise the signal once more."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class EmbeddedServer(uvicorn.Server):
+    """A server whose process, or whose first server, owns the signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def server_config(app: Any, gateway: Gateway, *, drain_s: float, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
+    limits = gateway.config.limits
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=bounded_http(limits),
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        backlog=BACKLOG,
+        limit_concurrency=limits.connections,
+        timeout_keep_alive=IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=int(drain_s),
+    )
+
+
+async def serve(
+    gateway: Gateway, public: socket.socket, *, worker_socket: str | None = None, ready: Callable[[], None] | None = None
+) -> None:
+    """One worker, until a signal ends it."""
+    drain_s = gateway.config.drain_s
+    async with contextlib.AsyncExitStack() as stack:
+        if worker_socket is not None:
+            inside = listen_to_workers(worker_socket)
+            inner = EmbeddedServer(server_config(FromWorker(gateway), gateway, drain_s=drain_s, lifespan="off"))
+            await stack.enter_async_context(running(inner, inside))
+        server = SignalledServer(server_config(gateway, gateway, drain_s=drain_s))
+        serving = asyncio.create_task(server.serve(sockets=[public]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if ready is not None and server.started:
+            ready()
+        await serving
+
+
+def listen_to_workers(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    inside.bind(path)
+    inside.listen(BACKLOG)
+    return inside
+
+
+@contextlib.asynccontextmanager
+async def running(server: uvicorn.Server, bound: socket.socket) -> AsyncIterator[None]:
+    """Serves on `bound` while the block runs."""
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.005)
+    if serving.done():
+        await serving
+        raise ConfigError("the server ended before it began; its log has the cause")
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@contextlib.asynccontextmanager
+async def serve_embedded(gateway: Gateway, public: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
+    """The same server inside a running event loop; signals stay with the caller."""
+    async with running(EmbeddedServer(server_config(gateway, gateway, drain_s=drain_s)), public):
+        yield
+
+
+def run_worker(
+    gateway: Gateway, public: socket.socket, *, worker_socket: str | None = None, ready: Callable[[], None] | None = None
+) -> None:
+    """One worker on an event loop of its own, uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(serve(gateway, public, worker_socket=worker_socket, ready=ready))
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(gateway, public, worker_socket=worker_socket, ready=ready))
