@@ -1,0 +1,306 @@
+"""One case: a session, a random sequence of things that harnesses and engines do, and the rules checked after each.
+
+Every step draws from a random source of its own (seed, case, step), so that steps can be left out and the others stay what they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.fuzz import dialects, reassemble
+from tests.fuzz.dialects import ANTHROPIC, CHAT, PATHS, RESPONSES, Tool, Wire
+from tests.fuzz.engine import Engine, Generation, Plan
+from tests.fuzz.gateway import Gateway, Heard
+from tests.fuzz.harness import lose, random_losses, random_wire
+from tests.fuzz.messages import Fit, Message, fit, load_finite
+from tests.fuzz.oracle import Judge, Sampled, Turn, Violation, could_be, join_parts, short
+from tests.fuzz.outputs import MARKERS, Output, Writer
+from tests.fuzz.vocabulary import Vocabulary
+
+ENGINE_AT_FAULT = {502, 503, 504}
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """One request, not yet sent."""
+
+    messages: list[Message]
+    tools: tuple[Tool, ...]
+    dialect: str
+    wire: Wire = field(default_factory=Wire)
+    stream: bool = False
+    n: int = 1
+    key: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    previous: str | None = None  # a response id that stands for all messages but the new ones
+    new: int = 0  # how many messages are new, where `previous` is set
+
+
+@dataclass(slots=True, kw_only=True)
+class World:
+    """What all cases of a run share."""
+
+    gateway: Gateway
+    engine: Engine
+    vocabulary: Vocabulary
+    judge: Judge
+    requests: int = 0
+
+
+class Case:
+    def __init__(self, world: World, seed: int, index: int, *, name: str = "") -> None:
+        self.world, self.seed, self.index = world, seed, index
+        self.session = f"fuzz-{seed}-{index}{name}"
+        self.turns: list[Turn] = []
+        self.heard_partly: list[tuple[Generation, list[str]]] = []
+        self.uncertain: list[Generation] = []
+        self.must_train: set[str] = set()
+        self.transcript: list[str] = []
+        self.signatures: dict[str, str] = {}
+        self.tools: tuple[Tool, ...] = ()
+        self.deleted = False
+        self._serial = 0
+        self.use(0)
+
+    def use(self, step: int) -> None:
+        self.rng = random.Random(f"{self.seed}/{self.index}/{step}")
+        self.writer = Writer(self.world.vocabulary, self.rng)
+
+    # Building requests.
+    def some_text(self) -> str:
+        """Every text is told from every other by its number; some hold what looks like structure."""
+        self._serial += 1
+        forged = f" {self.rng.choice(MARKERS)}" if self.rng.random() < 0.15 else ""
+        return f"{self.writer.words(6)} #{self._serial}{forged} {self.writer.words(2)}"
+
+    def opening(self) -> list[Message]:
+        system = [Message(role="system", text=self.some_text())] if self.rng.random() < 0.6 else []
+        return [*system, Message(role="user", text=self.some_text())]
+
+    def after(self, turn: Turn) -> list[Message]:
+        """The conversation to `turn`, with what an agent adds: results of the calls, or another question."""
+        calls = turn.path[-1].calls
+        new = [Message(role="tool", text=self.some_text() if self.rng.random() < 0.9 else "", answers=call.id) for call in calls]
+        if not calls or self.rng.random() < 0.15:
+            new.append(Message(role="user", text=self.some_text()))
+        return [*turn.path, *new]
+
+    def pick(self) -> Turn | None:
+        """Mostly the newest turn; sometimes an older one, which the agent goes back to."""
+        if not self.turns:
+            return None
+        return self.turns[-1] if self.rng.random() < 0.8 else self.rng.choice(self.turns)
+
+    def request(self, messages: Sequence[Message], *, lossy: bool = True) -> Asked:
+        rng = self.rng
+        sent = lose(messages, random_losses(rng), rng) if lossy else list(messages)
+        dialect = rng.choice((CHAT, CHAT, RESPONSES, RESPONSES, ANTHROPIC, ANTHROPIC))
+        if any(not is_object(call.arguments) for message in sent for call in message.calls):
+            dialect = CHAT
+        wire = random_wire(rng) if lossy else Wire()
+        if dialect == ANTHROPIC and not wire.inline:  # a thinking block needs the signature that it was served with
+            sent = [m if m.reasoning in self.signatures else replace(m, reasoning="") for m in sent]
+        asked = Asked(messages=sent, tools=self.tools, dialect=dialect, wire=wire, stream=rng.random() < 0.6)
+        asked.fields = self._fields(dialect)
+        asked.key = f"key-{self.session}-{rng.getrandbits(48):x}" if rng.random() < 0.3 else None
+        return asked
+
+    def _fields(self, dialect: str) -> dict[str, Any]:
+        """Settings that go back and forth between few values from one request to the next."""
+        rng = self.rng
+        fields: dict[str, Any] = {"model": rng.choice(("m", "other-model"))}
+        if rng.random() < 0.4:
+            fields["temperature"] = rng.choice((0.7, 1.0))
+        if rng.random() < 0.2:
+            fields["metadata"] = {"user_id": rng.choice(("a", "b"))}
+        if self.tools and rng.random() < 0.3:
+            fields["tool_choice"] = {"type": "auto"} if dialect == ANTHROPIC else "auto"
+        limit = rng.choice((None, None, None, 100_000, 90_000, rng.randint(1, 30)))
+        if limit is not None:
+            fields[{CHAT: "max_tokens", RESPONSES: "max_output_tokens", ANTHROPIC: "max_tokens"}[dialect]] = limit
+        if dialect != ANTHROPIC and rng.random() < 0.2:
+            fields["user"] = rng.choice(("u1", "u2"))
+        if dialect == CHAT and rng.random() < 0.3:
+            fields["seed"] = rng.choice((1, 2))
+        if dialect != RESPONSES and rng.random() < 0.08:
+            fields["stop" if dialect == CHAT else "stop_sequences"] = rng.choice((["oo", "o"], ["the she", "he"], ["ok"], ["</", "/t"]))
+        return fields
+
+    def body(self, asked: Asked) -> dict[str, Any]:
+        messages = asked.messages
+        if asked.previous is not None:
+            system = messages[:1] if messages[0].role == "system" else []
+            messages = [*system, *messages[-asked.new :]]
+        if asked.dialect == CHAT:
+            body = dialects.chat_body(messages, asked.tools, asked.wire)
+            body |= {"n": asked.n} if asked.n > 1 else {}
+        elif asked.dialect == RESPONSES:
+            body = dialects.responses_body(messages, asked.tools, asked.wire)
+            body |= {"previous_response_id": asked.previous} if asked.previous is not None else {}
+        else:
+            body = dialects.anthropic_body(messages, asked.tools, asked.wire, self.signatures)
+        return {**body, **asked.fields, "stream": asked.stream}
+
+    def path(self, dialect: str) -> str:
+        return f"/sessions/{self.session}/v1/{PATHS[dialect]}"
+
+    def plan(self, output: Output | None = None, **how: Any) -> Plan:
+        """Queues the next generation."""
+        rng = self.rng
+        plan = Plan(output=output or self.writer.output([tool.name for tool in self.tools]), per_event=rng.choice((1, 1, 2, 5)), **how)
+        plan.cumulative = rng.random() < 0.5
+        if rng.random() < 0.15:
+            plan.version = rng.choice(("default", "7", "step-8"))
+        self.world.engine.plans[self.session].append(plan)
+        return plan
+
+    # Sending them.
+    @property
+    def log(self) -> list[Generation]:
+        return self.world.engine.log[self.session]
+
+    async def send(self, asked: Asked) -> Heard:
+        self.world.requests += 1
+        body = self.body(asked)
+        self.note(f"POST {PATHS[asked.dialect]} key={asked.key} {json.dumps(body, ensure_ascii=False)}")
+        heard = await self.world.gateway.post(self.path(asked.dialect), body, key=asked.key)
+        self.hear(heard)
+        return heard
+
+    def hear(self, heard: Heard) -> None:
+        self.note(f"  -> {heard.status} {short(heard.whole if heard.whole is not None else heard.events[-2:])} {heard.broken}")
+        if heard.status == 500 or (heard.status >= 400 and not isinstance(heard.whole, dict)):
+            raise Violation("nothing answers 500", f"{heard.status} {short(heard.whole)}")
+        for event in heard.events:
+            if isinstance(event, dict) and '"internal"' in json.dumps(event.get("error") or event.get("response", {}).get("error") or ""):
+                raise Violation("nothing answers 500", f"in the stream: {short(event)}")
+
+    async def ask(self, asked: Asked) -> list[Turn]:
+        """A request to an engine that behaves: it must be answered, and everything about the answer is checked."""
+        start = len(self.log)
+        heard = await self.send(asked)
+        return self.judged(asked, heard, join_parts(self.log[start:]))
+
+    def judged(self, asked: Asked, heard: Heard, sampled: Sequence[Sampled]) -> list[Turn]:
+        if heard.status != 200:
+            raise Violation("a good request is answered", f"{heard.status} {short(heard.whole)}")
+        whole = self.whole(asked, heard)
+        answers = dialects.answers_of(asked.dialect, whole)
+        if len(answers) != asked.n or len(sampled) != asked.n:
+            raise Violation("n answers to n", f"asked {asked.n}, {len(answers)} answers, {len(sampled)} generations")
+        self.signatures |= dialects.signatures_of(asked.dialect, whole)
+        continued = [self.world.judge.prompt(one.prompt, asked.messages, asked.tools, self.turns) for one in sampled]
+        made = [self._turn(asked, answer, whole, sampled, continued[0]) for answer in answers]
+        if asked.n == 1:
+            self.world.judge.answer(answers[0].message, sampled[0])
+        self.turns += made
+        return made
+
+    def whole(self, asked: Asked, heard: Heard) -> dict[str, Any]:
+        if heard.whole is not None:
+            return heard.whole
+        try:
+            return reassemble.assemble(asked.dialect, heard.events)
+        except reassemble.Unsound as error:
+            raise Violation("a stream is sound", str(error)) from None
+        except reassemble.Broken as error:
+            raise Violation("a good request is answered", f"the stream broke: {error} {heard.broken}") from None
+
+    def _turn(
+        self, asked: Asked, answer: dialects.Answer, whole: dict[str, Any], sampled: Sequence[Sampled], continued: Turn | None
+    ) -> Turn:
+        before = self._path(asked, continued)
+        output = sampled[0].parts[0].plan.output if len(sampled) == 1 else None
+        own = [one for one in sampled if could_be(answer.message, self.world.vocabulary.text(one.ids))] or sampled
+        return Turn(
+            path=(*before, answer.message),
+            tools=asked.tools,
+            fulls=[one.full for one in own],
+            node=answer.node,
+            dialect=asked.dialect,
+            response_id=whole["id"] if asked.dialect == RESPONSES else "",
+            asked=asked,
+            output=output,
+        )
+
+    def _path(self, asked: Asked, continued: Turn | None) -> tuple[Message, ...]:
+        if continued is not None:
+            tail = asked.messages[len(continued.path) :]
+            return (*continued.path, *rename(continued.path, asked.messages, tail))
+        others = [turn for turn in self.turns if turn.tools != asked.tools and fit(turn.path, asked.messages)[0] is Fit.YES]
+        origin = max(others, key=lambda turn: len(turn.path), default=None)
+        if origin is not None:  # the tools changed: the conversation is the same
+            tail = asked.messages[len(origin.path) :]
+            return (*origin.path, *rename(origin.path, asked.messages, tail))
+        return tuple(replace(message, served=False) for message in asked.messages)
+
+    async def compare_with_whole(self, asked: Asked, heard: Heard) -> None:
+        """The same request under its key, sent the other way: the recorded answer, as the same objects."""
+        if asked.key is None or heard.status != 200:
+            return
+        start = len(self.log)
+        other = replace(asked, stream=not asked.stream)
+        again = await self.send(other)
+        if again.status == 409:
+            return
+        if again.status != 200:
+            raise Violation("a keyed retry is answered", f"{again.status} {short(again.whole)}")
+        if len(self.log) != start:
+            raise Violation("a keyed retry adds nothing", "the engine was asked again")
+        first, second = self.whole(asked, heard), self.whole(other, again)
+        one, two = dialects.comparable(asked.dialect, first), dialects.comparable(asked.dialect, second)
+        if one != two:
+            raise Violation("a streamed answer is the whole answer", f"\n  {'streamed' if asked.stream else 'whole'}: {one}\n  the other: {two}")
+
+    def note(self, line: str) -> None:
+        self.transcript.append(line)
+
+    # The end.
+    async def settle(self) -> dict[str, Any]:
+        """The session as the gateway shows it, when nothing is in flight any more."""
+        for _ in range(400):
+            status, shown = await self.world.gateway.admin("GET", f"/sessions/{self.session}")
+            if status != 200:
+                raise Violation("a session stays readable", f"GET session: {status} {short(shown)}")
+            if not shown.get("in_flight"):
+                return shown
+            await asyncio.sleep(0.05)
+        raise Violation("a generation ends", f"still in flight: {shown['in_flight']}")
+
+    async def check_record(self) -> None:
+        shown = await self.settle()
+        status, answer = await self.world.gateway.admin("GET", f"/sessions/{self.session}/samples")
+        if status != 200:
+            raise Violation("a session stays readable", f"GET samples: {status} {short(answer)}")
+        samples, coverage = answer["samples"], answer["coverage"]
+        self.world.judge.samples(samples, self.log)
+        uncertain = {id(generation) for generation in self.uncertain}
+        most = sum(generation.delivered for generation in self.log)
+        least = sum(generation.delivered for generation in self.log if id(generation) not in uncertain)
+        self.world.judge.coverage(coverage, samples, least, most)
+        if shown["coverage"] != coverage:
+            raise Violation("one coverage", f"the session says {short(shown['coverage'])}, its samples say {short(coverage)}")
+        for item in coverage["untrained"]:
+            if item["node"] in self.must_train:
+                raise Violation("what was not asked again is trained", f"{item} though this request was sent once")
+
+
+def rename(path: Sequence[Message], sent: Sequence[Message], tail: Sequence[Message]) -> list[Message]:
+    """Tool results that answer calls under new ids, with the ids of the record."""
+    names: dict[str, str] = {}
+    for was, now in zip(path, sent, strict=False):
+        names |= {new.id: old.id for old, new in zip(was.calls, now.calls, strict=False)}
+    return [replace(message, answers=names.get(message.answers, message.answers), served=False) for message in tail]
+
+
+def is_object(arguments: str) -> bool:
+    try:
+        return isinstance(load_finite(arguments or "{}"), dict)
+    except ValueError:
+        return False
+

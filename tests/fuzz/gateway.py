@@ -1,0 +1,124 @@
+"""A gateway process, as a user starts it, and HTTP to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+ROOT = Path(__file__).resolve().parents[2]
+ADMIN = "fuzz-admin-key"
+STOPPING_S = 20.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Heard:
+    """What a client got: a status with a whole answer or the events of a stream; `broken` where the connection ended early."""
+
+    status: int
+    whole: Any = None
+    events: list[Any] = field(default_factory=list[Any])
+    broken: str = ""
+    kind: str = ""
+
+
+class Gateway:
+    """`tree` is the source tree that is served."""
+
+    def __init__(self, folder: Path, model: Path, engine_url: str, *, tree: Path = ROOT) -> None:
+        self.store = folder / "journal.sqlite"
+        self.log = folder / "serve.log"
+        self.tree = tree
+        self._env = {**os.environ, "PYTHONPATH": str(tree), "TOKENTRUE_ADMIN_KEY": ADMIN}
+        self._arguments = ["--model", str(model), "--engine", "sglang", "--url", engine_url, "--store", f"sqlite:{self.store}"]
+        self.url = ""
+
+    async def start(self) -> None:
+        command = [sys.executable, "-m", "tokentrue", "serve", "--port", "0", *self._arguments]
+        with self.log.open("ab") as err:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, cwd=self.tree, env=self._env, stdout=asyncio.subprocess.PIPE, stderr=err, stdin=asyncio.subprocess.DEVNULL
+            )
+        assert self._process.stdout is not None
+        first = (await self._process.stdout.readline()).decode()
+        if not first.startswith("tokentrue gateway on "):
+            raise RuntimeError(f"the gateway did not start: {first!r}\n{self.log.read_text()[-3000:]}")
+        self.url = first.split()[3]
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), connector=aiohttp.TCPConnector(limit=0))
+
+    async def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        await self._http.close()
+        if self._process.returncode is None:
+            self._process.send_signal(how)
+        try:
+            await asyncio.wait_for(self._process.communicate(), STOPPING_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.communicate()
+        return self._process.returncode or 0
+
+    async def admin(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self._http.request(method, self.url + path, json=body, headers={"authorization": f"Bearer {ADMIN}"}) as answer:
+            raw = await answer.read()
+        return answer.status, decoded(raw)
+
+    async def post(self, path: str, body: Any, *, key: str | None = None) -> Heard:
+        """To the end of the answer."""
+        async with self.open(path, body, key=key) as heard:
+            async for _ in self.read(heard):
+                pass
+            return heard.heard
+
+    @asynccontextmanager
+    async def open(self, path: str, body: Any, *, key: str | None = None) -> AsyncIterator[Reading]:
+        headers = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"}
+        if key is not None:
+            headers["idempotency-key"] = key
+        data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        async with self._http.post(self.url + path, data=data, headers=headers) as answer:
+            yield Reading(answer, Heard(status=answer.status, kind=answer.content_type))
+
+    async def read(self, reading: Reading) -> AsyncIterator[Any]:
+        """The events of a stream as they come, gathered in `heard`; nothing for a whole answer."""
+        answer, heard = reading.answer, reading.heard
+        try:
+            if answer.content_type != "text/event-stream":
+                heard.whole = decoded(await answer.read())
+                return
+            rest = b""
+            async for block in answer.content.iter_any():
+                *lines, rest = (rest + block).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data:"):
+                        data = line[5:].strip()
+                        heard.events.append("[DONE]" if data == b"[DONE]" else json.loads(data))
+                        yield heard.events[-1]
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            heard.broken = repr(error)
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tokentrue", *arguments]
+        return subprocess.run(command, cwd=self.tree, env=self._env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+
+
+@dataclass(slots=True)
+class Reading:
+    answer: aiohttp.ClientResponse
+    heard: Heard
+
+
+def decoded(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode("utf-8", "replace")

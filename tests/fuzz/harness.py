@@ -1,0 +1,156 @@
+"""What harnesses do to a conversation on its way back: losses that must be recognised, and edits that must not."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.fuzz.dialects import Tool, Wire
+from tests.fuzz.messages import Call, Message, load_finite
+
+ARGUMENTS = ("sorted", "reversed", "compact", "escaped", "spaced", "floats")
+TOOLS = (
+    Tool(name="look", description="Look at a place.", parameters={"type": "object", "properties": {"at": {"type": "string"}, "depth": {}}}),
+    Tool(name="delete_file", description="Deletes. \"Really\" <b>.", parameters={"type": "object", "properties": {"at": {"type": "string"}}}),
+    Tool(name="patch", description="Apply a patch.", custom=True),
+    Tool(name="fs__stat", description="", parameters={"type": "object", "properties": {"at": {"type": "string"}}}, namespace="fs"),
+    Tool(name="wait", description="Wait; ждать 待つ.", parameters={"type": "object", "properties": {"flag": {"type": "boolean", "default": True}}}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Of the conversation itself; `Wire` has those of its spelling."""
+
+    reasoning: bool = False
+    ids: bool = False
+    arguments: str = ""
+    whitespace: str = ""
+
+
+def random_losses(rng: random.Random) -> Losses:
+    if rng.random() < 0.4:
+        return Losses()
+    return Losses(
+        reasoning=rng.random() < 0.5,
+        ids=rng.random() < 0.3,
+        arguments=rng.choice(ARGUMENTS) if rng.random() < 0.4 else "",
+        whitespace=rng.choice(("trim", "pad")) if rng.random() < 0.3 else "",
+    )
+
+
+def random_wire(rng: random.Random) -> Wire:
+    return Wire(
+        inline=rng.random() < 0.15,
+        parts=rng.random() < 0.25,
+        empty=rng.choice(("null", "empty", "missing")),
+        extra=rng.random() < 0.2,
+        native=rng.random() < 0.8,
+    )
+
+
+def lose(messages: Sequence[Message], losses: Losses, rng: random.Random) -> list[Message]:
+    """The same conversation as a lossy harness sends it back. The client's own messages stay as they are."""
+    renamed: dict[str, str] = {}
+    out: list[Message] = []
+    for message in messages:
+        if message.role == "tool" and message.answers in renamed:
+            message = replace(message, answers=renamed[message.answers])
+        elif message.served:
+            message = lose_one(message, losses, renamed, rng)
+        out.append(message)
+    return out
+
+
+def lose_one(message: Message, losses: Losses, renamed: dict[str, str], rng: random.Random) -> Message:
+    calls: list[Call] = []
+    for call in message.calls:
+        if losses.ids:
+            renamed[call.id] = f"call_{rng.getrandbits(40):x}"
+        calls.append(replace(call, id=renamed.get(call.id, call.id), arguments=respell(call.arguments, losses.arguments)))
+    text = message.text
+    if losses.whitespace == "trim":
+        text = text.strip()
+    elif losses.whitespace == "pad" and text.strip():
+        text = f"\n{text} "
+    return replace(message, text=text, reasoning="" if losses.reasoning else message.reasoning, calls=tuple(calls))
+
+
+def respell(arguments: str, how: str) -> str:
+    if not how or (how == "floats" and "." in arguments):
+        return arguments
+    try:
+        value = load_finite(arguments)
+    except ValueError:
+        return arguments
+    if not isinstance(value, dict):
+        return arguments
+    if how == "sorted":
+        return json.dumps(value, sort_keys=True, ensure_ascii=False)
+    if how == "reversed":
+        return json.dumps(dict(reversed(value.items())), ensure_ascii=False)
+    if how == "escaped":
+        return json.dumps(value, ensure_ascii=True)
+    if how == "spaced":
+        return json.dumps(value, ensure_ascii=False, indent=2)
+    if how == "floats":
+        return json.dumps({key: float_of(item) for key, item in value.items()}, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")) if value else ""
+
+
+def float_of(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def edit(messages: Sequence[Message], rng: random.Random) -> tuple[str, list[Message]]:
+    """One real change somewhere in the history; the name of the change, "" where none was possible."""
+    out = list(messages)
+    if rng.random() < 0.3:
+        places = [i for i, message in enumerate(out[:-1]) if message.role in {"user", "tool", "system"}]
+        if not places:
+            return "", out
+        at = rng.choice(places)
+        out[at] = replace(out[at], text=out[at].text + " [reminder]")
+        return f"edited the {out[at].role} message {at}", out
+    places = [i for i, message in enumerate(out) if message.role == "assistant"]
+    if not places:
+        return "", out
+    at = rng.choice(places)
+    what, changed = edit_assistant(out[at], rng)
+    out[at] = replace(changed, served=False) if what else out[at]
+    return (f"{what} in message {at}" if what else ""), without_dangling_results(out)
+
+
+def edit_assistant(message: Message, rng: random.Random) -> tuple[str, Message]:
+    ways: list[tuple[str, Message]] = [("appended a word", replace(message, text=message.text + " indeed"))]
+    if message.text.strip():
+        ways.append(("removed the text", replace(message, text="")))
+        if "</think>" in message.text:
+            ways.append(("removed what stands before </think>", replace(message, text=message.text.split("</think>", 1)[1])))
+        if len(message.text.split()) > 2:
+            ways.append(("removed the first word", replace(message, text=message.text.split(None, 1)[1])))
+    if message.reasoning.strip():
+        ways.append(("changed the reasoning", replace(message, reasoning=message.reasoning + " not")))
+    else:
+        ways.append(("added reasoning", replace(message, reasoning="because")))
+    if message.calls:
+        first = message.calls[0]
+        ways.append(("removed a call", replace(message, calls=message.calls[1:])))
+        ways.append(("renamed a call", replace(message, calls=(replace(first, name=first.name + "2"), *message.calls[1:]))))
+        ways.append(("changed arguments", replace(message, calls=(replace(first, arguments='{"at": "elsewhere"}'), *message.calls[1:]))))
+    if len(message.calls) > 1:
+        ways.append(("swapped calls", replace(message, calls=tuple(reversed(message.calls)))))
+    return rng.choice(ways)
+
+
+def without_dangling_results(messages: Sequence[Message]) -> list[Message]:
+    made: set[str] = set()
+    out: list[Message] = []
+    for message in messages:
+        made.update(call.id for call in message.calls)
+        if message.role != "tool" or message.answers in made:
+            out.append(message)
+    return out

@@ -1,0 +1,122 @@
+"""The conversation as the oracle understands it: messages without a dialect, and when one is a replay of another.
+
+`fit` is the oracle's own reading of the rule that a replay may lose reasoning, call ids, outer whitespace and the spelling of
+arguments, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """`answers` is the call id of a tool result. `served` says that the gateway sampled this message: only then may a replay lose something."""
+
+    role: str
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    answers: str = ""
+    served: bool = False
+
+
+class Fit(IntEnum):
+    NO = 0
+    MAYBE = 1  # the rules leave it open
+    YES = 2
+
+
+Differences = tuple[frozenset[str], ...]
+
+
+def fit(path: Sequence[Message], sent: Sequence[Message]) -> tuple[Fit, Differences]:
+    """Does `sent` begin with a replay of `path`? And in what each assistant message differs."""
+    if len(sent) < len(path):
+        return Fit.NO, ()
+    verdict, differences = Fit.YES, list[frozenset[str]]()
+    refs, sent_refs = references(path), references(sent)
+    for index, (was, now) in enumerate(zip(path, sent, strict=False)):
+        if was.role != now.role:
+            return Fit.NO, ()
+        if was.role != "assistant":
+            if was.text != now.text or refs[index] != sent_refs[index]:
+                return Fit.NO, ()
+            continue
+        one, different = fit_assistant(was, now)
+        verdict = min(verdict, one)
+        differences.append(different)
+        if verdict is Fit.NO:
+            return Fit.NO, ()
+    return verdict, tuple(differences)
+
+
+def fit_assistant(was: Message, now: Message) -> tuple[Fit, frozenset[str]]:
+    same_calls = [(call.name, plain_json(call.arguments)) for call in was.calls] == [
+        (call.name, plain_json(call.arguments)) for call in now.calls
+    ]
+    kept, given = was.reasoning.strip(), now.reasoning.strip()
+    if was.text.strip() != now.text.strip() or not same_calls or (given and given != kept):
+        return Fit.NO, frozenset()
+    aspects = {
+        "reasoning": kept != given,
+        "text": was.text != now.text,
+        "ids": [call.id for call in was.calls] != [call.id for call in now.calls],
+        "arguments": [call.arguments for call in was.calls] != [call.arguments for call in now.calls],
+    }
+    different = frozenset(name for name, differs in aspects.items() if differs)
+    if was.served or not different:
+        return Fit.YES, different
+    return Fit.MAYBE, different  # a message of the client's own, spelled otherwise
+
+
+def references(messages: Sequence[Message]) -> list[tuple[int, int] | str | None]:
+    """Where each tool result points: (message, call), or the raw id where it points nowhere."""
+    places: dict[str, tuple[int, int]] = {}
+    out: list[tuple[int, int] | str | None] = []
+    for index, message in enumerate(messages):
+        for place, call in enumerate(message.calls):
+            places[call.id] = (index, place)
+        out.append(places.get(message.answers, message.answers) if message.role == "tool" else None)
+    return out
+
+
+def plain_json(text: str) -> Any:
+    """Arguments up to spelling."""
+    if not text.strip():
+        return "{}"
+    try:
+        value = load_finite(text)
+    except ValueError:
+        return "\0" + text.strip()
+    return json.dumps(canonical(value), sort_keys=True)
+
+
+def load_finite(text: str) -> Any:
+    """JSON whose numbers fit a double; anything else is a ValueError."""
+    value = json.loads(text)
+    if "Infinity" in json.dumps(value) or "NaN" in json.dumps(value):
+        raise ValueError("not finite")
+    return value
+
+
+def canonical(value: Any) -> Any:
+    """Numbers as a JavaScript harness keeps them."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: canonical(item) for key, item in value.items()}
+    return [canonical(item) for item in value]

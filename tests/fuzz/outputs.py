@@ -1,0 +1,123 @@
+"""What the model samples: reasoning, text and calls, well formed or not, in ids that the tokenizer would not have chosen."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.fuzz.vocabulary import Vocabulary
+
+WORDS = (
+    "the", "shelf", "door", "café", "東京", "слово", "🙂", "🧪", "naïve", "x=1;", '"quoted"', "\\back", "1e3", "a\tb", "{brace}", "[1, 2]", "λ", "⏎", "them",
+    "tokenization", "...", "—", "`code`", "</p>", "100%", "e\u0301", "\u200bzero", "한국어", "ok",
+)  # fmt: skip
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>", "<tool_response>", "<|endoftext|>")
+BROKEN_CALLS = (
+    '<tool_call>\n{"name": "look", "arguments": {"at": "x"}\n</tool_call>',
+    '<tool_call>\n{"name": "look"',
+    '<tool_call>\n{"arguments": {}}\n</tool_call>',
+    "<tool_call>\nlook(x)\n</tool_call>",
+    '<tool_call>\n{"name": "look", "arguments": "text"}\n</tool_call>',
+    '<tool_call>\n{"name": "look", "arguments": {"at": "y"}}',
+    '<tool_call>\n{"name": "no_such_tool", "arguments": {"at": "y"}}\n</tool_call>',
+    "<tool_call>\n</tool_call>",
+    '{"name": "look", "arguments": {}}\n</tool_call>',
+    '<tool_call>\n{"name": "look", "arguments": {"at": 1e400}}\n</tool_call>',
+    '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
+    '<tool_call>\n[{"name": "look", "arguments": {}}]\n</tool_call>',
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """`expected` is what a client must be shown: (reasoning, text, calls as (name, arguments)); None where that is the parser's to say."""
+
+    ids: tuple[int, ...]
+    text: str
+    expected: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
+
+
+class Writer:
+    """Random outputs for one case."""
+
+    def __init__(self, vocabulary: Vocabulary, rng: random.Random) -> None:
+        self._vocabulary, self._rng = vocabulary, rng
+
+    def words(self, most: int = 8) -> str:
+        return " ".join(self._rng.choice(WORDS) for _ in range(self._rng.randint(1, most)))
+
+    def output(self, tools: Sequence[str], *, calls: int | None = None) -> Output:
+        """`calls` asks for a well-formed turn with that many."""
+        kind = self._rng.random()
+        if calls is None and kind < 0.14:
+            return self._odd()
+        reasoning = self.words(12) if self._rng.random() < 0.5 else ""
+        count = self._rng.choice((0, 0, 0, 1, 1, 2, 2, 3)) if calls is None else calls
+        made = [self._call(name) for name in self._some(tools, count)]
+        text = self.words() if not made or self._rng.random() < 0.4 else ""
+        return self.structured(reasoning, text, made)
+
+    def _some(self, tools: Sequence[str], count: int) -> list[str]:
+        """Mostly different ones: a call served under another's name must show."""
+        if not tools or not count:
+            return []
+        names = self._rng.sample(list(tools), min(count, len(tools)))
+        return names if self._rng.random() < 0.85 else [names[0]] * len(names)
+
+    def _call(self, name: str) -> tuple[str, str]:
+        if name.startswith("patch"):
+            return name, json.dumps({"input": self.words()}, ensure_ascii=self._rng.random() < 0.5)
+        arguments: dict[str, Any] = {"at": self.words(3)}
+        if self._rng.random() < 0.4:
+            arguments["depth"] = self._rng.choice((0, 1, 2.5, -3, 1e20, True, None))
+        if self._rng.random() < 0.2:
+            arguments["list"] = [self.words(1), {"k": self.words(1)}]
+        if self._rng.random() < 0.1:
+            arguments = {}
+        separators = self._rng.choice(((", ", ": "), (",", ":"), (" , ", " :  ")))
+        return name, json.dumps(arguments, ensure_ascii=self._rng.random() < 0.3, separators=separators)
+
+    def structured(self, reasoning: str, text: str, calls: Sequence[tuple[str, str]]) -> Output:
+        raw = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+        raw += text
+        for index, (name, arguments) in enumerate(calls):
+            raw += "\n" if text or index else ""
+            raw += f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        made = self.sampled(raw)
+        return replace(made, expected=(reasoning, text, tuple(calls)))
+
+    def sampled(self, raw: str, *, stop: bool = True) -> Output:
+        ids = self._vocabulary.encode(raw)
+        ids = self._vocabulary.split(ids, self._rng, self._rng.choice((0.0, 0.1, 0.5)))
+        return Output(ids=(*ids, *([self._vocabulary.stop] if stop else [])), text=raw)
+
+    def again(self, output: Output) -> Output:
+        """The same text, sampled in other ids."""
+        ids = self._vocabulary.split(self._vocabulary.encode(output.text), self._rng, 0.5)
+        return replace(output, ids=(*ids, *([self._vocabulary.stop] if output.ids[-1:] == (self._vocabulary.stop,) else [])))
+
+    def _odd(self) -> Output:
+        rng, vocabulary = self._rng, self._vocabulary
+        kind = rng.randrange(8)
+        if kind == 0:
+            return Output(ids=(vocabulary.stop,), text="", expected=("", "", ()))
+        if kind == 1:
+            return self.sampled(self.words() + "\n" + rng.choice(BROKEN_CALLS))
+        if kind == 2:
+            return self.sampled(f"<think>\n{self.words()}\n</think>\n\n{rng.choice(BROKEN_CALLS)}")
+        if kind == 3:  # a marker's literal, spelled with plain tokens
+            raw = f"{self.words(3)} {rng.choice(MARKERS)} {self.words(3)}"
+            return Output(ids=(*vocabulary.spell(raw), vocabulary.stop), text=raw)
+        if kind == 4:  # a marker token where none belongs
+            marker = rng.choice([mark for mark in MARKERS[:4] if mark in vocabulary.added])
+            return self.sampled(f"{self.words(3)} {marker} {self.words(3)}")
+        if kind == 5:  # cut in the middle, perhaps of a character: the length limit of the engine
+            whole = self.sampled(f"<think>\n{self.words()}\n</think>\n\n{self.words()} 東京🧪")
+            cut = rng.randint(1, len(whole.ids) - 1)
+            return Output(ids=whole.ids[:cut], text=vocabulary.text(whole.ids[:cut]))
+        if kind == 6:
+            return self.sampled(f"<think>\n{self.words()}")
+        return self.sampled(f"  \n{self.words()}\n\n ")

@@ -1,0 +1,186 @@
+"""Streamed events put together again as a client does it, with what each protocol promises checked on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tests.fuzz.dialects import CHAT, RESPONSES
+
+Json = dict[str, Any]
+
+
+class Broken(Exception):
+    """The stream ended in an error event, or before its last event."""
+
+
+class Unsound(Exception):
+    """The stream contradicts itself."""
+
+
+def assemble(dialect: str, events: Sequence[Any]) -> Json:
+    """The whole answer that these events are; `events` are the parsed data lines, with "[DONE]" as text."""
+    for event in events:
+        if isinstance(event, dict) and ("error" in event or event.get("type") == "error") and event.get("object") != "response":
+            raise Broken(json.dumps(event)[:300])
+    return {CHAT: assemble_chat, RESPONSES: assemble_responses}.get(dialect, assemble_anthropic)(events)
+
+
+def partial_texts(dialect: str, events: Sequence[Any]) -> list[str]:
+    """The pieces of text that a client has been sent, per field: each must be in what was sampled."""
+    fields: dict[Any, str] = {}
+    for event in events:
+        if not isinstance(event, dict):
+            continue
+        for choice in event.get("choices") or ():
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                key = (choice["index"], name)
+                fields[key] = fields.get(key, "") + (delta.get(name) or "")
+        kind = event.get("type")
+        if kind in {"response.output_text.delta", "response.reasoning_text.delta"}:
+            key = (event["output_index"], kind)
+            fields[key] = fields.get(key, "") + event["delta"]
+        if kind == "content_block_delta":
+            delta = event["delta"]
+            key = (event["index"], delta["type"])
+            fields[key] = fields.get(key, "") + (delta.get("text") or delta.get("thinking") or "")
+    return [text for text in fields.values() if text]
+
+
+def assemble_chat(events: Sequence[Any]) -> Json:
+    if not events or events[-1] != "[DONE]":
+        raise Broken("no [DONE]")
+    choices: dict[int, Json] = {}
+    whole: Json = {}
+    for chunk in events[:-1]:
+        whole = whole or {"id": chunk["id"], "model": chunk["model"]}
+        if (chunk["id"], chunk["model"]) != (whole["id"], whole["model"]):
+            raise Unsound("chunks of one stream have different ids or models")
+        for choice in chunk["choices"]:
+            made = choices.setdefault(
+                choice["index"], {"index": choice["index"], "message": {"content": "", "reasoning_content": ""}, "finish_reason": None}
+            )
+            if made["finish_reason"] is not None:
+                raise Unsound("a chunk after the finish reason")
+            made["finish_reason"] = choice["finish_reason"]
+            add_chat_delta(made["message"], choice["delta"])
+    if any(choice["finish_reason"] is None for choice in choices.values()):
+        raise Broken("a choice without finish reason")
+    return {**whole, "choices": list(choices.values())}
+
+
+def add_chat_delta(message: Json, delta: Json) -> None:
+    for name in ("content", "reasoning_content"):
+        message[name] += delta.get(name) or ""
+    for piece in delta.get("tool_calls") or ():
+        calls: list[Json] = message.setdefault("tool_calls", [])
+        if piece["index"] == len(calls):
+            calls.append({"id": piece["id"], "type": piece["type"], "function": {"name": piece["function"]["name"], "arguments": ""}})
+        elif piece["index"] != len(calls) - 1:
+            raise Unsound("a piece of a call that is not the last one")
+        elif piece.get("id") or piece["function"].get("name"):
+            raise Unsound("a call is opened twice")
+        calls[-1]["function"]["arguments"] += piece["function"].get("arguments") or ""
+
+
+def assemble_responses(events: Sequence[Any]) -> Json:
+    items: list[Json] = []
+    pieces: dict[str, str] = {}
+    final: Json | None = None
+    for number, event in enumerate(events):
+        if event["sequence_number"] != number:
+            raise Unsound(f"sequence number {event['sequence_number']} where {number} was due")
+        kind = event["type"]
+        if kind == "response.failed":
+            raise Broken(json.dumps(event["response"]["error"]))
+        if kind == "response.output_item.added":
+            if event["output_index"] != len(items):
+                raise Unsound("output items out of order")
+            items.append({"added": event["item"]})
+        elif kind.endswith(".delta"):
+            pieces[event["item_id"]] = pieces.get(event["item_id"], "") + event["delta"]
+        elif kind == "response.output_item.done":
+            items[event["output_index"]]["done"] = event["item"]
+            check_item(items[event["output_index"]]["added"], event["item"], pieces)
+        elif kind.endswith(".done") and kind.startswith(("response.function", "response.custom", "response.output_text", "response.reasoning")):
+            check_done(event, pieces)
+            if "name" in event and event["name"] != items[event["output_index"]]["added"]["name"]:
+                raise Unsound(f"arguments.done names {event['name']}, the item was added as {items[event['output_index']]['added']['name']}")
+        elif kind in {"response.completed", "response.incomplete"}:
+            final = event["response"]
+    if final is None:
+        raise Broken("no response.completed")
+    hidden = {"encrypted_content", "logprobs"}
+    done = [strip(item.get("done"), hidden) for item in items]
+    if done != [strip(item, hidden) for item in final["output"]]:
+        raise Unsound(f"the items as streamed are not those of the last event:\n{done}\n{final['output']}")
+    return final
+
+
+def check_done(event: Json, pieces: dict[str, str]) -> None:
+    said = event.get("text", event.get("arguments", event.get("input")))
+    if said != pieces.get(event["item_id"], ""):
+        raise Unsound(f"{event['type']} says {said!r}, the deltas were {pieces.get(event['item_id'], '')!r}")
+
+
+def check_item(added: Json, done: Json, pieces: dict[str, str]) -> None:
+    for name in ("type", "id", "call_id", "name", "namespace"):
+        if added.get(name) != done.get(name):
+            raise Unsound(f"an item was added as {added} and is done as {done}")
+    said = done.get("arguments", done.get("input"))
+    if said is None:
+        said = "".join(part["text"] for part in done["content"])
+    if said != pieces.get(done["id"], ""):
+        raise Unsound(f"the item says {said!r}, the deltas were {pieces.get(done['id'], '')!r}")
+
+
+def strip(value: Any, hidden: set[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: strip(item, hidden) for key, item in value.items() if key not in hidden}
+    return [strip(item, hidden) for item in value] if isinstance(value, list) else value
+
+
+def assemble_anthropic(events: Sequence[Any]) -> Json:
+    whole: Json = {}
+    blocks: list[Json] = []
+    stopped = False
+    for event in events:
+        kind = event["type"]
+        if kind == "message_start":
+            whole = {**event["message"], "usage": {}}
+        elif kind == "content_block_start":
+            if event["index"] != len(blocks):
+                raise Unsound("content blocks out of order")
+            blocks.append({**event["content_block"], "json": ""})
+        elif kind == "content_block_delta":
+            if event["index"] != len(blocks) - 1:
+                raise Unsound("a delta of a block that is not open")
+            add_block_delta(blocks[-1], event["delta"])
+        elif kind == "message_delta":
+            whole |= event["delta"]
+            whole["usage"] = event["usage"]
+        stopped = stopped or kind == "message_stop"
+    if not stopped:
+        raise Broken("no message_stop")
+    for block in blocks:
+        text = block.pop("json")
+        if block["type"] == "tool_use":
+            try:
+                block["input"] = json.loads(text) if text else {}
+            except ValueError:
+                raise Unsound(f"the input of a tool call is not JSON: {text!r}") from None
+    return {**whole, "content": blocks}
+
+
+def add_block_delta(block: Json, delta: Json) -> None:
+    kind = delta["type"]
+    if kind == "text_delta":
+        block["text"] += delta["text"]
+    elif kind == "thinking_delta":
+        block["thinking"] += delta["thinking"]
+    elif kind == "signature_delta":
+        block["signature"] = delta["signature"]
+    else:
+        block["json"] += delta["partial_json"]

@@ -1,0 +1,47 @@
+"""Token ids and text by the `tokenizers` library alone, and ways to sample the same text with other ids than the tokenizer would choose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+class Vocabulary:
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.added = {token.content: index for index, token in self._tokenizer.get_added_tokens_decoder().items()}
+        self.added_ids = frozenset(self.added.values())
+        self.stop = self.added["<|im_end|>"]
+        self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Marker literals become marker tokens, as a model samples them."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def spell(self, text: str) -> list[int]:
+        """Marker literals stay plain text: encoded in two halves, so that no marker token is found."""
+        out: list[int] = []
+        for at in range(0, len(text), 3):
+            out += self.encode(text[at : at + 3])
+        return out
+
+    def split(self, ids: Sequence[int], rng: random.Random, share: float) -> list[int]:
+        """The same bytes in other ids: some tokens are cut in two at any byte, also inside a character."""
+        out: list[int] = []
+        for token in ids:
+            out += self._halves(token, rng) if token not in self.added_ids and rng.random() < share else [token]
+        return out
+
+    def _halves(self, token: int, rng: random.Random) -> list[int]:
+        name = self._tokenizer.id_to_token(token)
+        if name is None or len(name) < 2:
+            return [token]
+        cut = rng.randrange(1, len(name))
+        halves = [self._tokenizer.token_to_id(part) for part in (name[:cut], name[cut:])]
+        return halves if None not in halves else [token]
