@@ -106,6 +106,11 @@ class Gateway:
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             heard.broken = repr(error)
 
+    def last_error(self) -> str:
+        """The last traceback of the gateway's log."""
+        found = self.log.read_text(errors="replace").rpartition("Traceback")
+        return f"\n  the gateway's log: {found[2][-900:]}" if found[1] else ""
+
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tokentrue", *arguments]
         return subprocess.run(command, cwd=self.tree, env=self._env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)

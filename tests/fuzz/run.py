@@ -153,7 +153,8 @@ class Runner:
         except TimeoutError:
             return Found(case=case.index, rule="a case ends", detail=f"nothing happened for {HANGING_S} s", transcript=case.transcript, steps=done)
         except Violation as violation:
-            return Found(case=case.index, rule=violation.rule, detail=violation.detail, transcript=case.transcript, steps=done)
+            detail = violation.detail + (self._world.gateway.last_error() if "500" in violation.rule + violation.detail else "")
+            return Found(case=case.index, rule=violation.rule, detail=detail, transcript=case.transcript, steps=done)
         except Exception:
             return Found(case=case.index, rule="the fuzz itself failed", detail=traceback.format_exc(), transcript=case.transcript, steps=done)
         return None
