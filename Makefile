@@ -6,7 +6,7 @@ JOBS   ?= 2
 
 BROWSER := $(VENV)/.browser
 
-.PHONY: demo test check bench clean test-slow test-load test-harness test-vllm test-gpu
+.PHONY: demo test check bench clean test-slow test-load test-fuzz test-harness test-vllm test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,7 +27,7 @@ demo: $(VENV)/.base
 	$(BIN)/tokentrue demo
 
 test: $(VENV)/.dev $(BROWSER)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm and not harness and not load"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm and not harness and not load and not fuzz"
 
 # What takes minutes, or needs a real engine, a GPU or npm, has a target of its own.
 test-slow: $(VENV)/.dev
@@ -35,6 +35,10 @@ test-slow: $(VENV)/.dev
 
 test-load: $(VENV)/.dev
 	$(BIN)/python -m pytest -m load
+
+# FUZZ_TURNS and FUZZ_SEED choose the run; `python -m tests.fuzz --help` plays single cases.
+test-fuzz: $(VENV)/.dev
+	$(BIN)/python -m pytest -m fuzz -s tests/fuzz
 
 test-harness: $(VENV)/.dev
 	$(BIN)/python -m pytest -m harness

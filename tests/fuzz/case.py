@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -255,7 +255,9 @@ class Case:
         first, second = self.whole(asked, heard), self.whole(other, again)
         one, two = dialects.comparable(asked.dialect, first), dialects.comparable(asked.dialect, second)
         if one != two:
-            raise Violation("a streamed answer is the whole answer", f"\n  {'streamed' if asked.stream else 'whole'}: {one}\n  the other: {two}")
+            raise Violation(
+                "a streamed answer is the whole answer", f"\n  {'streamed' if asked.stream else 'whole'}: {one}\n  the other: {two}"
+            )
 
     def note(self, line: str) -> None:
         self.transcript.append(line)
@@ -285,8 +287,9 @@ class Case:
         self.world.judge.coverage(coverage, samples, least, most)
         if shown["coverage"] != coverage:
             raise Violation("one coverage", f"the session says {short(shown['coverage'])}, its samples say {short(coverage)}")
+        newest = {turn.node for turn in self.turns[-1:] if turn.asked.n == 1}
         for item in coverage["untrained"]:
-            if item["node"] in self.must_train:
+            if item["node"] in self.must_train | newest:
                 raise Violation("what was not asked again is trained", f"{item} though this request was sent once")
 
 
@@ -304,3 +307,19 @@ def is_object(arguments: str) -> bool:
     except ValueError:
         return False
 
+
+def next_messages(case: Case) -> list[Message]:
+    turn = case.pick()
+    return case.opening() if turn is None else case.after(turn)
+
+
+async def all_of(tasks: Sequence[asyncio.Future[Heard]]) -> list[Heard]:
+    """All are awaited before the first violation is raised."""
+    await asyncio.wait(tasks)
+    return [task.result() for task in tasks]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what must come sooner or later; a case that waits for ever is ended by its runner."""
+    while not condition():
+        await asyncio.sleep(0.002)

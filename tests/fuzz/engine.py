@@ -16,39 +16,21 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.fuzz.malformed import MALFORMED, SHAPELESS
 from tests.fuzz.outputs import Output
 from tests.fuzz.vocabulary import Vocabulary
 
-MALFORMED: dict[str, Any] = {
-    "error_text": {"error": "out of memory"},
-    "error_object": {"error": {"message": "out of memory"}},
-    "empty": {},
-    "list": [],
-    "text": "ok",
-    "null": None,
-    "meta_null": {"output_ids": [1], "meta_info": None},
-    "meta_list": {"output_ids": [1], "meta_info": []},
-    "no_logprobs": {"output_ids": [1], "meta_info": {"completion_tokens": 1, "finish_reason": {"type": "stop"}}},
-    "count_text": {"output_ids": [1], "meta_info": {"completion_tokens": "1", "output_token_logprobs": [[-1.0, 1, None]], "finish_reason": {"type": "stop"}}},
-    "rows_numbers": {"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [1], "finish_reason": {"type": "stop"}}},
-    "logprob_null": {"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[None, 1, None]], "finish_reason": {"type": "stop"}}},
-    "logprob_text": {"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [["-1", 1, None]], "finish_reason": {"type": "stop"}}},
-    "id_text": {"output_ids": ["1"], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, "1", None]], "finish_reason": {"type": "stop"}}},
-    "id_negative": {"output_ids": [-1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, -1, None]], "finish_reason": {"type": "stop"}}},
-    "id_beyond": {"output_ids": [10**7], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 10**7, None]], "finish_reason": {"type": "stop"}}},
-    "id_huge": {"output_ids": [2**40], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 2**40, None]], "finish_reason": {"type": "stop"}}},
-    "finish_number": {"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 1, None]], "finish_reason": 3}},
-    "finish_unknown": {"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 1, None]], "finish_reason": {"type": "eaten"}}},
-    "finish_missing": {"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 1, None]]}},
-}  # fmt: skip
-STREAM_FAULTS = ("error_event", "error_text_event", "garbage", "drop", "cut_event", "no_finish", "rewrite_final", "shrink_final", "disagree")
+STREAM_FAULTS = (
+    "error_event", "garbage", "drop", "cut_event", "no_finish", "rewrite_final", "shrink_final", "disagree",
+    *(f"malformed:{name}" for name in SHAPELESS),
+)  # fmt: skip
 WHOLE_FAULTS = ("status_400", "status_500", "garbage", "drop", *(f"malformed:{name}" for name in MALFORMED))
 VERSIONS = ("default", "1", "7", "step-8", "20261115212000123456")
 
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """One generation to come. `after` is how many tokens go out before `fault`; `drops` how often the connection is lost before it goes on."""
+    """One generation to come. `after` tokens go out before `fault`; `drops` is how often the connection is lost before it goes on."""
 
     output: Output
     fault: str = ""
@@ -193,7 +175,9 @@ class Engine:
         generation.delivered, generation.ended = count, "finished"
         return web.json_response(self._answer(generation, count, finish, new=count))
 
-    async def _stream(self, request: web.Request, generation: Generation, finish: dict[str, Any], aborted: asyncio.Event) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, generation: Generation, finish: dict[str, Any], aborted: asyncio.Event
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         plan, total = generation.plan, len(generation.sampled)
         faulty = bool(plan.fault) or plan.drops > 0
@@ -202,10 +186,9 @@ class Engine:
             await response.prepare(request)
             await self._send(response, generation, 0, until, finish)
             generation.arrived.set()
-            if plan.hold is not None:
-                if not await self._held(request, plan.hold, aborted):
-                    generation.ended = "gone"
-                    return response
+            if plan.hold is not None and not await self._held(request, plan.hold, aborted):
+                generation.ended = "gone"
+                return response
             if faulty:
                 await self._misbehave(request, response, generation, until, finish)
                 return response
@@ -251,15 +234,14 @@ class Engine:
         if fault in {"drop", "cut_event"}:
             if fault == "cut_event":
                 await response.write(event(self._answer(generation, total, finish, new=total - sent))[:-9])
-            if plan.drops:
-                self._continue_after_drop(generation, sent)
+            self._continue_after_drop(generation, sent)
             await asyncio.sleep(0)
             if request.transport is not None:
                 request.transport.close()
         elif fault == "error_event":
             await response.write(event({"error": {"message": "the worker died"}}))
-        elif fault == "error_text_event":
-            await response.write(event({"error": "the worker died"}))
+        elif fault.startswith("malformed:"):
+            await response.write(event(SHAPELESS[fault[10:]]))
         elif fault == "garbage":
             await response.write(b"data: {not json\n\n")
         elif fault == "rewrite_final":
@@ -283,7 +265,8 @@ class Engine:
         """The generation that goes on from the tokens already given gets the rest of the output."""
         plan = generation.plan
         rest = Output(ids=plan.output.ids[sent:], text="")
-        more = Plan(output=rest, drops=plan.drops - 1, after=max(1, plan.after // 2), version=plan.version, cumulative=plan.cumulative)
+        after = max(1, plan.after // 2)
+        more = Plan(output=rest, drops=max(0, plan.drops - 1), after=after, version=plan.version, cumulative=plan.cumulative)
         self.plans[generation.session].appendleft(more)
 
 

@@ -12,13 +12,15 @@ from tests.fuzz.dialects import Tool, Wire
 from tests.fuzz.messages import Call, Message, load_finite
 
 ARGUMENTS = ("sorted", "reversed", "compact", "escaped", "spaced", "floats")
+AT = {"type": "object", "properties": {"at": {"type": "string"}}}
+FLAG = {"type": "object", "properties": {"flag": {"type": "boolean", "default": True}}}
 TOOLS = (
-    Tool(name="look", description="Look at a place.", parameters={"type": "object", "properties": {"at": {"type": "string"}, "depth": {}}}),
-    Tool(name="delete_file", description="Deletes. \"Really\" <b>.", parameters={"type": "object", "properties": {"at": {"type": "string"}}}),
+    Tool(name="look", description="Look at a place.", parameters={**AT, "properties": {"at": {"type": "string"}, "depth": {}}}),
+    Tool(name="delete_file", description='Deletes. "Really" <b>.', parameters=AT),
     Tool(name="patch", description="Apply a patch.", custom=True),
-    Tool(name="fs__stat", description="", parameters={"type": "object", "properties": {"at": {"type": "string"}}}, namespace="fs"),
-    Tool(name="wait", description="Wait; ждать 待つ.", parameters={"type": "object", "properties": {"flag": {"type": "boolean", "default": True}}}),
-)  # fmt: skip
+    Tool(name="fs__stat", description="", parameters=AT, namespace="fs"),
+    Tool(name="wait", description="Wait; ждать 待つ.", parameters=FLAG),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """`answers` is the call id of a tool result. `served` says that the gateway sampled this message: only then may a replay lose something."""
+    """`answers` is the call id of a tool result. Only what was `served` by the gateway may come back with losses."""
 
     role: str
     text: str = ""

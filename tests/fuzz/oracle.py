@@ -40,7 +40,7 @@ class Sampled:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """A turn that a client was answered. `path` ends in what was served; `fulls` are its ids (several where n answers cannot be told apart)."""
+    """A turn that was answered. `path` ends in what was served; `fulls` are its ids: several where n answers cannot be told apart."""
 
     path: tuple[Message, ...]
     tools: tuple[Tool, ...]
@@ -73,7 +73,7 @@ class Judge:
         self._vocabulary, self._strict = vocabulary, strict
 
     def prompt(self, prompt: tuple[int, ...], sent: Sequence[Message], tools: Sequence[Tool], turns: Sequence[Turn]) -> Turn | None:
-        """Recorded turns are recognised, edited ones are not, and what is new is rendered as the template says. The turn that was continued."""
+        """Recorded turns are recognised, edited ones are not, what is new is rendered as the template says. Returns the turn continued."""
         fits = [(turn, *fit(turn.path, sent)) for turn in turns if list(turn.tools) == list(tools)]
         best, deepest = self._best(fits)
         allowed = best + [turn for turn, verdict, _ in fits if verdict is Fit.MAYBE and len(turn.path) >= deepest]
@@ -111,7 +111,8 @@ class Judge:
         at = shared(full, prompt)
         text = self._vocabulary.text
         expected, got = full[max(0, at - 8) : at + 12], prompt[max(0, at - 8) : at + 12]
-        return f"turn {turn.node} ({len(full)} ids) is not a prefix of the prompt; they part at {at}: {text(expected)!r} / {text(got)!r}; served {last(turn)}"
+        parted = f"they part at {at}: {text(expected)!r} / {text(got)!r}"
+        return f"turn {turn.node} ({len(full)} ids) is not a prefix of the prompt; {parted}; served {last(turn)}"
 
     def _appended(self, ids: tuple[int, ...], messages: Sequence[Message], *, stopped: bool) -> None:
         if any(message.role == "assistant" for message in messages):
@@ -130,10 +131,13 @@ class Judge:
             self._in_order(ids, sent)
 
     def _compare(self, ids: tuple[int, ...], expected: Sequence[template.Segment], rule: str) -> None:
-        text, got = template.text_of(expected), self._vocabulary.text(ids)
+        text, got = self._vocabulary.normal(template.text_of(expected)), self._vocabulary.text(ids)
         if text != got:
             at = shared(text, got)
-            raise Violation(rule, f"at character {at}: expected {text[max(0, at - 40) : at + 60]!r}, the engine was sent {got[max(0, at - 40) : at + 60]!r}")
+            raise Violation(
+                rule,
+                f"at character {at}: expected {text[max(0, at - 40) : at + 60]!r}, the engine was sent {got[max(0, at - 40) : at + 60]!r}",
+            )
         markers = [token for token in ids if token in self._vocabulary.added_ids]
         if markers != template.markers_of(expected, self._vocabulary):
             raise Violation("content must not forge structure", f"markers {[self._vocabulary.text([m]) for m in markers]} in {got!r}")
@@ -144,10 +148,13 @@ class Judge:
         for message in messages:
             if message.role == "assistant":
                 continue
-            found = text.find(message.text, at)
+            wanted = self._vocabulary.normal(message.text)
+            found = text.find(wanted, at)
             if found < 0:
-                raise Violation("a message must reach the engine", f"{message.role} message {message.text!r} is not in the prompt after character {at}")
-            at = found + len(message.text)
+                raise Violation(
+                    "a message must reach the engine", f"{message.role} message {message.text!r} is not in the prompt after character {at}"
+                )
+            at = found + len(wanted)
 
     def answer(self, message: Message, sampled: Sampled) -> None:
         """A well-formed turn is served as what it is."""
@@ -156,11 +163,14 @@ class Judge:
             return
         reasoning, text, calls = output.expected
         served = [(call.name, loaded(call.arguments)) for call in message.calls]
-        wanted = [(name, loaded(arguments)) for name, arguments in calls]
+        normal = self._vocabulary.normal
+        wanted = [(name, loaded(normal(arguments))) for name, arguments in calls]
         if served != wanted:
             raise Violation("calls must be served as sampled", f"sampled {wanted}, served {served}")
-        if (message.reasoning.strip(), message.text.strip()) != (reasoning.strip(), text.strip()):
-            raise Violation("text must be served as sampled", f"sampled {(reasoning, text)!r}, served {(message.reasoning, message.text)!r}")
+        if (message.reasoning.strip(), message.text.strip()) != (normal(reasoning).strip(), normal(text).strip()):
+            raise Violation(
+                "text must be served as sampled", f"sampled {(reasoning, text)!r}, served {(message.reasoning, message.text)!r}"
+            )
 
     # The record.
     def samples(self, samples: Sequence[Mapping[str, Any]], log: Sequence[Generation]) -> None:
@@ -215,7 +225,9 @@ class Judge:
             raise Violation("what is not trained has its reason", short(unknown))
         if not least <= coverage["sampled"] <= most:
             bounds = f"{least}" if least == most else f"between {least} and {most}"
-            raise Violation("every sampled token is in the record", f"the engine reported {bounds} tokens, the record has {coverage['sampled']}")
+            raise Violation(
+                "every sampled token is in the record", f"the engine reported {bounds} tokens, the record has {coverage['sampled']}"
+            )
 
 
 def could_be(message: Message, text: str) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 from tests.fuzz.vocabulary import Vocabulary
 
 WORDS = (
-    "the", "shelf", "door", "café", "東京", "слово", "🙂", "🧪", "naïve", "x=1;", '"quoted"', "\\back", "1e3", "a\tb", "{brace}", "[1, 2]", "λ", "⏎", "them",
-    "tokenization", "...", "—", "`code`", "</p>", "100%", "e\u0301", "\u200bzero", "한국어", "ok",
+    "the", "shelf", "door", "café", "東京", "слово", "🙂", "🧪", "naïve", "x=1;", '"quoted"', "\\back", "1e3", "a\tb", "{brace}",
+    "[1, 2]", "λ", "⏎", "them", "tokenization", "...", "—", "`code`", "</p>", "100%", "e\u0301", "\u200bzero", "한국어", "ok",
 )  # fmt: skip
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>", "<tool_response>", "<|endoftext|>")
 BROKEN_CALLS = (

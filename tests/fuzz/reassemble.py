@@ -104,10 +104,14 @@ def assemble_responses(events: Sequence[Any]) -> Json:
         elif kind == "response.output_item.done":
             items[event["output_index"]]["done"] = event["item"]
             check_item(items[event["output_index"]]["added"], event["item"], pieces)
-        elif kind.endswith(".done") and kind.startswith(("response.function", "response.custom", "response.output_text", "response.reasoning")):
+        elif kind.endswith(".done") and kind.startswith(
+            ("response.function", "response.custom", "response.output_text", "response.reasoning")
+        ):
             check_done(event, pieces)
             if "name" in event and event["name"] != items[event["output_index"]]["added"]["name"]:
-                raise Unsound(f"arguments.done names {event['name']}, the item was added as {items[event['output_index']]['added']['name']}")
+                raise Unsound(
+                    f"arguments.done names {event['name']}, the item was added as {items[event['output_index']]['added']['name']}"
+                )
         elif kind in {"response.completed", "response.incomplete"}:
             final = event["response"]
     if final is None:

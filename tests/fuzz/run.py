@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import tempfile
 import time
 import traceback
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.fuzz import faults
 from tests.fuzz import steps as all_steps
 from tests.fuzz.case import Case, World
 from tests.fuzz.engine import Engine, Generation
@@ -63,13 +65,14 @@ class Outcome:
         lines: list[str] = []
         counts = Counter(found.rule for found in self.found)
         shown: set[str] = set()
+        command = f"python -m tests.fuzz --model {self.settings.model} --seed {self.settings.seed}"
         for found in self.found:
             if found.rule in shown:
                 continue
             shown.add(found.rule)
             kept = ",".join(map(str, found.steps))
             lines += [f"VIOLATION ({counts[found.rule]}x) {found.rule}", f"  {found.detail}"]
-            lines += [f"  again: python -m tests.fuzz --model {self.settings.model} --seed {self.settings.seed} --case {found.case} --steps {kept}"]
+            lines += [f"  again: {command} --case {found.case} --steps {kept}"]
             lines += [f"    {line[:1500]}" for line in found.transcript]
         lines.append(
             f"{self.requests} requests, {self.generations} generations, {self.tokens} sampled tokens, {self.cases} cases, "
@@ -98,18 +101,49 @@ async def run(settings: Settings) -> Outcome:
     return outcome
 
 
+class Restarts:
+    """The first cases of a run wait for each other; then the gateway is killed and started again on the same store."""
+
+    def __init__(self, gateway: Gateway, cases: int) -> None:
+        self._gateway, self._missing = gateway, cases
+        self._done = asyncio.Event()
+
+    async def wait(self, case: Case) -> None:
+        if self._done.is_set():
+            return
+        case.note("## the gateway is killed and started again")
+        await self._arrived()
+        await self._done.wait()
+
+    async def leave(self) -> None:
+        """A case that ended before it came this far."""
+        if not self._done.is_set():
+            await self._arrived()
+
+    async def _arrived(self) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            await self._gateway.stop(signal.SIGKILL)
+            await self._gateway.start()
+            self._done.set()
+
+
 class Runner:
     def __init__(self, world: World, settings: Settings, outcome: Outcome) -> None:
         self._world, self._settings, self._outcome = world, settings, outcome
         self._next = 0
+        self._restarts: Restarts | None = None
         self._done: list[Case] = []
         self._began = time.monotonic()
 
     async def all(self) -> None:
         settings, outcome, world = self._settings, self._outcome, self._world
-        if settings.case is not None:
-            await self._one(settings.case, settings.steps)
-        else:
+        first = range(settings.at_once) if settings.case is None else [settings.case]
+        if settings.case is None or settings.case < settings.at_once:
+            self._restarts = Restarts(world.gateway, len(first))
+        await asyncio.gather(*(self._one(index, settings.steps) for index in first))
+        self._restarts, self._next = None, settings.at_once
+        if settings.case is None:
             await asyncio.gather(*(self._worker() for _ in range(settings.at_once)))
         sound = [case for case in self._done if not any(found.case == case.index for found in outcome.found)]
         try:
@@ -137,12 +171,14 @@ class Runner:
         self._outcome.cases += 1
         case = Case(self._world, self._settings.seed, index)
         found = await self._played(case, only)
+        if self._restarts is not None:
+            await self._restarts.leave()
         self._done.append(case)
         if found is None:
             return
         self._outcome.found.append(found)
-        first = sum(1 for other in self._outcome.found if other.rule == found.rule) == 1
-        if first and only is None and self._settings.minimize:
+        is_first = sum(1 for other in self._outcome.found if other.rule == found.rule) == 1
+        if is_first and only is None and self._restarts is None and self._settings.minimize:
             await self._minimize(found)
 
     async def _played(self, case: Case, only: Sequence[int] | None) -> Found | None:
@@ -151,12 +187,16 @@ class Runner:
             async with asyncio.timeout(HANGING_S):
                 await self._play(case, only, done)
         except TimeoutError:
-            return Found(case=case.index, rule="a case ends", detail=f"nothing happened for {HANGING_S} s", transcript=case.transcript, steps=done)
+            return Found(
+                case=case.index, rule="a case ends", detail=f"nothing happened for {HANGING_S} s", transcript=case.transcript, steps=done
+            )
         except Violation as violation:
             detail = violation.detail + (self._world.gateway.last_error() if "500" in violation.rule + violation.detail else "")
             return Found(case=case.index, rule=violation.rule, detail=detail, transcript=case.transcript, steps=done)
         except Exception:
-            return Found(case=case.index, rule="the fuzz itself failed", detail=traceback.format_exc(), transcript=case.transcript, steps=done)
+            return Found(
+                case=case.index, rule="the fuzz itself failed", detail=traceback.format_exc(), transcript=case.transcript, steps=done
+            )
         return None
 
     async def _play(self, case: Case, only: Sequence[int] | None, done: list[int]) -> None:
@@ -167,17 +207,21 @@ class Runner:
         last = case.rng.randint(3, 14)
         deletes = case.rng.random() < 0.1
         for step in range(last + 1):
-            if only is not None and step not in only:
-                continue
-            case.use(step + 1)
-            chosen = all_steps.delete_in_mid_stream if deletes and step == last else all_steps.choose(case.rng, self._settings.without)
-            case.note(f"## step {step}: {chosen.__name__}")
-            done.append(step)
-            await chosen(case)
-            self._world.engine.plans[case.session].clear()
-            if step % 4 == 3 or case.index % 8 == 0:
-                await case.check_record()
+            if only is None or step in only:
+                done.append(step)
+                await self._step(case, step, ends=deletes and step == last)
+            if step == 2 and self._restarts is not None:
+                await self._restarts.wait(case)
         await case.check_record()
+
+    async def _step(self, case: Case, step: int, *, ends: bool) -> None:
+        case.use(step + 1)
+        chosen = faults.delete_in_mid_stream if ends else all_steps.choose(case.rng, self._settings.without)
+        case.note(f"## step {step}: {chosen.__name__}")
+        await chosen(case)
+        self._world.engine.plans[case.session].clear()
+        if step % 4 == 3 or case.index % 8 == 0:
+            await case.check_record()
 
     async def _minimize(self, found: Found) -> None:
         """Leaves out one step after the other while the same rule is broken."""

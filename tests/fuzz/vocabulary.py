@@ -20,6 +20,11 @@ class Vocabulary:
     def text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def normal(self, text: str) -> str:
+        """Text as this tokenizer gives it back: some compose accents."""
+        normalizer = self._tokenizer.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
     def encode(self, text: str) -> list[int]:
         """Marker literals become marker tokens, as a model samples them."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids

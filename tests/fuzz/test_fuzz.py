@@ -1,0 +1,39 @@
+"""The fuzz as tests: a slice of a minute in `make test`, the long run in `make test-fuzz` (FUZZ_TURNS, FUZZ_SEED)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from tests.fuzz.run import Settings, run
+from tests.parts import shared
+
+SLICE_S = 22.0
+
+
+def play(settings: Settings) -> None:
+    outcome = asyncio.run(run(settings))
+    print(outcome.report())
+    assert not outcome.found, outcome.report()
+    assert outcome.generations > 0 and outcome.tokens > 0
+
+
+@pytest.mark.fuzz
+def test_a_slice_on_our_own_tokenizer() -> None:
+    play(Settings(seconds=SLICE_S, seed=1))
+
+
+@pytest.mark.fuzz
+def test_a_slice_on_qwen3() -> None:
+    """Qwen3's real tokenizer and template where the machine has them; our own with another seed elsewhere."""
+    play(Settings(seconds=SLICE_S, seed=2, model="qwen3" if shared() is not None else "own"))
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(4 * 3600)
+def test_a_long_run() -> None:
+    seed = int(os.environ.get("FUZZ_SEED", time.time_ns() // 10**9 % 10**6))
+    play(Settings(turns=int(os.environ.get("FUZZ_TURNS", "50000")), seed=seed))
