@@ -101,9 +101,15 @@ class Judge:
     def _closes(self, full: tuple[int, ...], prompt: tuple[int, ...]) -> bool:
         """The prompt goes on after a whole turn; a turn that was cut off may also begin like other text."""
         if full[-1] == self._vocabulary.stop:
-            return True
+            return self._strict or not self._is_canonical(full)
         closing, found, _ = self._vocabulary.text(prompt[len(full) :]).partition("<|im_end|>")
         return bool(found) and closing.strip() in CLOSINGS
+
+    def _is_canonical(self, full: tuple[int, ...]) -> bool:
+        """These ids are also what the tokenizer gives, so that a template which drops what was edited may render the same anew."""
+        opener = self._vocabulary.encode(template.GENERATE[0])
+        start = max(at for at in range(len(full)) if list(full[at : at + len(opener)]) == opener) + len(opener)
+        return self._vocabulary.encode(self._vocabulary.text(full[start:])) == list(full[start:])
 
     def _unrecognised(self, prompt: tuple[int, ...], best: Sequence[Turn]) -> str:
         turn = best[0]
