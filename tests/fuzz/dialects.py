@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,8 +180,13 @@ def answers_of(dialect: str, whole: Json) -> list[Answer]:
     return {CHAT: chat_answers, RESPONSES: responses_answers, ANTHROPIC: anthropic_answers}[dialect](whole)
 
 
+def node_of(whole: Json) -> str:
+    found = re.search(r"[0-9a-f]{32}", whole["id"])
+    return found.group() if found else whole["id"]
+
+
 def chat_answers(whole: Json) -> list[Answer]:
-    node = whole["id"].removeprefix("chatcmpl-")
+    node = node_of(whole)
     out: list[Answer] = []
     for choice in sorted(whole["choices"], key=lambda choice: choice["index"]):
         said = choice["message"]
@@ -209,7 +215,7 @@ def responses_answers(whole: Json) -> list[Answer]:
             name = f"{item['namespace']}__{item['name']}" if item.get("namespace") else item["name"]
             calls.append(Call(id=item["call_id"], name=name, arguments=item["arguments"]))
     message = Message(role="assistant", text=text, reasoning=reasoning, calls=tuple(calls), served=True)
-    return [Answer(message=message, node=whole["id"].rpartition("_")[2], finish=whole["status"])]
+    return [Answer(message=message, node=node_of(whole), finish=whole["status"])]
 
 
 def anthropic_answers(whole: Json) -> list[Answer]:
@@ -223,7 +229,7 @@ def anthropic_answers(whole: Json) -> list[Answer]:
         else:
             calls.append(Call(id=block["id"], name=block["name"], arguments=json.dumps(block["input"], ensure_ascii=False)))
     message = Message(role="assistant", text=text, reasoning=reasoning, calls=tuple(calls), served=True)
-    return [Answer(message=message, node=whole["id"].removeprefix("msg_"), finish=whole["stop_reason"])]
+    return [Answer(message=message, node=node_of(whole), finish=whole["stop_reason"])]
 
 
 def signatures_of(dialect: str, whole: Json) -> dict[str, str]:

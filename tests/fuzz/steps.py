@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.fuzz.case import Asked, Case, all_of, next_messages, until
-from tests.fuzz.dialects import ANTHROPIC, CHAT, RESPONSES, Wire, comparable
+from tests.fuzz.dialects import ANTHROPIC, CHAT, RESPONSES, Wire, comparable, node_of
 from tests.fuzz.faults import break_the_engine, fail_one_of_two, hang_up, lose_connections, odd_version
 from tests.fuzz.harness import TOOLS, edit
 from tests.fuzz.messages import Message
@@ -181,7 +181,7 @@ async def given_twins(case: Case) -> None:
     for one in heard:
         if one.status != 200:
             raise Violation("a good request is answered", f"{one.status} {short(one.whole)}")
-        case.must_train.add(one.whole["id"].removeprefix("chatcmpl-"))
+        case.must_train.add(node_of(one.whole))
 
 
 async def change_tools(case: Case) -> None:
