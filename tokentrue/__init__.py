@@ -11,6 +11,8 @@ from typing import Any
 from tokentrue.types import Completion, Extension, Refusal, Sample, Sampling
 
 _LAZY = {
+    "AsyncClient": "tokentrue.client",
+    "Client": "tokentrue.client",
     "Mismatch": "tokentrue.comparison",
     "Session": "tokentrue.turn",
     "Verification": "tokentrue.renderers",

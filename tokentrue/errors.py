@@ -19,6 +19,8 @@
     │   ├── EngineTimeout       HTTP 504
     │   ├── EngineRejected      the engine refused the request
     │   └── EngineContractError its answer lacks or contradicts what we need
+    ├── GatewayError            client -> gateway: it refused a call
+    │   └── GatewayUnreachable
     ├── TokenContractError      recorded ids, log-probabilities or spans do not fit together: always a bug, never repaired
     ├── AuditError              a certificate, mask or log-probability of an exported sample does not hold
     ├── TrainingError           a training run that cannot go on: nothing to learn from, numbers that are not finite, stale weights
@@ -110,6 +112,14 @@ class EngineRejected(EngineError):
 
 class EngineContractError(EngineError):
     code = "engine_contract"
+
+
+class GatewayError(TokenTrueError):
+    code = "gateway"
+
+
+class GatewayUnreachable(GatewayError):
+    code = "gateway_unreachable"
 
 
 class TokenContractError(TokenTrueError):

@@ -1,0 +1,78 @@
+"""`tt.Client` and `tt.AsyncClient` against a real gateway process, with the real SDKs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tokentrue as tt
+from tests.gateway.world import Server, sampled_by, scripted_server
+from tokentrue.errors import ConfigError, GatewayUnreachable, SessionConflict, SessionNotFound
+
+TEXTS = ["It is 4.", "It is 5."]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = scripted_server(tmp_path, TEXTS * 4, admin_key="a-long-admin-key")
+    yield server
+    server.stop()
+
+
+def ask(client: tt.Client) -> tuple[list[tt.Sample], str]:
+    with client.session(group="task-7", metadata={"task": 7}) as s:
+        history = [{"role": "user", "content": "2+2?"}]
+        first = s.openai().chat.completions.create(model="policy", messages=history)  # pyright: ignore[reportArgumentType]
+        history += [{"role": "assistant", "content": first.choices[0].message.content or ""}, {"role": "user", "content": "+1?"}]
+        second = s.anthropic().messages.create(model="policy", max_tokens=64, messages=history)  # pyright: ignore[reportArgumentType]
+        assert (first.choices[0].message.content, second.content[0].text) == tuple(TEXTS)  # pyright: ignore
+        s.reward(0.5, metadata={"judge": "exact"})
+        assert s.coverage().ratio == 1.0
+        return s.samples(), s.id
+
+
+def test_a_session_with_both_sdks_becomes_one_sample(server: Server) -> None:
+    with tt.Client(server.url, "a-long-admin-key") as client:
+        client.wait_until_ready()
+        samples, session_id = ask(client)
+        assert len(samples) == 1 and samples[0].reward == 0.5 and samples[0].group == "task-7"
+        ids, logprobs = sampled_by(TEXTS)
+        trained = [i for i, mask in zip(samples[0].token_ids, samples[0].loss_mask, strict=True) if mask]
+        assert trained == ids and [x for x in samples[0].rollout_logprobs if x is not None] == logprobs
+        assert session_id in {entry["session_id"] for entry in client.sessions()}
+
+
+async def test_the_same_with_await(server: Server) -> None:
+    async with tt.AsyncClient(server.url, "a-long-admin-key") as client, client.session(session_id="mine") as s:
+        reply = await s.openai().chat.completions.create(model="policy", messages=[{"role": "user", "content": "2+2?"}])
+        assert reply.choices[0].message.content == TEXTS[0]
+        await s.reward(1.0)
+        assert [sample.reward for sample in await s.samples()] == [1.0] and (await s.state())["session_id"] == "mine"
+
+
+def test_what_goes_wrong_is_typed(server: Server) -> None:
+    with tt.Client(server.url, "another-key-of-some-length") as client, pytest.raises(ConfigError, match="admin_key"):
+        client.open()
+    with tt.Client(server.url, "a-long-admin-key") as client:
+        session = client.open(session_id="one")
+        with pytest.raises(SessionConflict, match="one"):
+            client.open(session_id="one")
+        session.end(purge=True)
+        with pytest.raises(SessionNotFound):
+            session.samples()
+        with pytest.raises(RuntimeError), client.session(session_id="two"):
+            raise RuntimeError("the agent failed")
+        assert client.open(session_id="three").id == "three"  # and "two" stays open, to be looked at
+    with tt.Client("http://127.0.0.1:9") as client, pytest.raises(GatewayUnreachable, match="tokentrue serve"):
+        client.open()
+    with pytest.raises(ConfigError, match="URL of a gateway"):
+        tt.Client("127.0.0.1:8000")
+
+
+def test_it_needs_neither_torch_nor_transformers() -> None:
+    code = "import sys, tokentrue; tokentrue.Client; print(sorted({'torch', 'transformers', 'tokenizers', 'starlette'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

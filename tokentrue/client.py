@@ -1,0 +1,335 @@
+"""A gateway from Python: open a session, hand its SDK clients to an agent, reward it, read its samples.
+
+    with tt.Client("http://127.0.0.1:8000", admin_key) as client, client.session(group="task-7") as s:
+        reply = s.openai().chat.completions.create(model="policy", messages=[{"role": "user", "content": "2+2?"}])
+        s.reward(1.0)
+        samples = s.samples()
+
+`AsyncClient` is the same with `await`. Neither imports torch or transformers, so both work inside any trainer's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+import httpx
+import orjson
+
+from tokentrue.errors import ConfigError, GatewayError, GatewayUnreachable, SessionConflict, SessionNotFound
+from tokentrue.samples.shape import sample_from_json
+from tokentrue.types import Coverage, Sample, Untrained
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from anthropic import Anthropic, AsyncAnthropic
+    from openai import AsyncOpenAI, OpenAI
+
+ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
+BY_STATUS: Mapping[int, type[Exception]] = {404: SessionNotFound, 409: SessionConflict}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSamples:
+    """Everything sampled in a session, and the account of it."""
+
+    samples: list[Sample]
+    coverage: Coverage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """One administrative call: what both clients send."""
+
+    method: str
+    path: str
+    body: Mapping[str, Any] | None = None
+
+
+class _Connection:
+    """What both clients share: address, key, and the meaning of answers."""
+
+    def __init__(self, url: str, admin_key: str | None, timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is not the URL of a gateway; `tokentrue serve` prints one such as http://127.0.0.1:8000")
+        key = admin_key or os.environ.get(ADMIN_KEY)
+        self.options: dict[str, Any] = {
+            "base_url": self.url,
+            "timeout": timeout_s,
+            "headers": {"authorization": f"Bearer {key}"} if key else {},
+        }
+
+    def unreachable(self, error: httpx.TransportError) -> GatewayUnreachable:
+        return GatewayUnreachable(f"no gateway is reachable at {self.url}: {error or type(error).__name__}; is `tokentrue serve` running?")
+
+
+def _content_of(request: _Request) -> dict[str, Any]:
+    if request.body is None:
+        return {}
+    return {"content": orjson.dumps(request.body), "headers": {"content-type": "application/json"}}
+
+
+def _value_of(request: _Request, response: httpx.Response) -> Any:
+    """The JSON of a successful answer; any other becomes a typed error with the gateway's own words."""
+    if response.is_success:
+        return orjson.loads(response.content) if response.content else None
+    try:
+        words = orjson.loads(response.content)["error"]["message"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        words = response.text[:300]
+    told = f"{request.method} {request.path}: the gateway answered {response.status_code}: {words}"
+    if response.status_code in (401, 403):
+        raise ConfigError(f"{told}; give admin_key=, or set {ADMIN_KEY}")
+    raise BY_STATUS.get(response.status_code, GatewayError)(told)
+
+
+def _open(session_id: str | None, group: str | None, metadata: Any, sampling: Any, history: str | None) -> _Request:
+    fields = {"session_id": session_id, "group": group, "metadata": metadata, "sampling": sampling, "history": history}
+    return _Request(method="POST", path="/sessions", body={name: value for name, value in fields.items() if value is not None})
+
+
+def _samples_from(answer: Mapping[str, Any]) -> SessionSamples:
+    told = answer["coverage"]
+    untrained = tuple(Untrained(node=item["node"], tokens=item["tokens"], why=item["why"]) for item in told["untrained"])
+    coverage = Coverage(sampled=told["sampled"], trained=told["trained"], untrained=untrained)
+    return SessionSamples(samples=[sample_from_json(sample) for sample in answer["samples"]], coverage=coverage)
+
+
+class _SessionRequests:
+    """The calls of one open session."""
+
+    def __init__(self, made: Mapping[str, Any]) -> None:
+        self.id: str = made["session_id"]
+        self.api_key: str = made["api_key"]
+        self.base_url: str = made["base_url"]
+        self.anthropic_base_url: str = self.base_url.removesuffix("/v1")
+        self._sdks: list[Any] = []  # closed with the session
+
+    def _reward(self, reward: float, leaf: str | None, metadata: Mapping[str, Any] | None) -> _Request:
+        body = {"reward": reward, "leaf": leaf, "metadata": metadata}
+        given = {name: value for name, value in body.items() if value is not None}
+        return _Request(method="POST", path=f"/sessions/{self.id}/reward", body=given)
+
+    def _samples(self) -> _Request:
+        return _Request(method="GET", path=f"/sessions/{self.id}/samples")
+
+    def _state(self) -> _Request:
+        return _Request(method="GET", path=f"/sessions/{self.id}")
+
+    def _end(self, purge: bool) -> _Request:
+        return _Request(method="DELETE", path=f"/sessions/{self.id}" + ("?purge=true" if purge else ""))
+
+    def _sdk(self, module: str, name: str, options: Mapping[str, Any]) -> Any:
+        """A client of an SDK that knows this session's address and key."""
+        try:
+            kind = getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"the {module} SDK is missing: pip install {module}") from error
+        address = self.base_url if module == "openai" else self.anthropic_base_url
+        self._sdks.append(kind(**{"base_url": address, "api_key": self.api_key, **options}))
+        return self._sdks[-1]
+
+
+class ClientSession(_SessionRequests):
+    """One session of a gateway."""
+
+    def __init__(self, client: Client, made: Mapping[str, Any]) -> None:
+        super().__init__(made)
+        self._client = client
+
+    def openai(self, **options: Any) -> OpenAI:
+        return self._sdk("openai", "OpenAI", options)
+
+    def anthropic(self, **options: Any) -> Anthropic:
+        return self._sdk("anthropic", "Anthropic", options)
+
+    def reward(self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
+        self._client.call(self._reward(reward, leaf, metadata))
+
+    def samples(self) -> list[Sample]:
+        return self.result().samples
+
+    def coverage(self) -> Coverage:
+        return self.result().coverage
+
+    def result(self) -> SessionSamples:
+        return _samples_from(self._client.call(self._samples()))
+
+    def state(self) -> dict[str, Any]:
+        """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
+        return self._client.call(self._state())
+
+    def end(self, *, purge: bool = False) -> None:
+        """No further turn is admitted; samples stay readable unless `purge`."""
+        self.close()
+        self._client.call(self._end(purge))
+
+    def close(self) -> None:
+        """Closes the SDK clients of this session, and leaves the session open."""
+        while self._sdks:
+            self._sdks.pop().close()
+
+
+class Client:
+    """Administers a gateway. `admin_key` may come from TOKENTRUE_ADMIN_KEY."""
+
+    def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 600.0) -> None:
+        self._connection = _Connection(url, admin_key, timeout_s)
+        self._http = httpx.Client(**self._connection.options)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def open(
+        self,
+        *,
+        session_id: str | None = None,
+        group: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        history: str | None = None,
+    ) -> ClientSession:
+        """A new session, which stays open until `end`."""
+        return ClientSession(self, self.call(_open(session_id, group, metadata, sampling, history)))
+
+    def session(self, **settings: Any) -> AbstractContextManager[ClientSession]:
+        """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""
+
+        @contextmanager
+        def block() -> Iterator[ClientSession]:
+            session = self.open(**settings)
+            try:
+                yield session
+            finally:
+                session.close()
+            session.end()
+
+        return block()
+
+    def sessions(self, *, limit: int = 100, offset: int = 0) -> list[dict[str, Any]]:
+        answer = self.call(_Request(method="GET", path=f"/sessions?limit={limit}&offset={offset}"))
+        return cast("list[dict[str, Any]]", answer["sessions"])
+
+    def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
+        """Returns when the gateway and its engine are ready; raises GatewayUnreachable after `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.call(_Request(method="GET", path="/ready"))
+                return
+            except (GatewayError, GatewayUnreachable) as error:
+                if time.monotonic() > end:
+                    raise GatewayUnreachable(f"not ready after {timeout_s:g} s: {error}") from error
+            time.sleep(0.2)
+
+    def call(self, request: _Request) -> Any:
+        try:
+            return _value_of(request, self._http.request(request.method, request.path, **_content_of(request)))
+        except httpx.TransportError as error:
+            raise self._connection.unreachable(error) from error
+
+
+class AsyncClientSession(_SessionRequests):
+    """One session of a gateway, with `await`."""
+
+    def __init__(self, client: AsyncClient, made: Mapping[str, Any]) -> None:
+        super().__init__(made)
+        self._client = client
+
+    def openai(self, **options: Any) -> AsyncOpenAI:
+        return self._sdk("openai", "AsyncOpenAI", options)
+
+    def anthropic(self, **options: Any) -> AsyncAnthropic:
+        return self._sdk("anthropic", "AsyncAnthropic", options)
+
+    async def reward(self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
+        await self._client.call(self._reward(reward, leaf, metadata))
+
+    async def samples(self) -> list[Sample]:
+        return (await self.result()).samples
+
+    async def coverage(self) -> Coverage:
+        return (await self.result()).coverage
+
+    async def result(self) -> SessionSamples:
+        return _samples_from(await self._client.call(self._samples()))
+
+    async def state(self) -> dict[str, Any]:
+        """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
+        return await self._client.call(self._state())
+
+    async def end(self, *, purge: bool = False) -> None:
+        """No further turn is admitted; samples stay readable unless `purge`."""
+        await self.close()
+        await self._client.call(self._end(purge))
+
+    async def close(self) -> None:
+        """Closes the SDK clients of this session, and leaves the session open."""
+        while self._sdks:
+            await self._sdks.pop().close()
+
+
+class AsyncClient:
+    """`Client` with `await`."""
+
+    def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 600.0) -> None:
+        self._connection = _Connection(url, admin_key, timeout_s)
+        self._http = httpx.AsyncClient(**self._connection.options, limits=httpx.Limits(max_connections=None))
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def open(
+        self,
+        *,
+        session_id: str | None = None,
+        group: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        history: str | None = None,
+    ) -> AsyncClientSession:
+        """A new session, which stays open until `end`."""
+        return AsyncClientSession(self, await self.call(_open(session_id, group, metadata, sampling, history)))
+
+    def session(self, **settings: Any) -> AbstractAsyncContextManager[AsyncClientSession]:
+        """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""
+
+        @asynccontextmanager
+        async def block() -> AsyncIterator[AsyncClientSession]:
+            session = await self.open(**settings)
+            try:
+                yield session
+            finally:
+                await session.close()
+            await session.end()
+
+        return block()
+
+    async def sessions(self, *, limit: int = 100, offset: int = 0) -> list[dict[str, Any]]:
+        answer = await self.call(_Request(method="GET", path=f"/sessions?limit={limit}&offset={offset}"))
+        return cast("list[dict[str, Any]]", answer["sessions"])
+
+    async def call(self, request: _Request) -> Any:
+        try:
+            return _value_of(request, await self._http.request(request.method, request.path, **_content_of(request)))
+        except httpx.TransportError as error:
+            raise self._connection.unreachable(error) from error
