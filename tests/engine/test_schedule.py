@@ -38,6 +38,11 @@ def test_random_schedule_of_further_families(kind: str) -> None:
     check(kind, "bfloat16" if kind == "gemma3" else "float32", seed=7, tokens=250, replays=2)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_random_schedule_in_float16(kind: str) -> None:
+    check(kind, "float16", seed=11, tokens=200, replays=1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

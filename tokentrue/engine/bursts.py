@@ -119,6 +119,6 @@ class Bursts:
 
 def is_plain(request: Request) -> bool:
     """Temperature and seed alone shape what the request samples, and it wants nothing besides tokens and their log-probabilities."""
-    if request.shaped or request.sampling.top_logprobs or request.wants_routes:
+    if request.shaped or request.sampling.top_logprobs or request.wants_routes or request.adapter is not None:
         return False
     return not (request.wants_prompt and not request.num_sampled)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from tokentrue.engine.adapters import Adapter, check_shapes, linear_modules, shapes_by_dtype
 from tokentrue.engine.blocks import BlockPool
 from tokentrue.engine.bursts import Bursts
 from tokentrue.engine.decoder import Decoder
@@ -56,6 +57,7 @@ class Core:
         self.meter = Meter()
         self.capacity = min(decoder.max_positions, (num_blocks - 1) * ops.block_size)
         """Most tokens that one request can hold."""
+        self.adapters: dict[str, Adapter] = {}
         self.broken: str | None = None
         self.bursts = bursts_of(self)
         self.prefills = prefills_of(self)
@@ -65,7 +67,49 @@ class Core:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def add(self, request: Request) -> None:
+        if request.adapter is not None:
+            adapter = self.adapters.get(request.adapter)
+            if adapter is None:  # unloaded since the request was checked
+                return self.fail(request, EngineError(f"adapter {request.adapter!r} is not loaded"))
+            request.prefix = adapter.prefix
         self.scheduler.add(request)
+
+    def version_of(self, request: Request) -> int:
+        """Policy version of the weights that sample this request's next token: its adapter's own, where that has one."""
+        adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
+        return self.version if adapter is None or adapter.version is None else adapter.version
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raise unless the adapter fits the model and its products are exact here."""
+        check_shapes(adapter, self.forward.decoder, linear_modules(self.model))
+        for dtype, linears in shapes_by_dtype(adapter).items():
+            self.forward.ops.self_test(linears=linears, heads=set(), dtype=dtype)
+
+    def set_adapter(self, adapter: Adapter) -> None:
+        """Requests that run with an older adapter of this name compute their context anew."""
+        for request in [r for r in (*self.scheduler.running, *self.scheduler.waiting) if r.adapter == adapter.name]:
+            if request.phase is Phase.RUNNING:
+                self.scheduler.preempt(request)
+            request.prefix = adapter.prefix
+            request.hashes.clear()
+        self.adapters[adapter.name] = adapter
+
+    def free_blocks(self, tokens: int) -> None:
+        """Wait for the bursts in flight and preempt requests until blocks for `tokens` are free."""
+        if self.bursts is not None:
+            self.bursts.drain()
+        while self.scheduler.running and self.pool.num_free * self.pool.block_size < tokens:
+            self.scheduler.preempt(self.scheduler.running[-1])
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that name it fail."""
+        if name not in self.adapters:
+            raise EngineError(f"adapter {name!r} is not loaded; loaded: {sorted(self.adapters)}")
+        if self.bursts is not None:
+            self.bursts.drain()
+        for request in [r for r in (*self.scheduler.running, *self.scheduler.waiting) if r.adapter == name]:
+            self.fail(request, EngineError(f"adapter {name!r} was unloaded"))
+        del self.adapters[name]
 
     def step(self) -> bool:
         """One forward pass for whoever is ready; False when there was nothing to do."""
@@ -131,9 +175,9 @@ class Core:
         """Logits of `rows`, and the experts chosen at the token rows of `routing`."""
         if not routing:
             replayed = self.prefills.step(batch, rows) if self.prefills is not None else None
-            return self.forward.step(batch, rows) if replayed is None else replayed, {}
+            return self.forward.step(batch, rows, self.adapters) if replayed is None else replayed, {}
         with self.forward.routes() as chosen:
-            logits = self.forward.step(batch, rows)
+            logits = self.forward.step(batch, rows, self.adapters)
             found = chosen([row for _, row in routing])
         _, layers, top_k = found.shape
         data = [row.numpy().astype("<i2").tobytes() for row in found]
@@ -153,7 +197,7 @@ class Core:
             self.scheduler.restart()
             self.fail(request, result)
             return
-        request.take(result, self.version)
+        request.take(result, self.version_of(request))
         self.notify(request, 1)
 
     def take_run(self, request: Request, ids: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -168,7 +212,7 @@ class Core:
         stops = request.stop_ids
         if not stops.isdisjoint(ids):
             room = next((i + 1 for i, token in enumerate(ids[:room]) if token in stops), room)
-        request.take_run(ids[:room], logprobs[:room], self.version)
+        request.take_run(ids[:room], logprobs[:room], self.version_of(request))
         self.scheduler.record(Work(request, request.computed, room))
         self.notify(request, room)
 

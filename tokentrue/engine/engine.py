@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tokentrue.engine.adapters import AdapterSource, read_adapter
 from tokentrue.engine.core import Chaos, Core
 from tokentrue.engine.decoder import read_decoder
-from tokentrue.engine.proof import prove
+from tokentrue.engine.proof import prove, prove_adapter
 from tokentrue.engine.request import Request
 from tokentrue.engine.sample import child_seed
 from tokentrue.engine.schedule import Limits
@@ -35,7 +36,7 @@ from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Samplin
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_LIMITS = Limits(step_tokens=16384, chunk_tokens=4096)
 """A GPU wants long steps: a prompt's piece of a few hundred tokens does not fill it."""
-EXTRAS = {"ignore_eos", "prompt_logprobs", "routed_experts"}
+EXTRAS = {"adapter", "ignore_eos", "prompt_logprobs", "routed_experts"}
 """Keys of Sampling.extra that the engine understands; any other is refused."""
 
 
@@ -71,8 +72,13 @@ class ExactEngine:
         self._thread: threading.Thread | None = None
 
     # ---- asking -----------------------------------------------------------------------------------------------------------------------
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        """Sample until a stop, the limit or cancellation of this task (which cancels the generation too)."""
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
+    ) -> Completion:
+        """Sample until a stop, the limit or cancellation of this task (which cancels the generation too).
+
+        `adapter` (or `sampling.extra["adapter"]`) names a loaded LoRA adapter; requests of different adapters share batches.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -81,7 +87,7 @@ class ExactEngine:
                 with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
                     loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
 
-        request = self.submit(prompt_ids, sampling, notify)
+        request = self.submit(prompt_ids, sampling, notify, adapter=adapter)
         try:
             await done
         except asyncio.CancelledError:
@@ -96,7 +102,9 @@ class ExactEngine:
 
         return list(await asyncio.gather(*(self.generate(prompt_ids, replace(sampling, seed=child_seed(seed, i))) for i in range(n))))
 
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
+    ) -> AsyncIterator[Chunk]:
         """A chunk per sampled token, then one with the whole completion. Closing the iterator cancels the generation."""
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
@@ -105,7 +113,7 @@ class ExactEngine:
             with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
                 loop.call_soon_threadsafe(changed.set)
 
-        request = self.submit(prompt_ids, sampling, notify)
+        request = self.submit(prompt_ids, sampling, notify, adapter=adapter)
         sent, prompt = 0, len(request.prompt_ids)
         try:
             while True:
@@ -122,8 +130,10 @@ class ExactEngine:
         finally:
             self.cancel(request)
 
-    def submit(self, prompt_ids: Ids, sampling: Sampling, listener: Callable[[Request], None]) -> Request:
-        request = self.request(prompt_ids, sampling, listener)
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[Request], None], *, adapter: str | None = None
+    ) -> Request:
+        request = self.request(prompt_ids, sampling, listener, adapter=adapter)
         with self._state:
             if self._closed:
                 raise EngineError("the engine is closed")
@@ -136,7 +146,7 @@ class ExactEngine:
             self._state.notify_all()
         return request
 
-    def request(self, prompt_ids: Ids, sampling: Sampling, listener: Any = None) -> Request:
+    def request(self, prompt_ids: Sequence[int], sampling: Sampling, listener: Any = None, *, adapter: str | None = None) -> Request:
         """Checked here, so that nothing in the loop can fail because of one caller."""
         ids = tuple(map(int, prompt_ids))
         vocabulary, capacity = self.core.forward.decoder.vocabulary, self.core.capacity
@@ -150,6 +160,9 @@ class ExactEngine:
         unknown = sorted(set(sampling.extra) - EXTRAS)
         if unknown:
             raise SamplingError(f"extra {unknown} unknown to the exact engine; it knows {sorted(EXTRAS)}")
+        adapter = adapter or sampling.extra.get("adapter")
+        if adapter is not None and adapter not in self.core.adapters:
+            raise EngineRejected(f"adapter {adapter!r} is not loaded; loaded: {sorted(self.core.adapters)}")
         if sampling.extra.get("routed_experts") and not has_experts(self.model):
             raise SamplingError("extra routed_experts: this model is no mixture of experts; leave it out")
         if sampling.stop and self.core.read is None:
@@ -161,6 +174,7 @@ class ExactEngine:
             sampling=sampling,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             stop_ids=frozenset(stops),
+            adapter=adapter,
             max_tokens=min(sampling.max_tokens or room, room),
             wants_prompt=bool(sampling.extra.get("prompt_logprobs")),
             wants_routes=bool(sampling.extra.get("routed_experts")),
@@ -182,6 +196,31 @@ class ExactEngine:
         """Live when this returns: every later token is sampled from these weights, also of requests already running."""
         with self.paused():
             self.core.load(weights, version)
+
+    def load_adapter(self, name: str, source: AdapterSource, *, config: Any = None, version: int | None = None) -> None:
+        """Load or replace a LoRA adapter: a directory saved by peft, or its state dict with `config` (kept for later loads of the name).
+
+        Live when this returns. Its completions carry `version`, or the engine's where none is given.
+        """
+        known = self.core.adapters.get(name)
+        adapter = read_adapter(name, source, config or (known and known.config), version=version, device=self.core.forward.device)
+        with self.paused():
+            self.core.check_adapter(adapter)
+            prove_adapter(self.core, adapter)
+            self.core.set_adapter(adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that name it fail."""
+        with self.paused():
+            self.core.unload_adapter(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        return sorted(self.core.adapters)
+
+    async def publish_adapter(self, name: str, weights: AdapterSource, *, version: int) -> None:
+        """Publish the adapter alone: the base weights stay."""
+        await asyncio.to_thread(self.load_adapter, name, weights, version=version)
 
     async def publish(self, weights: Iterable[tuple[str, Any]] | Mapping[str, Any], *, version: int) -> None:
         """As a WeightSink."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokentrue.engine.adapters import AdaptedRows, Adapter
 from tokentrue.engine.decoder import Decoder, Dense, Layer, Norm
 from tokentrue.engine.schedule import Work
 from tokentrue.numerics import Ops, PagedBatch
@@ -40,11 +42,11 @@ class Forward:
         self.ops.pack(weight for weight in linear_weights(self.decoder))
 
     @torch.inference_mode()
-    def step(self, batch: Sequence[Work], rows: Sequence[int]) -> Tensor:
-        """Logits [len(rows), V] of those token rows of the step."""
+    def step(self, batch: Sequence[Work], rows: Sequence[int], adapters: Mapping[str, Adapter] | None = None) -> Tensor:
+        """Logits [len(rows), V] of those token rows of the step; `adapters` holds those that requests name."""
         ids = np.array([token for work in batch for token in work.request.tokens[work.start : work.start + work.count]])
         paged = paged_batch(batch, self.ops.block_size, self.device)
-        hidden = self.hidden(torch.from_numpy(ids).to(self.device), paged)
+        hidden = self.hidden(torch.from_numpy(ids).to(self.device), paged, adapted_rows(batch, adapters or {}, self.device))
         if not rows:
             return hidden.new_empty(0, self.decoder.vocabulary)
         if len(rows) < hidden.shape[0]:
@@ -61,15 +63,15 @@ class Forward:
         finally:
             self.ops.routes = None
 
-    def hidden(self, ids: Tensor, batch: PagedBatch) -> Tensor:
+    def hidden(self, ids: Tensor, batch: PagedBatch, adapted: Sequence[AdaptedRows] = ()) -> Tensor:
         """[T,K] after the last layer, before the final norm."""
-        if self.plain and self.trace is None:
+        if self.plain and self.trace is None and not adapted:
             h, x = self.plain_layers(ids, batch)
             return x + h
         d = self.decoder
         x, ropes = d.embed(ids), self.ropes(batch)
         for index, layer in enumerate(d.layers):
-            x = self.layer(index, layer, x, ropes[layer.rope], batch)
+            x = self.layer(index, layer, x, ropes[layer.rope], batch, adapted)
         return x
 
     def logits_of_all(self, ids: Tensor, batch: PagedBatch) -> Tensor:
@@ -109,15 +111,23 @@ class Forward:
         assert h is not None
         return (h[:1], x[:1]) if alone else (h, x)
 
-    def layer(self, index: int, layer: Layer, x: Tensor, rope: tuple[Tensor | None, Tensor | None], batch: PagedBatch) -> Tensor:
+    def layer(
+        self, index: int, layer: Layer, x: Tensor, rope: tuple[Tensor | None, Tensor | None], batch: PagedBatch,
+        adapted: Sequence[AdaptedRows],
+    ) -> Tensor:  # fmt: skip
         ops, name = self.ops, f"layers.{index}"
+        heads, key_heads, size = self.decoder.heads
         h = self.norm(f"{name}.before_attention", layer.before_attention, x)
-        qkv = self.record(f"{name}.qkv", ops.linear(h, layer.qkv, layer.qkv_bias))
+        qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
+        self.adapt(adapted, index, h, qkv, (("q_proj", heads * size), ("k_proj", key_heads * size), ("v_proj", key_heads * size)))
+        self.record(f"{name}.qkv", qkv)
         keys, values = self.caches[index]
         prepare = ops.prepare_qkv if layer.rope is not None else partial(Ops.prepare_qkv, ops)
         q = prepare(qkv, self.decoder.heads, layer.head_norm, *rope, keys, values, batch)
         attended = self.record(f"{name}.attention", ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1))
-        h = self.record(f"{name}.out", ops.linear(attended, layer.out, layer.out_bias))
+        h = ops.linear(attended, layer.out, layer.out_bias)
+        self.adapt(adapted, index, attended, h, (("o_proj", h.shape[1]),))
+        self.record(f"{name}.out", h)
         h = self.norm(f"{name}.after_attention", layer.after_attention, h)
         if layer.before_mlp is None:
             x = x + h
@@ -126,15 +136,27 @@ class Forward:
             n = layer.before_mlp
             h, x = ops.add_rms_norm(h, x, n.weight, n.eps, form=n.form)
             self.record(f"{name}.before_mlp", h)
-        h = self.mlp(name, layer.mlp, h)
+        h = self.mlp(name, layer.mlp, h, adapted, index)
         return x + self.norm(f"{name}.after_mlp", layer.after_mlp, h)
 
-    def mlp(self, name: str, mlp: Dense | Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    def mlp(
+        self, name: str, mlp: Dense | Callable[[Tensor], Tensor], h: Tensor, adapted: Sequence[AdaptedRows] = (), index: int = 0
+    ) -> Tensor:
         if not isinstance(mlp, Dense):
             return self.record(f"{name}.mlp", mlp(h[None])[0])
-        gate, up = self.ops.linear(h, mlp.gate_up, mlp.gate_up_bias).chunk(2, -1)
+        both = self.ops.linear(h, mlp.gate_up, mlp.gate_up_bias)
+        self.adapt(adapted, index, h, both, (("gate_proj", both.shape[1] // 2), ("up_proj", both.shape[1] // 2)))
+        gate, up = both.chunk(2, -1)
         inner = self.record(f"{name}.activation", self.ops.act_mul(gate, up, mlp.kind))
-        return self.record(f"{name}.mlp", self.ops.linear(inner, mlp.down, mlp.down_bias))
+        out = self.ops.linear(inner, mlp.down, mlp.down_bias)
+        self.adapt(adapted, index, inner, out, (("down_proj", out.shape[1]),))
+        return self.record(f"{name}.mlp", out)
+
+    def adapt(self, adapted: Sequence[AdaptedRows], index: int, x: Tensor, y: Tensor, parts: Sequence[tuple[str, int]]) -> None:
+        """Add every adapter's part to the rows of y that it changes; `parts` are the projections of the merged product and their widths."""
+        for rows in adapted:
+            ends = list(itertools.accumulate(width for _, width in parts))
+            rows.apply(self.ops, index, x, y, [(name, end - width, end) for (name, width), end in zip(parts, ends, strict=True)])
 
     def norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
         if norm is None:
@@ -172,6 +194,17 @@ def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
         if isinstance(layer.mlp, Dense):
             yield from (layer.mlp.gate_up, layer.mlp.down)
     yield decoder.head
+
+
+def adapted_rows(batch: Sequence[Work], adapters: Mapping[str, Adapter], device: torch.device) -> list[AdaptedRows]:
+    """Token rows of the step by adapter."""
+    rows: dict[str, list[int]] = {}
+    start = 0
+    for work in batch:
+        if work.request.adapter is not None:
+            rows.setdefault(work.request.adapter, []).extend(range(start, start + work.count))
+        start += work.count
+    return [AdaptedRows(adapters[name], torch.tensor(own, device=device)) for name, own in rows.items()]
 
 
 def paged_batch(batch: Sequence[Work], size: int, device: torch.device) -> PagedBatch:

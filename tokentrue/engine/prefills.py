@@ -48,7 +48,8 @@ class PrefillGraphs:
         """Logits of those token rows, or None for a step that has no captured form: too long, or with decodes in it."""
         total = sum(work.count for work in batch)
         few = len(batch) <= MOST_SEQUENCES and len(rows) <= MOST_SEQUENCES
-        if not few or total > SIZES[-1] or self.forward.trace is not None or any(work.count == 1 for work in batch):
+        plain = all(work.count > 1 and work.request.adapter is None for work in batch)
+        if not few or not plain or total > SIZES[-1] or self.forward.trace is not None:
             return None
         size = next(s for s in SIZES if s >= total)
         if size not in self._captured:

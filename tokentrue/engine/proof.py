@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tokentrue.engine.adapters import Adapter, attached
 from tokentrue.engine.request import Request
 from tokentrue.engine.schedule import Work
 from tokentrue.engine.trace import Difference, engine_trace, first_difference, model_trace
@@ -36,6 +37,19 @@ def prove(core: Core) -> None:
         raise ExactnessError(f"{type(core.model).__name__} has a part without an exact form; {where}")
 
 
+def prove_adapter(core: Core, adapter: Adapter) -> None:
+    """The same with an adapter, against the model's own forward with that adapter attached."""
+    length = min(LENGTH, core.capacity)
+    ids = torch.randint(0, core.forward.decoder.vocabulary, (length,), generator=torch.Generator().manual_seed(6))
+    core.free_blocks(length)
+    with torch.inference_mode():
+        with attached(core.model, core.forward.ops, adapter):
+            wanted = logits_of(core.model, ids[None].to(core.forward.device))[0]
+        found = paged_logits(core, ids.tolist(), adapter=adapter)
+    if not same_bits(found, wanted):
+        raise ExactnessError(f"adapter {adapter.name!r}: engine and trainer forwards differ in bits")
+
+
 def compare(core: Core, ids: list[int], model: Any = None, pieces: tuple[int, ...] = PIECES) -> Difference | None:
     """The first operator whose bits differ between pages and the forward of `model` (the engine's own, unless given), over these ids."""
     with engine_trace(core) as engine:
@@ -43,16 +57,18 @@ def compare(core: Core, ids: list[int], model: Any = None, pieces: tuple[int, ..
     return first_difference(engine, model_trace(model or core.model, ids))
 
 
-def paged_logits(core: Core, ids: list[int], pieces: tuple[int, ...] = PIECES) -> Tensor:
+def paged_logits(core: Core, ids: list[int], pieces: tuple[int, ...] = PIECES, adapter: Adapter | None = None) -> Tensor:
     """Logits of every position, computed piece by piece (again from the first when they run out) through the pages."""
-    request = Request(prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1)
+    name = None if adapter is None else adapter.name
+    request = Request(prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=name)
+    adapters = {} if adapter is None else {adapter.name: adapter}
     core.scheduler.grow(request, len(ids))
     rows, start = [], 0
     for piece in itertools.cycle(pieces):
         count = min(piece, len(ids) - start)
         if count == 0:
             break
-        rows.append(core.forward.step([Work(request, start, count)], range(count)))
+        rows.append(core.forward.step([Work(request, start, count)], range(count), adapters))
         start += count
     core.scheduler.free(request)
     return torch.cat(rows)

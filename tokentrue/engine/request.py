@@ -52,6 +52,8 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int
     listener: Callable[[Request], None] | None = None  # hears in the engine's thread that there are new tokens, or that `finish` is set
+    adapter: str | None = None
+    prefix: bytes = b""  # what the names of its cache blocks start from: other weights, other names
     wants_prompt: bool = False
     wants_routes: bool = False
     number: int = field(default_factory=lambda: next(_numbers))

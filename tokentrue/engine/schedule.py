@@ -113,7 +113,7 @@ class Scheduler:
 
     def extend_names(self, request: Request) -> None:
         size, n = self.pool.block_size, len(request.hashes)
-        request.hashes.append(block_hash(request.hashes[-1] if n else b"", request.tokens[n * size : (n + 1) * size]))
+        request.hashes.append(block_hash(request.hashes[-1] if n else request.prefix, request.tokens[n * size : (n + 1) * size]))
 
     def names_in_work(self, request: Request) -> list[bytes]:
         """Blocks of the prompt that a running request is about to compute."""

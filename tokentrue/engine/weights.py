@@ -18,6 +18,8 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: torch.dtype) -> Any:
     """A Hugging Face causal decoder in inference mode; a model object is taken as it is (and its weights are the engine's from now on)."""
     if isinstance(source, nn.Module):
+        if hasattr(source, "peft_config"):
+            raise ExactnessError("the engine runs a base model: give it that, and the adapter by engine.load_adapter(name, directory)")
         model = source.to(device=device, dtype=dtype)
     else:
         from transformers import AutoModelForCausalLM

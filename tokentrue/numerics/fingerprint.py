@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -58,18 +59,23 @@ def library_of(text: str) -> str:
     return "; ".join(line.strip(" -") for line in text.splitlines() if "MKL" in line and "Build settings" not in line)
 
 
-def shapes_of(model: nn.Module) -> tuple[set[tuple[int, int, bool]], set[tuple[int, int, int]]]:
-    """(K, N, bias) of every linear, routers and experts included, and (H, J, D) of every attention."""
-    linears: set[tuple[int, int, bool]] = set()
+Linears = set[tuple[int, int, bool]]
+
+
+def shapes_of(model: nn.Module) -> tuple[dict[torch.dtype, Linears], set[tuple[int, int, int]]]:
+    """(K, N, bias) of every linear by dtype, routers and experts included, and (H, J, D) of every attention."""
+    linears: dict[torch.dtype, Linears] = defaultdict(set)
     heads: set[tuple[int, int, int]] = set()
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            linears.add((module.in_features, module.out_features, module.bias is not None))
+            linears[module.weight.dtype].add((module.in_features, module.out_features, module.bias is not None))
         parameters = dict(module.named_parameters(recurse=False))
         if is_experts(parameters):
-            linears.update((p.shape[2], p.shape[1], False) for p in parameters.values())
+            linears[parameters["down_proj"].dtype].update((p.shape[2], p.shape[1], False) for p in parameters.values())
         elif is_router(module) and not isinstance(module, nn.Linear | nn.Embedding):
-            linears.add((parameters["weight"].shape[1], parameters["weight"].shape[0], "bias" in parameters))
+            weight = parameters["weight"]
+            linears[weight.dtype].add((weight.shape[1], weight.shape[0], "bias" in parameters))
+            linears[torch.float32].add((weight.shape[1], weight.shape[0], "bias" in parameters))  # some routers compute in float32
         head_dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
         if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
             heads.add((config.num_attention_heads, config.num_key_value_heads, head_dim))
@@ -80,7 +86,9 @@ def contract_of(model: nn.Module, ops: Ops) -> Contract:
     """Run the self-test for the model's shapes and write down what holds."""
     parameter = next(p for p in model.parameters() if p.dim() > 1)
     linears, heads = shapes_of(model)
-    fallbacks = ops.self_test(linears=linears, heads=heads, dtype=parameter.dtype)
+    fallbacks: list[str] = []
+    for dtype, shapes in linears.items():
+        fallbacks += ops.self_test(linears=shapes, heads=heads if dtype == parameter.dtype else set(), dtype=dtype)
     return Contract(
         operators=dict(ops.contract()), machine=machine_of(parameter.device), dtype=str(parameter.dtype).removeprefix("torch."),
         fallbacks=tuple(fallbacks),

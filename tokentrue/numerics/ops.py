@@ -82,6 +82,15 @@ class HeadNorm:
     form: NormForm = NormForm.PLAIN
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """One adapted linear of a LoRA adapter: A [r, K], B [N, r]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
 class Norm(Protocol):
     """Weight, epsilon and kind of an RMS norm."""
 
@@ -180,6 +189,11 @@ class Ops(ABC):
         """residual' = residual + x (rounded); returns (rms_norm(residual'), residual')."""
         total = residual + x
         return self.rms_norm(total, weight, eps, form=form), total
+
+    def add_low_rank(self, y: Tensor, x: Tensor, low: LowRank) -> Tensor:
+        """(grad) y + linear(linear(x, A), B) * scale: products in the adapter's dtype, the sum in the wider one, rounded to y's dtype."""
+        delta = self.linear(self.linear(x.to(low.a.dtype), low.a), low.b) * low.scale
+        return (y + delta).to(y.dtype)
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
         """(grad) act_mul of the two halves of linear(x, gate_up [2*I, K]); rounded after each."""

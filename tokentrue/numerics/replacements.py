@@ -15,7 +15,7 @@ from transformers.activations import ACT2CLS, ACT2FN
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu.elementwise import ACTIVATIONS
 from tokentrue.numerics.functions import Forward
-from tokentrue.numerics.ops import NormForm, Ops
+from tokentrue.numerics.ops import LowRank, NormForm, Ops
 
 Replacement = tuple[nn.Module, str, Forward]
 """Module, which of SWITCHES it belongs to, its exact forward."""
@@ -28,6 +28,8 @@ def own_parameters(module: nn.Module) -> list[str]:
 
 
 def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None:
+    if is_adapted(module):
+        return module, "linear", adapted_forward(name, module, ops)
     if isinstance(module, nn.Linear):
         return module, "linear", lambda x, m=module: ops.linear(x, m.weight, m.bias)
     if type(module).__name__.endswith("RMSNorm"):
@@ -41,6 +43,32 @@ def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None
     if is_experts(dict(module.named_parameters(recurse=False))):
         return module, "experts", experts_forward(name, module, ops)
     return None
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """A LoRA layer of peft."""
+    return all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B", "scaling"))
+
+
+def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
+    """base(x) + B(A(x)) * scale for the one active adapter, in the engine's order of operations."""
+    base = module.base_layer
+    other = (*module.lora_magnitude_vector, *module.lora_embedding_A, *(name for name, bias in module.lora_bias.items() if bias))
+    if not isinstance(base, nn.Linear) or other:
+        raise ExactnessError(f"{name} ({type(base).__name__} with an adapter) has no exact form: plain LoRA of linears alone")
+
+    def forward(x: Tensor) -> Tensor:
+        y = ops.linear(x, base.weight, base.bias)
+        active = [] if module.disable_adapters else [a for a in module.active_adapters if a in module.lora_A]
+        if module.merged or len(active) > 1:
+            what = "merged" if module.merged else f"several active adapters {active}"
+            raise ExactnessError(f"{name}: {what} has no exact form; unmerge, and activate one adapter")
+        for adapter in active:
+            low = LowRank(a=module.lora_A[adapter].weight, b=module.lora_B[adapter].weight, scale=module.scaling[adapter])
+            y = ops.add_low_rank(y, module.lora_dropout[adapter](x), low)
+        return y
+
+    return forward
 
 
 def is_router(module: nn.Module) -> bool:

@@ -277,7 +277,7 @@ class CpuOps(Ops):
         linear = "oneDNN linear, rows >= 2, or a product equal to it in bits, float32" if self.has_onednn else f"{TILE}-row tiles"
         return {
             "linear.float32": linear + (f"; {TILE}-row tiles for K in {sorted(self.structural)}" if self.structural else ""),
-            "linear.bfloat16": f"{TILE}-row tiles",
+            "linear.16-bit": f"{TILE}-row tiles",
             "attention": f"float32 fold over {cpu_attention.KEYS}-key blocks, query tiles {tiles}, rows >= {self.rows}",
             "rms_norm": "float32, torch rms_norm per row",
             "activation": "float32; silu as x/(1+exp(-x)), sigmoid as 1/(1+exp(-x)), softplus as max(x,0)+log1p(exp(-|x|))",
@@ -289,6 +289,7 @@ class CpuOps(Ops):
     def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
         found = check(linears=linears, heads=heads, dtype=dtype, has_onednn=self.has_onednn)
         self.structural |= found.structural
-        self.plain = set(found.plain - self.structural)
-        self.rows = found.rows
+        self.plain = (self.plain | found.plain) - self.structural if dtype == torch.float32 else self.plain
+        if heads:
+            self.rows = found.rows
         return list(found.notes)

@@ -1,0 +1,161 @@
+"""LoRA adapters beside the base weights: read, checked and applied unmerged, in the order of operations that `exact` gives a peft model.
+
+y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once (`Ops.add_low_rank`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tokentrue.engine.decoder import Decoder, Dense
+from tokentrue.errors import EngineError, ExactnessError, FileFormatError
+from tokentrue.numerics import LowRank, Ops
+from tokentrue.numerics.functions import unguarded
+
+TARGETS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp",
+           "down_proj": "mlp"}  # fmt: skip
+NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.(weight|bias)$")
+REFUSED = {"use_dora": "DoRA", "lora_bias": "biases in B", "layer_replication": "replicated layers", "fan_in_fan_out": "transposed weights"}
+
+AdapterSource = str | Path | Mapping[str, Any]
+AdapterConfig = Mapping[str, Any]
+_loads = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """One loaded adapter. `prefix` starts the names of its cache blocks, so that no other weights share them."""
+
+    name: str
+    config: AdapterConfig
+    weights: Mapping[tuple[int, str], LowRank]  # (layer, projection)
+    version: int | None
+    prefix: bytes
+
+
+def read_adapter(
+    name: str, source: AdapterSource, config: AdapterConfig | None, *, version: int | None, device: torch.device
+) -> Adapter:
+    """From a directory that peft saved, or from a state dict with `config` (r, lora_alpha, …: a dict or a peft LoraConfig)."""
+    if isinstance(source, str | Path):
+        state, config = read_directory(Path(source))
+    else:
+        state = source
+    if config is None:
+        raise EngineError(f"adapter {name!r}: a state dict needs config= with r and lora_alpha the first time it is loaded")
+    config = config if isinstance(config, Mapping) else cast(Any, config).to_dict()
+    for key, what in REFUSED.items():
+        if config.get(key):
+            raise ExactnessError(f"adapter {name!r} uses {what} ({key}), which has no exact form")
+    pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for key, value in state.items():
+        found = NAME.search(key)
+        if found is None or TARGETS.get(found[3]) != found[2] or found[5] != "weight":
+            raise ExactnessError(f"adapter {name!r}: {key} has no exact form; adapters may change {', '.join(TARGETS)} of a layer")
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        pairs.setdefault((int(found[1]), found[3]), {})[found[4]] = value.detach().to(device).contiguous()
+    if not pairs:
+        raise EngineError(f"adapter {name!r} holds no weights")
+    weights = {at: low_rank(name, at, pair, config) for at, pair in pairs.items()}
+    return Adapter(name=name, config=config, weights=weights, version=version, prefix=f"adapter {next(_loads)}".encode())
+
+
+def read_directory(path: Path) -> tuple[Mapping[str, Any], AdapterConfig]:
+    from safetensors.torch import load_file
+
+    if not (path / "adapter_config.json").is_file() or not (path / "adapter_model.safetensors").is_file():
+        raise FileFormatError(f"{path} holds no adapter_config.json and adapter_model.safetensors, as peft's save_pretrained writes them")
+    return load_file(path / "adapter_model.safetensors"), json.loads((path / "adapter_config.json").read_text())
+
+
+def low_rank(name: str, at: tuple[int, str], pair: Mapping[str, Tensor], config: AdapterConfig) -> LowRank:
+    if pair.keys() != {"A", "B"}:
+        raise EngineError(f"adapter {name!r}: layer {at[0]} {at[1]} has lora_{'/'.join(pair)} alone; send A and B")
+    rank, alpha = pair["A"].shape[0], pattern_value(config, "alpha_pattern", at, config["lora_alpha"])
+    return LowRank(a=pair["A"], b=pair["B"], scale=alpha / (rank**0.5 if config.get("use_rslora") else rank))
+
+
+def pattern_value(config: AdapterConfig, key: str, at: tuple[int, str], default: float) -> float:
+    """peft's rank_pattern and alpha_pattern: the first pattern that ends the module's name."""
+    module = f"layers.{at[0]}.{TARGETS[at[1]]}.{at[1]}"
+    for pattern, value in (config.get(key) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def check_shapes(adapter: Adapter, decoder: Decoder, modules: Mapping[tuple[int, str], nn.Linear]) -> None:
+    for (layer, projection), low in adapter.weights.items():
+        module = modules.get((layer, projection))
+        if module is None or (TARGETS[projection] == "mlp" and not isinstance(decoder.layers[layer].mlp, Dense)):
+            raise ExactnessError(f"adapter {adapter.name!r}: layer {layer} has no plain {projection}; it cannot be adapted exactly")
+        wanted, found = (module.in_features, module.out_features), (low.a.shape[1], low.b.shape[0])
+        if wanted != found or low.a.shape[0] != low.b.shape[1]:
+            raise EngineError(f"adapter {adapter.name!r}: layer {layer} {projection} maps {found[0]} to {found[1]}, the model {wanted}")
+
+
+def shapes_by_dtype(adapter: Adapter) -> dict[torch.dtype, set[tuple[int, int, bool]]]:
+    """(K, N, bias) of every product of the adapter."""
+    shapes: dict[torch.dtype, set[tuple[int, int, bool]]] = {}
+    for low in adapter.weights.values():
+        for factor in (low.a, low.b):
+            shapes.setdefault(factor.dtype, set()).add((factor.shape[1], factor.shape[0], False))
+    return shapes
+
+
+def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
+    """The linears of the model's layers that an adapter may change."""
+    found: dict[tuple[int, str], nn.Linear] = {}
+    for index, layer in enumerate(model.model.layers):
+        for projection, parent in TARGETS.items():
+            module = getattr(getattr(layer, parent, None), projection, None)
+            if isinstance(module, nn.Linear):
+                found[index, projection] = module
+    return found
+
+
+@contextmanager
+def attached(model: Any, ops: Ops, adapter: Adapter) -> Iterator[None]:
+    """Inside the block the model's own forward computes with the adapter, as `exact` makes a peft model do."""
+    modules = linear_modules(model)
+    before = {at: modules[at].__dict__.get("forward") for at in adapter.weights}
+
+    def forward_of(module: nn.Linear, low: LowRank) -> Any:
+        return unguarded(lambda x: ops.add_low_rank(ops.linear(x, module.weight, module.bias), x, low))
+
+    try:
+        for at, low in adapter.weights.items():
+            object.__setattr__(modules[at], "forward", forward_of(modules[at], low))
+        yield
+    finally:
+        for at, forward in before.items():
+            if forward is None:
+                modules[at].__dict__.pop("forward", None)
+            else:
+                object.__setattr__(modules[at], "forward", forward)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Token rows of a step that one adapter changes."""
+
+    adapter: Adapter
+    rows: Tensor
+
+    def apply(self, ops: Ops, layer: int, x: Tensor, y: Tensor, columns: Sequence[tuple[str, int, int]]) -> None:
+        """Add the adapter's part to y, in place; `columns` are (projection, first, end) of the merged product."""
+        for projection, start, end in columns:
+            low = self.adapter.weights.get((layer, projection))
+            if low is not None:
+                part = y[:, start:end].index_select(0, self.rows)
+                y[self.rows, start:end] = ops.add_low_rank(part, x.index_select(0, self.rows), low)
