@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from tokentrue.cli.extras import extra_with
 from tokentrue.errors import TokenTrueError
 
 COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`; the module is tokentrue.cli.NAME, its function `command`
@@ -46,16 +47,22 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(name: str, rest: list[str]) -> int:
-    """One-line errors, no stack trace: a TokenTrueError is the user's to mend."""
+    """The command's exit code. What a user can mend (a TokenTrueError, a file, a missing extra) is one line, without a stack trace."""
     import typer
 
-    module = import_module(f"tokentrue.cli.{name}")
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name)(module.command)
     try:
+        module = import_module(f"tokentrue.cli.{name}")
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        app.command(name)(module.command)
         result = app(rest, prog_name=f"tokentrue {name}", standalone_mode=False)
-    except TokenTrueError as error:
-        print(f"tokentrue {name}: {error}", file=sys.stderr)
+    except (TokenTrueError, OSError) as error:
+        print(f"tokentrue {name}: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        extra = extra_with(error.name)
+        if extra is None:
+            raise
+        print(f"tokentrue {name}: {error.name} is not installed: pip install 'tokentrue[{extra}]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -66,3 +73,10 @@ def run(name: str, rest: list[str]) -> int:
         show()
         return int(getattr(error, "exit_code", 2))
     return int(result or 0)
+
+
+def _sentence(error: TokenTrueError | OSError) -> str:
+    """One line; a file that cannot be read or written is named with the system's reason."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__

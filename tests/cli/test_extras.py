@@ -1,0 +1,58 @@
+"""A command in an install without what it needs says which extra to install; the base needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tokentrue.cli.extras import EXTRAS
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run_without(modules: set[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    hide = "; ".join(f"sys.modules[{name!r}] = None" for name in sorted(modules))
+    code = f"import sys; {hide}; from tokentrue.cli.main import main; main({list(arguments)!r})"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        (("serve", "--port", "0"), "gateway"),
+        (("verify", "/tmp"), "gateway"),
+        (("demo",), "engine"),
+        (("train", "--config", "x.toml"), "gateway"),
+        (("diagnose", "x.jsonl", "--trainer", "y"), "engine"),
+        (("bench", "engine"), "engine"),
+    ],
+)
+def test_the_missing_extra_is_named(command: tuple[str, ...], extra: str) -> None:
+    done = run_without(set().union(*EXTRAS.values()), *command)
+    assert done.returncode == 2 and f"pip install 'tokentrue[{extra}]'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("command", [("--version",), ("--help",), ("audit", "nothing.jsonl"), ("samples", "sqlite:nothing.sqlite", "-o", "x")])
+def test_the_base_has_what_a_trainer_needs(command: tuple[str, ...]) -> None:
+    done = run_without(set().union(*EXTRAS.values()), *command)
+    assert "is not installed" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_table_names_what_the_extras_install() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, modules in EXTRAS.items():
+        names = {line.split(">=")[0].split("[")[0].replace("-", "_") for line in declared[extra]} - {"tokentrue"}
+        assert names == modules, extra
+
+
+def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "tokentrue", "demo", "--out", str(tmp_path / "file" / "out")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
