@@ -37,7 +37,10 @@ def test_the_missing_extra_is_named(command: tuple[str, ...], extra: str) -> Non
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
-@pytest.mark.parametrize("command", [("--version",), ("--help",), ("audit", "nothing.jsonl"), ("samples", "sqlite:nothing.sqlite", "-o", "x")])
+LIGHT = [("--version",), ("--help",), ("audit", "nothing.jsonl"), ("samples", "sqlite:nothing.sqlite", "-o", "x")]
+
+
+@pytest.mark.parametrize("command", LIGHT)
 def test_the_base_has_what_a_trainer_needs(command: tuple[str, ...]) -> None:
     done = run_without(set().union(*EXTRAS.values()), *command)
     assert "is not installed" not in done.stderr and "Traceback" not in done.stderr
