@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tokentrue.cli.demo import DemoResult, run
+from tokentrue.cli.report import shown_sessions
 from tokentrue.samples import audit, read_samples
 
 pytestmark = pytest.mark.timeout(280)
@@ -41,7 +42,8 @@ def test_what_it_leaves_behind_can_be_checked_by_others(first: tuple[DemoResult,
     report = audit(samples)
     assert not report.findings, report.findings[:3]
     page = (out / "report.html").read_text()
-    assert "<svg" in page and "100.00%" in page
+    assert "100.00%" in page and "Reward by step" in page
+    assert all(session in page for session in shown_sessions(out / "samples.jsonl"))
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["policy_version"] for row in rows] == [1, 2]
 

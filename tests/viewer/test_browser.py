@@ -14,7 +14,18 @@ import tokentrue as tt
 from tests.viewer.browser import open_browser, serve, violations, watched
 from tests.viewer.world import TASKS, Told, build_store, long_sample, play, renderer, run_apart, store_samples, write_trainer_file
 from tokentrue.sessions import Journal
-from tokentrue.viewer import SampleList, StoreSource, ViewerData, read_trainer_file, write_export
+from tokentrue.viewer import (
+    Chart,
+    ChosenSessions,
+    Report,
+    ReportTable,
+    SampleList,
+    StoreSource,
+    ViewerData,
+    read_trainer_file,
+    write_export,
+    write_report,
+)
 
 VIEWS = ("", "#/session/task0-rollout1", "#/session/task0-rollout2/x/breaks", "#/groups", "#/group/task-0", "#/mismatch")
 
@@ -244,6 +255,32 @@ def test_the_export_is_the_same_page_in_one_file(browser: Browser, data: ViewerD
         page = seen.open("#/mismatch")
         expect(page.locator(".chart canvas")).to_have_count(5)
         assert violations(page) == []
+        seen.check()
+
+
+def test_a_report_has_charts_and_rollouts(browser: Browser, data: ViewerData, tmp_path: Path) -> None:
+    steps = [1.0, 2.0, 3.0]
+    report = Report(
+        title="A run",
+        verdict="It went up.",
+        highlights=[("reward after", "0.750")],
+        charts=[
+            Chart(title="Reward", x_label="step", y_label="reward", x=steps, series={"reward": [0.1, None, 0.7]}),
+            Chart(title="Both", x_label="", y_label="reward", labels=("before", "after"), kind="bars", series={"r": [0.1, 0.7]}),
+        ],
+        tables=[ReportTable(title="Steps", columns=("step", "reward"), rows=[("1", 0.1)])],
+    )
+    target = tmp_path / "report.html"
+    write_report(target, report, source=ChosenSessions(data.source, ["task0-rollout0", "task0-rollout1"]), renderer=renderer())
+    with watched(browser, f"file://{target}") as seen:
+        page = seen.open()
+        expect(page.locator("h1")).to_have_text("A run")
+        expect(page.locator(".chart canvas")).to_have_count(2)
+        assert violations(page) == []
+        page.get_by_role("link", name="Groups").click()
+        page.get_by_role("link", name="task-0").click()
+        expect(page.locator(".rollouts > li")).to_have_count(2)
+        expect(page.get_by_role("link", name="Mismatch")).to_have_count(0)
         seen.check()
 
 

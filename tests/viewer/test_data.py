@@ -259,7 +259,7 @@ def test_missing_things_are_named(from_store: ViewerData, samples: list[Sample])
 
 def test_a_report_is_one_file_that_asks_for_nothing(samples: list[Sample], tmp_path: Path) -> None:
     path = tmp_path / "deep" / "report.html"
-    write_report(path, Report(title="A run", verdict="fine </script><b>"), samples=samples[:1])
+    write_report(path, Report(title="A run", verdict="fine </script><b>"), source=SampleList(samples[:1], name="s"))
     text = path.read_text(encoding="utf-8")
     assert "default-src 'none'" in text and 'src="' not in text.replace('type="module"', "") and "</script><b>" not in text
     assert key_of("report").replace('"', '\\"') in text

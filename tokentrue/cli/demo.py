@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentrue.cli.report import DemoResult, write_report
+from tokentrue.cli.report import DemoResult, write_demo_report
 
 if TYPE_CHECKING:
     from tokentrue.environments import RolloutConfig, Sessions
@@ -46,7 +46,7 @@ def command(
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say: Any) -> DemoResult:
     from tokentrue.app.embedded import embedded_gateway
     from tokentrue.app.rollouts import RolloutRounds
-    from tokentrue.app.wiring import ServeConfig, ServerConfig
+    from tokentrue.app.wiring import ServeConfig, ServerConfig, renderer_for
     from tokentrue.cli.progress import Costs, progress_bar
     from tokentrue.environments import SMALL_MODEL, RolloutConfig
     from tokentrue.environments.http import GatewaySessions
@@ -105,7 +105,10 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
         cost_line=costs.line(),
         report=str(out / "report.html"),
     )
-    write_report(out / "report.html", result, rows)
+    renderer = renderer_for(settings.model)(settings.model.history)
+    write_demo_report(
+        out / "report.html", result, rows, store=settings.server.store, samples=out / "samples.jsonl", renderer=renderer
+    )
     return result
 
 

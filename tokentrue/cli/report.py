@@ -1,20 +1,17 @@
-"""What the demo found, and its report: one HTML file that needs nothing beside it."""
+"""What the demo found, and its report: one HTML file with the viewer's parts, and rollouts of the first and the last step to read."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-PAGE = """<!doctype html><meta charset="utf-8"><title>tokentrue demo</title>
-<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;color:#222}}
-table{{border-collapse:collapse;margin:1rem 0}}td,th{{padding:.25rem .8rem;border-bottom:1px solid #ddd;text-align:right}}
-td:first-child,th:first-child{{text-align:left}}svg{{width:100%;height:auto}}</style>
-<h1>tokentrue demo</h1><p>A tool-calling agent over HTTP, the exact engine, {steps} GRPO steps, seed {seed}.</p>
-<table>{facts}</table><h2>Reward by step</h2>{curve}<h2>Steps</h2>
-<table><tr><th>step</th><th>reward</th><th>rows trained</th><th>tokens compared</th><th>bits differ</th><th>gradient norm</th>
-<th>play s</th><th>train s</th><th>publish ms</th></tr>{steps_table}</table>"""
+if TYPE_CHECKING:
+    from tokentrue.viewer import Chart, Report, ReportTable
+
+GROUPS_SHOWN = 2  # of the first step, and of the last
+Row = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,44 +46,97 @@ class DemoResult:
         return self.reward_after > self.reward_before and self.trained == self.sampled > 0 and self.differing == 0 and self.compared > 0
 
 
-def write_report(path: Path, result: DemoResult, rows: Sequence[Mapping[str, float]]) -> None:
-    facts = {
-        "held-out reward before": f"{result.reward_before:.3f}",
-        "held-out reward after": f"{result.reward_after:.3f}",
-        "coverage": f"{result.coverage:.2%} ({result.trained:,} of {result.sampled:,} sampled tokens)",
-        "mismatch": f"{result.differing} of {result.compared:,} log-probabilities differ",
-        "rollouts": f"{result.rollouts} ({result.failed} failed)",
-        "model": f"{html.escape(result.model)}, {result.parameters:,} parameters",
-        "a step": result.cost_line,
-        "time": f"{result.seconds:.0f} s",
+def write_demo_report(path: Path, result: DemoResult, rows: Sequence[Row], *, store: str, samples: Path, renderer: Any) -> None:
+    """`store` and `samples` are what the demo wrote: its sessions, and the samples that it trained on in their order."""
+    from tokentrue.app.wiring import journal_for
+    from tokentrue.viewer import ChosenSessions, StoreSource, write_report
+
+    source = StoreSource(journal_for(store), name="rollouts of the first and the last step")
+    try:
+        write_report(path, demo_report(result, rows), source=ChosenSessions(source, shown_sessions(samples)), renderer=renderer)
+    finally:
+        source.close()
+
+
+def shown_sessions(samples: Path) -> list[str]:
+    """The sessions of the first and of the last groups in the file."""
+    from tokentrue.samples import read_samples
+
+    groups: dict[str, list[str]] = {}
+    for sample in read_samples(samples):
+        found = groups.setdefault(sample.group or sample.session_id, [])
+        if sample.session_id not in found:
+            found.append(sample.session_id)
+    names = list(groups)
+    chosen = dict.fromkeys([*names[:GROUPS_SHOWN], *names[-GROUPS_SHOWN:]])
+    return [session for name in chosen for session in groups[name]]
+
+
+def demo_report(result: DemoResult, rows: Sequence[Row]) -> Report:
+    from tokentrue.viewer import Report
+
+    verdict = "The reward rose, every sampled token was trained, and no log-probability differs in any bit between rollout and trainer."
+    return Report(
+        title="tokentrue demo",
+        verdict=verdict if result.ok else "Not as promised: the reward must rise, coverage must be 100% and no bit may differ.",
+        ok=result.ok,
+        highlights=[
+            (f"held-out reward before, {result.tasks} tasks", f"{result.reward_before:.3f}"),
+            (f"held-out reward after {result.steps} GRPO steps", f"{result.reward_after:.3f}"),
+            (f"coverage: {result.trained:,} of {result.sampled:,} sampled tokens", f"{result.coverage:.2%}"),
+            (f"of {result.compared:,} log-probabilities differ", f"{result.differing:,}"),
+        ],
+        note="A tool-calling agent over HTTP, the exact engine, GRPO. Groups and sessions of the first and the last step are in this file.",
+        charts=_charts(result, rows),
+        facts=[
+            ("model", f"{result.model}, {result.parameters:,} parameters"),
+            ("rollouts", f"{result.rollouts:,}, {result.failed} failed"),
+            ("seed", str(result.seed)),
+            ("a step", result.cost_line),
+            ("time", f"{result.seconds:.0f} s"),
+        ],
+        tables=[_steps_table(rows)],
+    )
+
+
+def _train_s(row: Row) -> float:
+    return row["seconds/recompute"] + row["seconds/correct"] + row["seconds/update"]
+
+
+def _charts(result: DemoResult, rows: Sequence[Row]) -> list[Chart]:
+    from tokentrue.viewer import Chart
+
+    steps = [float(number) for number in range(1, len(rows) + 1)]
+    held_out = {"held-out reward": [result.reward_before, result.reward_after]}
+    seconds = {
+        "play": [row["seconds/wait"] for row in rows],
+        "train": [_train_s(row) for row in rows],
+        "publish": [row["seconds/publish"] for row in rows],
     }
-    body = "".join(f"<tr><td>{html.escape(name)}</td><td>{value}</td></tr>" for name, value in facts.items())
-    lines = "".join(step_line(number, row) for number, row in enumerate(rows))
-    curve = line_chart([row["reward"] for row in rows], low=0.0, high=1.0)
-    path.write_text(PAGE.format(steps=result.steps, seed=result.seed, facts=body, curve=curve, steps_table=lines))
+    return [
+        Chart(
+            title="Reward by step", x_label="step", y_label="mean reward of the rollouts", x=steps, y_range=(0.0, 1.0),
+            series={"reward": [row["reward"] for row in rows]},
+        ),
+        Chart(
+            title="Before and after", x_label="held-out tasks, greedy", y_label="mean reward", labels=("before", "after"), kind="bars",
+            y_range=(0.0, 1.0), series=held_out,
+        ),
+        Chart(title="Gradient norm", x_label="step", y_label="norm", x=steps, series={"norm": [row["update/grad_norm"] for row in rows]}),
+        Chart(title="Time of a step", x_label="step", y_label="seconds", x=steps, series=seconds),
+    ]  # fmt: skip
 
 
-def step_line(number: int, row: Mapping[str, float]) -> str:
-    train = row["seconds/recompute"] + row["seconds/correct"] + row["seconds/update"]
-    cells = (
-        f"{number}", f"{row['reward']:.3f}", f"{row['rows_trained']:.0f}", f"{row['exact_compared']:.0f}", f"{row['exact_differing']:.0f}",
-        f"{row['update/grad_norm']:.3f}", f"{row['seconds/wait']:.2f}", f"{train:.2f}", f"{1000 * row['seconds/publish']:.1f}",
-    )  # fmt: skip
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+def _steps_table(rows: Sequence[Row]) -> ReportTable:
+    from tokentrue.viewer import ReportTable
 
-
-def line_chart(values: Sequence[float], *, low: float, high: float, width: int = 800, height: int = 260) -> str:
-    """A plain polyline in SVG."""
-    pad = 36
-    span = max(1, len(values) - 1)
-
-    def place(index: int, value: float) -> tuple[float, float]:
-        return pad + (width - 2 * pad) * index / span, height - pad - (height - 2 * pad) * (value - low) / (high - low)
-
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(i, v) for i, v in enumerate(values)))
-    grid = ""
-    for mark in (low, (low + high) / 2, high):
-        _, y = place(0, mark)
-        grid += f'<line x1="{pad}" x2="{width - pad}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
-        grid += f'<text x="4" y="{y + 4:.1f}" font-size="12">{mark:g}</text>'
-    return f'<svg viewBox="0 0 {width} {height}">{grid}<polyline points="{points}" fill="none" stroke="#0a7" stroke-width="2.5"/></svg>'
+    columns = ("step", "reward", "rows trained", "tokens compared", "bits differ", "gradient norm", "play s", "train s", "publish ms")
+    cells = [
+        (
+            str(number), f"{row['reward']:.3f}", f"{row['rows_trained']:.0f}", f"{row['exact_compared']:.0f}",
+            f"{row['exact_differing']:.0f}", f"{row['update/grad_norm']:.3f}", f"{row['seconds/wait']:.2f}", f"{_train_s(row):.2f}",
+            f"{1000 * row['seconds/publish']:.1f}",
+        )
+        for number, row in enumerate(rows, start=1)
+    ]  # fmt: skip
+    return ReportTable(title="Steps", columns=columns, rows=cells)

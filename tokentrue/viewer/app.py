@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -66,9 +66,7 @@ def create_app(data: ViewerData) -> ASGIApp:
             return _json({"error": str(error)}, 500)
 
     def page(request: Request) -> Response:
-        if request.url.path.endswith("/"):
-            return FileResponse(STATIC / "index.html", media_type="text/html")
-        return RedirectResponse(f"{request.scope.get('root_path', '').rstrip('/')}/")
+        return FileResponse(STATIC / "index.html", media_type="text/html")
 
     routes = [
         Route("/", page),

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -27,6 +28,7 @@ from tokentrue.viewer.trainer_file import TrainerColumns
 FORMAT = 1
 PAGE = 500
 STRIP = 1000  # points of a rollout's strip in the group view
+FRESH_S = 2.0  # advantages of a live source's group are kept this long
 TEXT = 2000  # characters of a message in the group view
 NO_MODEL = "this needs the model's tokenizer and chat template: start the viewer with --model DIR"
 NO_TRAINER = "no trainer log-probabilities: start the viewer with --trainer-logprobs FILE"
@@ -44,6 +46,7 @@ class ViewerData:
         report: Mapping[str, Any] | None = None,
     ) -> None:
         self.source, self._renderer, self._trainer, self._report = source, renderer, dict(trainer or {}), report
+        self._groups: dict[str, tuple[float, dict[str, float]]] = {}  # when they were computed, advantages by sample id
 
     def index(self, *, offset: int = 0, limit: int = PAGE) -> dict[str, Any]:
         rows, total = self.source.list_sessions(offset=offset, limit=limit)
@@ -151,8 +154,12 @@ class ViewerData:
 
     def _advantages(self, view: SessionView) -> dict[str, float]:
         group = view.summary.group
-        views = [view] if group is None else self.source.load_group(group)
-        return advantages_of([branch.sample for one in views for branch in one.branches if branch.abandoned is None])
+        if group is None:
+            return _advantages([view])
+        known = self._groups.get(group)
+        if known is None or (self.source.live and time.monotonic() - known[0] > FRESH_S):
+            known = self._groups[group] = (time.monotonic(), _advantages(self.source.load_group(group)))
+        return known[1]
 
     def _pieces(self, ids: Ids) -> dict[str, list[str]]:
         """The text and the bytes (hex) of every token that occurs."""
@@ -194,6 +201,10 @@ class ViewerData:
             "strip": _strip(known),
             "messages": texts,
         }
+
+
+def _advantages(views: Sequence[SessionView]) -> dict[str, float]:
+    return advantages_of([branch.sample for view in views for branch in view.branches if branch.abandoned is None])
 
 
 def _row(summary: SessionSummary) -> dict[str, Any]:

@@ -45,8 +45,7 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[dict[str, An
         tokens += row["tokens"]
         if kept and tokens > most_tokens:
             break
-        kept.append(row)
-        _add_session(data, row["session_id"], answers, has_text=index["has_text"])
+        kept.append(_add_session(data, row["session_id"], answers, has_text=index["has_text"]))
     for group in {row["group"] for row in kept if row["group"] is not None}:
         answers[key_of("group", group)] = data.group(group)
     if index["has_trainer"]:
@@ -58,13 +57,15 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[dict[str, An
     return answers, len(kept)
 
 
-def _add_session(data: ViewerData, session_id: str, answers: dict[str, Any], *, has_text: bool) -> None:
+def _add_session(data: ViewerData, session_id: str, answers: dict[str, Any], *, has_text: bool) -> Any:
+    """Its row of the list."""
     answers[key_of("session", session_id)] = session = data.session(session_id)
     for head in session["branches"]:
         sample_id = head["sample_id"]
         answers[key_of("branch", session_id, sample_id)] = data.branch(session_id, sample_id)
         if has_text:
             answers[key_of("breaks", session_id, sample_id)] = data.breaks(session_id, sample_id)
+    return session["session"]
 
 
 def key_of(view: str, *arguments: str) -> str:

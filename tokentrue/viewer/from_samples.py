@@ -9,7 +9,7 @@ from typing import Any
 from tokentrue.errors import SessionNotFound
 from tokentrue.samples import read_samples
 from tokentrue.types import Sample
-from tokentrue.viewer.records import Branch, SessionSummary, SessionView, SourceKind, count_forks, own_metadata
+from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, SourceKind, count_forks, own_metadata
 
 
 class SampleList:
@@ -65,6 +65,31 @@ class FileSource(SampleList):
         if stamp is not None and stamp != self._stamp:
             self._sessions = _by_session(read_samples(self._path))
             self._stamp = stamp
+
+
+class ChosenSessions:
+    """Some sessions of another source, in the order given: rollouts to read in a report."""
+
+    live = False
+
+    def __init__(self, source: RecordSource, session_ids: Sequence[str]) -> None:
+        self._source, self._ids = source, list(session_ids)
+        self.kind: SourceKind = source.kind
+        self.name = source.name
+
+    def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
+        return [self._source.load_session(one).summary for one in self._ids[offset : offset + limit]], len(self._ids)
+
+    def load_session(self, session_id: str) -> SessionView:
+        if session_id not in self._ids:
+            raise SessionNotFound(f"session {session_id!r} is not among those chosen of {self.name}")
+        return self._source.load_session(session_id)
+
+    def load_group(self, group: str) -> list[SessionView]:
+        return [view for view in self._source.load_group(group) if view.summary.session_id in self._ids]
+
+    def close(self) -> None:
+        self._source.close()
 
 
 def _by_session(samples: Iterable[Sample]) -> dict[str, list[Sample]]:

@@ -18,7 +18,7 @@ from tokentrue.sessions.store import load_tree
 from tokentrue.types import Coverage, Sample
 from tokentrue.viewer.records import Branch, SessionSummary, SessionView, SourceKind, TurnMessages, count_forks
 
-BUDGET_S = 0.5
+BUDGET_S: Mapping[SourceKind, float] = {"store": 0.5, "gateway": 0.1}  # a gateway has other work to do
 
 
 class StoreSource:
@@ -29,23 +29,25 @@ class StoreSource:
     def __init__(self, journal: Journal, *, name: str, kind: SourceKind = "store") -> None:
         self._journal, self.name = journal, name
         self.kind: SourceKind = kind
-        self._summaries: dict[str, tuple[SessionRecord, SessionSummary]] = {}
+        self._summaries: dict[str, tuple[float, SessionRecord, SessionSummary]] = {}  # when it was computed, and from what
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
         total = self._journal.count()
         records = self._journal.sessions(offset=offset, limit=limit)
-        deadline = time.monotonic() + BUDGET_S
-        return [self._summary(record, time.monotonic() < deadline) for record in records], total
+        self._catch_up(records)
+        return [self._summaries[record.id][2] if record.id in self._summaries else _empty(record) for record in records], total
 
-    def _summary(self, record: SessionRecord, in_time: bool) -> SessionSummary:
-        known = self._summaries.get(record.id)
-        if known is not None and (not in_time or (known[0] == record and record.state == "ended")):
-            return known[1]
-        if not in_time:
-            return _empty(record)
-        summary = self._view(record.id).summary
-        self._summaries[record.id] = (record, summary)
-        return summary
+    def _catch_up(self, records: Sequence[SessionRecord]) -> None:
+        """Summarises what is new or may have changed, the longest waiting first, until the budget is spent."""
+        deadline = time.monotonic() + BUDGET_S[self.kind]
+        stale = [record for record in records if not self._is_settled(record)]
+        for record in sorted(stale, key=lambda record: self._summaries[record.id][0] if record.id in self._summaries else 0.0):
+            self._summaries[record.id] = (time.monotonic(), record, self._view(record.id).summary)
+            if time.monotonic() > deadline:
+                return
+
+    def _is_settled(self, record: SessionRecord) -> bool:
+        return record.state == "ended" and record.id in self._summaries and self._summaries[record.id][1] == record
 
     def load_session(self, session_id: str) -> SessionView:
         return self._view(session_id)

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tokentrue.types import Sample
 from tokentrue.viewer.data import ViewerData
 from tokentrue.viewer.export import write_export
 from tokentrue.viewer.from_samples import SampleList
-from tokentrue.viewer.records import ViewRenderer
+from tokentrue.viewer.records import RecordSource, ViewRenderer
 from tokentrue.viewer.trainer_file import TrainerColumns
 
 
@@ -55,11 +54,11 @@ def write_report(
     path: str | Path,
     report: Report,
     *,
-    samples: Sequence[Sample] = (),
+    source: RecordSource | None = None,
     renderer: ViewRenderer | None = None,
     trainer: Mapping[str, TrainerColumns] | None = None,
 ) -> None:
-    """One self-contained HTML file. `samples` can be read token by token in it; with `trainer`, mismatch plots are there too."""
+    """One self-contained HTML file. The sessions of `source` can be read token by token in it; with `trainer`, it has mismatch plots."""
     body: dict[str, Any] = asdict(report)
-    source = SampleList(samples, name=report.title)
-    write_export(ViewerData(source, renderer=renderer, trainer=trainer, report=body), path)
+    rollouts = source if source is not None else SampleList((), name=report.title)
+    write_export(ViewerData(rollouts, renderer=renderer, trainer=trainer, report=body), path)

@@ -47,7 +47,7 @@ function App() {
   useEffect(() => {
     document.title = `${{ session: route.rest[0], group: route.rest[0] }[view] ?? view} · ${index?.source.name ?? ""} · tokentrue`;
   }, [view, route, index]);
-  const places = [["report", "Report", index?.has_report], ["sessions", "Sessions", true], ["groups", "Groups", index?.sessions.some((s) => s.group != null)], ["mismatch", "Mismatch", true]];
+  const places = [["report", "Report", index?.has_report], ["sessions", "Sessions", !index?.has_report || index.sessions.length > 0], ["groups", "Groups", index?.sessions.some((s) => s.group != null)], ["mismatch", "Mismatch", index?.has_trainer || !isExport]];
   const here = { session: "sessions", group: "groups" }[view] ?? view;
   return html`<a class="skip" href="#content" onClick=${(e) => { e.preventDefault(); document.getElementById("content").focus(); }}>Skip to content</a>
     <header class="top"><span class="mark">tokentrue</span>

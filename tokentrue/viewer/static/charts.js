@@ -12,14 +12,15 @@ export function Chart({ title, note, x, xLabel, yLabel, series, logX = false, lo
   const place = useRef();
   useEffect(() => {
     let plot;
-    const width = () => Math.max(240, place.current.clientWidth);
+    const element = place.current; // still there when a late resize is reported
+    const width = () => Math.max(240, element.clientWidth);
     const build = () => {
       plot?.destroy();
-      plot = new uPlot(options({ x, xLabel, yLabel, series, logX, logY, labels, yRange, height, width: width() }), [x, ...series.map((s) => clean(s.values, logY))], place.current);
+      plot = new uPlot(options({ x, xLabel, yLabel, series, logX, logY, labels, yRange, height, width: width() }), [x, ...series.map((s) => clean(s.values, logY))], element);
     };
     build();
     const watcher = new ResizeObserver(() => plot.width !== width() && plot.setSize({ width: width(), height }));
-    watcher.observe(place.current);
+    watcher.observe(element);
     document.addEventListener("themechange", build);
     return () => {
       watcher.disconnect();

@@ -6,9 +6,9 @@ import { Facts, Notice, compact, count, html, plural } from "./ui.js";
 
 export function Mismatch() {
   const { value, error } = useAnswer(false, "mismatch");
-  if (error) return html`<main class="page"><h1 class="sr-only">Mismatch</h1><${Notice} kind="error">${error}<//></main>`;
-  if (!value) return html`<main class="page"><h1 class="sr-only">Mismatch</h1><${Notice}>Comparing log-probabilities…<//></main>`;
-  return html`<main class="page"><h1 class="sr-only">Mismatch</h1><${MismatchPlots} found=${value} /></main>`;
+  if (error) return html`<main class="page" tabindex="0"><h1 class="sr-only">Mismatch</h1><${Notice} kind="error">${error}<//></main>`;
+  if (!value) return html`<main class="page" tabindex="0"><h1 class="sr-only">Mismatch</h1><${Notice}>Comparing log-probabilities…<//></main>`;
+  return html`<main class="page" tabindex="0"><h1 class="sr-only">Mismatch</h1><${MismatchPlots} found=${value} /></main>`;
 }
 
 export function MismatchPlots({ found }) {

@@ -10,7 +10,7 @@ export function Report() {
   if (error) return html`<main class="page"><${Notice} kind="error">${error}<//></main>`;
   if (!value) return html`<main class="page"><${Notice}>Loading…<//></main>`;
   const { title, verdict, ok, facts, tables, note, highlights } = value;
-  return html`<main class="page"><h1>${title}</h1>
+  return html`<main class="page" tabindex="0"><h1>${title}</h1>
     ${verdict && html`<${Notice} kind=${ok ? "good" : "error"}>${verdict}<//>`}
     ${highlights.length > 0 && html`<dl class="headline">${highlights.map(([label, text]) => html`<div key=${label}><dd class="num">${text}</dd><dt>${label}</dt></div>`)}</dl>`}
     ${note && html`<p class="soft lead">${note}</p>`}
