@@ -1,8 +1,13 @@
-"""The corridor, and the first file to read: match → render or extend → generate → parse → commit.
+"""One turn of an agent, and the first file to read: resolve → prompt → generate → parse → commit.
 
-A `Session` is a conversation's record with an engine behind it. Messages come in, a reply goes out, and what lies between is kept
-as exact token ids. Nothing is written before a turn is whole; a turn is in the journal before anyone hears of it.
-The rooms behind the doors: `sessions/matching` (what is being continued), `sessions/prompts` (its ids), `sessions/recording` (nodes).
+A `Session` is the record of a conversation, with an engine to continue it. Messages come in, a reply goes out, and everything between
+is kept as exact token ids. `Session._run_turn` is the whole of it:
+1. resolve  (`sessions/matching`)    which recorded turn do these messages continue?
+2. prompt   (`sessions/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new messages
+3. generate (`sessions/generation`)  the engine samples n choices; a stream emits events as tokens come
+4. parse    (`sessions/generation`)  sampled ids become the message that is served
+5. commit   (`sessions/commits`)     checked, written to the journal, then added to the tree; only then is the reply returned
+A turn that ends early is committed with its reason, as far as the engine has reported it.
 """
 
 from __future__ import annotations
@@ -11,36 +16,34 @@ import asyncio
 import math
 import time
 import uuid
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from secrets import token_hex
 from typing import Any, Literal
 
-from tokentrue.errors import ConfigError, InputError, SamplingError, SessionConflict
-from tokentrue.protocols import Provider, Renderer, call_if_there
+from tokentrue.errors import ConfigError, InputError, SessionConflict
+from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import Client
-from tokentrue.sessions.flights import Airspace, Flight, to_the_end
-from tokentrue.sessions.generation import Choice, Disconnected, all_of
+from tokentrue.sessions.commits import AskedTurn, nodes_from_drafts, replies_from_record, reply_from_node, rows_from_nodes
+from tokentrue.sessions.generation import Choice, Draft, generate_all
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord
 from tokentrue.sessions.limits import Limits
-from tokentrue.sessions.matching import Continue, Matcher, Plan
-from tokentrue.sessions.prompts import Prompt, prompt_for
-from tokentrue.sessions.recording import Asked, Draft, nodes_from, recorded_reply, reply_from, rows_from
-from tokentrue.sessions.requests import Pinned, Settled, request_digest
-from tokentrue.sessions.rows import Row
-from tokentrue.sessions.serve import deltas_of
-from tokentrue.sessions.spare_time import Meanwhile, afterwards
+from tokentrue.sessions.matching.matcher import Conversation, Matcher
+from tokentrue.sessions.prompts import build_prompt
+from tokentrue.sessions.requests import PinnedSampling, format_identity, identify_request, is_same_request, settle_sampling
+from tokentrue.sessions.serving import split_message
+from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, as_replayed, run_to_completion
 from tokentrue.sessions.store import tree_from_rows
-from tokentrue.sessions.tree import Node, Tree
+from tokentrue.sessions.tree import AttemptKey, Node, Outcome, Tree
 from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest
 
 History = Literal["keep", "template"]
 
 
 class Session:
-    """One agent's record. `sampling` pins values over the client's; `training=False` allows filters that no engine can account for."""
+    """One agent's record. `sampling` pins values over the client's; `training=False` allows settings that no trainer can score."""
 
     def __init__(
         self,
@@ -57,10 +60,11 @@ class Session:
         limits: Limits | None = None,
         key_hash: str | None = None,
         _record: SessionRecord | None = None,
+        _tree: Tree | None = None,
     ) -> None:
         self.renderer, self.provider, self.journal = renderer, provider, journal
         self.limits = limits or Limits()
-        self._pinned = Pinned.of(sampling)
+        self._pinned = PinnedSampling.of(sampling)
         follows: History = getattr(renderer, "history", "keep")
         if history not in (None, follows):
             raise ConfigError(f"history={history!r}, but the renderer was loaded with history={follows!r}: load it with the same one")
@@ -76,51 +80,39 @@ class Session:
             key_hash=key_hash,
             created=time.time(),
         )
-        self._tree = Tree(template=self.record.template, tokenizer=self.record.tokenizer)
-        self._entering: deque[tuple[Node, Prompt, Plan]] = deque()  # in the journal, not yet in the tree
-        self.counters: Counter[str] = Counter()
-        self._matcher = Matcher(self._tree)
-        self._airspace: Airspace[tuple[Any, ...]] = Airspace()
-        self._tokens = 0
-        self._settled: Settled | None = None  # of the last turn
-        self._creating: asyncio.Future[None] | None = None
+        self.tree = _tree or Tree(template=self.record.template, tokenizer=self.record.tokenizer)
+        self.revision = 0  # grows with every change of the record: what was computed at another revision is stale
+        self.counters: Counter[str] = Counter(f"edge:{node.why}" for node in self.tree.nodes.values() if node.why)
+        self._tokens = sum(len(node.given_ids) + len(node.sampled_ids) for node in self.tree.nodes.values())
+        self._matcher = Matcher(self.tree, renderer)
+        self._single_flight = SingleFlight()
+        self._attempts_in_flight: Counter[AttemptKey] = Counter()
+        self._is_ending = False
+        self._claim = None if journal is None else journal.claim(self.record.id, self._single_flight)
         self._created = journal.create(self.record) if journal is not None and _record is None else None
 
     @classmethod
     async def open(
         cls, journal: Journal, session_id: str, *, renderer: Renderer, provider: Provider, limits: Limits | None = None
     ) -> Session:
-        """Go on with a recorded session, bit for bit where it stood."""
+        """Resumes a recorded session, bit for bit where it stood. An older object of the same session can write no more."""
         record, rows = await asyncio.to_thread(lambda: (journal.get(session_id), journal.rows(session_id)))
         if (record.template, record.tokenizer) != (renderer.template_hash, renderer.tokenizer_hash):
             raise SessionConflict(f"session {session_id!r} was recorded with another template or tokenizer; open it with that one")
-        session = cls(renderer=renderer, provider=provider, journal=journal, sampling=record.sampling, limits=limits, _record=record)
-        session._adopt(await asyncio.to_thread(tree_from_rows, record, rows))
-        return session
+        tree = await asyncio.to_thread(tree_from_rows, record, rows)
+        return cls(
+            renderer=renderer, provider=provider, journal=journal, sampling=record.sampling, limits=limits, _record=record, _tree=tree
+        )
 
     @property
     def id(self) -> str:
         return self.record.id
 
-    @property
-    def tree(self) -> Tree:
-        """The record in memory, up to the last turn that was answered."""
-        while self._entering:
-            node, prompt, plan = self._entering.popleft()
-            self._tree.add(node, prompt.ids)
-            self._matcher.remember_calls(node, plan)
-            if not self._entering:  # the newest will most likely be continued: what that needs is made now
-                self._tree.messages(node)
-                call_if_there(self.provider, "foresee", self._tree.full_ids(node), self.id)
-        return self._tree
-
     async def ready(self) -> None:
-        """The session itself is in the journal. Everyone waits for one future: who came together goes on together."""
+        """Returns when the session itself is in the journal."""
         if self._created is not None:
-            if self._creating is None:
-                self._creating = asyncio.wrap_future(self._created)
-            await asyncio.shield(self._creating)
-            self._created = self._creating = None
+            await asyncio.shield(asyncio.wrap_future(self._created))
+            self._created = None
 
     # The turn.
     async def chat(
@@ -139,146 +131,134 @@ class Session:
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
         """The n replies to one request. The same request in flight is the same turn; the same request key is the recorded answer."""
         await self.ready()
-        flight, recorded, joined = self._board(request, streamed=False)
-        if flight is None:
-            return tuple(recorded_reply(node, tree=self.tree, renderer=self.renderer) for node in recorded)
-        replies = await flight.result()
-        return tuple(replace(reply, replayed=True) for reply in replies) if joined else replies
+        turn, is_first = self._admit(request, streamed=False)
+        if not isinstance(turn, InFlightTurn):
+            return turn
+        return await turn.wait() if is_first else as_replayed(await turn.wait())
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The turn as it is sampled. Close the iterator to cancel: what was sampled is kept, labelled "disconnected"."""
         await self.ready()
-        flight, recorded, joined = self._board(request, streamed=True)
-        if flight is not None and not joined:
-            flight.join()
+        turn, is_first = self._admit(request, streamed=True)
+        if isinstance(turn, InFlightTurn) and is_first:
+            events = turn.events()
             try:
-                while events := await flight.heard():
-                    for event in events:
-                        yield event
-                await flight.outcome()
+                async for event in events:
+                    yield event
             finally:
-                await flight.leave()
+                await events.aclose()
             return
-        replies = (
-            [recorded_reply(node, tree=self.tree, renderer=self.renderer) for node in recorded]
-            if flight is None
-            else [replace(reply, replayed=True) for reply in await flight.result()]
-        )
+        replies = as_replayed(await turn.wait()) if isinstance(turn, InFlightTurn) else turn
         for index, reply in enumerate(replies):
             yield TurnEvent(index=index, node=reply.node)
-            for delta in deltas_of(reply.message):
+            for delta in split_message(reply.message):
                 yield TurnEvent(index=index, node=reply.node, delta=delta)
             yield TurnEvent(index=index, node=reply.node, reply=reply)
 
-    def _board(self, request: TurnRequest, *, streamed: bool) -> tuple[Flight | None, list[Node], bool]:
-        """Resolve without changing anything; then the flight to wait for (and whether it was another's), or the recorded answer."""
-        if self.record.state != "open":
-            raise SessionConflict(f"session {self.id!r} has ended")
-        tree = self.tree
-        plan = self._matcher.resolve(request.messages, request.tools, after=request.after)
-        settled = self._settle(request.sampling)
-        digest = request_digest(request, settled, plan.place, plan.key)
-        if request.request_key is not None and (recorded := tree.keyed.get(request.request_key)):
-            if recorded[0].request_digest != digest:
+    def _admit(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
+        """The turn that answers this request, and whether it was started for it; or the recorded answer of a retry."""
+        self._check_open()
+        if request.after is not None:
+            request = replace(request, after=None, messages=[*self.tree.messages(self.tree.get(request.after))[:-1], *request.messages])
+        asked = self._matcher.read(request.messages, request.tools)
+        training = self.record.training
+        sampling = settle_sampling(request.sampling, self._pinned, renderer=self.renderer, provider=self.provider, training=training)
+        identity = identify_request(request, asked, sampling)
+        if request.request_key is not None and (recorded := self.tree.keyed.get(request.request_key)):
+            if not is_same_request(recorded[0].request_digest, identity):
                 raise SessionConflict(f"request key {request.request_key!r} was used for another request; use a new key")
-            return None, sorted(recorded, key=lambda node: node.choice), False
-        key = (digest,)
-        if (flight := self._airspace.get(key)) is not None:
+            return replies_from_record(recorded, tree=self.tree, renderer=self.renderer), False
+        turn = self._single_flight.find(identity)
+        is_first = turn is None
+        if turn is None:
+            self.limits.admit(n=request.n, nodes=len(self.tree), tokens=self._tokens, in_flight=len(self._single_flight))
+            turn = InFlightTurn(identity, streamed=streamed)
+            self._single_flight.start(turn, self._run_turn(turn, request, asked, sampling))
+        else:
             self.counters["joined"] += 1
-            return flight, [], True
-        self.limits.admit(n=request.n, nodes=len(tree), tokens=self._tokens, in_flight=len(self._airspace))
-        started = tree.next_seq
-        turn_key = (plan.node.id if isinstance(plan, Continue) else None, plan.key)
-        self._matcher.flying[turn_key] = self._matcher.flying.get(turn_key, 0) + 1
-        flight = self._airspace.launch(
-            key,
-            lambda me: self._fly(me, request, settled.sampling, plan, started, digest),
-            lambda error: self._landed(error, turn_key),
-            streamed=streamed,
-        )
-        return flight, [], False
+        turn.join(request.request_key)
+        return turn, is_first
 
-    def _landed(self, error: BaseException | None, turn_key: tuple[str | None, bytes]) -> None:
-        self._matcher.flying[turn_key] -= 1
-        if not self._matcher.flying[turn_key]:
-            del self._matcher.flying[turn_key]
-        if isinstance(error, asyncio.CancelledError):
-            self.counters["cancelled"] += 1
-        elif error is not None:
-            self.counters[f"failed:{getattr(error, 'code', 'error')}"] += 1
+    def _check_open(self) -> None:
+        if self.record.state != "open" or self._is_ending:
+            raise SessionConflict(f"session {self.id!r} has ended")
+        if self._claim is not None:
+            self._claim.check()
 
-    async def _fly(
-        self, flight: Flight, request: TurnRequest, sampling: Sampling, plan: Plan, started: int, digest: str
+    async def _run_turn(
+        self, turn: InFlightTurn, request: TurnRequest, conversation: Conversation, sampling: Sampling
     ) -> tuple[Reply, ...]:
-        """The corridor, once it is known what is being continued."""
-        prompt = await prompt_for(plan, request, renderer=self.renderer, tree=self.tree, matcher=self._matcher)
-        self.limits.admit_prompt(len(prompt.ids))
-        asked = Asked(request=request, prompt=prompt, sampling=sampling, started=started, digest=digest)
-        engine: dict[str, Any] = {"provider": self.provider, "renderer": self.renderer, "session_id": self.id}
-        choices = [Choice(asked=asked, index=index, node=token_hex(16), **engine) for index in range(request.n)]
-        if flight.streamed:
-            return tuple(await all_of([self._stream_one(choice, flight, plan) for choice in choices]))
-        Meanwhile(lambda: asked.foreseen(self.tree))
-        drafts = await all_of([choice.generate() for choice in choices])
-        return await self._commit(drafts, asked, plan)
-
-    async def _stream_one(self, choice: Choice, flight: Flight, plan: Plan) -> Reply:
+        """The turn, in a straight line."""
+        started = self.tree.next_seq
+        plan = self._matcher.resolve(conversation, self._attempts_in_flight)
+        self._attempts_in_flight[plan.attempt] += 1
         try:
-            draft = await choice.stream(flight.emit)
-        except Disconnected as gone:
-            if gone.draft is not None:
-                self.counters["disconnected"] += 1
-                await self._commit([gone.draft], choice.asked, plan)
+            prompt = await build_prompt(plan, conversation.tools, request.template_kwargs, renderer=self.renderer, tree=self.tree)
+            self.limits.admit_prompt(len(prompt.ids))
+            asked = AskedTurn(
+                request=request,
+                tools=conversation.tools,
+                prompt=prompt,
+                sampling=sampling,
+                started=started,
+                identity=format_identity(turn.identity),
+                request_keys=turn.request_keys,
+            )
+            drafts = await self._generate(turn, asked)
+            replies = await self._commit(drafts, asked)
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            self.counters["cancelled" if cancelled else f"failed:{getattr(error, 'code', 'error')}"] += 1
             raise
-        (reply,) = await self._commit([draft], choice.asked, plan)
-        flight.emit(TurnEvent(index=choice.index, node=choice.node, reply=reply))
-        return reply
+        finally:
+            self._attempts_in_flight[plan.attempt] -= 1
+            self._attempts_in_flight += Counter()  # drops what is zero
+        if turn.streamed:
+            for index, reply in enumerate(replies):
+                turn.emit(TurnEvent(index=index, node=reply.node, reply=reply))
+        return replies
 
-    async def _commit(self, drafts: list[Draft], asked: Asked, plan: Plan) -> tuple[Reply, ...]:
-        """All or nothing: the journal first, then memory."""
-        nodes = nodes_from(drafts, asked, self.tree)
-        if self.journal is not None:
-            rows = rows_from(nodes, asked, self.tree)
-            if not self.journal.append_now(self.id, rows):
-                return await to_the_end(self._commit_waiting(self.journal, rows, nodes, drafts, asked, plan))
-        return self._enter(nodes, drafts, asked, plan)
+    async def _generate(self, turn: InFlightTurn, asked: AskedTurn) -> list[Draft]:
+        """The engine's n answers, parsed. Where they end early, what the engine has reported is committed with the reason."""
+        choices = [
+            Choice(
+                index=index,
+                node=token_hex(16),
+                prompt=asked.prompt,
+                tools=asked.tools,
+                sampling=asked.sampling,
+                renderer=self.renderer,
+                emit=turn.emit if turn.streamed else None,
+            )
+            for index in range(asked.request.n)
+        ]
+        try:
+            await generate_all(choices, self.provider, self.id)
+            return [await choice.parse() for choice in choices]
+        except BaseException as error:
+            outcome: Outcome = turn.outcome_if_cancelled if isinstance(error, asyncio.CancelledError) else "engine_failed"
+            partial = [await choice.parse_partial(outcome) for choice in choices]
+            await self._commit([draft for draft in partial if draft is not None], asked)
+            if outcome == "deleted":
+                raise SessionConflict(f"session {self.id!r} was deleted while this turn was being generated") from error
+            raise
 
-    async def _commit_waiting(
-        self, journal: Journal, rows: list[Row], nodes: list[Node], drafts: list[Draft], asked: Asked, plan: Plan
-    ) -> tuple[Reply, ...]:
-        await journal.append_all(self.id, rows)
-        return self._enter(nodes, drafts, asked, plan)
+    async def _commit(self, drafts: Sequence[Draft], asked: AskedTurn) -> tuple[Reply, ...]:
+        """All or nothing, and to the end even if the client leaves meanwhile: the journal first, then the tree."""
+        nodes = nodes_from_drafts(drafts, asked, self.tree)
+        await run_to_completion(self._write(nodes, asked.prompt.parent))
+        return tuple(reply_from_node(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
 
-    def _enter(self, nodes: list[Node], drafts: list[Draft], asked: Asked, plan: Plan) -> tuple[Reply, ...]:
-        """Nobody need wait for the tree's indexes: they are made afterwards, or when `tree` is looked at before."""
+    async def _write(self, nodes: Sequence[Node], parent: Node | None) -> None:
+        if self.journal is not None and nodes:
+            await self.journal.append_nodes(self.id, rows_from_nodes(nodes, parent))
         for node in nodes:
-            self._count(node)
-            self._entering.append((node, asked.prompt, plan))
-        afterwards(lambda: self.tree)
-        return tuple(reply_from(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
-
-    def _settle(self, asked: Sampling) -> Settled:
-        """Pinned values over the client's, the renderer's stop tokens added; refused where log-probabilities would not be true."""
-        if self._settled is not None and self._settled.asked is asked:
-            return self._settled
-        sampling = self._pinned.over(asked)
-        sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys((*self.renderer.stop_token_ids, *sampling.stop_token_ids))))
-        blind = [name for name in sampling.filters if name not in self.provider.truthful_filters]
-        if self.record.training and blind:
-            cure = "switch it off, or use a session with training=False"
-            raise SamplingError(f"{self.provider.name} cannot report true log-probabilities under {', '.join(blind)}; {cure}")
-        self._settled = Settled.of(asked, sampling)
-        return self._settled
-
-    def _adopt(self, tree: Tree) -> None:
-        self._tree, self._matcher = tree, Matcher(tree)
-        for node in tree.in_order():
-            self._count(node)
-
-    def _count(self, node: Node) -> None:
-        self._tokens += len(node.given_ids) + len(node.sampled_ids)
-        if node.why:
-            self.counters[f"edge:{node.why}"] += 1
+            self.tree.add(node)
+            self._matcher.add(node)
+            self._tokens += len(node.given_ids) + len(node.sampled_ids)
+            self.revision += 1
+            self.counters.update([f"edge:{node.why}"] if node.why else [])
+            self.counters.update([node.outcome] if node.outcome != "served" else [])
 
     # What comes out.
     def samples(
@@ -310,12 +290,20 @@ class Session:
         await self._change(change)
 
     async def end(self) -> None:
-        """No further turn is admitted; the record stays readable."""
-        await self._change(lambda record: replace(record, state="ended", ended=time.time()))
+        """No further turn is admitted, and turns in flight end here, recorded as "deleted"; the record stays readable."""
+        self._is_ending = True
+        try:
+            await self._single_flight.cancel_all("deleted")
+            await self._change(lambda record: replace(record, state="ended", ended=time.time()))
+        finally:
+            self._is_ending = False
 
     async def _change(self, change: Callable[[SessionRecord], SessionRecord]) -> None:
         await self.ready()
+        if self._claim is not None:
+            self._claim.check()
         self.record = change(self.record) if self.journal is None else await self.journal.update(self.id, change)
+        self.revision += 1
 
 
 async def rollout(agent: Callable[[Client, Any], Awaitable[Any]], task: Any, session: Session) -> Sample:

@@ -302,22 +302,16 @@ def journal_written_later(patch: Patch) -> None:
     from tokentrue.sessions import journal
 
     late: set[asyncio.Task[None]] = set()
-    append_all = journal.Journal.append_all
+    append_nodes = journal.Journal.append_nodes
 
     async def later(self: Any, session_id: str, rows: Any) -> None:
         async def write() -> None:
             await asyncio.sleep(0.05)
-            await append_all(self, session_id, rows)
+            await append_nodes(self, session_id, rows)
 
         late.add(asyncio.create_task(write()))
 
-    def now(self: Any, session_id: str, rows: Any) -> bool:
-        late.add(asyncio.get_running_loop().create_task(later(self, session_id, rows)))
-        return True
-
-    patch.setattr(journal.Journal, "append_all", later)
-    if hasattr(journal.Journal, "append_now"):
-        patch.setattr(journal.Journal, "append_now", now)
+    patch.setattr(journal.Journal, "append_nodes", later)
 
 
 def any_secret_opens(patch: Patch) -> None:
@@ -345,7 +339,7 @@ def agents_are_admins(patch: Patch) -> None:
 
 
 def flights_are_not_shared(patch: Patch) -> None:
-    patch.setattr("tokentrue.sessions.flights.Airspace.get", lambda self, key: None)
+    patch.setattr("tokentrue.sessions.singleflight.SingleFlight.find", lambda self, identity: None)
     patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, body, n: uuid.uuid4().hex)
 
 
@@ -393,7 +387,7 @@ def text_is_encoded_as_engines_do(patch: Patch) -> None:
 
 
 def partial_turns_are_dropped(patch: Patch) -> None:
-    patch.setattr("tokentrue.sessions.generation._Heard.completion", lambda self, prompt_tokens: None)
+    patch.setattr("tokentrue.sessions.generation._Received.completion", lambda self, prompt_tokens: None)
 
 
 def nobody_watches_the_client(patch: Patch) -> None:

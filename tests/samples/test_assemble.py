@@ -162,7 +162,7 @@ async def test_a_record_that_was_tampered_with_builds_no_sample() -> None:
     session = session_of()
     await line(session, 2)
     node = next(iter(session.tree.nodes.values()))
-    node.sampled_ids[0] += 1
+    node.logprobs[0] -= 1
     with pytest.raises(TokenContractError, match="certificate"):
         session.samples()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import time
 from dataclasses import replace
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound
-from tokentrue.sessions import Journal, SessionRecord
-from tokentrue.sessions.rows import Row
-from tokentrue.sessions.schema import STEPS, VERSION
+from tokentrue.sessions import Journal, SessionRecord, StoreLock
+from tokentrue.sessions.journal.rows import Row
+from tokentrue.sessions.journal.schema import STEPS, VERSION
 
 
 def row(name: str, seq: int, parent: str | None = None) -> Row:
@@ -36,8 +37,10 @@ def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 async def created(journal: Journal, *names: str, **fields: Any) -> None:
     for name in names:
         await asyncio.wrap_future(journal.create(record(name, **fields)))
-    with journal._writing:  # the writer has put its pen down
-        pass
+
+
+async def append(journal: Journal, session_id: str, row: Row) -> None:
+    await journal.append_nodes(session_id, [row])
 
 
 async def test_records_come_back_as_they_were(journal: Journal) -> None:
@@ -47,39 +50,38 @@ async def test_records_come_back_as_they_were(journal: Journal) -> None:
     )  # fmt: skip
     await asyncio.wrap_future(journal.create(whole))
     assert journal.get("s") == whole
-    assert journal.find_key("h") == "s" and journal.find_key("x") is None
     changed = await journal.update("s", lambda old: replace(old, state="ended", ended=2.5))
     assert journal.get("s") == changed and changed.ended == 2.5
 
 
 async def test_a_commit_is_compare_and_swap(journal: Journal) -> None:
     await created(journal, "s")
-    await journal.append("s", row("a", 0))
+    await append(journal, "s", row("a", 0))
     with pytest.raises(SessionConflict, match="parent"):
-        await journal.append("s", row("b", 1, parent="nobody"))
+        await append(journal, "s", row("b", 1, parent="nobody"))
     with pytest.raises(SessionConflict, match="place 0 is taken"):
-        await journal.append("s", row("b", 0, parent="a"))
+        await append(journal, "s", row("b", 0, parent="a"))
     with pytest.raises(SessionConflict):
-        await journal.append("s", row("a", 1))
+        await append(journal, "s", row("a", 1))
     with pytest.raises(SessionNotFound):
-        await journal.append("t", row("x", 0))
-    await journal.append("s", row("b", 1, parent="a"))
+        await append(journal, "t", row("x", 0))
+    await append(journal, "s", row("b", 1, parent="a"))
     assert [item.id for item in journal.rows("s")] == ["a", "b"]
     await journal.update("s", lambda old: replace(old, state="ended"))
     with pytest.raises(SessionConflict, match="ended"):
-        await journal.append("s", row("c", 2))
+        await append(journal, "s", row("c", 2))
 
 
 async def test_the_choices_of_one_request_are_written_together_or_not_at_all(journal: Journal) -> None:
     await created(journal, "s")
     with pytest.raises(SessionConflict):
-        await journal.append_all("s", [row("a", 0), row("b", 1), row("c", 1)])
+        await journal.append_nodes("s", [row("a", 0), row("b", 1), row("c", 1)])
     assert journal.rows("s") == []
 
 
 async def test_one_bad_write_in_a_group_takes_no_other_with_it(journal: Journal) -> None:
     await created(journal, *(f"s{i}" for i in range(50)))
-    work = [journal.append(f"s{i}" if i % 10 else "nobody", row("a", 0)) for i in range(50)]
+    work = [append(journal, f"s{i}" if i % 10 else "nobody", row("a", 0)) for i in range(50)]
     outcomes = await asyncio.gather(*work, return_exceptions=True)
     assert [isinstance(outcome, SessionNotFound) for outcome in outcomes] == [i % 10 == 0 for i in range(50)]
     assert sum(len(journal.rows(f"s{i}")) for i in range(50)) == 45
@@ -88,107 +90,26 @@ async def test_one_bad_write_in_a_group_takes_no_other_with_it(journal: Journal)
 async def test_writes_that_wait_together_share_a_transaction(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.db")
     commits: list[str] = []
-    journal._connection.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
+    await journal.write(lambda db: db.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None))
     await created(journal, *(f"s{i}" for i in range(3)))
     before = len(commits)
-    await asyncio.gather(*(journal.append(f"s{i % 3}", row(f"n{i}", i)) for i in range(60)))
+    await asyncio.gather(*(append(journal, f"s{i % 3}", row(f"n{i}", i)) for i in range(60)))
     assert 0 < len(commits) - before < 30
     journal.close()
 
 
-@pytest.mark.parametrize("inline", [False, True])
-async def test_a_failing_disk_acknowledges_nothing(tmp_path: Path, inline: bool) -> None:
-    journal = Journal(tmp_path / "j.db", synchronous="NORMAL" if inline else "FULL")
-    assert (journal._inline is not None) == inline
+async def test_a_failing_disk_acknowledges_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
     await created(journal, "s")
-    db = journal._inline.connection if journal._inline is not None else journal._connection
-    db.execute(f"PRAGMA max_page_count={db.execute('PRAGMA page_count').fetchone()[0]}")
+    pages = await journal.write(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+    await journal.write(lambda db: db.execute(f"PRAGMA max_page_count={pages}").fetchall())
     big = replace(row("a", 0), body=b"x" * 1_000_000)
     with pytest.raises(JournalError, match="full"):
-        await journal.append("s", big)
-    if inline:
-        journal._inline._not_before = 0.0  # type: ignore[union-attr]
-        with pytest.raises(JournalError, match="full"):
-            journal.append_now("s", [big])
+        await append(journal, "s", big)
     assert not journal.rows("s")
-    db.execute("PRAGMA max_page_count=1000000")
-    await journal.append("s", big)
+    await journal.write(lambda db: db.execute("PRAGMA max_page_count=1000000").fetchall())
+    await append(journal, "s", big)
     assert len(journal.rows("s")) == 1
-    journal.close()
-
-
-async def test_a_lone_write_is_committed_by_its_caller_and_seen_by_others(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j.db")
-    await created(journal, "s")
-    assert journal.write_now(lambda db: db.execute("SELECT 1").fetchone()[0]) == (1,)
-    await asyncio.sleep(0.001)
-    await journal.append("s", row("a", 0))
-    assert [found.id for found in Journal(tmp_path / "j.db").rows("s")] == ["a"]
-    journal.close()
-
-
-async def test_what_is_appended_here_and_now_is_all_there_or_not_at_all(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j.db")
-    await created(journal, "s")
-
-    def append(*rows: Row) -> list[str]:
-        assert journal._inline is not None
-        journal._inline._not_before = 0.0
-        assert journal.append_now("s", rows)
-        return [found.id for found in Journal(tmp_path / "j.db").rows("s")]
-
-    assert append(row("a", 0)) == ["a"]
-    assert append(row("b", 1), row("c", 2)) == ["a", "b", "c"]
-    for rows in ([row("x", 0)], [row("x", 3), row("y", 1)], [replace(row("x", 3), parent="nobody")]):
-        with pytest.raises(SessionConflict):
-            append(*rows)
-    assert append(row("d", 3)) == ["a", "b", "c", "d"]
-    journal.close()
-
-
-async def test_a_caller_does_not_wait_for_another_process(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j.db")
-    await created(journal, "s")
-    other = sqlite3.connect(tmp_path / "j.db", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    began = time.monotonic()
-    assert journal.write_now(lambda db: 1) is None
-    assert not journal.append_now("s", [row("a", 0)]) and not journal.append_now("s", [row("a", 0), row("b", 1)])
-    assert time.monotonic() - began < 0.5
-    waiting = asyncio.ensure_future(journal.append("s", row("a", 0)))  # the writer thread waits instead
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    other.execute("COMMIT")
-    await waiting
-    assert len(journal.rows("s")) == 1
-    other.close()
-    journal.close()
-
-
-async def test_writes_that_come_thick_or_slow_go_to_the_writer(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j.db")
-    assert journal.write_now(lambda db: 1) == (1,)
-    assert journal.write_now(lambda db: 2) is None  # too soon after the first
-    await asyncio.sleep(0.002)
-    assert journal.write_now(lambda db: time.sleep(0.03)) == (None,)
-    await asyncio.sleep(0.002)
-    assert journal.write_now(lambda db: 3) is None  # the disk was slow: for a second the loop stays away from it
-    assert await journal.write(lambda db: 4) == 4
-    journal.close()
-
-
-async def test_the_log_is_folded_back_after_many_lone_writes(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j.db")
-    await created(journal, "s")
-    for i in range(450):
-        assert journal._inline is not None
-        journal._inline._not_before = 0.0
-        await journal.append("s", replace(row(f"n{i}", i), body=b"x" * 20_000))
-    deadline = time.monotonic() + 20
-    while (tmp_path / "j.db").stat().st_size < 4_000_000 and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
-    assert (tmp_path / "j.db").stat().st_size > 4_000_000  # checkpoints brought rows into the database itself
-    assert len(journal.rows("s")) == 450
     journal.close()
 
 
@@ -200,7 +121,7 @@ async def test_sessions_are_listed_paged_and_removed(journal: Journal) -> None:
     assert [item.id for item in journal.sessions(group="odd")] == ["s5", "s3", "s1"]
     assert [item.id for item in journal.all_sessions(group="even")] == ["s0", "s2", "s4", "s6"]
     assert journal.count() == 7
-    await journal.append("s1", row("a", 0))
+    await append(journal, "s1", row("a", 0))
     await journal.delete("s1")
     assert journal.rows("s1") == []
     with pytest.raises(SessionNotFound):
@@ -214,7 +135,7 @@ async def test_sessions_end_by_age(journal: Journal) -> None:
     await asyncio.wrap_future(journal.create(SessionRecord(id="fresh", created=100.0, state="ended", ended=990.0)))
     await asyncio.wrap_future(journal.create(SessionRecord(id="open", created=100.0)))
     await asyncio.wrap_future(journal.create(SessionRecord(id="busy", created=100.0)))
-    await journal.append("busy", replace(row("a", 0), created=995.0))
+    await append(journal, "busy", replace(row("a", 0), created=995.0))
     assert await journal.purge(older_than_s=100, now=1000.0) == ["old"]
     assert await journal.purge(older_than_s=100, ended_only=False, now=1000.0) == ["open"]
     assert {item.id for item in journal.sessions()} == {"fresh", "busy"}
@@ -223,17 +144,20 @@ async def test_sessions_end_by_age(journal: Journal) -> None:
 async def test_an_older_journal_is_brought_up_to_date(tmp_path: Path) -> None:
     path = tmp_path / "j.db"
     old = sqlite3.connect(path)
-    for statement in STEPS[0].split(";"):
+    for statement in STEPS[0][0].split(";"):
         old.execute(statement)
     old.execute("PRAGMA user_version=1")
     rewards = b'{"session":1.0,"leaves":{},"metadata":{}}'
     body = b'{"metadata":{},"sampling":{},"history":"keep","training":true,"template":"","tokenizer":"","rewards":%s}' % rewards
     old.execute("INSERT INTO sessions VALUES ('s', NULL, 'open', NULL, 1.0, NULL, ?)", (body,))
+    old.execute("INSERT INTO nodes VALUES ('s', 0, 'old', NULL, x'01000000', x'', x'', x'00', x'7b7d', NULL, 2.0)")
     old.commit()
     old.close()
     journal = Journal(path)
     assert journal.get("s").rewards.session == 1.0
-    await journal.append("s", row("a", 0))
+    assert [item.id for item in journal.rows("s")] == ["old"]
+    await append(journal, "s", row("a", 1))
+    assert [item.id for item in journal.rows("s")] == ["old", "a"]
     assert journal.read(lambda db: db.execute("PRAGMA user_version").fetchone()[0]) == VERSION == len(STEPS)
     names = journal.read(lambda db: {item[0] for item in db.execute("SELECT name FROM sqlite_master WHERE type='index'")})
     assert "sessions_by_key" in names
@@ -255,17 +179,38 @@ def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "j.db")
 
 
-async def test_two_processes_on_one_session_cannot_both_win(tmp_path: Path) -> None:
-    one, other = Journal(tmp_path / "j.db"), Journal(tmp_path / "j.db")
+async def test_one_process_owns_a_store_and_readers_need_no_lock(tmp_path: Path) -> None:
+    one = Journal(tmp_path / "j.db")
     await created(one, "s")
-    await one.append("s", row("a", 0))
+    await append(one, "s", row("a", 0))
+    with pytest.raises(JournalError, match=rf"in use by process {os.getpid()}.*stop that server"):
+        Journal(tmp_path / "j.db")
+    reader = Journal(tmp_path / "j.db", read_only=True)
+    assert [item.id for item in reader.rows("s")] == ["a"]
+    with pytest.raises(JournalError, match="opened for reading"):
+        await append(reader, "s", row("b", 1))
+    await append(one, "s", row("b", 1, parent="a"))
+    assert len(reader.rows("s")) == 2
+    reader.close()
+    one.close()
+    Journal(tmp_path / "j.db").close()  # freed when it was closed
+    with pytest.raises(JournalError, match="no journal at"):
+        Journal(tmp_path / "nothing.db", read_only=True)
+
+
+async def test_workers_that_share_a_lock_cannot_both_write_one_place(tmp_path: Path) -> None:
+    lock = StoreLock(tmp_path / "j.db")
+    one, other = Journal(tmp_path / "j.db", lock=False), Journal(tmp_path / "j.db", lock=False)
+    await created(one, "s")
+    await append(one, "s", row("a", 0))
     with pytest.raises(SessionConflict, match="another process"):
-        await other.append("s", row("b", 0))
+        await append(other, "s", row("b", 0))
     one.close()
     other.close()
+    lock.release()
 
 
 async def test_a_closed_journal_says_so(journal: Journal) -> None:
     journal.close()
     with pytest.raises(JournalError, match="closed"):
-        await journal.append("s", row("a", 0))
+        await append(journal, "s", row("a", 0))

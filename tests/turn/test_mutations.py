@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,31 @@ import pytest
 
 from tests.samples import test_audit
 from tests.turn import test_matching, test_turn
-from tokentrue import turn
 from tokentrue.errors import TokenTrueError
-from tokentrue.sessions import chain, journal, matching, prompts
+from tokentrue.ids import TokenIds
+from tokentrue.sessions import commits, prompts, singleflight
 from tokentrue.sessions import tree as trees
+from tokentrue.sessions.journal import Journal
+from tokentrue.sessions.matching import candidates, matcher, memo
 
 assembling, auditing = (import_module(f"tokentrue.samples.{name}") for name in ("assemble", "audit"))  # functions hide the modules
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def any_replay_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(matching, "projection", lambda served, replayed: ())
+    patch.setattr(memo, "find_losses", lambda served, replayed: ())
 
 
 def results_without_their_call(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trees.CallIds, "reference", lambda self, message: None)
+    real = matcher.chain_key
+    for module in (matcher, candidates):
+        patch.setattr(module, "chain_key", lambda previous, key, reference: real(previous, key, None))
+    patch.setattr(matcher, "_restore", lambda tree, node, depth, facts, reference: {**facts.message, "tool_call_id": "x"})
 
 
 def oldest_sibling_first(patch: pytest.MonkeyPatch) -> None:
-    real = matching.Matcher._prefer
-    patch.setattr(matching.Matcher, "_prefer", lambda self, fits, key: real(self, sorted(fits, key=lambda fit: fit[1].seq)[:1], key))
+    real = matcher._Search._choose
+    patch.setattr(matcher._Search, "_choose", lambda self, fits: real(self, sorted(fits, key=lambda fit: fit[0].seq)[:1]))
 
 
 def nothing_is_given_up(patch: pytest.MonkeyPatch) -> None:
@@ -40,8 +44,9 @@ def nothing_is_given_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def hash_without_logprobs(patch: pytest.MonkeyPatch) -> None:
-    real = chain.link
-    patch.setattr(chain, "link", lambda previous, **parts: real(previous, **{**parts, "logprobs": array("d")}))
+    real = trees.next_link
+    for module in (trees, commits, auditing):
+        patch.setattr(module, "next_link", lambda previous, **parts: real(previous, **{**parts, "logprobs": array("d")}))
 
 
 def seal_of_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -53,8 +58,7 @@ def served_before_written(patch: pytest.MonkeyPatch) -> None:
     async def later(self: Any, session_id: str, rows: Any) -> None:
         return None
 
-    patch.setattr(journal.Journal, "append_all", later)
-    patch.setattr(journal.Journal, "append_now", lambda self, session_id, rows: True)
+    patch.setattr(Journal, "append_nodes", later)
 
 
 def prefix_decoded_and_encoded(patch: pytest.MonkeyPatch) -> None:
@@ -64,19 +68,18 @@ def prefix_decoded_and_encoded(patch: pytest.MonkeyPatch) -> None:
     async def healed(plan: Any, renderer: Any, tree: Any, tools: Any, kwargs: Any) -> Any:
         made = await real(plan, renderer, tree, tools, kwargs)
         text = renderer.decode(made.ids)
-        ids = array("i", test_matching.encode(text, "own"))
+        ids = TokenIds(test_matching.encode(text, "own"))
         return prompts.Prompt(**{name: getattr(made, name) for name in made.__slots__} | {"ids": ids})
 
     patch.setattr(prompts, "_extend", healed)
 
 
 def ids_not_restored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(matching.Matcher, "_restore", lambda self, node, message, reference: message)
+    patch.setattr(matcher, "_restore", lambda tree, node, depth, facts, reference: facts.message)
 
 
 def joins_nobody(patch: pytest.MonkeyPatch) -> None:
-    numbers = count()
-    patch.setattr(turn, "request_digest", lambda *_: str(next(numbers)))
+    patch.setattr(singleflight.SingleFlight, "find", lambda self, identity: None)
 
 
 MUTATIONS: list[tuple[Patch, Callable[[Path], Any]]] = [

@@ -205,7 +205,7 @@ class Conversations(RuleBasedStateMachine):
         self.prepare(1)
         (reply,) = self.ask(changed, tools)
         parent = self.session.tree.parent(self.session.tree.get(reply.node))
-        assert parent is None or self.session.tree.place(parent).depth <= at
+        assert parent is None or len(self.session.tree.messages(parent)) <= at
         self.record(reply, self.engine.prompts[-1], None, forked=True)
 
     @rule(pick=st.integers(0, 50))

@@ -22,9 +22,10 @@ from tokentrue.errors import (
     SessionNotFound,
     TokenContractError,
 )
+from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.sessions import Journal, Limits
-from tokentrue.sessions.prompts import Prompt, prompt_for
-from tokentrue.types import Completion, Finish, JoinedIds, RoutedExperts, TurnEvent, TurnRequest
+from tokentrue.sessions.prompts import Prompt, build_prompt
+from tokentrue.types import Completion, Finish, RoutedExperts, TurnEvent, TurnRequest
 
 
 def verbatim(message: Any, turn: int) -> Any:
@@ -55,7 +56,7 @@ async def test_a_stream_tells_the_same_as_the_whole_turn() -> None:
     assert events[0].node and events[0].delta is None and events[0].reply is None
     last = events[-1].reply
     assert last is not None and last.node == events[0].node
-    assert sum((event.token_ids for event in events), ()) == last.completion.token_ids == reply.completion.token_ids
+    assert sum((event.token_ids for event in events), EMPTY) == last.completion.token_ids == reply.completion.token_ids
     assert sum((event.logprobs for event in events), ()) == last.completion.logprobs
     deltas = [event.delta for event in events if event.delta is not None]
     assert "".join(delta.reasoning for delta in deltas) == last.message["reasoning_content"]
@@ -164,11 +165,14 @@ async def test_n_answers_come_together_with_their_own_seeds() -> None:
     assert len(session.samples()) == 3 and session.coverage().ratio == 1.0
 
 
-async def test_one_failure_among_n_leaves_no_trace() -> None:
+async def test_one_failure_among_n_fails_the_request_and_records_what_the_engine_had_answered() -> None:
     session, _ = session_of(said("a", "1"))
     with pytest.raises(IndexError):
-        await session.turn(TurnRequest(messages=OPENING, n=2))
-    assert len(session.tree) == 0
+        await session.turn(TurnRequest(messages=OPENING, n=2, request_key="k"))
+    (node,) = session.tree.nodes.values()
+    assert (node.outcome, node.sampled_ids) == ("engine_failed", said("a", "1"))
+    assert [item.why for item in session.coverage().untrained] == ["engine_failed"] and session.samples() == []
+    assert not session.tree.keyed
 
 
 async def test_a_failed_generation_leaves_only_a_counter() -> None:
@@ -193,23 +197,21 @@ async def test_an_engine_that_counts_another_prompt_is_refused() -> None:
     assert len(session.tree) == 0
 
 
-@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_prompt_that_leaves_the_record_is_never_committed(streamed: bool, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_leaves_the_record_is_never_committed(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine was given is compared with the record, whoever built it."""
     session, engine = session_of(said("a", "1"), said("b", "2"), said("b", "2"))
     reply = await session.chat(OPENING)
     follow_up = TurnRequest(messages=[*OPENING, reply.message, USER])
 
     async def changed(*args: Any, **kwargs: Any) -> Prompt:
-        prompt = await prompt_for(*args, **kwargs)
-        assert isinstance(prompt.ids, JoinedIds)
-        before = prompt.ids.before[:]
-        before[3] += 1  # as a bug in a cache would
-        return replace(prompt, ids=JoinedIds(before, prompt.ids.added) if joined else before + prompt.ids.added)
+        prompt = await build_prompt(*args, **kwargs)
+        ids = prompt.ids.tolist()
+        ids[3] += 1  # as a bug in a cache would
+        return replace(prompt, ids=TokenIds(ids))
 
     with monkeypatch.context() as patch, pytest.raises(TokenContractError, match="leaves the recorded ids at token 3"):
-        patch.setattr("tokentrue.turn.prompt_for", changed)
+        patch.setattr("tokentrue.turn.build_prompt", changed)
         await (heard(session, follow_up) if streamed else session.turn(follow_up))
     assert len(session.tree) == 1 and len(engine.prompts) == 2
     assert (await session.turn(follow_up))[0].root is None and len(session.tree) == 2

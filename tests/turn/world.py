@@ -10,6 +10,7 @@ from typing import Any
 
 import tokentrue as tt
 from tests.parts import own_dir, tokenizer_dir
+from tokentrue.ids import TokenIds
 from tokentrue.providers.scripted import made_up
 from tokentrue.types import Chunk, Completion, Finish, Ids, Message, Sampling, VersionSpan
 
@@ -56,6 +57,7 @@ class Engine:
             finish=finish,
             versions=(VersionSpan(start=0, end=len(ids), version=self.version),),
             prompt_tokens=len(prompt_ids),
+            prompt_digest=TokenIds(prompt_ids).sha256(),
         )
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:

@@ -48,7 +48,7 @@ def trainer(store: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def data(store: Path, trainer: Path) -> Iterator[ViewerData]:
-    source = StoreSource(Journal(f"sqlite:{store}"), name=store.name)
+    source = StoreSource(Journal(f"sqlite:{store}", read_only=True), name=store.name)
     yield ViewerData(source, renderer=renderer(), trainer=read_trainer_file(trainer))
     source.close()
 

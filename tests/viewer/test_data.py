@@ -42,7 +42,7 @@ def samples(store: Path) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def from_store(store: Path) -> Iterator[ViewerData]:
-    source = StoreSource(Journal(f"sqlite:{store}"), name=store.name)
+    source = StoreSource(Journal(f"sqlite:{store}", read_only=True), name=store.name)
     yield ViewerData(source, renderer=renderer())
     source.close()
 

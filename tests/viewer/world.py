@@ -135,7 +135,7 @@ def store_samples(path: Path) -> list[Sample]:
     from tokentrue.samples import assemble
     from tokentrue.sessions.store import load_tree
 
-    journal = Journal(f"sqlite:{path}")
+    journal = Journal(f"sqlite:{path}", read_only=True)
     try:
         found: list[Sample] = []
         for record in journal.all_sessions():

@@ -122,18 +122,19 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
     return Pool([load(config.name, **options)])
 
 
-def journal_for(store: str) -> Journal:
+def journal_for(store: str, *, read_only: bool = False, lock: bool = True) -> Journal:
+    """`lock=False` for workers: their supervisor holds the store's lock."""
     from tokentrue.sessions.journal import Journal
 
     if store != "memory" and not store.startswith("sqlite:"):
         raise ConfigError(f"store must be sqlite:PATH or memory, got {store!r}")
-    return Journal(store)
+    return Journal(store, read_only=read_only, lock=lock)
 
 
 def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | None = None) -> Gateway:
     from tokentrue.gateway.app import Gateway
 
-    journal = journal_for(config.server.store)
+    journal = journal_for(config.server.store, lock=workers is None)
     renderer = renderer_for(config.model)
     renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
     settings = GatewayConfig(

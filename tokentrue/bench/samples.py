@@ -27,18 +27,20 @@ def run(*, quick: bool) -> list[Report]:
 
 def _tree(turns: int, tokens: int) -> tuple[Any, Any]:
     """A session of `turns` turns, a tenth of each turn's tokens given, the rest sampled; no engine, no tokenizer."""
-    from tokentrue.sessions import Node, SessionRecord, Tree, chain
+    from tokentrue.ids import TokenIds
+    from tokentrue.sessions import Node, SessionRecord, Tree
+    from tokentrue.sessions.certificate import next_link
     from tokentrue.types import Finish, VersionSpan
 
     tree = Tree(template="sha256:bench", tokenizer="sha256:bench")
     parent: Node | None = None
     given_count = max(1, tokens // 10)
     for turn in range(turns):
-        given = array("i", ((i * 7919 + turn) % 150_000 for i in range(given_count)))
-        sampled = array("i", ((i * 104_729 + turn) % 150_000 for i in range(tokens - given_count)))
+        given = TokenIds((i * 7919 + turn) % 150_000 for i in range(given_count))
+        sampled = TokenIds((i * 104_729 + turn) % 150_000 for i in range(tokens - given_count))
         logprobs = array("d", (-((i * 31 + turn) % 997) / 500 for i in range(len(sampled))))
         versions = (VersionSpan(start=0, end=len(sampled), version=turn // 10),)
-        link = chain.link(tree.start_link(parent), given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions)
+        link = next_link(tree.link_before(parent), given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions)
         node = Node(
             id=f"{turn:032x}",
             seq=turn,
@@ -54,9 +56,9 @@ def _tree(turns: int, tokens: int) -> tuple[Any, Any]:
             served={"role": "assistant", "content": f"answer {turn}"},
             chain=link,
             prompt_length=(0 if parent is None else parent.length) + len(given),
+            prompt_digest=tree.prompt_digest(parent, given),
         )
-        prompt = given if parent is None else tree.full_ids(parent) + given
-        tree.add(node, prompt)
+        tree.add(node)
         parent = node
     return tree, SessionRecord(id="bench")
 

@@ -75,7 +75,7 @@ def _from_journal(
     path = Path(source.removeprefix("sqlite:"))
     if not path.is_file():
         raise FileFormatError(f"no journal at {path}; give the path that `tokentrue serve --store sqlite:PATH` was given")
-    journal = Journal(source)
+    journal = Journal(source, read_only=True)
     try:
         for name in names or [record.id for record in journal.all_sessions(group=group)]:
             record, tree = load_tree(journal, name)

@@ -51,6 +51,7 @@ def command(
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker
     from tokentrue.gateway.workers.supervisor import supervise
+    from tokentrue.sessions import StoreLock
 
     is_new_key = not os.environ.get(ADMIN_KEY)
     admin_key = os.environ[ADMIN_KEY] = os.environ.get(ADMIN_KEY) or new_admin_key()  # in the environment, for worker processes
@@ -62,7 +63,11 @@ def command(
             greet(settings, base, admin_key if is_new_key else None)
 
         if settings.server.workers > 1:
-            return supervise(start_worker, settings, public, settings.server.workers, ready=say_hello)
+            lock = StoreLock(settings.server.store)
+            try:
+                return supervise(start_worker, settings, public, settings.server.workers, ready=say_hello)
+            finally:
+                lock.release()
         log_to_stderr(enabled=settings.server.log == "json")
         with torch_kept_out(settings.engine.name):
             gateway = gateway_for(settings, admin_key=admin_key)

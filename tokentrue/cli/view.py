@@ -67,7 +67,7 @@ def open_source(source: str) -> RecordSource:
         path = Path(store.removeprefix("sqlite:"))
         if store.startswith("sqlite:") and not path.is_file():
             raise FileFormatError(f"no store at {path}; give the path that `tokentrue serve --store sqlite:PATH` was given")
-        return StoreSource(journal_for(store), name=path.name)
+        return StoreSource(journal_for(store, read_only=True), name=path.name)
     return FileSource(source)
 
 

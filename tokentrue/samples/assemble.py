@@ -6,15 +6,15 @@ or listed in the coverage with its reason; log-probabilities are the engine's ow
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tokentrue.errors import InputError, TokenContractError
+from tokentrue.ids import TokenIds
 from tokentrue.samples.seal import node_rows, seal
 from tokentrue.samples.survivors import given_up
-from tokentrue.sessions import chain
+from tokentrue.sessions.certificate import format_digest
 from tokentrue.sessions.journal import SessionRecord
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 from tokentrue.types import UNVERSIONED, Certificate, Coverage, RoutedExperts, Sample, Span, Untrained
@@ -107,26 +107,27 @@ class _Builder:
         self.tree, self.record, self.abandoned, self.coverage, self.metadata = tree, record, abandoned, coverage, metadata
 
     def sample(self, leaf: Node, path: list[Node], mine: set[str]) -> Sample:
-        token_ids = array("i")  # a list of Python integers would cost ten times the memory
+        parts: list[TokenIds] = []
+        length = 0
         loss_mask: list[int] = []
         logprobs: list[float | None] = []
         spans: list[Span] = []
         for turn, node in enumerate(path):
-            spans += self._spans(node, turn, len(token_ids), node.id in mine)
+            spans += self._spans(node, turn, length, node.id in mine)
             given, sampled = len(node.given_ids), len(node.sampled_ids)
-            token_ids += node.given_ids
-            token_ids += node.sampled_ids
+            parts += (node.given_ids, node.sampled_ids)
+            length += given + sampled
             loss_mask += [0] * given
             loss_mask += [1 if node.id in mine else 0] * sampled
             logprobs += [None] * given
             logprobs += node.logprobs.tolist()
         end = path[-1]
-        certificate = Certificate(chain=chain.printed(end.chain), template=self.tree.template, tokenizer=self.tree.tokenizer)
+        certificate = Certificate(chain=format_digest(end.chain), template=self.tree.template, tokenizer=self.tree.tokenizer)
         sample = Sample(
             sample_id=f"{self.record.id}-{leaf.id}",
             session_id=self.record.id,
             group=self.record.group,
-            token_ids=token_ids,
+            token_ids=TokenIds.concat(parts),
             loss_mask=loss_mask,
             rollout_logprobs=logprobs,
             spans=tuple(spans),

@@ -11,11 +11,13 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, cast
 
 from tokentrue.errors import TokenContractError
-from tokentrue.samples.seal import BLOCK, checks, seal
-from tokentrue.sessions import chain
+from tokentrue.ids import TokenIds
+from tokentrue.samples.seal import BLOCK, block_checksums, seal
+from tokentrue.sessions.certificate import float_bytes, format_digest, next_link, start_link
 from tokentrue.types import Sample, VersionSpan
 
 
@@ -78,18 +80,18 @@ def audit(samples: Iterable[Sample]) -> Audit:
         if not isinstance(own, Mapping) or "nodes" not in own:
             result.findings.append(Finding(sample=sample.sample_id, what="metadata.tokentrue is missing: nothing to check against"))
             continue
-        result.findings += _columns(sample)
-        result.findings += _links(sample)
+        result.findings += _check_columns(sample)
+        result.findings += _check_links(sample)
         if cast("Mapping[str, Any]", own).get("seal") != seal(sample):
             what = "the seal is broken: mask, spans, reward, names or coverage were changed"
             result.findings.append(Finding(sample=sample.sample_id, what=what))
-        result.findings += _together(sample, session)
+        result.findings += _check_session(sample, session)
     for name, session in result.sessions.items():
-        result.findings += _coverage(name, session)
+        result.findings += _check_coverage(name, session)
     return result
 
 
-def _columns(sample: Sample) -> Iterator[Finding]:
+def _check_columns(sample: Sample) -> Iterator[Finding]:
     """Mask, log-probabilities and spans must tell one story."""
     at = 0
     for span in sample.spans:
@@ -115,10 +117,10 @@ def _at(sample: Sample, index: int, what: str) -> Finding:
     return Finding(sample=sample.sample_id, what=what, start=index, end=index + 1)
 
 
-def _links(sample: Sample) -> Iterator[Finding]:
+def _check_links(sample: Sample) -> Iterator[Finding]:
     """Every link of the chain, computed again; a broken one is narrowed down by its block checksums."""
-    previous = chain.start(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
-    at = 0
+    previous = start_link(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
+    at, sent = 0, sha256()  # over the sample's own ids, up to each turn
     for turn, node in enumerate(sample.metadata["tokentrue"]["nodes"]):
         given_end, end = at + node["given"], at + node["given"] + node["sampled"]
         if end > len(sample.token_ids):
@@ -130,22 +132,27 @@ def _links(sample: Sample) -> Iterator[Finding]:
             return
         link = _link(sample, node, previous, at, given_end, end)
         if link.hex() != node["chain"]:
-            yield from _narrowed(sample, node, turn, at, given_end, end)
+            yield from _locate_change(sample, node, turn, at, given_end, end)
+        sent.update(TokenIds(sample.token_ids[at:given_end]).tobytes())
+        if "prompt_sha256" in node and sent.hexdigest() != node["prompt_sha256"]:
+            what = f"turn {turn}: the prompt in this sample is not what the engine was sent (prompt_sha256 of node {node['node']})"
+            yield Finding(sample=sample.sample_id, what=what, start=0, end=given_end)
+        sent.update(TokenIds(sample.token_ids[given_end:end]).tobytes())
         previous, at = bytes.fromhex(node["chain"]), end
     if at != len(sample.token_ids):
         length = len(sample.token_ids)
         yield Finding(sample=sample.sample_id, what=f"the nodes end at token {at} of {length}", start=at, end=length)
-    if chain.printed(previous) != sample.certificate.chain:
+    if format_digest(previous) != sample.certificate.chain:
         yield Finding(sample=sample.sample_id, what="certificate.chain is not the chain of its last node")
 
 
 def _link(sample: Sample, node: dict[str, Any], previous: bytes, at: int, given_end: int, end: int) -> bytes:
     numbers = [value for value in sample.rollout_logprobs[given_end:end] if value is not None]
     try:
-        return chain.link(
+        return next_link(
             previous,
-            given_ids=array("i", sample.token_ids[at:given_end]),
-            sampled_ids=array("i", sample.token_ids[given_end:end]),
+            given_ids=TokenIds(sample.token_ids[at:given_end]),
+            sampled_ids=TokenIds(sample.token_ids[given_end:end]),
             logprobs=array("d", numbers),
             versions=[VersionSpan(start=s, end=e, version=v) for s, e, v in _versions(sample, node, given_end, end)],
         )
@@ -164,12 +171,12 @@ def _versions(sample: Sample, node: dict[str, Any], given_end: int, end: int) ->
     ]
 
 
-def _narrowed(sample: Sample, node: dict[str, Any], turn: int, at: int, given_end: int, end: int) -> Iterator[Finding]:
-    ids = array("i", sample.token_ids[at:end])
+def _locate_change(sample: Sample, node: dict[str, Any], turn: int, at: int, given_end: int, end: int) -> Iterator[Finding]:
+    ids = TokenIds(sample.token_ids[at:end]).tobytes()
     numbers = array("d", [value for value in sample.rollout_logprobs[given_end:end] if value is not None])
     found = False
-    for column, data, width, base in (("token_ids", ids, 4, at), ("rollout_logprobs", numbers, 8, given_end)):
-        now, then = checks(chain.little_endian(data), width), str(node["ids_check" if width == 4 else "logprobs_check"])
+    for column, data, width, base in (("token_ids", ids, 4, at), ("rollout_logprobs", float_bytes(numbers), 8, given_end)):
+        now, then = block_checksums(data, width), str(node["ids_check" if width == 4 else "logprobs_check"])
         for block in range(max(len(now), len(then)) // 8):
             if now[block * 8 : block * 8 + 8] != then[block * 8 : block * 8 + 8]:
                 found = True
@@ -181,7 +188,7 @@ def _narrowed(sample: Sample, node: dict[str, Any], turn: int, at: int, given_en
         yield Finding(sample=sample.sample_id, what=what, start=at, end=end)
 
 
-def _together(sample: Sample, session: _SessionAudit) -> Iterator[Finding]:
+def _check_session(sample: Sample, session: _SessionAudit) -> Iterator[Finding]:
     """Prefix identity between the samples of a session, and no token trained twice."""
     own = sample.metadata["tokentrue"]
     if sample.sample_id in session.seen:
@@ -207,7 +214,7 @@ def _together(sample: Sample, session: _SessionAudit) -> Iterator[Finding]:
             yield Finding(sample=sample.sample_id, what=what, start=given_end, end=end)
 
 
-def _coverage(name: str, session: _SessionAudit) -> Iterator[Finding]:
+def _check_coverage(name: str, session: _SessionAudit) -> Iterator[Finding]:
     claimed = session.claimed
     if not claimed:
         return

@@ -1,7 +1,8 @@
 """What a sample carries so that a stranger can check it: one row per node on its path, and a seal over the rest.
 
 The certificate's chain binds ids, log-probabilities and versions. The seal binds what the chain does not: mask, spans, reward, names,
-coverage. Node rows `[id, given, sampled, chain, check]` say where each link ends, so that a broken one can be located.
+coverage, node rows. A node row says where its link ends, so that a broken one can be located, what the engine was sent
+(`prompt_sha256`) and with which settings it sampled (`sampling`, whatever differs from the defaults).
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-from tokentrue.sessions import chain
+from tokentrue.sessions.certificate import float_bytes
 from tokentrue.sessions.tree import Node
-from tokentrue.types import Sample
+from tokentrue.types import Sample, Sampling
 
+_SHAPING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "extra",
+)  # fmt: skip
 BLOCK = 64
 """Tokens per checksum: how closely a changed token can be located."""
 
@@ -23,7 +27,7 @@ BLOCK = 64
 def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for node in path:
-        ids = chain.little_endian(node.given_ids) + chain.little_endian(node.sampled_ids)
+        ids = node.given_ids.tobytes() + node.sampled_ids.tobytes()
         rows.append(
             {
                 "node": node.id,
@@ -34,14 +38,22 @@ def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:
                 "why": node.why,
                 "projection": node.projection,
                 "temperature": node.sampling.temperature,
-                "ids_check": checks(ids, 4),
-                "logprobs_check": checks(chain.little_endian(node.logprobs), 8),
+                "sampling": describe_sampling(node.sampling),
+                "prompt_sha256": node.prompt_digest.hex(),
+                "ids_check": block_checksums(ids, 4),
+                "logprobs_check": block_checksums(float_bytes(node.logprobs), 8),
             }
         )
     return rows
 
 
-def checks(data: bytes, width: int) -> str:
+def describe_sampling(sampling: Sampling) -> dict[str, Any]:
+    """The settings that shaped the distribution and differ from the defaults: a trainer scores with them, or refuses the sample."""
+    defaults = Sampling()
+    return {name: value for name in _SHAPING if (value := getattr(sampling, name)) != getattr(defaults, name)}
+
+
+def block_checksums(data: bytes, width: int) -> str:
     """CRC-32 of each block of tokens, in hex: not proof (the chain is), but it says where to look."""
     step = BLOCK * width
     return "".join(f"{zlib.crc32(data[at : at + step]):08x}" for at in range(0, len(data), step))

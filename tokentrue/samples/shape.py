@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from tokentrue.errors import FileFormatError, TokenContractError
+from tokentrue.ids import TokenIds
 from tokentrue.types import Certificate, RoutedExperts, Sample, Span
 
 _SPAN = ("start", "end", "kind", "role", "turn", "policy_version", "trainable", "why")
@@ -56,7 +56,7 @@ def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: st
             sample_id=head["sample_id"],
             session_id=head["session_id"],
             group=head.get("group"),
-            token_ids=array("i", columns[0]),
+            token_ids=TokenIds(columns[0]),
             loss_mask=columns[1],
             rollout_logprobs=columns[2],
             spans=tuple(Span(**{name: span[name] for name in _SPAN}) for span in head["spans"]),

@@ -1,9 +1,9 @@
 """Which nodes does training see? Everything that was sampled, except what is known to have been given up, each with its reason.
 
-* `retried`: the same turn was asked again after this answer was complete, and this answer was never gone on with.
-* `rolled_back`: it had been gone on with, then the agent went back and asked the same turn again.
-* `not_chosen`: another answer to the same turn was gone on with (n > 1, requests in flight together, or an earlier attempt after all).
-* `disconnected`, `aborted`: nobody heard the end of it, and nothing follows.
+* `retried`: the same turn was asked again after this answer was complete, and this answer was never continued.
+* `rolled_back`: it had been continued, then the agent went back and asked the same turn again.
+* `not_chosen`: another answer to the same turn was continued (n > 1, requests in flight together, or an earlier attempt after all).
+* `disconnected`, `engine_failed`, `deleted`, `aborted`: the client never got the whole of it, and nothing follows.
 
 Giving up reaches down: what follows a given-up node is given up for the same reason. A reward on the leaf itself speaks for it:
 such a leaf, and the path to it, is kept.
@@ -19,44 +19,44 @@ from tokentrue.types import Finish
 
 def given_up(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
     """Node id -> reason, for every node that is left out of training."""
-    spoken_for = {node.id for leaf in rewarded if leaf in tree.nodes for node in tree.path(tree.nodes[leaf])}
+    rewarded_paths = {node.id for leaf in rewarded if leaf in tree.nodes for node in tree.path(tree.nodes[leaf])}
     newest = tree.last_activity()
     reasons: dict[str, str] = {}
-    for attempts in tree.asked.values():
+    for attempts in tree.attempts.values():
         if len(attempts) > 1:
-            reasons |= {node_id: why for node_id, why in _losers(tree, attempts, newest).items() if node_id not in spoken_for}
+            reasons |= {node_id: why for node_id, why in _losers(tree, attempts, newest).items() if node_id not in rewarded_paths}
     for node in tree.in_order():  # parents come before children
         before = node.parent or node.origin
-        if before in reasons and node.id not in spoken_for and node.id not in reasons:
+        if before in reasons and node.id not in rewarded_paths and node.id not in reasons:
             reasons[node.id] = reasons[before]
     for node in reversed(tree.in_order()):
         alive = any(child.id not in reasons for child in tree.followers.get(node.id, ()))
-        if not alive and node.id not in reasons and node.id not in spoken_for and (why := _unheard(node)):
+        if not alive and node.id not in reasons and node.id not in rewarded_paths and (why := _unserved_reason(node)):
             reasons[node.id] = why
     return reasons
 
 
-def _unheard(node: Node) -> str | None:
-    if node.outcome == "disconnected":
-        return "disconnected"
+def _unserved_reason(node: Node) -> str | None:
+    if node.outcome != "served":
+        return node.outcome
     return "aborted" if node.finish is Finish.ABORT else None
 
 
 def _losers(tree: Tree, attempts: list[Node], newest: dict[str, int]) -> dict[str, str]:
-    """Of several attempts at one turn the one with the latest activity survives, and every parallel one that was gone on with."""
-    heard = [node for node in attempts if _unheard(node) is None or tree.followers.get(node.id)]
-    if not heard:
+    """Of several attempts at one turn the one with the latest activity survives, and every parallel one that was continued."""
+    served = [node for node in attempts if _unserved_reason(node) is None or tree.followers.get(node.id)]
+    if not served:
         return {}
-    survivor = max(heard, key=lambda node: newest[node.id])
-    any_followed = any(tree.followers.get(node.id) for node in heard)
+    survivor = max(served, key=lambda node: newest[node.id])
+    any_followed = any(tree.followers.get(node.id) for node in served)
     losers: dict[str, str] = {}
     for node in attempts:
         followed = bool(tree.followers.get(node.id))
-        if node is survivor or (not followed and _unheard(node)):
+        if node is survivor or (not followed and _unserved_reason(node)):
             continue
-        if any(later.started > newest[node.id] for later in heard):
+        if any(later.started > newest[node.id] for later in served):
             losers[node.id] = "rolled_back" if followed else "retried"
-        elif any(later.started > node.seq for later in heard) and not followed:
+        elif any(later.started > node.seq for later in served) and not followed:
             losers[node.id] = "retried"
         elif any_followed and not followed:
             losers[node.id] = "not_chosen"

@@ -1,146 +1,228 @@
-"""One choice of a turn: the engine is asked, whole or streamed, and its tokens are parsed. Nothing here writes to the record."""
+"""The n choices of a turn: the engine is asked, whole or streamed, and its tokens are checked and parsed. Nothing is written here.
+
+A choice keeps what the engine has reported so far, so that a turn that ends early (the client left, the engine failed, the session was
+deleted) can still be recorded.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-from tokentrue.errors import EngineContractError
-from tokentrue.protocols import Provider, Renderer, TurnParser
-from tokentrue.sessions.prompts import INLINE_IDS, inline_or_thread
-from tokentrue.sessions.recording import Asked, Draft, checked
-from tokentrue.sessions.serve import Deltas
-from tokentrue.sessions.spare_time import Meanwhile, let_out
-from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Parsed, Sampling, TurnEvent, VersionSpan
+from tokentrue.errors import EngineContractError, RenderError, TokenContractError
+from tokentrue.protocols import Provider, Renderer
+from tokentrue.sessions.prompts import INLINE_IDS, Prompt, run_inline_or_thread
+from tokentrue.sessions.serving import StreamedMessage, serve_message
+from tokentrue.sessions.tree import Outcome
+from tokentrue.types import (
+    UNVERSIONED,
+    Chunk,
+    Completion,
+    Delta,
+    Finish,
+    Message,
+    Parsed,
+    Sampling,
+    Tools,
+    TurnEvent,
+    VersionSpan,
+    are_logprobs,
+)
 
 T = TypeVar("T")
-Emit = Callable[[TurnEvent], None]
-
-
-class Disconnected(asyncio.CancelledError):
-    """The last listener left. `draft` is what had been sampled, if anything was."""
-
-    def __init__(self, draft: Draft | None) -> None:
-        super().__init__("the client disconnected")
-        self.draft = draft
+_LARGEST_VERSION = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One of the n answers to one request; `node` is the name reserved for it."""
+class Draft:
+    """One sampled turn that is not in the record yet."""
 
-    asked: Asked
-    index: int
     node: str
-    provider: Provider
-    renderer: Renderer
-    session_id: str
+    choice: int
+    completion: Completion
+    parsed: Parsed
+    served: Message
+    outcome: Outcome = "served"
 
-    @property
-    def sampling(self) -> Sampling:
-        base = self.asked.sampling
-        return base if base.seed is None or self.index == 0 else replace(base, seed=base.seed + self.index)
 
-    async def generate(self) -> Draft:
-        parser = Meanwhile(lambda: self._parser(early=False))
-        completion = await self.provider.generate(self.asked.prompt.ids, self.sampling, session=self.session_id)
-        return await self._draft(checked(completion, self.asked.prompt), parser.result())
+class Choice:
+    """One of the n answers to one request; `node` is the name reserved for it. With `emit`, the answer is streamed."""
 
-    def _parser(self, *, early: bool) -> TurnParser:
-        """`early` shows calls while they are written."""
-        return self.renderer.parser(prompt_ids=self.asked.prompt.ids, tools=self.asked.request.tools, early=early)
+    def __init__(
+        self,
+        *,
+        index: int,
+        node: str,
+        prompt: Prompt,
+        tools: Tools | None,
+        sampling: Sampling,
+        renderer: Renderer,
+        emit: Callable[[TurnEvent], None] | None,
+    ) -> None:
+        self.index, self.node = index, node
+        self._prompt, self._tools, self._renderer, self._emit = prompt, tools, renderer, emit
+        self.sampling = sampling if sampling.seed is None or index == 0 else replace(sampling, seed=sampling.seed + index)
+        self._received = _Received()
+        self._completion: Completion | None = None
+        self._streamed: tuple[Parsed, Message] | None = None
 
-    async def stream(self, emit: Emit) -> Draft:
-        """Emits what the client may see, as it is sampled. A cancellation comes out as `Disconnected` with what there is."""
-        emit(TurnEvent(index=self.index, node=self.node))
-        heard = _Heard()
-        try:
-            completion, parsed = await self._listen(emit, heard)
-        except asyncio.CancelledError as error:
-            partial = heard.completion(len(self.asked.prompt.ids))
-            draft = None if partial is None else replace(await self._draft(partial, self._parser(early=False)), outcome="disconnected")
-            raise Disconnected(draft) from error
-        return Draft(node=self.node, choice=self.index, completion=completion, parsed=parsed)
+    async def generate(self, provider: Provider, session_id: str) -> None:
+        """Asks the engine. The answer is kept here; `parse` gives it."""
+        if self._emit is None:
+            completion = await provider.generate(self._prompt.ids, self.sampling, session=session_id)
+            self._completion = completion
+            check_completion(completion, self._prompt)
+            return
+        self._emit(TurnEvent(index=self.index, node=self.node))
+        await self._stream(provider, session_id, self._emit)
 
-    async def _listen(self, emit: Emit, heard: _Heard) -> tuple[Completion, Parsed]:
-        parser = Meanwhile(lambda: self._parser(early=True))
-        shown = Deltas(self.node, self.asked.sampling.stop)
+    async def _stream(self, provider: Provider, session_id: str, emit: Callable[[TurnEvent], None]) -> None:
+        parser = self._renderer.parser(prompt_ids=self._prompt.ids, tools=self._tools)
+        shown = StreamedMessage(self.node, self.sampling.stop)
         final: Completion | None = None
-        first = True
-        stream = self.provider.stream(self.asked.prompt.ids, self.sampling, session=self.session_id)
+        stream = provider.stream(self._prompt.ids, self.sampling, session=session_id)
         async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
             async for chunk in chunks:
                 final = chunk.final or final
                 if chunk.token_ids:
-                    heard.add(chunk)
-                    self._emit_chunk(emit, chunk, [seen for delta in parser.result().feed(chunk.token_ids) if (seen := shown.feed(delta))])
-                    if first:
-                        first = False
-                        await let_out()
-        if final is None or final.token_ids != tuple(heard.ids):
+                    self._received.add(chunk)
+                    deltas = [seen for delta in _parse(parser.feed, chunk.token_ids) if (seen := shown.feed(delta))]
+                    emit(self._event(deltas[0] if deltas else None, chunk))
+                    for delta in deltas[1:]:
+                        emit(self._event(delta))
+        if final is None or final.token_ids != self._received.token_ids:
             raise EngineContractError("the engine's stream and its final answer differ")
-        rest, parsed = parser.result().finish()
-        for delta in (*map(shown.feed, rest), shown.finish()):
+        check_completion(final, self._prompt)
+        rest, parsed = _parse(parser.finish)
+        for delta in map(shown.feed, rest):
             if delta is not None:
-                emit(TurnEvent(index=self.index, node=self.node, delta=delta))
-        return checked(final, self.asked.prompt), parsed
+                emit(self._event(delta))
+        missing, served = shown.finish(serve_message(parsed, self.node, stops=self.sampling.stop))
+        for delta in missing:
+            emit(self._event(delta))
+        self._completion, self._streamed = final, (parsed, served)
 
-    def _emit_chunk(self, emit: Emit, chunk: Chunk, deltas: list[Any]) -> None:
-        first = deltas[0] if deltas else None
-        emit(TurnEvent(index=self.index, node=self.node, delta=first, token_ids=chunk.token_ids, logprobs=chunk.logprobs))
-        for delta in deltas[1:]:
-            emit(TurnEvent(index=self.index, node=self.node, delta=delta))
+    def _event(self, delta: Delta | None, chunk: Chunk | None = None) -> TurnEvent:
+        chunk = chunk or Chunk()
+        return TurnEvent(index=self.index, node=self.node, delta=delta, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
 
-    async def _draft(self, completion: Completion, parser: TurnParser) -> Draft:
-        parsed = await inline_or_thread(parser.whole, len(completion.token_ids) < INLINE_IDS, completion.token_ids)
-        return Draft(node=self.node, choice=self.index, completion=completion, parsed=parsed)
+    async def parse(self) -> Draft:
+        """The finished answer."""
+        assert self._completion is not None
+        return await self._draft(self._completion, "served")
+
+    async def parse_partial(self, outcome: Outcome) -> Draft | None:
+        """Whatever the engine has reported, labelled with why it is not served; None where that is nothing."""
+        completion = self._completion or self._received.completion(len(self._prompt.ids))
+        if completion is None or not completion.token_ids or self._contradicts(completion):
+            completion = self._received.completion(len(self._prompt.ids))
+        if completion is None:
+            return None
+        try:
+            return await self._draft(completion, outcome)
+        except EngineContractError:  # what cannot be parsed is still recorded: the ids are what matters
+            empty: Message = {"role": "assistant", "content": ""}
+            parsed = Parsed(message=empty)
+            return Draft(node=self.node, choice=self.index, completion=completion, parsed=parsed, served=empty, outcome=outcome)
+
+    def _contradicts(self, completion: Completion) -> bool:
+        """Is this an answer that the record cannot hold?"""
+        try:
+            check_completion(completion, self._prompt)
+        except EngineContractError:
+            return True
+        return False
+
+    async def _draft(self, completion: Completion, outcome: Outcome) -> Draft:
+        if self._streamed is not None:
+            parsed, served = self._streamed
+        else:
+            small = len(completion.token_ids) < INLINE_IDS
+            parsed = await run_inline_or_thread(self._parse_whole, small, completion)
+            served = serve_message(parsed, self.node, stops=self.sampling.stop)
+        return Draft(node=self.node, choice=self.index, completion=completion, parsed=parsed, served=served, outcome=outcome)
+
+    def _parse_whole(self, completion: Completion) -> Parsed:
+        return _parse(self._renderer.parse, completion.token_ids, prompt_ids=self._prompt.ids, tools=self._tools)
 
 
-class _Heard:
-    """What a stream has said so far."""
+def _parse(parse: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Sampled ids that no tokenizer knows are the engine's fault, not the client's."""
+    try:
+        return parse(*args, **kwargs)
+    except (RenderError, TokenContractError) as error:
+        raise EngineContractError(f"the engine's answer cannot be read: {error}") from error
+
+
+def check_completion(completion: Completion, prompt: Prompt) -> None:
+    """The engine's own account must agree with what it was sent, and the record must be able to hold it."""
+    if completion.prompt_tokens is not None and completion.prompt_tokens != len(prompt.ids):
+        raise EngineContractError(f"the engine counted {completion.prompt_tokens} prompt tokens of the {len(prompt.ids)} that were sent")
+    if not completion.token_ids:
+        raise EngineContractError("the engine sampled no token; raise max_tokens or shorten the prompt")
+    for span in completion.versions:
+        _check_version(span.version)
+
+
+def _check_version(version: int) -> None:
+    if not -_LARGEST_VERSION <= version <= _LARGEST_VERSION:
+        raise EngineContractError(f"policy version {version} is not a 64-bit integer; have the engine report a smaller one")
+
+
+class _Received:
+    """What a stream has reported so far, each chunk checked before anyone sees it."""
 
     def __init__(self) -> None:
-        self.ids, self.logprobs = array("i"), array("d")
-        self.versions: list[VersionSpan] = []
+        self.token_ids: list[int] = []
+        self._logprobs = array("d")
+        self._versions: list[VersionSpan] = []
 
     def add(self, chunk: Chunk) -> None:
-        start = len(self.ids)
-        self.ids.extend(chunk.token_ids)
-        self.logprobs.extend(chunk.logprobs)
-        if self.versions and self.versions[-1].version == chunk.policy_version:
-            self.versions[-1] = replace(self.versions[-1], end=len(self.ids))
+        if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
+            raise EngineContractError(f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}")
+        _check_version(chunk.policy_version)
+        start = len(self.token_ids)
+        self.token_ids.extend(chunk.token_ids)
+        self._logprobs.extend(chunk.logprobs)
+        if self._versions and self._versions[-1].version == chunk.policy_version:
+            self._versions[-1] = replace(self._versions[-1], end=len(self.token_ids))
         else:
-            self.versions.append(VersionSpan(start=start, end=len(self.ids), version=chunk.policy_version))
+            self._versions.append(VersionSpan(start=start, end=len(self.token_ids), version=chunk.policy_version))
 
     def completion(self, prompt_tokens: int) -> Completion | None:
-        if not self.ids:
+        """An aborted one; None where nothing was reported."""
+        if not self.token_ids:
             return None
-        unversioned = [span.version for span in self.versions] == [UNVERSIONED]
+        unversioned = [span.version for span in self._versions] == [UNVERSIONED]
         return Completion(
-            token_ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
+            token_ids=cast("Any", self.token_ids),
+            logprobs=tuple(self._logprobs),
             finish=Finish.ABORT,
-            versions=() if unversioned else tuple(self.versions),
+            versions=() if unversioned else tuple(self._versions),
             prompt_tokens=prompt_tokens,
         )
 
 
-async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Every result, or the first failure after the others were cancelled and have ended."""
+async def generate_all(choices: Sequence[Choice], provider: Provider, session_id: str) -> None:
+    """Returns when every choice has its answer, or raises the first failure after the others were cancelled and have ended."""
+    await _run_all([choice.generate(provider, session_id) for choice in choices])
+
+
+async def _run_all(works: list[Coroutine[Any, Any, None]]) -> None:
     if len(works) == 1:
-        return [await works[0]]
+        return await works[0]
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # seen: the first one is being raised
+                task.exception()  # retrieved: the first one is being raised
         raise

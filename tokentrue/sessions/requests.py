@@ -1,27 +1,31 @@
-"""What a request asks for, settled: pinned sampling values, and a digest that names the request."""
+"""What a request asks for: pinned sampling values, what a training session may sample with, and the exact identity of a request."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokentrue.errors import SamplingError
-from tokentrue.sessions.rows import dumps, sampling_from_json, sampling_to_json
+from tokentrue.protocols import Provider, Renderer
+from tokentrue.sessions.journal.rows import sampling_from_json, sampling_to_json
+from tokentrue.sessions.matching.matcher import Conversation
+from tokentrue.sessions.plain_json import digest, dumps, freeze
 from tokentrue.types import Sampling, TurnRequest
 
 _FIELDS = frozenset(f.name for f in fields(Sampling))
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""They make a token's probability depend on the text before it in a way that no trainer computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
+class PinnedSampling:
     """Sampling values that hold whatever the client asks for. A whole `Sampling` pins every field, a mapping those it names."""
 
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def of(cls, sampling: Sampling | Mapping[str, Any] | None) -> Pinned:
+    def of(cls, sampling: Sampling | Mapping[str, Any] | None) -> PinnedSampling:
         if isinstance(sampling, Sampling):
             return cls(values={name: getattr(sampling, name) for name in _FIELDS})
         values = dict(sampling or {})
@@ -33,34 +37,41 @@ class Pinned:
             raise SamplingError(f"pinned sampling: {error}") from error
         return cls(values=values)
 
-    def over(self, sampling: Sampling) -> Sampling:
+    def apply(self, sampling: Sampling) -> Sampling:
         if not self.values:
             return sampling
         pinned = sampling_from_json(self.values)
         return replace(sampling, **{name: getattr(pinned, name) for name in self.values})
 
 
-class Settled(NamedTuple):
-    """A client's sampling with the pinned values over it, and the same as JSON: mostly the same object from turn to turn."""
-
-    asked: Sampling
-    sampling: Sampling
-    written: bytes
-
-    @classmethod
-    def of(cls, asked: Sampling, sampling: Sampling) -> Settled:
-        return cls(asked, sampling, _plain(sampling_to_json(sampling)))
-
-
-def request_digest(request: TurnRequest, settled: Settled, place: str | None, key: bytes) -> str:
-    """The same request, whatever spelling its replayed history has: same place in the record, same new messages, same settings."""
-    kwargs = _plain(dict(request.template_kwargs)) if request.template_kwargs else b""
-    fields = (key, (place or "").encode(), b"%d" % request.n, kwargs, settled.written)
-    return blake2b(b"\0".join(fields), digest_size=16).hexdigest()
+def settle_sampling(asked: Sampling, pinned: PinnedSampling, *, renderer: Renderer, provider: Provider, training: bool) -> Sampling:
+    """Pinned values over the client's, the renderer's stop tokens added; refused where a trainer could not score what is sampled."""
+    sampling = pinned.apply(asked)
+    stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
+    sampling = replace(sampling, stop_token_ids=stops, extra=freeze(sampling.extra, "sampling.extra"))
+    if not training:
+        return sampling
+    cure = "switch it off, or use a session with training=False"
+    if penalties := [name for name in sampling.filters if name in PENALTIES]:
+        raise SamplingError(f"no trainer can score tokens sampled under {', '.join(penalties)}; {cure}")
+    if blind := [name for name in sampling.filters if name not in provider.truthful_filters]:
+        raise SamplingError(f"{provider.name} cannot report true log-probabilities under {', '.join(blind)}; {cure}")
+    return sampling
 
 
-def _plain(value: Any) -> bytes:
+def identify_request(request: TurnRequest, asked: Conversation, sampling: Sampling) -> bytes:
+    """Equal for equal requests only: messages, tools, sampling, template settings, n and dialect, exactly."""
     try:
-        return dumps(value)
-    except TypeError as error:
+        settings = dumps([sampling_to_json(sampling), request.template_kwargs])
+    except (TypeError, ValueError) as error:
         raise SamplingError(f"sampling.extra and template_kwargs must be plain JSON values: {error}") from error
+    return digest(asked.exact, settings, b"%d" % request.n, request.dialect.encode())
+
+
+def format_identity(identity: bytes) -> str:
+    """As a node keeps it. Records without the prefix are older and name a request by looser keys."""
+    return f"exact:{identity.hex()}"
+
+
+def is_same_request(recorded: str | None, identity: bytes) -> bool:
+    return recorded is None or not recorded.startswith("exact:") or recorded == format_identity(identity)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from tokentrue.sessions.journal import Journal, SessionRecord
-from tokentrue.sessions.rows import Row, node_from_row
+from tokentrue.ids import TokenIds
+from tokentrue.sessions.journal.journal import Journal
+from tokentrue.sessions.journal.records import SessionRecord
+from tokentrue.sessions.journal.rows import Row, node_from_row
 from tokentrue.sessions.tree import Tree
 
 
 def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
-    """Every node is checked as if it were committed now: ids, log-probabilities and certificate must fit."""
+    """Every node is checked as if it were committed now: ids, log-probabilities, prompt digest and certificate must fit."""
     tree = Tree(template=record.template, tokenizer=record.tokenizer)
     for row in rows:
-        tree.load(node_from_row(row, None if row.parent is None else tree.get(row.parent)))
+        parent = None if row.parent is None else tree.get(row.parent)
+        tree.add(node_from_row(row, parent, tree.prompt_digest(parent, TokenIds.from_bytes(row.given_ids))))
     return tree
 
 

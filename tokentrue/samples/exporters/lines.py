@@ -10,7 +10,7 @@ from typing import Any, cast
 from tokentrue.errors import FileFormatError
 from tokentrue.samples.exporters.base import Columns
 from tokentrue.samples.shape import head_to_json, sample_from_json, sample_from_parts, sample_to_json
-from tokentrue.sessions.rows import dumps, loads
+from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
 
 

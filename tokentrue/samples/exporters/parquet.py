@@ -13,7 +13,7 @@ from tokentrue.errors import FileFormatError
 from tokentrue.samples.exporters.base import Columns
 from tokentrue.samples.exporters.lines import restored
 from tokentrue.samples.shape import head_to_json, sample_from_json, sample_to_json
-from tokentrue.sessions.rows import dumps, loads
+from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
 
 _GROUP = 256

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokentrue.errors import FileFormatError
 from tokentrue.samples.shape import head_to_json, sample_from_parts
-from tokentrue.sessions.rows import dumps, loads
+from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
 
 

@@ -1,0 +1,177 @@
+"""A finished generation becomes a node, and a node becomes a reply. Nothing is written here: `turn` commits, journal first, then memory."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from tokentrue.errors import EngineContractError, MessageError, TokenContractError
+from tokentrue.protocols import Renderer
+from tokentrue.sessions.certificate import next_link
+from tokentrue.sessions.generation import Draft
+from tokentrue.sessions.journal.rows import Row, node_from_row, row_from_node
+from tokentrue.sessions.plain_json import freeze
+from tokentrue.sessions.prompts import Prompt
+from tokentrue.sessions.tree import Node, Tree
+from tokentrue.types import Attempt, Completion, Parsed, Reply, Sampling, Status, Tools, TurnRequest
+
+_OF_THE_ENGINE = (
+    "sampled_ids",
+    "logprobs",
+    "versions",
+    "stopped_by",
+    "routed_experts",
+    "top_logprobs",
+    "fingerprint",
+    "attempts",
+    "served",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedTurn:
+    """What the turn was asked for, with everything that was settled before the engine was called."""
+
+    request: TurnRequest
+    tools: Tools | None
+    prompt: Prompt
+    sampling: Sampling
+    started: int
+    identity: str
+    request_keys: Sequence[str]  # grows while equal requests join
+
+
+def nodes_from_drafts(drafts: Sequence[Draft], asked: AskedTurn, tree: Tree) -> list[Node]:
+    """Fit to enter the record: the prompt that was sent is the recorded one, and the certificate fits."""
+    nodes = [_node_from_draft(draft, asked, tree) for draft in drafts]
+    for node in nodes:
+        tree.check(node)
+    return nodes
+
+
+def _node_from_draft(draft: Draft, asked: AskedTurn, tree: Tree) -> Node:
+    prompt, done = asked.prompt, draft.completion
+    logprobs = array("d", done.logprobs)
+    link = next_link(
+        tree.link_before(prompt.parent), given_ids=prompt.given_ids, sampled_ids=done.token_ids, logprobs=logprobs, versions=done.versions
+    )
+    why, detail = prompt.why, prompt.detail
+    if draft.choice and why in (None, "first"):
+        why, detail = "choice", f"choice {draft.choice} of {asked.request.n}"
+    return Node(
+        id=draft.node,
+        seq=tree.reserve_seq(),
+        started=asked.started,
+        parent=None if prompt.parent is None else prompt.parent.id,
+        given=prompt.given,
+        given_ids=prompt.given_ids,
+        given_spans=prompt.spans,
+        sampled_ids=done.token_ids,
+        logprobs=logprobs,
+        versions=done.versions,
+        finish=done.finish,
+        served=freeze(draft.served, "served"),
+        chain=link,
+        prompt_length=len(prompt.ids),
+        prompt_digest=_sent_digest(done, prompt, tree),
+        stopped_by=done.stopped_by,
+        attempts=tuple(_storable(attempt) for attempt in draft.parsed.attempts if attempt.status is not Status.OK),
+        dialect=asked.request.dialect,
+        projection=prompt.projection,
+        why=why,
+        detail=detail,
+        origin=None if prompt.origin is None else prompt.origin.id,
+        outcome=draft.outcome,
+        tools=asked.tools if prompt.parent is None else prompt.parent.tools,
+        template_kwargs=freeze(asked.request.template_kwargs, "template_kwargs"),
+        sampling=asked.sampling,
+        request_key=asked.request.request_key,
+        joined_keys=tuple(key for key in asked.request_keys if key != asked.request.request_key),
+        request_digest=asked.identity,
+        choice=draft.choice,
+        created=time.time(),
+        routed_experts=done.routed_experts,
+        top_logprobs=done.top_logprobs,
+        fingerprint=done.fingerprint,
+    )
+
+
+def _storable(attempt: Attempt) -> Attempt:
+    """Arguments that JSON cannot hold (1e400, say) stand in `raw` alone."""
+    try:
+        return replace(attempt, arguments=freeze(attempt.arguments, "arguments"))
+    except MessageError:
+        return replace(attempt, arguments=None)
+
+
+def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
+    """SHA-256 of what the provider sent to the engine, which must be what the record holds: compared by content, at every commit."""
+    recorded = tree.prompt_digest(prompt.parent, prompt.given_ids)
+    sent = prompt.ids.sha256() if completion.prompt_digest is None else completion.prompt_digest
+    if sent != recorded:
+        kept = tree.full_ids(prompt.parent) + prompt.given_ids
+        at = next((i for i, (a, b) in enumerate(zip(kept, prompt.ids, strict=False)) if a != b), None)
+        after = "a new root" if prompt.parent is None else f"node {prompt.parent.id}"
+        place = "the provider sent other ids than it was given" if at is None else f"the prompt leaves the recorded ids at token {at}"
+        raise TokenContractError(f"after {after}: {place}")
+    return recorded
+
+
+def rows_from_nodes(nodes: Sequence[Node], parent: Node | None) -> list[Row]:
+    """Rows that give these very nodes back; what the journal cannot hold exactly is refused here."""
+    return [_row_from_node(node, parent) for node in nodes]
+
+
+def _row_from_node(node: Node, parent: Node | None) -> Row:
+    try:
+        row = row_from_node(node, parent)
+    except (TypeError, ValueError) as error:
+        raise MessageError(f"messages and tools must be plain JSON values: {error}", field="messages") from error
+    reread = node_from_row(row, parent)
+    for name in (field.name for field in fields(Node)):
+        if getattr(reread, name) != getattr(node, name):
+            if name in _OF_THE_ENGINE:
+                raise EngineContractError(f"the engine's {name} cannot be recorded exactly: {getattr(node, name)!r}")
+            raise MessageError("cannot be recorded exactly; send plain JSON values", field=name)
+    return row
+
+
+def reply_from_node(node: Node, parsed: Parsed, completion: Completion, *, replayed: bool = False) -> Reply:
+    """The client's own copy of the message: what it does with it changes nothing recorded."""
+    return Reply(
+        node=node.id,
+        message=freeze(node.served, "served"),
+        parsed=parsed,
+        completion=completion,
+        prompt_tokens=node.prompt_length,
+        given_tokens=len(node.given_ids),
+        projection=node.projection,
+        root=node.why,
+        replayed=replayed,
+    )
+
+
+def _completion_from_node(node: Node) -> Completion:
+    return Completion(
+        token_ids=node.sampled_ids,
+        logprobs=tuple(node.logprobs),
+        finish=node.finish,
+        versions=node.versions,
+        prompt_tokens=node.prompt_length,
+        stopped_by=node.stopped_by,
+        top_logprobs=node.top_logprobs,
+        routed_experts=node.routed_experts,
+        fingerprint=node.fingerprint,
+        prompt_digest=node.prompt_digest,
+    )
+
+
+def replies_from_record(nodes: Sequence[Node], *, tree: Tree, renderer: Renderer) -> tuple[Reply, ...]:
+    """The answers that were given, from the record alone."""
+    replies: list[Reply] = []
+    for node in sorted(nodes, key=lambda node: node.choice):
+        parsed = renderer.parse(node.sampled_ids, prompt_ids=tree.prompt_ids(node), tools=node.tools)
+        replies.append(reply_from_node(node, parsed, _completion_from_node(node), replayed=True))
+    return tuple(replies)

@@ -1,0 +1,8 @@
+"""The durable store: SQLite in WAL mode, one writer thread. Read `journal.py` first."""
+
+from tokentrue.sessions.journal.journal import Journal
+from tokentrue.sessions.journal.lock import StoreLock
+from tokentrue.sessions.journal.records import Rewards, SessionRecord
+from tokentrue.sessions.journal.rows import Row
+
+__all__ = ["Journal", "Rewards", "Row", "SessionRecord", "StoreLock"]

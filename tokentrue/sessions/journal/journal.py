@@ -1,0 +1,313 @@
+"""The durable store: SQLite in WAL mode. Whoever awaits a write resumes only after it was committed.
+
+One writer thread makes every write (`writer`); reads use a connection of their own. Kill the process at any point: every acknowledged
+write is there and no other is half there. One process owns a store for writing (`lock`); one object at a time owns a session (`claim`).
+Damage is noticed: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and opening runs
+SQLite's `quick_check`. `Journal("memory")` is the same store without a file. `synchronous="FULL"` also survives a loss of power.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence, Sized
+from concurrent.futures import Future
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from tokentrue.errors import JournalError, SessionConflict, SessionNotFound
+from tokentrue.sessions.journal.lock import StoreLock
+from tokentrue.sessions.journal.records import COLUMNS, SessionRecord, load_record, record_from_values, row_digest, values_from_record
+from tokentrue.sessions.journal.rows import Row
+from tokentrue.sessions.journal.schema import NODE_COLUMNS, VERSION, migrate, read_version
+from tokentrue.sessions.journal.writer import Writer
+
+T = TypeVar("T")
+_NODE_VALUES = attrgetter(*NODE_COLUMNS)
+_INSERT_NODE = f"""
+    INSERT INTO nodes(session, {", ".join(NODE_COLUMNS)}, digest) SELECT {",".join("?" * (len(NODE_COLUMNS) + 2))}
+    WHERE EXISTS (SELECT 1 FROM sessions WHERE id=? AND state='open')
+      AND (? IS NULL OR EXISTS (SELECT 1 FROM nodes WHERE session=? AND id=?))"""
+_DAMAGED = "restore it from a backup"
+
+
+class Claim:
+    """The right to write one session, held by one object at a time."""
+
+    def __init__(self, session_id: str, turns: Sized) -> None:
+        self.session_id, self.turns = session_id, turns  # the turns that its holder is generating
+        self._revoked = False
+
+    def revoke(self) -> None:
+        self._revoked = True
+
+    def check(self) -> None:
+        if self._revoked:
+            raise SessionConflict(f"session {self.session_id!r} was opened again: use the newer object")
+
+
+class Journal:
+    """See the module. Every write has an awaitable form; reads are plain calls (run them in a thread where they may be large).
+
+    `lock=False` is for worker processes whose parent holds a `StoreLock`; `read_only=True` needs no lock and refuses writes;
+    `check=False` skips `quick_check`, which reads the whole file.
+    """
+
+    def __init__(
+        self,
+        target: str | Path = "memory",
+        *,
+        synchronous: Literal["NORMAL", "FULL"] = "NORMAL",
+        read_only: bool = False,
+        lock: bool = True,
+        check: bool = True,
+    ) -> None:
+        self.target = str(target)
+        self.path = self.target.removeprefix("sqlite:")
+        self._in_memory = self.path in ("memory", ":memory:")
+        self._synchronous, self._read_only, self._closed = synchronous, read_only, False
+        self._reading = threading.Lock()
+        self._claims: dict[str, Claim] = {}
+        self._lock = StoreLock(self.path) if lock and not read_only and not self._in_memory else None
+        try:
+            self._open(check)
+        except BaseException:
+            self._release_lock()
+            raise
+
+    def _open(self, check: bool) -> None:
+        connection = self._connect()
+        try:
+            if check and not self._in_memory:
+                self._check_file(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._writer = Writer(connection)
+        self._reader = None if self._in_memory else self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        if self._read_only and not Path(self.path).is_file():
+            raise JournalError(f"no journal at {self.target}")
+        connection: sqlite3.Connection | None = None
+        try:
+            connection = sqlite3.connect(
+                ":memory:" if self._in_memory else self.path, timeout=30, isolation_level=None, check_same_thread=False
+            )
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(f"PRAGMA synchronous={self._synchronous}")
+            connection.execute("PRAGMA foreign_keys=ON")
+            self._migrate(connection)
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, sqlite3.Error):
+                cure = "give a writable path, or --store memory; if it was a journal, " + _DAMAGED
+                raise JournalError(f"cannot open the journal {self.target}: {error}; {cure}") from error
+            raise
+        return connection
+
+    def _migrate(self, connection: sqlite3.Connection) -> None:
+        if self._read_only and read_version(connection) < VERSION:
+            lock = StoreLock(self.path)  # nobody may be writing while a reader brings an older journal up to date
+            try:
+                migrate(connection)
+            finally:
+                lock.release()
+        else:
+            migrate(connection)
+
+    def _check_file(self, db: sqlite3.Connection) -> None:
+        """Is the file whole? SQLite's own structure check, the row of every session, and the counts."""
+        try:
+            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise JournalError(f"the journal {self.target} is damaged: {found}; {_DAMAGED}")
+            for row in db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM sessions"):
+                record_from_values(row)
+            counts = db.execute("SELECT (SELECT count(*) FROM sessions), (SELECT count FROM totals WHERE name='sessions')").fetchone()
+            nodes = db.execute("SELECT (SELECT count(*) FROM nodes), (SELECT coalesce(sum(nodes), 0) FROM sessions)").fetchone()
+        except sqlite3.Error as error:
+            raise JournalError(f"the journal {self.target} is damaged: {error}; {_DAMAGED}") from error
+        for name, (there, noted) in (("sessions", counts), ("nodes", nodes)):
+            if there != noted:
+                raise JournalError(f"the journal {self.target} is damaged: it holds {there} {name} of {noted}; {_DAMAGED}")
+
+    def close(self) -> None:
+        """Waits for what is queued."""
+        self._writer.close()
+        with self._reading:
+            self._closed = True
+            if self._reader is not None:
+                self._reader.close()
+        self._release_lock()
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    # One object writes a session at a time.
+    def claim(self, session_id: str, turns: Sized) -> Claim:
+        """Takes a session over. Refused while another object generates for it; otherwise the other object can write no more."""
+        held = self._claims.get(session_id)
+        if held is not None:
+            if len(held.turns):
+                raise SessionConflict(f"session {session_id!r} is in use: another object is generating {len(held.turns)} turn(s) for it")
+            held.revoke()
+        claim = self._claims[session_id] = Claim(session_id, turns)
+        return claim
+
+    # Reading and writing.
+    def submit(self, write: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        """Queue a write. The future is done when the transaction that holds it was committed."""
+        if self._read_only:
+            raise JournalError(f"the journal {self.target} was opened for reading")
+        return self._writer.submit(write)
+
+    async def write(self, write: Callable[[sqlite3.Connection], T]) -> T:
+        return await asyncio.wrap_future(self.submit(write))
+
+    def read(self, read: Callable[[sqlite3.Connection], T]) -> T:
+        if self._reader is None:
+            return self._writer.submit(read).result()
+        with self._reading:
+            if self._closed:
+                raise JournalError("the journal is closed")
+            try:
+                return read(self._reader)
+            except sqlite3.Error as error:
+                raise JournalError(f"the journal {self.target} could not be read: {error}") from error
+
+    # Sessions.
+    def create(self, record: SessionRecord) -> Future[None]:
+        values = values_from_record(record)
+
+        def write(db: sqlite3.Connection) -> None:
+            marks = ",".join("?" * (len(COLUMNS) + 1))
+            try:
+                db.execute(f"INSERT INTO sessions({', '.join(COLUMNS)}, digest) VALUES ({marks})", (*values, row_digest(values)))
+            except sqlite3.IntegrityError as error:
+                raise SessionConflict(f"session {record.id!r} exists already; choose another id or open it") from error
+            _count_sessions(db, 1)
+
+        return self.submit(write)
+
+    async def append_nodes(self, session_id: str, rows: Sequence[Row]) -> None:
+        """Compare-and-swap: the session is open, the parent is there, the place `seq` is free. All rows, or none."""
+        await self.write(lambda db: _append_nodes(db, session_id, rows))
+
+    async def update(self, session_id: str, change: Callable[[SessionRecord], SessionRecord]) -> SessionRecord:
+        """Read, change and write a session's record in one transaction."""
+
+        def write(db: sqlite3.Connection) -> SessionRecord:
+            record = change(load_record(db, session_id))
+            values = values_from_record(record)
+            names = ", ".join(f"{name}=?" for name in (*COLUMNS[1:], "digest"))
+            db.execute(f"UPDATE sessions SET {names} WHERE id=?", (*values[1:], row_digest(values), session_id))
+            return record
+
+        return await self.write(write)
+
+    async def delete(self, session_id: str) -> None:
+        """Removes the session and everything sampled in it."""
+        await self.write(lambda db: _delete_sessions(db, [session_id]))
+
+    async def purge(self, *, older_than_s: float, ended_only: bool = True, now: float | None = None) -> list[str]:
+        """Removes sessions by age (since they ended; with `ended_only=False` also open ones, since their last turn)."""
+        limit = (time.time() if now is None else now) - older_than_s
+
+        def write(db: sqlite3.Connection) -> list[str]:
+            newest = "max(coalesce(ended, 0), created, coalesce((SELECT max(created) FROM nodes WHERE session = sessions.id), 0))"
+            where = "state = 'ended' AND ended < ?" if ended_only else f"{newest} < ?"
+            old = [row[0] for row in db.execute(f"SELECT id FROM sessions WHERE {where}", (limit,))]
+            _delete_sessions(db, old)
+            return old
+
+        return await self.write(write)
+
+    def get(self, session_id: str) -> SessionRecord:
+        return self.read(lambda db: load_record(db, session_id))
+
+    def sessions(self, *, offset: int = 0, limit: int = 100, state: str | None = None, group: str | None = None) -> list[SessionRecord]:
+        """Newest first."""
+        clauses = [(column, value) for column, value in (("state", state), ("grp", group)) if value is not None]
+        where = " AND ".join(["1", *(f"{column}=?" for column, _ in clauses)])
+        sql = f"SELECT id FROM sessions WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
+        values = [value for _, value in clauses]
+        return self.read(lambda db: [load_record(db, row[0]) for row in db.execute(sql, (*values, limit, offset)).fetchall()])
+
+    def all_sessions(self, *, group: str | None = None) -> Iterator[SessionRecord]:
+        """Oldest first, page by page: sessions that are added meanwhile do not disturb it."""
+        last = (0.0, "")
+        clause = "" if group is None else "AND grp=?"
+        sql = f"SELECT created, id FROM sessions WHERE (created, id) > (?, ?) {clause} ORDER BY created, id LIMIT 100"
+        while page := self.read(lambda db: db.execute(sql, last if group is None else (*last, group)).fetchall()):  # noqa: B023
+            yield from (self.get(name) for _, name in page)
+            last = page[-1]
+
+    def count(self) -> int:
+        return self.read(lambda db: int(db.execute("SELECT count(*) FROM sessions").fetchone()[0]))
+
+    def rows(self, session_id: str) -> list[Row]:
+        """The nodes of a session in the order of their commits, each checked against its digest."""
+        sql = f"SELECT {', '.join(NODE_COLUMNS)}, digest FROM nodes WHERE session=? ORDER BY seq"
+
+        def read(db: sqlite3.Connection) -> list[Row]:
+            both = f"SELECT (SELECT nodes FROM sessions WHERE id=?), * FROM ({sql})"  # one statement reads one state of the store
+            found = db.execute(both, (session_id, session_id)).fetchall()
+            noted = found[0][0] if found else _count_noted(db, session_id)
+            if noted != len(found):
+                raise JournalError(f"the journal is damaged: session {session_id!r} has {len(found)} nodes of {noted}; {_DAMAGED}")
+            return [_row_from_values(session_id, values[1:]) for values in found]
+
+        return self.read(read)
+
+
+def _count_noted(db: sqlite3.Connection, session_id: str) -> int:
+    noted = db.execute(
+        "SELECT nodes FROM sessions WHERE id=? AND NOT EXISTS (SELECT 1 FROM nodes WHERE session=?)", (session_id, session_id)
+    )
+    return (noted.fetchone() or (0,))[0]
+
+
+def _row_from_values(session_id: str, values: tuple[Any, ...]) -> Row:
+    *columns, digest = values
+    if digest != row_digest((session_id, *columns)):
+        raise JournalError(f"the journal is damaged: node {columns[0]!r} of session {session_id!r} does not fit its digest; {_DAMAGED}")
+    return Row(**dict(zip(NODE_COLUMNS, columns, strict=True)))
+
+
+def _append_nodes(db: sqlite3.Connection, session_id: str, rows: Sequence[Row]) -> None:
+    for row in rows:
+        values = _NODE_VALUES(row)
+        try:
+            given = (session_id, *values, row_digest((session_id, *values)), session_id, row.parent, session_id, row.parent)
+            done = db.execute(_INSERT_NODE, given)
+        except sqlite3.IntegrityError as error:
+            raise SessionConflict(f"another process writes session {session_id!r}: place {row.seq} is taken") from error
+        if done.rowcount != 1:
+            raise _explain_refusal(db, session_id, row)
+    db.execute("UPDATE sessions SET nodes = nodes + ? WHERE id=?", (len(rows), session_id))
+
+
+def _explain_refusal(db: sqlite3.Connection, session_id: str, row: Row) -> Exception:
+    state = db.execute("SELECT state FROM sessions WHERE id=?", (session_id,)).fetchone()
+    if state is None:
+        return SessionNotFound(f"no session {session_id!r}")
+    if state[0] != "open":
+        return SessionConflict(f"session {session_id!r} has ended")
+    return SessionConflict(f"parent {row.parent} of node {row.id} is not in the journal")
+
+
+def _delete_sessions(db: sqlite3.Connection, session_ids: Sequence[str]) -> None:
+    for session_id in session_ids:
+        if not db.execute("DELETE FROM sessions WHERE id=?", (session_id,)).rowcount:
+            raise SessionNotFound(f"no session {session_id!r}")
+    _count_sessions(db, -len(session_ids))
+
+
+def _count_sessions(db: sqlite3.Connection, change: int) -> None:
+    db.execute("UPDATE totals SET count = count + ? WHERE name='sessions'", (change,))

@@ -1,0 +1,88 @@
+"""What is known of a session besides its nodes, and its row in the sessions table."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, Literal
+
+from tokentrue.errors import JournalError, SessionNotFound
+from tokentrue.sessions.plain_json import dumps, loads
+
+COLUMNS = ("id", "grp", "state", "key_hash", "created", "ended", "body")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """`session` is the reward of the whole session; `leaves` those of single leaves; both carry free metadata."""
+
+    session: float | None = None
+    leaves: Mapping[str, float] = field(default_factory=dict[str, float])
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRecord:
+    """What is known of a session besides its nodes. `sampling` are the pinned values; `key_hash` names its API key."""
+
+    id: str
+    group: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    history: str = "keep"
+    training: bool = True
+    template: str = ""
+    tokenizer: str = ""
+    key_hash: str | None = None
+    state: Literal["open", "ended"] = "open"
+    created: float = 0.0
+    ended: float | None = None
+    rewards: Rewards = field(default_factory=Rewards)
+
+
+def row_digest(values: tuple[Any, ...]) -> bytes:
+    """Of a row's columns, types included: a flipped bit anywhere in them changes it."""
+    state = sha256()
+    for value in values:
+        data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogatepass")
+        state.update(f"{type(value).__name__}:{len(data)}:".encode())
+        state.update(data)
+    return state.digest()
+
+
+def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
+    """In the order of `COLUMNS`."""
+    rewards = record.rewards
+    body = dumps(
+        {
+            "metadata": record.metadata,
+            "sampling": record.sampling,
+            "history": record.history,
+            "training": record.training,
+            "template": record.template,
+            "tokenizer": record.tokenizer,
+            "rewards": {"session": rewards.session, "leaves": rewards.leaves, "metadata": rewards.metadata},
+        }
+    )
+    ended = None if record.ended is None else float(record.ended)
+    return record.id, record.group, record.state, record.key_hash, float(record.created), ended, body
+
+
+def load_record(db: sqlite3.Connection, session_id: str) -> SessionRecord:
+    row = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM sessions WHERE id=?", (session_id,)).fetchone()
+    if row is None:
+        raise SessionNotFound(f"no session {session_id!r}")
+    return record_from_values(row)
+
+
+def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
+    """From the `COLUMNS` and the digest after them."""
+    *values, digest = row
+    if digest != row_digest(tuple(values)):
+        raise JournalError(f"the journal is damaged: the row of session {values[0]!r} does not fit its digest; restore it from a backup")
+    body = loads(values[6])
+    rewards = Rewards(**body.pop("rewards"))
+    names = ("id", "group", "state", "key_hash", "created", "ended")
+    return SessionRecord(**dict(zip(names, values, strict=False)), rewards=rewards, **body)

@@ -1,0 +1,172 @@
+"""Loose keys of messages: what no known lossy projection can change, hashed; chained over a conversation.
+
+A key only finds candidates. For an assistant message it leaves out everything that a harness may drop or re-spell (reasoning,
+call ids, spacing of arguments, outer whitespace); for every other role it holds the text, whatever parts it is spelled in.
+Worked example: `{"role": "assistant", "content": "4"}` and `{"role": "assistant", "content": [{"type": "text", "text": " 4"}]}`
+have one key; `{"role": "user", "content": "4"}` and `{"role": "user", "content": " 4"}` have two.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, TypeAlias, cast
+
+from tokentrue.errors import MessageError
+from tokentrue.types import Message, Tools
+
+CallRef: TypeAlias = tuple[int, int]
+"""Where a tool result points: the index of the assistant message in the conversation, and of the call in it."""
+
+START_KEY = b""
+"""The chained key before the first message."""
+
+_TEXT_PARTS = {"text", "input_text", "output_text"}
+_REASONING_PARTS = {"thinking", "reasoning", "think"}
+_CLOSING_TAG = re.compile(r"</(?:think|thinking|thought)>")
+
+
+def text_of(content: Any) -> str:
+    """The text of a string or of parts; a part that is not text stands as its canonical JSON after a NUL."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise MessageError(f"content must be a string, a list of parts or null, got {type(content).__name__}")
+    return "".join(_part_text(part) for part in cast("Sequence[Any]", content))
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise MessageError(f"a content part must be an object, got {type(part).__name__}")
+    fields = cast("Mapping[str, Any]", part)
+    kind = fields.get("type", "text")
+    if kind in _TEXT_PARTS:
+        return str(fields.get("text") or "")
+    if kind in _REASONING_PARTS:
+        return ""
+    return "\0" + json.dumps({k: v for k, v in fields.items() if k != "cache_control"}, sort_keys=True, default=str)
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning in a field or in a part of its own; reasoning that is inlined into the text is found by `projections`."""
+    for field in ("reasoning_content", "reasoning"):
+        value = message.get(field)
+        if isinstance(value, str) and value:
+            return value
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return ""
+    found: list[str] = []
+    for part in cast("Sequence[Any]", content):
+        if isinstance(part, Mapping):
+            fields = cast("Mapping[str, Any]", part)
+            if fields.get("type") in _REASONING_PARTS:
+                found.append(str(fields.get("thinking") or fields.get("text") or ""))
+    return "".join(found)
+
+
+def calls_of(message: Message) -> Sequence[Mapping[str, Any]]:
+    return cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())
+
+
+def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
+    function = cast("Mapping[str, Any]", call.get("function") or call)
+    return str(function.get("name") or ""), function.get("arguments")
+
+
+def call_ids_of(message: Message) -> tuple[str | None, ...]:
+    """The ids of an assistant message's calls, by position."""
+    if message.get("role") != "assistant":
+        return ()
+    return tuple(call_id if isinstance(call_id := call.get("id"), str) else None for call in calls_of(message))
+
+
+class _NoDouble(str):
+    """A number that no double holds, as its JSON text."""
+
+
+def loosen_arguments(arguments: Any) -> str:
+    """Arguments up to key order, spacing, escapes, spelling of numbers, and empty against `{}`; what is no JSON stays as it is."""
+    if arguments is None:
+        return "{}"
+    if isinstance(arguments, str):
+        if not arguments.strip():
+            return "{}"
+        try:
+            arguments = json.loads(arguments, parse_float=_read_float, parse_constant=_NoDouble)
+        except (ValueError, RecursionError):
+            return "\0" + arguments.strip()
+    try:
+        return json.dumps(_loosen(arguments), sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError):
+        return "\0" + repr(arguments)
+
+
+def _read_float(text: str) -> float | str:
+    number = float(text)
+    return number if math.isfinite(number) else _NoDouble(text)
+
+
+def _loosen(value: Any) -> Any:
+    if isinstance(value, _NoDouble):
+        return {"\0number": str(value)}
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)):
+        try:
+            number = float(value)  # what a JavaScript harness keeps of it
+        except OverflowError:
+            return {"\0number": str(value)}
+        return number if math.isfinite(number) else {"\0number": str(value)}
+    if isinstance(value, (dict, Mapping)):
+        return {str(key): _loosen(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, Sequence):
+        return [_loosen(item) for item in cast("Sequence[Any]", value)]
+    raise TypeError(type(value).__name__)
+
+
+def read_role(message: Message, field: str = "messages[]") -> str:
+    """`developer` is another word for `system`."""
+    role = message.get("role") if isinstance(message, (dict, Mapping)) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(role, str) or not role:
+        raise MessageError("a message needs a role", field=field)
+    return "system" if role == "developer" else role
+
+
+def message_key(message: Message) -> bytes:
+    """The loose key of one message by itself."""
+    role = read_role(message)
+    if role != "assistant":
+        return _hash([role, text_of(message.get("content")), str(message.get("name") or "")])
+    # Reasoning may stand before a closing tag in a replay, and served text may hold such a tag itself: what follows the last is in both.
+    fields = [role, _CLOSING_TAG.split(text_of(message.get("content")))[-1].strip()]
+    for call in calls_of(message):
+        name, arguments = name_and_arguments(call)
+        fields += [name, loosen_arguments(arguments)]
+    return _hash(fields)
+
+
+def chain_key(previous: bytes, key: bytes, reference: CallRef | str | None) -> bytes:
+    """The key of a conversation after one more message. `reference` is where a tool result points (the raw id where it points nowhere)."""
+    return blake2b(previous + key + (b"" if reference is None else repr(reference).encode()), digest_size=16).digest()
+
+
+def tools_key(tools: Tools | None) -> bytes:
+    """The same for tool sets that differ only in order or spelling of JSON: these may still render alike."""
+    described = [json.dumps({k: v for k, v in tool.items() if k != "cache_control"}, sort_keys=True, default=str) for tool in tools or ()]
+    return _hash(sorted(described))
+
+
+def _hash(fields: Sequence[str]) -> bytes:
+    parts: list[bytes] = []
+    for field in fields:
+        data = field.encode("utf-8", "surrogatepass")
+        parts += (b"%d:" % len(data), data)
+    return blake2b(b"".join(parts), digest_size=16).digest()

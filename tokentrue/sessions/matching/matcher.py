@@ -1,0 +1,297 @@
+"""Resolve a request against the record, changing nothing: `Continue(node, tail …) | Root(why …)`.
+
+The whole list of messages is matched against the tree as it is now, in four steps:
+1. chained loose keys find the nodes whose conversation may be a prefix of the request (deepest first);
+2. every served turn on a candidate's path must be replayed exactly or with a known loss (`projections`);
+3. every given message and the tools must be equal as JSON, or else render to the same ids;
+4. among equal candidates the best exact fit wins, then one that was not replaced by a retry, then one whose turn was not asked yet,
+   then the newest; an equal fit is recorded as ambiguous.
+Nothing is remembered from one request to the next but facts about single messages (`memo`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tokentrue.errors import MessageError, RenderError
+from tokentrue.protocols import Renderer
+from tokentrue.sessions.matching.candidates import CandidateIndex, note_calls
+from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, calls_of, chain_key, tools_key
+from tokentrue.sessions.matching.memo import MessageFacts, MessageMemo
+from tokentrue.sessions.matching.projections import format_losses
+from tokentrue.sessions.plain_json import digest
+from tokentrue.sessions.tree import AttemptKey, Given, Node, ServedRef, Tree, attempt_key
+from tokentrue.types import Message, Messages, Tools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A request's messages and tools as the session's own copies, with the chained key after each message."""
+
+    facts: Sequence[MessageFacts]
+    keys: Sequence[bytes]
+    references: Sequence[CallRef | str | None]  # of tool results: the call each one answers
+    tools: Tools | None
+    tools_exact: bytes
+
+    @property
+    def messages(self) -> list[Message]:
+        return [facts.message for facts in self.facts]
+
+    @property
+    def exact(self) -> bytes:
+        """Names messages and tools exactly."""
+        return digest(b"".join([facts.exact for facts in self.facts]), self.tools_exact)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continue:
+    """Go on after `node`; `tail` is what is new, its call ids being those that were served. `why` is None where the newest leaf goes on."""
+
+    node: Node
+    tail: tuple[Message, ...]
+    projection: str
+    attempt: AttemptKey
+    why: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """Nothing recorded can be continued. `origin` is the node that it continues in meaning, where there is one."""
+
+    messages: tuple[Message, ...]
+    given: tuple[Given, ...]
+    attempt: AttemptKey
+    why: str
+    detail: str = ""
+    origin: Node | None = None
+
+
+Plan = Continue | Root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """How a request fits the path to a node: what its replays lost, and whether a given message is spelled otherwise."""
+
+    score: int = 0
+    losses: frozenset[str] = frozenset()
+    respelled: bool = False
+
+
+class Matcher:
+    """Resolves requests of one session. `memo` may be switched off; no answer changes."""
+
+    def __init__(self, tree: Tree, renderer: Renderer, *, memo: MessageMemo | None = None) -> None:
+        self._tree, self._renderer = tree, renderer
+        self._memo = memo or MessageMemo()
+        self._index = CandidateIndex(tree)
+
+    def add(self, node: Node) -> None:
+        """`node` was added to the tree."""
+        self._index.add(node)
+
+    def read(self, messages: Messages, tools: Tools | None) -> Conversation:
+        """Copies, checks and keys a request; malformed messages are refused by field."""
+        if not messages:
+            raise MessageError("at least one message is needed", field="messages")
+        facts = [self._memo.facts(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        keys: list[bytes] = []
+        references: list[CallRef | str | None] = []
+        key, seen = START_KEY, dict[str, CallRef]()
+        for index, fact in enumerate(facts):
+            reference = None if fact.call_id is None else seen.get(fact.call_id, fact.call_id)
+            key = chain_key(key, fact.key, reference)
+            note_calls(seen, index, fact.call_ids)
+            keys.append(key)
+            references.append(reference)
+        copy, exact = self._memo.tools(tools)
+        return Conversation(facts=facts, keys=keys, references=references, tools=copy, tools_exact=exact)
+
+    def resolve(self, asked: Conversation, in_flight: Mapping[AttemptKey, int]) -> Plan:
+        """`in_flight` counts the turns that are being generated."""
+        found = _Search(self._tree, self._index, self._renderer, asked, in_flight).find_deepest()
+        if found is None:
+            return self._start_root(asked, in_flight)
+        node, fit, ambiguous, same_tools = found
+        tail = restore_tail(self._tree, self._index, node, asked)
+        if not same_tools:
+            return self._root_after(node, tail, asked, in_flight)
+        attempt = attempt_key(node, tail, asked.tools)
+        why, detail = self._explain_edge(attempt, tail, in_flight)
+        how = format_losses(tuple(sorted(fit.losses)), ambiguous=ambiguous)
+        return Continue(node=node, tail=tail, projection=how, attempt=attempt, why=why, detail=detail)
+
+    def _explain_edge(self, attempt: AttemptKey, tail: Sequence[Message], in_flight: Mapping[AttemptKey, int]) -> tuple[str | None, str]:
+        node = attempt[0]
+        if in_flight.get(attempt):
+            return "parallel", "another request for this turn was in flight"
+        if attempt in self._tree.attempts:
+            return "retry", f"turn asked again after node {self._tree.attempts[attempt][-1].id}"
+        if any(message.get("role") == "assistant" for message in tail):
+            return "edited", f"messages after node {node} are not what was served"
+        if any(parent == node for parent, _ in in_flight):
+            return "parallel", f"another continuation of node {node} was in flight"
+        if self._tree.followers.get(node):
+            return "branch", f"node {node} had already been continued otherwise"
+        return None, ""
+
+    def _root_after(self, node: Node, tail: tuple[Message, ...], asked: Conversation, in_flight: Mapping[AttemptKey, int]) -> Root:
+        """The conversation continues `node` under other tools: it is rendered anew."""
+        given = refer_to_path(self._tree, node, tail)
+        root = Root(
+            messages=(*self._tree.messages(node), *tail),
+            given=given,
+            attempt=attempt_key(None, given, asked.tools),
+            why="tools_changed",
+            detail=f"node {node.id} was sampled under other tools",
+            origin=node,
+        )
+        return self._explain_repeat(root, in_flight) or root
+
+    def _start_root(self, asked: Conversation, in_flight: Mapping[AttemptKey, int]) -> Root:
+        messages = tuple(asked.messages)
+        root = Root(messages=messages, given=messages, attempt=attempt_key(None, messages, asked.tools), why="first")
+        if not len(self._tree) and not in_flight:
+            return root
+        if repeated := self._explain_repeat(root, in_flight):
+            return repeated
+        why, detail = self._explain_root(asked)
+        return replace(root, why=why, detail=detail)
+
+    def _explain_repeat(self, root: Root, in_flight: Mapping[AttemptKey, int]) -> Root | None:
+        if in_flight.get(root.attempt):
+            return replace(root, why="parallel", detail="another request for this turn was in flight")
+        if root.attempt in self._tree.attempts:
+            last = self._tree.attempts[root.attempt][-1]
+            return replace(root, why="retry", detail=f"first turn asked again after node {last.id}")
+        return None
+
+    def _explain_root(self, asked: Conversation) -> tuple[str, str]:
+        """Why nothing could be continued: the first message that no recorded conversation leads through says it."""
+        passed = self._index.passed
+        shared = next((i for i, key in enumerate(asked.keys) if key not in passed), len(asked.keys))
+        if shared == 0:
+            return "new_conversation", "shares no message with this session"
+        before = passed[asked.keys[shared - 1]]
+        if any(facts.role == "assistant" for facts in asked.facts):
+            role = asked.facts[min(shared, len(asked.facts) - 1)].role
+            return "edited", f"messages[{shared}] ({role}) is not what led to node {before.id}"
+        if shared == len(asked.keys) and digest(before.tools) != asked.tools_exact:
+            return "tools_changed", f"the same messages led to node {before.id} under other tools"
+        return "history_replaced", f"shares only its first {shared} message(s) with this session: a summary, or another task"
+
+
+class _Search:
+    """One request against every candidate. Fits of path prefixes are shared by the candidates of this request only."""
+
+    def __init__(
+        self, tree: Tree, index: CandidateIndex, renderer: Renderer, asked: Conversation, in_flight: Mapping[AttemptKey, int]
+    ) -> None:
+        self._tree, self._index, self._renderer = tree, index, renderer
+        self._asked, self._in_flight = asked, in_flight
+        self._fits: dict[str, _Fit | None] = {}
+
+    def find_deepest(self) -> tuple[Node, _Fit, bool, bool] | None:
+        """The node to continue, its fit, whether others fit as well, and whether the tools are the same."""
+        for at in range(len(self._asked.facts) - 1, -1, -1):
+            if self._asked.facts[at].role != "assistant":
+                continue
+            fits = [(node, fit) for node in self._index.ends.get(self._asked.keys[at], ()) if (fit := self._fit(node)) is not None]
+            fits = [(node, fit) for node, fit in fits if not fit.respelled or self._renders_alike(node)]
+            same = [(node, fit) for node, fit in fits if self._has_same_tools(node)]
+            if fits:
+                return (*self._choose(same or fits), bool(same))
+        return None
+
+    def _choose(self, fits: Sequence[tuple[Node, _Fit]]) -> tuple[Node, _Fit, bool]:
+        best = min(fit.score for _, fit in fits)
+        equal = [(node, fit) for node, fit in fits if fit.score == best]
+        node, fit = equal[0] if len(equal) == 1 else min(equal, key=self._rank)
+        return node, fit, len(equal) > 1
+
+    def _rank(self, item: tuple[Node, _Fit]) -> tuple[bool, bool, int]:
+        node = item[0]
+        replaced = any(other.started > node.seq for other in self._tree.attempts_like(node))
+        attempt = attempt_key(node, restore_tail(self._tree, self._index, node, self._asked), self._asked.tools)
+        return replaced, attempt in self._tree.attempts or bool(self._in_flight.get(attempt)), -node.seq
+
+    def _fit(self, node: Node) -> _Fit | None:
+        """None where a turn on the path was edited."""
+        steps: list[Node] = []
+        cursor: Node | None = node
+        while cursor is not None and cursor.id not in self._fits:
+            steps.append(cursor)
+            cursor = self._tree.parent(cursor)
+        fit = _Fit() if cursor is None else self._fits[cursor.id]
+        for step in reversed(steps):
+            fit = None if fit is None else self._fit_step(step, fit)
+            self._fits[step.id] = fit
+        return fit
+
+    def _fit_step(self, step: Node, before: _Fit) -> _Fit | None:
+        score, losses, respelled = before.score, before.losses, before.respelled
+        at = self._index.place(step).depth - len(step.given) - 1
+        for facts, item in zip(self._asked.facts[at:], (*step.given, ServedRef(step.id)), strict=False):
+            if not isinstance(item, ServedRef):
+                respelled = respelled or not facts.repeats(item)
+                continue
+            found = facts.losses_of(step.served if item.node == step.id else self._tree.nodes[item.node].served)
+            if found is None:
+                return None
+            if found:
+                score, losses = score + len(found), losses | set(found)
+        return _Fit(score=score, losses=losses, respelled=respelled)
+
+    def _has_same_tools(self, node: Node) -> bool:
+        if digest(node.tools) == self._asked.tools_exact:
+            return True
+        if tools_key(node.tools) != tools_key(self._asked.tools):
+            return False
+        recorded = self._tree.messages(node)[:-1]
+        return self._render_equal(node, recorded, node.tools, recorded, self._asked.tools)
+
+    def _renders_alike(self, node: Node) -> bool:
+        """Are the given messages on the path to `node`, as they are spelled now, rendered to the same ids as the recorded ones?"""
+        recorded: list[Message] = []
+        now: list[Message] = []
+        for step in self._tree.path(node):
+            for item, message in zip((*step.given, ServedRef(step.id)), (*self._tree.given_messages(step), step.served), strict=True):
+                asked = message if isinstance(item, ServedRef) else self._asked.facts[len(now)].message
+                now.append({**asked, "tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else asked)
+                recorded.append(message)
+        return self._render_equal(node, recorded[:-1], node.tools, now[:-1], node.tools)
+
+    def _render_equal(self, node: Node, one: Messages, tools: Tools | None, other: Messages, other_tools: Tools | None) -> bool:
+        kwargs = dict(node.template_kwargs) or None
+        try:
+            was = self._renderer.render(one, tools, template_kwargs=kwargs)
+            now = self._renderer.render(other, other_tools, template_kwargs=kwargs)
+        except RenderError:
+            return False
+        return was.token_ids == now.token_ids
+
+
+def restore_tail(tree: Tree, index: CandidateIndex, node: Node, asked: Conversation) -> tuple[Message, ...]:
+    """What is new after `node`. Tool results get the call ids that were served: templates may print them, and the sampled tokens may
+    hold them."""
+    depth = index.place(node).depth
+    return tuple(_restore(tree, node, depth, facts, asked.references[at]) for at, facts in enumerate(asked.facts[depth:], depth))
+
+
+def _restore(tree: Tree, node: Node, depth: int, facts: MessageFacts, reference: CallRef | str | None) -> Message:
+    if not isinstance(reference, tuple) or reference[0] >= depth:
+        return facts.message  # no tool result, or one that answers a call of the tail itself
+    calls = calls_of(node.served if reference[0] == depth - 1 else tree.messages(node)[reference[0]])
+    served = calls[reference[1]].get("id") if reference[1] < len(calls) else None
+    return facts.message if served in (None, facts.call_id) else {**facts.message, "tool_call_id": served}
+
+
+def refer_to_path(tree: Tree, node: Node, tail: Sequence[Message]) -> tuple[Given, ...]:
+    """The conversation to `node` as references to what was served, then `tail`."""
+    given: list[Given] = []
+    for step in tree.path(node):
+        given += [*step.given, ServedRef(step.id)]
+    return (*given, *tail)

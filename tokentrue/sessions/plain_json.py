@@ -1,0 +1,67 @@
+"""JSON values as the record keeps them: `freeze` copies and checks them, `dumps` and `loads` give back exactly what went in.
+
+What JSON cannot hold exactly (NaN, a set, a key that is no string) is refused here, before anything is generated or committed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, cast
+
+import orjson
+
+from tokentrue.errors import MessageError
+
+_EXACT_MARK = b" "
+"""Before JSON that only the standard library reads back exactly: integers beyond 64 bits, lone surrogates."""
+
+
+def dumps(value: Any) -> bytes:
+    """JSON in the order of the keys. orjson writes it where it can; the rest goes through the standard library, marked as such."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        return _EXACT_MARK + json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def loads(data: bytes) -> Any:
+    if data[:1] == _EXACT_MARK:
+        return json.loads(data)
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return json.loads(data)
+
+
+def freeze(value: Any, field: str) -> Any:
+    """A copy of `value` made of plain dicts, lists, strings and numbers, so that a later change by the caller reaches nothing recorded."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        raise MessageError(f"must be a JSON value; {value!r} is none", field=field)
+    if isinstance(value, (dict, Mapping)):
+        return {_key(key, field): freeze(item, field) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [freeze(item, field) for item in cast("list[Any]", value)]
+    raise MessageError(f"must be a JSON value; {type(value).__name__} is none", field=field)
+
+
+def _key(key: Any, field: str) -> str:
+    if not isinstance(key, str):
+        raise MessageError(f"an object's keys must be strings, got {key!r}", field=field)
+    return key
+
+
+def digest(*values: Any) -> bytes:
+    """16 bytes that name these values exactly: `true` is not `1`, and the order of keys counts, because templates print both."""
+    state = blake2b(digest_size=16)
+    for value in values:
+        data = value if isinstance(value, bytes) else dumps(value)
+        state.update(b"%d:" % len(data))
+        state.update(data)
+    return state.digest()

@@ -1,0 +1,137 @@
+"""Single-flight: equal requests that are in flight together are one turn, generated once.
+
+A turn runs in its own task. It is cancelled when its last caller leaves, and from that moment on nobody can join it: the same request
+asked again starts anew, even while the engine is still aborting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from tokentrue.sessions.tree import Outcome
+from tokentrue.types import Reply, TurnEvent
+
+T = TypeVar("T")
+
+
+class InFlightTurn:
+    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` puts events into a queue."""
+
+    def __init__(self, identity: bytes, *, streamed: bool) -> None:
+        self.identity, self.streamed = identity, streamed
+        self.request_keys: list[str] = []  # of its callers, the first caller's first
+        self.outcome_if_cancelled: Outcome = "disconnected"
+        self._callers, self._is_cancelled = 0, False
+        self._events: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
+        self._task: asyncio.Task[tuple[Reply, ...]] | None = None
+
+    def start(self, work: Coroutine[Any, Any, tuple[Reply, ...]], group: SingleFlight) -> None:
+        self._group = group
+        self._task = asyncio.create_task(work)
+        self._task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[tuple[Reply, ...]]) -> None:
+        self._group.finish(self)
+        self._events.put_nowait(None)
+        if not task.cancelled():
+            task.exception()  # retrieved here, because there may be no caller left to raise it to
+
+    def emit(self, event: TurnEvent) -> None:
+        self._events.put_nowait(event)
+
+    def join(self, request_key: str | None) -> None:
+        """Counts a caller, which must `wait` or read `events`."""
+        self._callers += 1
+        if request_key is not None and request_key not in self.request_keys:
+            self.request_keys.append(request_key)
+
+    async def wait(self) -> tuple[Reply, ...]:
+        """The replies, for one of its callers."""
+        assert self._task is not None
+        try:
+            return await asyncio.shield(self._task)
+        finally:
+            await self._leave()
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        """Events as they are emitted, for the caller that streams; then its error, if it failed."""
+        assert self._task is not None
+        try:
+            while (event := await self._events.get()) is not None:
+                yield event
+            await self._task
+        finally:
+            await self._leave()
+
+    async def _leave(self) -> None:
+        self._callers -= 1
+        if self._callers <= 0:
+            await self.cancel("disconnected")
+
+    async def cancel(self, outcome: Outcome) -> None:
+        """Ends the turn, and returns when what was sampled of it is recorded under `outcome`."""
+        if self._task is None or self._task.done():
+            return
+        if not self._is_cancelled:  # a second cancellation would interrupt the commit of what was sampled
+            self._is_cancelled, self.outcome_if_cancelled = True, outcome
+            self._group.remove(self)
+            self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+class SingleFlight:
+    """The turns of one session that are in flight, by the exact request."""
+
+    def __init__(self) -> None:
+        self._turns: dict[bytes, InFlightTurn] = {}  # those that can be joined
+        self._running: set[InFlightTurn] = set()  # and those that are being cancelled
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def find(self, identity: bytes) -> InFlightTurn | None:
+        return self._turns.get(identity)
+
+    def start(self, turn: InFlightTurn, work: Coroutine[Any, Any, tuple[Reply, ...]]) -> None:
+        self._turns[turn.identity] = turn
+        self._running.add(turn)
+        turn.start(work, self)
+
+    def finish(self, turn: InFlightTurn) -> None:
+        self.remove(turn)
+        self._running.discard(turn)
+
+    def remove(self, turn: InFlightTurn) -> None:
+        if self._turns.get(turn.identity) is turn:
+            del self._turns[turn.identity]
+
+    async def cancel_all(self, outcome: Outcome) -> None:
+        await asyncio.gather(*(turn.cancel(outcome) for turn in list(self._running)))
+
+
+def as_replayed(replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+    """For callers that joined: nothing was added for them."""
+    return tuple(replace(reply, replayed=True) for reply in replies)
+
+
+async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+        except BaseException:
+            break  # raised again by result(), unless the caller was cancelled
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()
+        raise cancelled
+    return task.result()
