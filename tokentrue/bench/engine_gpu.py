@@ -44,6 +44,12 @@ STORM = 640
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "30B-A3B": {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
     "MoE": {
         "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8,
         "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -61,7 +67,7 @@ def model_of(shape: str, seed: int = 0) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common)) if shape == "MoE" else Qwen3ForCausalLM(Qwen3Config(**common))
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common)) if "num_experts" in common else Qwen3ForCausalLM(Qwen3Config(**common))
     finally:
         torch.set_default_dtype(torch.float32)
     return model.eval()

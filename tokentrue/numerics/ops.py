@@ -195,6 +195,14 @@ class Ops(ABC):
         delta = self.linear(self.linear(x.to(low.a.dtype), low.a), low.b) * low.scale
         return (y + delta).to(y.dtype)
 
+    def route(self, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(grad) Weights [T,k] in logits' dtype, and experts: softmax of logits [T,E] in float32, its `top_k` largest (or those of `given`
+        experts), over their sum if `normalise`."""
+        probs = torch.softmax(logits.float(), -1)
+        weight, index = torch.topk(probs, top_k, dim=-1) if given is None else (probs.gather(-1, given), given)
+        weight = weight / weight.sum(-1, keepdim=True) if normalise else weight
+        return weight.to(logits.dtype), index
+
     def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
         """(grad) act_mul of the two halves of linear(x, gate_up [2*I, K]); rounded after each."""
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)

@@ -22,7 +22,7 @@ from tokentrue.numerics.hf_attention import attach_attention
 from tokentrue.numerics.ops import Ops
 from tokentrue.numerics.replacements import CONTAINERS, HARMLESS, Replacement, is_router, own_parameters, replacement_of
 
-SWITCHES = ("linear", "rms_norm", "activation", "rotary", "experts", "functions", "attention")
+SWITCHES = ("linear", "rms_norm", "activation", "rotary", "router", "experts", "functions", "attention")
 STATE = "_tokentrue_exact"
 
 
@@ -76,7 +76,7 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
     for name, module in model.named_modules():
         known = replacement_of(name, module, ops)
         if known is not None:
-            plan.append((known[0], known[1], unguarded(known[2])))
+            plan.append((known[0], known[1], known[2] if known[1] == "router" else unguarded(known[2])))
         elif own_parameters(module) and not isinstance(module, nn.Embedding) and not is_router(module):
             raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form; its parameters are {own_parameters(module)}")
         elif isinstance(module, nn.Dropout) and module.p > 0 and module.training:

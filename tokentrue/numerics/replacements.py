@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 from transformers.activations import ACT2CLS, ACT2FN
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu.elementwise import ACTIVATIONS
-from tokentrue.numerics.functions import Forward
+from tokentrue.numerics.functions import ExactFunctions, Forward
 from tokentrue.numerics.ops import LowRank, NormForm, Ops
 
 Replacement = tuple[nn.Module, str, Forward]
@@ -40,6 +41,8 @@ def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None
     kind = activation_kind(module)
     if kind is not None:
         return module, "activation", lambda x: ops.activation(x, kind)
+    if (normalise := softmax_router(module)) is not None:
+        return module, "router", router_forward(module, ops, normalise)
     if is_experts(dict(module.named_parameters(recurse=False))):
         return module, "experts", experts_forward(name, module, ops)
     return None
@@ -75,6 +78,50 @@ def is_router(module: nn.Module) -> bool:
     """A bare weight [experts, hidden] (and perhaps a bias) read by the module's own code, whose products become exact ones."""
     parameters = dict(module.named_parameters(recurse=False))
     return parameters.keys() <= {"weight", "bias"} and "weight" in parameters and parameters["weight"].dim() == 2
+
+
+def softmax_router(module: Any) -> bool | None:
+    """Whether the router divides the chosen probabilities by their sum; None for a module that is no plain softmax router.
+
+    Found by running the module's own code on another weight.
+    """
+    if not is_router(module) or isinstance(module, nn.Linear | nn.Embedding) or not isinstance(getattr(module, "top_k", None), int):
+        return None
+    if list(dict(module.named_parameters(recurse=False))) != ["weight"] or any(True for _ in module.buffers()):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    experts, size = module.weight.shape
+    x, w = torch.randn(6, size, generator=generator), torch.randn(experts, size, generator=generator) / size**0.5
+    found = run_stand_in(module, x, w)
+    if not isinstance(found, tuple) or len(found) != 3 or found[2].shape != (6, module.top_k):
+        return None
+    probs, index = torch.topk(torch.softmax(x @ w.t(), -1), module.top_k, dim=-1)
+    for normalise, wanted in ((True, probs / probs.sum(-1, keepdim=True)), (False, probs)):
+        if torch.equal(found[2], index) and found[1].shape == wanted.shape and torch.allclose(found[1], wanted, atol=1e-5):
+            return normalise
+    return None
+
+
+def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
+    """Logits, weights and experts as the module returns them."""
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C.DisableTorchFunction():
+            logits = ops.linear(x.reshape(-1, x.shape[-1]), module.weight)
+            weight, index = ops.route(logits, module.top_k, normalise)
+        if isinstance(_get_current_function_mode(), ExactFunctions | None):
+            return logits, weight, index
+        # Another mode may choose the experts (a replay does, by way of topk): where it does, its choice counts.
+        scores = torch.softmax(logits.float(), -1)
+        taken = torch.topk(scores, module.top_k, dim=-1)[1]
+        with torch._C.DisableTorchFunction():
+            own = torch.topk(scores, module.top_k, dim=-1)[1]
+            weight, index = ops.route(
+                logits, module.top_k, normalise, torch.where((taken == own).all(-1, keepdim=True), index, taken)
+            )
+        return logits, weight, index
+
+    return forward
 
 
 def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:

@@ -22,6 +22,7 @@ import tokentrue.numerics.triton.matmul as matmul
 import tokentrue.numerics.triton.norm as norm
 import tokentrue.numerics.triton.norm_matmul as norm_matmul
 import tokentrue.numerics.triton.rope as rope
+import tokentrue.numerics.triton.routing as routing
 import tokentrue.numerics.triton.selftest as selftest
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Norm, NormForm, Ops, Packed, PagedBatch
 
@@ -60,6 +61,8 @@ class TritonOps(selftest.Fallbacks):
         return norm.rms_norm(x, weight, eps, form=form)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
+        if kind in {"sigmoid", "softplus"}:  # torch's own kernels compute every element alone, in float32
+            return (torch.sigmoid(x.float()) if kind == "sigmoid" else F.softplus(x.float())).to(x.dtype)
         return activation.activation(x, kind)
 
     def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -85,6 +88,11 @@ class TritonOps(selftest.Fallbacks):
     def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
         """(grad) log_softmax(logits) at `ids`: its bits, without the memory of the whole."""
         return logsoftmax.token_logprobs(logits, ids)
+
+    def route(self, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if not routing.fits(logits, top_k):
+            return super().route(logits, top_k, normalise, given)
+        return routing.route(logits, top_k, normalise, given)
 
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
         return experts.experts(x, index, weight, gate_up, down, kind)
@@ -176,6 +184,7 @@ class TritonOps(selftest.Fallbacks):
             "activation": "triton, float32, rounded once",
             "rotary": "elementwise, rounded after every step",
             "log_softmax": f"triton, float32, chunks of {logsoftmax.CHUNK} folded by one program",
+            "route": "triton, one program a token, ties by ascending expert",
             "experts": "triton, stable groups by expert, slots added in order",
             "fused": "residual+norm, head norm+rotary+store, gate-up+activation" if self.fused else "nothing",
         }
