@@ -57,22 +57,22 @@ def test_a_comparison_by_allclose(base: torch.nn.Module, monkeypatch: pytest.Mon
 
 
 def test_a_mean_over_the_rows_that_give_a_gradient_only(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def active(self: Trainer, rows: Sequence[Row], update: Any) -> tuple[float, float]:
-        part = [number for micro in update.micros for number in micro.rows]
-        return plain(self, rows, replace(update, part=part))
+    def active_only(rows: Sequence[Row], part: Any, *args: Any, **kwargs: Any) -> Any:
+        counted = replace(part, rows=tuple(i for bin_ in part.active for i in bin_))
+        return plain(rows, counted, *args, **kwargs)
 
-    plain = Trainer.counts
-    monkeypatch.setattr(Trainer, "counts", active)
+    plain = trainer.correct_minibatch
+    monkeypatch.setattr(trainer, "correct_minibatch", active_only)
     caught(lambda: test_trainer.test_packing_and_dropping_idle_rows_change_nothing_but_rounding(base))
 
 
 def test_a_mean_over_each_micro_batch(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(self: Trainer, rows: Sequence[Row], values: Any, micro: Any, num_tokens: float, num_rows: float) -> Any:
-        tokens = float(sum(int(rows[i].mask.sum()) for i in micro.rows))
-        return plain(self, rows, values, micro, tokens, float(len(micro.rows)))
+    def own(self: Trainer, rows: Sequence[Row], values: Any, numbers: Sequence[int], correction: Any) -> Any:
+        tokens = float(sum(int(rows[i].mask.sum()) for i in numbers))
+        return plain(self, rows, values, numbers, replace(correction, num_tokens=tokens, num_rows=float(len(numbers))))
 
-    plain = Trainer.micro_loss
-    monkeypatch.setattr(Trainer, "micro_loss", own)
+    plain = Trainer.pass_loss
+    monkeypatch.setattr(Trainer, "pass_loss", own)
     caught(lambda: test_trainer.test_packing_and_dropping_idle_rows_change_nothing_but_rounding(base))
 
 
@@ -135,8 +135,8 @@ def test_a_version_that_does_not_move_on(base: torch.nn.Module, monkeypatch: pyt
 def test_samples_that_carry_a_stale_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens stamped with the version before: nothing would be compared any more."""
 
-    def stale(sample: Any, group: str) -> Row:
-        row = row_of(sample, group)
+    def stale(sample: Any, group: str, temperature: float = 1.0) -> Row:
+        row = row_of(sample, group, temperature)
         return replace(row, versions=torch.where(row.sampled, row.versions - 1, row.versions))
 
     from tokentrue.train import batch

@@ -15,7 +15,7 @@ from tokentrue.train.config import OptimConfig, TrainConfig
 if TYPE_CHECKING:
     from tokentrue.mismatch import LossConfig
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

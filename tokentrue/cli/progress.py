@@ -27,7 +27,7 @@ def progress_bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Cal
 class Costs:
     """Where the time of a run's steps goes, added up over its steps."""
 
-    PARTS = ("wait", "recompute", "correct", "update", "publish")
+    PARTS = ("wait", "recompute", "measure", "update", "publish")
 
     def __init__(self) -> None:
         self.steps = 0

@@ -100,7 +100,7 @@ def demo_report(result: DemoResult, rows: Sequence[Row]) -> Report:
 
 
 def _train_s(row: Row) -> float:
-    return row["seconds/recompute"] + row["seconds/correct"] + row["seconds/update"]
+    return row["seconds/recompute"] + row["seconds/measure"] + row["seconds/update"]
 
 
 def _charts(result: DemoResult, rows: Sequence[Row]) -> list[Chart]:

@@ -8,7 +8,7 @@ again; gradients of the weight are summed over the pieces in float32, in order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,13 @@ class HeadSettings:
     """How hidden states become a distribution."""
 
     ops: Ops
-    temperature: float
+    temperature: float | Tensor  # one, or one per row
     softcap: float | None
     entropy: bool
+
+    def of(self, rows: slice) -> HeadSettings:
+        """The settings of some rows."""
+        return replace(self, temperature=self.temperature[rows]) if isinstance(self.temperature, Tensor) else self
 
 
 def score_tokens(hidden_RK: Tensor, weight_VK: Tensor, bias: Tensor | None, ids_R: Tensor, settings: HeadSettings) -> Tensor:
@@ -43,7 +47,7 @@ class HeadScores(torch.autograd.Function):
         ctx.settings = settings
         out = torch.zeros(hidden.shape[0], 2, dtype=torch.float32, device=hidden.device)
         for rows in pieces(hidden.shape[0], weight):
-            scaled = scaled_logits_of(hidden[rows], weight, bias, settings)[0]
+            scaled = scaled_logits_of(hidden[rows], weight, bias, settings.of(rows))[0]
             if settings.entropy:
                 table = settings.ops.log_softmax(scaled)
                 out[rows, 0] = table.gather(-1, ids[rows, None]).squeeze(-1)
@@ -60,7 +64,7 @@ class HeadScores(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
         for rows in pieces(hidden.shape[0], weight):
-            d_logits = logits_gradient(hidden[rows], weight, bias, ids[rows], grads[0][rows], ctx.settings)
+            d_logits = logits_gradient(hidden[rows], weight, bias, ids[rows], grads[0][rows], ctx.settings.of(rows))
             narrow = d_logits.to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[rows] = narrow @ weight
@@ -100,7 +104,7 @@ def logits_gradient(
         entropy = -(probs * table).sum(-1, keepdim=True)
         gradient -= probs * (table + entropy) * grads_R2[:, 1:]
     gradient.scatter_add_(1, ids[:, None], grads_R2[:, :1])
-    gradient /= settings.temperature
+    gradient /= settings.temperature[:, None] if isinstance(settings.temperature, Tensor) else settings.temperature
     if bent is not None:
         gradient *= 1 - bent.float().square()
     return gradient

@@ -17,27 +17,28 @@ from tokentrue.numerics.ops import Packed
 from tokentrue.numerics.patch import STATE, State, exact
 
 
-def score(model: nn.Module, ids: Tensor, temperature: float = 1.0, cu_seqlens: Tensor | None = None) -> Tensor:
+def score(model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None) -> Tensor:
     """ids [B,T] -> float32 [B,T-1]: log-probability of ids[:,1:] under softmax(logits / temperature). Differentiable.
 
     Sequences start at position 0 and may be padded on the right with any id (causality hides it). Packed: ids [1,T] (or [T]) with
     `cu_seqlens` [S+1]; entries that would predict a sequence's first token from the one before it are 0.
+    `temperature` is one number, or one for each entry of the result.
     Outside `with exact(model)` the block is entered for this one call. The table of logits is never whole in memory.
     """
     return scores_of(model, ids, temperature, cu_seqlens, entropy=False)[..., 0]
 
 
 def score_with_entropy(
-    model: nn.Module, ids: Tensor, temperature: float = 1.0, cu_seqlens: Tensor | None = None
+    model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities of `score`, and the entropy of the distribution that each was scored under. Both differentiable."""
     both = scores_of(model, ids, temperature, cu_seqlens, entropy=True)
     return both[..., 0], both[..., 1]
 
 
-def scores_of(model: nn.Module, ids: Tensor, temperature: float, cu_seqlens: Tensor | None, *, entropy: bool) -> Tensor:
+def scores_of(model: nn.Module, ids: Tensor, temperature: float | Tensor, cu_seqlens: Tensor | None, *, entropy: bool) -> Tensor:
     """[B,T-1,2]: log-probability and entropy."""
-    if temperature <= 0:
+    if not bool((torch.as_tensor(temperature) > 0).all()):
         raise InputError(f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own")
     flat = ids.dim() == 1
     batch = ids[None] if flat else ids
@@ -48,6 +49,8 @@ def scores_of(model: nn.Module, ids: Tensor, temperature: float, cu_seqlens: Ten
             return scores_of(model, ids, temperature, cu_seqlens, entropy=entropy)
     packed = None if cu_seqlens is None else packed_of(batch, cu_seqlens)
     targets = torch.cat((batch[:, 1:], batch[:, :1]), 1)  # the last position predicts nothing; its score is dropped
+    if isinstance(temperature, Tensor) and temperature.numel() != 1:
+        temperature = nn.functional.pad(temperature.float().view(batch.shape[0], -1), (0, 1), value=1.0).reshape(-1)
     with scoring_head(model, targets, temperature, entropy) as made:
         found = logits_of(model, batch, packed)
         if len(made) != 1 or not same_bits(found.detach().float(), made[0].detach()):
@@ -61,7 +64,7 @@ def scores_of(model: nn.Module, ids: Tensor, temperature: float, cu_seqlens: Ten
 
 
 @contextmanager
-def scoring_head(model: Any, targets_BT: Tensor, temperature: float, entropy: bool) -> Iterator[list[Tensor]]:
+def scoring_head(model: Any, targets_BT: Tensor, temperature: float | Tensor, entropy: bool) -> Iterator[list[Tensor]]:
     """Inside the block the output head returns scores [B,T,2] in place of logits. It stays inside the model's forward, as FSDP2 needs."""
     state: State = model.__dict__[STATE]
     head, config = model.get_output_embeddings(), model.config.get_text_config()

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from tokentrue.train.config import Baseline, OptimConfig, TrainConfig, config_hash
     from tokentrue.train.loop import Publisher, Store, train
     from tokentrue.train.ranks import Ranks, join, leave, shard
+    from tokentrue.train.reporting import StepReport
     from tokentrue.train.rounds import Groups, Rounds, SourceRounds
     from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer
-    from tokentrue.train.trainer import StepReport, Trainer
+    from tokentrue.train.trainer import Trainer
     from tokentrue.train.writer import MetricsWriter
 
 _HOME = {
@@ -26,7 +27,7 @@ _HOME = {
     "Rounds": "tokentrue.train.rounds",
     "Scorer": "tokentrue.train.scoring",
     "SourceRounds": "tokentrue.train.rounds",
-    "StepReport": "tokentrue.train.trainer",
+    "StepReport": "tokentrue.train.reporting",
     "Store": "tokentrue.train.loop",
     "TrainConfig": "tokentrue.train.config",
     "Trainer": "tokentrue.train.trainer",

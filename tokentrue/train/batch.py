@@ -24,7 +24,8 @@ UNSAMPLED = -1
 class Row:
     """One sample, ready to train on. `mask` is True where loss falls; `rollout` is 0 where nothing was sampled.
 
-    `versions` holds the policy version of each sampled token and -1 elsewhere.
+    `versions` holds the policy version of each sampled token and -1 elsewhere; `temperatures` the one that each token is scored at:
+    for a sampled token the one it was sampled at.
     """
 
     sample: Sample
@@ -34,6 +35,7 @@ class Row:
     sampled: Tensor  # bool [T]
     rollout: Tensor  # float32 [T]
     versions: Tensor  # int64 [T]
+    temperatures: Tensor  # float32 [T]
     reward: float
 
     @property
@@ -41,7 +43,8 @@ class Row:
         return int(self.ids.shape[0])
 
 
-def row_of(sample: Sample, group: str) -> Row:
+def row_of(sample: Sample, group: str, temperature: float = 1.0) -> Row:
+    """`temperature` is that of samples which do not say at which one they were sampled."""
     if sample.reward is None:
         raise TokenContractError(f"sample {sample.sample_id} has no reward; score its session first")
     length = len(sample.token_ids)
@@ -66,15 +69,31 @@ def row_of(sample: Sample, group: str) -> Row:
         sampled=sampled,
         rollout=torch.tensor([0.0 if value is None else value for value in logprobs], dtype=torch.float64).float(),
         versions=versions,
+        temperatures=temperatures_of(sample, mask, temperature),
         reward=float(sample.reward),
     )
 
 
-def rows_of(groups: Sequence[Sequence[Sample]]) -> list[Row]:
+def temperatures_of(sample: Sample, mask: Tensor, default: float) -> Tensor:
+    """Turn by turn, as the sample's record says. A trained turn that was sampled greedily or under filters is refused."""
+    found = torch.full((len(sample.token_ids),), default, dtype=torch.float32)
+    at = 0
+    for turn, node in enumerate(sample.metadata.get("tokentrue", {}).get("nodes", ())):
+        start, end = at + node["given"], at + node["given"] + node["sampled"]
+        at = end
+        temperature = float(node.get("temperature", default))
+        if temperature > 0:
+            found[start:end] = temperature
+        elif bool(mask[start:end].any()):
+            raise TokenContractError(f"sample {sample.sample_id}, turn {turn}: sampled at temperature 0, which has no policy gradient")
+    return found
+
+
+def rows_of(groups: Sequence[Sequence[Sample]], temperature: float = 1.0) -> list[Row]:
     """All rows in order. A group without a name gets one from its place."""
     rows: list[Row] = []
     for number, group in enumerate(groups):
-        rows += [row_of(sample, sample.group or f"group-{number}") for sample in group]
+        rows += [row_of(sample, sample.group or f"group-{number}", temperature) for sample in group]
     return rows
 
 

@@ -29,6 +29,7 @@ from tokentrue.errors import FileFormatError
 from tokentrue.train.ranks import whole, whole_weights
 from tokentrue.train.trainer import Trainer
 
+MASTER = "master"
 NAME = re.compile(r"step-(\d{6})")
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -61,6 +62,7 @@ def save(trainer: Trainer, directory: Path, *, model_dir: Path | None, run_hash:
         for number, groups in sorted(rounds.items()):
             out.write(json.dumps({"round": number, "groups": groups}) + "\n")
     state = {"version": trainer.version, "updates": trainer.updates, "run_hash": run_hash, "torch": torch.__version__}
+    state["loss_scale"] = [trainer.scale.value, trainer.scale.good]
     (partial / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
@@ -105,26 +107,34 @@ def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
             place(parameter, weights[name])
     restore_optimizer(trainer, moments)
     trainer.version, trainer.updates = version, updates
+    trainer.scale.value, trainer.scale.good = json.loads((path / "state.json").read_text()).get("loss_scale", [1.0, 0])
     return Checkpoint(path=path, version=version, rounds=rounds)
 
 
 def optimizer_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Moments and counts by parameter name, and master weights where the model computes in a lower precision."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in trainer.model.named_parameters():
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+    for name, master in trainer.masters.named():
+        for key, value in trainer.optimizer.state.get(master, {}).items():
             tensors[f"{name}|{key}"] = whole(value).detach().cpu().contiguous()
+    for name, master in trainer.masters.copies():
+        tensors[f"{name}|{MASTER}"] = whole(master.detach()).cpu().contiguous()
     return tensors
 
 
 def restore_optimizer(trainer: Trainer, moments: Mapping[str, Tensor]) -> None:
-    for name, parameter in trainer.model.named_parameters():
-        mine = {key.split("|")[1]: value for key, value in moments.items() if key.split("|")[0] == name}
-        if not mine:
-            continue
-        state: dict[str, Tensor] = {}
-        for key, value in mine.items():
-            state[key] = value.clone() if value.dim() == 0 else place(torch.zeros_like(parameter), value)
-        trainer.optimizer.state[parameter] = state
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in moments.items():
+        name, _, kind = key.rpartition("|")
+        by_name.setdefault(name, {})[kind] = value
+    for name, master in trainer.masters.named():
+        mine = by_name.get(name, {})
+        if (copy := mine.pop(MASTER, None)) is not None:
+            with torch.no_grad():
+                place(master, copy)
+        if mine:
+            placed = {k: v.clone() if v.dim() == 0 else place(torch.zeros_like(master), v) for k, v in mine.items()}
+            trainer.optimizer.state[master] = placed
 
 
 def place(target: Tensor, value: Tensor) -> Tensor:

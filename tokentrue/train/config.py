@@ -57,7 +57,9 @@ class TrainConfig:
     micro_tokens: int = 4096
     lag: int = 0
     exact: bool = True
-    drop_idle_rows: bool = True  # rows whose advantage is exactly 0 give no gradient and are not trained on
+    drop_idle_rows: bool = True  # rows with advantage 0 are not trained on, unless a penalty or an entropy bonus gives them a gradient
+    shuffle: bool = False  # deal rows to minibatches in a seeded random order instead of group after group
+    max_skipped_updates: int = 3  # updates in a row whose gradient is not finite; one more stops the run
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     max_idle_steps: int = 3  # steps in a row without a row to train on; one more stops the run
@@ -67,8 +69,8 @@ class TrainConfig:
         for name in ("steps", "groups_per_step", "minibatches", "epochs", "micro_tokens", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}: {getattr(self, name)!r} must be at least 1")
-        if self.lag < 0 or self.checkpoint_every < 0 or self.max_idle_steps < 0:
-            raise ConfigError("train: lag, checkpoint_every and max_idle_steps must be >= 0")
+        if self.lag < 0 or self.checkpoint_every < 0 or self.max_idle_steps < 0 or self.max_skipped_updates < 0:
+            raise ConfigError("train: lag, checkpoint_every, max_idle_steps and max_skipped_updates must be >= 0")
         if self.baseline not in ("grpo", "dr_grpo", "rloo", "whitened", "none"):
             raise ConfigError(f"train.baseline: {self.baseline!r} is not one of grpo, dr_grpo, rloo, whitened, none")
         if not (math.isfinite(self.temperature) and self.temperature > 0):

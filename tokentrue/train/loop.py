@@ -18,8 +18,9 @@ from tokentrue.errors import TrainingError
 from tokentrue.protocols import WeightSink
 from tokentrue.train import checkpoint
 from tokentrue.train.config import TrainConfig
+from tokentrue.train.reporting import StepReport
 from tokentrue.train.rounds import Groups, Rounds
-from tokentrue.train.trainer import StepReport, Trainer
+from tokentrue.train.trainer import Trainer
 from tokentrue.types import Sample
 
 

@@ -9,19 +9,21 @@ import itertools
 from collections.abc import Sequence
 
 
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of row numbers whose lengths sum to at most `budget`: longest first, into the first bin with room.
+def pack(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
+    """Bins of row numbers that cost at most `budget` tokens: longest first, into the first bin with room.
 
-    A row longer than the budget gets a bin of its own: it cannot be cut.
+    A bin costs the sum of its rows or, `padded`, their number times the longest. A row longer than the budget gets a bin of its own:
+    it cannot be cut.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bins: list[list[int]] = []
     room: list[int] = []
     for row in order:
         for place, left in enumerate(room):
-            if lengths[row] <= left:
+            cost = lengths[bins[place][0]] if padded else lengths[row]  # the first row of a bin is its longest
+            if cost <= left:
                 bins[place].append(row)
-                room[place] -= lengths[row]
+                room[place] -= cost
                 break
         else:
             bins.append([row])

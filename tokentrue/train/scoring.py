@@ -7,18 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """By row; `entropy` where it was asked for."""
+
+    logprobs: list[Tensor]
+    entropy: list[Tensor] | None = None
+
+
 class Scorer(Protocol):
-    """`ids` are rows; the answer is in the same order. `active()` wraps a training run (exact mode of the model, or nothing)."""
+    """`ids` and `temperatures` are rows of equal lengths; the answer is in the same order. `active()` wraps a training step.
+
+    `is_padded`: a forward pass costs rows × longest row instead of the sum of the rows.
+    """
 
     name: str
+    is_padded: bool
 
-    def __call__(self, model: nn.Module, ids: Sequence[Tensor], *, temperature: float) -> list[Tensor]: ...
+    def __call__(self, model: nn.Module, ids: Sequence[Tensor], temperatures: Sequence[Tensor], *, entropy: bool = False) -> Scores: ...
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]: ...
 
@@ -27,15 +40,20 @@ class ExactScorer:
     """The engine's own operators: the same bits whatever is packed together."""
 
     name = "exact"
+    is_padded = False
 
-    def __call__(self, model: nn.Module, ids: Sequence[Tensor], *, temperature: float) -> list[Tensor]:
-        from tokentrue.numerics import score
+    def __call__(self, model: nn.Module, ids: Sequence[Tensor], temperatures: Sequence[Tensor], *, entropy: bool = False) -> Scores:
+        from tokentrue.numerics import score, score_with_entropy
 
         lengths = [int(row.shape[0]) for row in ids]
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         device = next(model.parameters()).device
-        flat = score(model, torch.cat(list(ids)).to(device), cu_seqlens=bounds.to(device), temperature=temperature)
-        return aligned(flat, lengths)
+        heat = one_temperature(temperatures) or torch.cat(list(temperatures))[1:].to(device)
+        packed, bounds = torch.cat(list(ids)).to(device), bounds.to(device)
+        if not entropy:
+            return Scores(logprobs=aligned(score(model, packed, heat, bounds), lengths))
+        flat, spread = score_with_entropy(model, packed, heat, bounds)
+        return Scores(logprobs=aligned(flat, lengths), entropy=aligned(spread, lengths))
 
     @contextmanager
     def active(self, model: nn.Module) -> Iterator[object]:
@@ -49,18 +67,32 @@ class PlainScorer:
     """The model's own forward pass on right-padded rows: what an ordinary trainer computes."""
 
     name = "plain"
+    is_padded = True
 
-    def __call__(self, model: nn.Module, ids: Sequence[Tensor], *, temperature: float) -> list[Tensor]:
+    def __call__(self, model: nn.Module, ids: Sequence[Tensor], temperatures: Sequence[Tensor], *, entropy: bool = False) -> Scores:
         device = next(model.parameters()).device
         ids_BT = nn.utils.rnn.pad_sequence(list(ids), batch_first=True).to(device)
         logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        values_BT = torch.log_softmax(logits, dim=-1).gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
-        return [nn.functional.pad(values_BT[i, : row.shape[0] - 1], (1, 0)) for i, row in enumerate(ids)]
+        if one_temperature(temperatures) != 1.0:
+            logits = logits / nn.utils.rnn.pad_sequence(list(temperatures), batch_first=True, padding_value=1.0).to(device)[:, 1:, None]
+        logp_BTV = torch.log_softmax(logits, dim=-1)
+        values_BT = logp_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
+        spread_BT = -(logp_BTV.exp() * logp_BTV).sum(-1) if entropy else None
+        lengths = [int(row.shape[0]) for row in ids]
+        return Scores(logprobs=unpadded(values_BT, lengths), entropy=None if spread_BT is None else unpadded(spread_BT, lengths))
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]:
         return nullcontext()
+
+
+def one_temperature(temperatures: Sequence[Tensor]) -> float | None:
+    """The temperature that all tokens share, if they do."""
+    first = float(temperatures[0][0])
+    return first if all(bool((row == first).all()) for row in temperatures) else None
+
+
+def unpadded(values_BT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    return [nn.functional.pad(values_BT[i, : length - 1], (1, 0)) for i, length in enumerate(lengths)]
 
 
 def aligned(flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:

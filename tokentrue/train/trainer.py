@@ -1,65 +1,41 @@
 """One training step: rows in, one or more optimiser updates, a report out. No sockets, no files, no clock but for timings.
 
-The corridor is `Trainer.step`: recompute → check exactness → correct → update. With `exact` the recomputed log-probabilities of tokens
+`Trainer.step` is the list of steps: recompute → check exactness → measure → update. With `exact` the recomputed log-probabilities of tokens
 that the current weights sampled must equal the rollout's in every bit, or the step raises before any weight moves.
+
+Whatever `policy_loss` says of a minibatch as a whole, `update` gives for every cut of it into forward passes and ranks: what a loss needs
+to know of the whole minibatch (its correction, its counts) is known on every rank before the first backward pass.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
-from tokentrue.errors import ConfigError, ExactnessError
-from tokentrue.mismatch import Corrected, LossConfig, Metrics, correct, diagnose, policy_loss
+from tokentrue.errors import ConfigError, ExactnessError, TrainingError
+from tokentrue.mismatch import LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.train.batch import Row, rows_of, session_advantages
 from tokentrue.train.config import OptimConfig, TrainConfig, learning_rate
+from tokentrue.train.correcting import MinibatchCorrection, correct_minibatch, in_one_call, per_token
 from tokentrue.train.exactness import Agreement, agreement, require_exact
-from tokentrue.train.packing import pack, share, split_even
+from tokentrue.train.planning import Minibatch, Packing, plan_minibatches, shuffled
+from tokentrue.train.precision import LossScale, MasterWeights
 from tokentrue.train.ranks import Ranks, whole, whole_weights
-from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer
+from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics
+from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer, Scores
 from tokentrue.types import Sample
 
-MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
-    "delta_abs_mean": "delta/abs_mean",
-    "delta_min": "delta/min",
-    "delta_max": "delta/max",
-    "k1": "corr/k1",
-    "k3": "corr/k3",
-    "chi2": "chi2/token",
-    "ess": "ratio/sequence/ess",
-    "log_ppl_trainer": "log_ppl/trainer",
-    "skew_positive": "contribution/rollout/positive/skew",
-    "skew_negative": "contribution/rollout/negative/skew",
-    "pull_positive": "contribution/rollout/positive/mean",
-    "pull_negative": "contribution/rollout/negative/mean",
-}
-NOBODY = torch.zeros(2, dtype=torch.int64)  # stands in where a rank has no row for a forward pass that all ranks must join
+NO_ROW = torch.zeros(2, dtype=torch.int64)  # stands in where a rank has no row for a forward pass that all ranks must join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Micro:
-    """Rows that share a forward pass, by number; `corrected` is their correction, made once per step from the recomputed values."""
-
-    rows: tuple[int, ...]
-    corrected: Corrected | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Update:
-    """One optimiser update: the rows that its loss is a mean over (on all ranks), and this rank's forward passes."""
-
-    part: Sequence[int]
-    micros: Sequence[Micro]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Values:
+class RowValues:
     """What a step knows about its rows before any weight moves: by row number, this rank's rows only."""
 
     recomputed: Mapping[int, Tensor]
@@ -67,15 +43,15 @@ class Values:
     advantages: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What one step did. `metrics` are plain numbers for a log."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UpdateResult:
+    """One optimiser update: its loss statistics (of all ranks) and what the optimiser did."""
 
-    step: int
-    version: int  # of the weights that the step produced
-    metrics: Mapping[str, float]
-    agreement: Agreement
-    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    statistics: Metrics
+    loss: float
+    norm: float
+    rate: float
+    is_skipped: bool
 
 
 class Trainer:
@@ -92,62 +68,92 @@ class Trainer:
         reference: nn.Module | None = None,
         scorer: Scorer | None = None,
     ) -> None:
-        if loss.entropy_coefficient:
-            raise ConfigError("loss.entropy_coefficient: the trainer's scores carry no entropy; set it to 0")
         if loss.penalty is not None and loss.penalty.against == "reference" and reference is None:
             raise ConfigError("loss.penalty: against='reference' needs a reference model")
         self.model = model
         self.config = config
         self.optim = optim
-        self.loss = loss
+        self.loss = in_one_call(loss)
         self.ranks = ranks or Ranks()
-        self.reference = reference
+        self.reference = None if reference is None else reference.eval()
         self.scorer: Scorer = scorer or (ExactScorer() if config.exact else PlainScorer())
         self.version = 0
         self.updates = 0
+        self.skipped = 0  # updates in a row
+        self.masters = MasterWeights(model)
+        self.scale = LossScale.of(next(model.parameters()).dtype)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+            self.masters.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
         model.train()
 
-    # ---- the corridor -------------------------------------------------------------------------------------------------------------
     def step(self, groups: Sequence[Sequence[Sample]]) -> StepReport:
         clock = Clock()
-        rows = rows_of(groups)
+        rows = rows_of(groups, self.config.temperature)
         if not rows:
             raise ConfigError("a training step got no rows: every rollout of the batch failed, or none was asked for")
         advantages = session_advantages(rows, self.config.baseline)
         with self.scorer.active(self.model):
+            epochs = self.planned(rows, advantages)
             with clock("recompute"):
-                values = self.recompute(rows, advantages)
+                values = self.recompute(rows, advantages, epochs[0])
             found = self.compare(rows, values.recomputed)
-            with clock("correct"):
+            with clock("measure"):
                 measured = self.measured(rows, values)
-                updates = self.planned(rows, values)
             with clock("update"):
-                learnt = [self.update(rows, values, update) for update in updates]
+                done = [self.update(rows, values, part, is_first=not n) for n, part in enumerate(p for parts in epochs for p in parts)]
         self.version += 1
-        return self.report(rows, advantages, found, measured, learnt, clock)
+        return self.report(rows, values, found, measured, done, clock)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.model)
 
+    def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
+        """What a step would add up, without a step: the flat gradient of the whole batch, and the mismatch it was computed under."""
+        rows = rows_of(groups, self.config.temperature)
+        advantages = session_advantages(rows, self.config.baseline)
+        with self.scorer.active(self.model):
+            ((part,), *_) = epochs = self.planned(rows, advantages)
+            values = self.recompute(rows, advantages, epochs[0])
+            merged, loss = self.accumulate(rows, values, part, is_first=True)
+            found = {**self.measured(rows, values), **dict(merged), "loss": loss}
+        flat = torch.cat([whole(each).flatten() for each in self.masters.gradient()])
+        self.optimizer.zero_grad(set_to_none=True)
+        return flat, found
+
+    # ---- plan ---------------------------------------------------------------------------------------------------------------------
+    def is_trained(self, row: Row, advantage: float) -> bool:
+        """Whether a row gets a forward and a backward pass: without advantage only where something else gives it a gradient."""
+        has_gradient = advantage != 0.0 or self.loss.penalty is not None or self.loss.entropy_coefficient != 0
+        return bool(row.mask.any()) and (has_gradient or not self.config.drop_idle_rows)
+
+    def planned(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[list[Minibatch]]:
+        """The minibatches of every epoch. All epochs split the rows in the same way, so that a row stays on its rank."""
+        trained = [self.is_trained(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
+        packing = Packing(
+            budget=self.config.micro_tokens, padded=self.scorer.is_padded, rank=self.ranks.rank, world=self.ranks.world
+        )
+        order = shuffled(len(rows), self.config.seed, self.version) if self.config.shuffle else range(len(rows))
+        parts = plan_minibatches(rows, trained, packing, parts=self.config.minibatches, order=order)
+        return [parts] * self.config.epochs
+
     # ---- recompute ----------------------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def recompute(self, rows: Sequence[Row], advantages: Sequence[float]) -> Values:
+    def recompute(self, rows: Sequence[Row], advantages: Sequence[float], parts: Sequence[Minibatch]) -> RowValues:
         """Log-probabilities of this rank's rows under the weights before the step, and under the reference model if there is one."""
         mine: dict[int, Tensor] = {}
         reference: dict[int, Tensor] = {}
-        for part in self.minibatches(rows):
-            for bin_ in self.bins(rows, part):
-                mine |= self.scored(self.model, rows, bin_)
+        with evaluating(self.model):
+            for bin_ in (bin_ for part in parts for bin_ in (*part.active, *part.idle)):
+                mine |= zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)
                 if self.reference is not None:
-                    reference |= self.scored(self.reference, rows, bin_)
-        return Values(recomputed=mine, reference=reference, advantages=advantages)
+                    reference |= zip(bin_, self.scored(self.reference, rows, bin_).logprobs, strict=False)
+        return RowValues(recomputed=mine, reference=reference, advantages=advantages)
 
-    def scored(self, model: nn.Module, rows: Sequence[Row], numbers: Sequence[int]) -> dict[int, Tensor]:
-        values = self.scorer(model, [rows[i].ids for i in numbers] or [NOBODY], temperature=self.config.temperature)
-        return dict(zip(numbers, values, strict=False))
+    def scored(self, model: nn.Module, rows: Sequence[Row], numbers: Sequence[int], *, entropy: bool = False) -> Scores:
+        ids = [rows[i].ids for i in numbers] or [NO_ROW]
+        heats = [rows[i].temperatures for i in numbers] or [torch.ones(2)]
+        return self.scorer(model, ids, heats, entropy=entropy)
 
     def compare(self, rows: Sequence[Row], recomputed: Mapping[int, Tensor]) -> Agreement:
         numbers = sorted(recomputed)
@@ -164,7 +170,7 @@ class Trainer:
                 raise ExactnessError(said)
         return reduce(Agreement.merge, (part for part, _ in everyone))
 
-    def measured(self, rows: Sequence[Row], values: Values) -> dict[str, float]:
+    def measured(self, rows: Sequence[Row], values: RowValues) -> dict[str, float]:
         """How far the trainer's log-probabilities are from the rollout's, over all trained tokens, stale ones too."""
         numbers = sorted(values.recomputed)
         chosen = [rows[i] for i in numbers]
@@ -172,209 +178,134 @@ class Trainer:
         if numbers:
             device = values.recomputed[numbers[0]].device
             mine = diagnose(
-                torch.cat([values.recomputed[i] for i in numbers]),
-                torch.cat([row.rollout for row in chosen]).to(device),
-                torch.cat([row.mask for row in chosen]).to(device),
-                cu_seqlens=bounds(chosen),
-                advantages=per_token(chosen, [values.advantages[i] for i in numbers], device),
+                [values.recomputed[i] for i in numbers],
+                [row.rollout.to(device) for row in chosen],
+                [row.mask.to(device) for row in chosen],
+                advantages=[per_token(row, values.advantages[i], device) for i, row in zip(numbers, chosen, strict=True)],
                 worst=0,
             ).metrics
         everyone = [found for found in self.ranks.everyone(mine) if found is not None]
         merged = everyone[0].merge(*everyone[1:])
         return {f"mismatch/{name}": merged[key] for name, key in MEASURED.items()}
 
-    # ---- who trains where ----------------------------------------------------------------------------------------------------------
-    def minibatches(self, rows: Sequence[Row]) -> list[range]:
-        return split_even(len(rows), self.config.minibatches)
-
-    def bins(self, rows: Sequence[Row], part: Sequence[int]) -> list[list[int]]:
-        """This rank's forward passes over a minibatch; every rank has as many, some perhaps empty."""
-        part = list(part)
-        shares = share([rows[i].length for i in part], self.ranks.world)
-        packed = [pack([rows[part[k]].length for k in found], self.config.micro_tokens) for found in shares]
-        most = max(len(bins) for bins in packed)
-        mine = [[part[shares[self.ranks.rank][k]] for k in found] for found in packed[self.ranks.rank]]
-        return mine + [[] for _ in range(most - len(mine))]
-
-    # ---- correct ------------------------------------------------------------------------------------------------------------------
-    def planned(self, rows: Sequence[Row], values: Values) -> list[Update]:
-        """The updates of the step, their micro-batches with their correction unless that needs the moving policy."""
-        made: list[Update] = []
-        for part in self.minibatches(rows):
-            active = [i for i in part if values.advantages[i] != 0.0] if self.config.drop_idle_rows else list(part)
-            micros = [Micro(rows=tuple(bin_)) for bin_ in self.bins(rows, active)] if active else []
-            if not self.loss.correction.needs_current:
-                micros = [replace(m, corrected=self.correction(rows, values, m.rows)) if m.rows else m for m in micros]
-                micros = self.normalised(micros)
-            made.append(Update(part=part, micros=micros))
-        return made * self.config.epochs
-
-    def correction(self, rows: Sequence[Row], values: Values, numbers: Sequence[int]) -> Corrected:
-        chosen = [rows[i] for i in numbers]
-        device = values.recomputed[numbers[0]].device
-        return correct(
-            torch.cat([values.recomputed[i] for i in numbers]),
-            torch.cat([row.rollout for row in chosen]).to(device),
-            torch.cat([row.mask for row in chosen]).to(device),
-            self.loss.correction,
-            cu_seqlens=bounds(chosen),
-            advantages=per_token(chosen, [values.advantages[i] for i in numbers], device),
-            versions=torch.cat([row.versions for row in chosen]).to(device),
-            version=self.version,
-        )
-
-    def normalised(self, micros: list[Micro]) -> list[Micro]:
-        """Weights over the mean of the whole update, on all ranks, where the correction asks for it."""
-        pending = [m.corrected for m in micros if m.corrected is not None and m.corrected.pending]
-        wanted = self.loss.correction.weights
-        if wanted is None or wanted.normalise is None or wanted.normalise.scope != "step":
-            return micros
-        everyone = self.ranks.everyone([c.totals for c in pending])
-        totals = [t for found in everyone for t in found if t is not None]
-        total, count = sum(t[0] for t in totals), sum(t[1] for t in totals)
-        return [replace(m, corrected=m.corrected.normalised(total, count)) if m.corrected is not None else m for m in micros]
-
     # ---- update -------------------------------------------------------------------------------------------------------------------
-    def update(self, rows: Sequence[Row], values: Values, update: Update) -> dict[str, float]:
-        """One optimiser update over some micro-batches; their losses add up to the loss of all their rows."""
+    def update(self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool) -> UpdateResult:
+        """One optimiser update over a minibatch. A gradient that is not finite changes no weight, and too many of them stop the run."""
         rate = learning_rate(self.optim, self.updates, self.config.steps * self.config.updates_per_step)
         self.updates += 1
-        if not update.micros:
-            return {"lr": rate, "grad_norm": 0.0, "loss": 0.0}
-        merged, total = self.accumulate(rows, values, update)
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.clip_norm)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        everyone = [found for found in self.ranks.everyone(merged) if found is not None]
-        shown = dict(everyone[0].merge(*everyone[1:])) if everyone else {}
-        return {**shown, "lr": rate, "grad_norm": norm, "loss": sum(self.ranks.everyone(total))}
+        merged, total = self.accumulate(rows, values, part, is_first=is_first)
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.masters.parameters, self.optim.clip_norm)))
+        is_skipped = not (math.isfinite(norm) and math.isfinite(total))
+        self.scale.adjust(overflow=is_skipped)
+        if is_skipped:
+            self.count_skipped(norm, total)
+        else:
+            self.skipped = 0
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.masters.write_back()
+        return UpdateResult(statistics=merged, loss=total, norm=norm, rate=rate, is_skipped=is_skipped)
 
-    def accumulate(self, rows: Sequence[Row], values: Values, update: Update) -> tuple[Metrics | None, float]:
-        """The gradient of one update, left on the parameters, with this rank's metrics and share of the loss."""
-        num_tokens, num_rows = self.counts(rows, update)
-        merged: Metrics | None = None
-        total = 0.0
+    def count_skipped(self, norm: float, loss: float) -> None:
+        self.skipped += 1
+        allowed = self.config.max_skipped_updates
+        if self.skipped > allowed and self.scale.value <= 1.0:
+            raise TrainingError(
+                f"step {self.version}: gradient norm {norm}, loss {loss}: not finite in {self.skipped} updates in a row, all skipped; "
+                "look at rewards and log-probabilities of this step, lower optim.lr, or train in float32"
+            )
+
+    def accumulate(self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool) -> tuple[Metrics, float]:
+        """The gradient of one minibatch, left on the master weights, with the statistics and the loss of all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in update.micros:
-            loss, metrics = self.micro_loss(rows, values, micro, num_tokens, num_rows)
-            (loss * self.ranks.world).backward()  # the ranks' gradients are averaged, and each holds a share of the sum
+        for parameter in self.masters.parameters:  # a minibatch without gradient is an update with gradient 0, not none
+            parameter.grad = torch.zeros_like(parameter)
+        correction = self.correction(rows, values, part, is_first=is_first)
+        statistics, total = Metrics({}), 0.0
+        for bin_ in part.active:
+            loss, found = self.pass_loss(rows, values, bin_, correction)
+            # The ranks' gradients are averaged, and each rank holds a share of the sum.
+            (loss * (self.ranks.world * self.scale.value)).backward()
+            self.masters.collect(unscale=self.scale.value)
             total += float(loss.detach())
-            if metrics is not None:
-                merged = metrics if merged is None else merged.merge(metrics)
-        return merged, total
+            statistics = statistics.merge(found)
+        everyone = self.ranks.everyone((statistics, total))
+        return correction.metrics.merge(*(found for found, _ in everyone)), sum(share for _, share in everyone)
 
-    def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
-        """What a step would add up, without a step: the flat gradient of the whole batch, and the mismatch it was computed under."""
-        rows = rows_of(groups)
-        advantages = session_advantages(rows, self.config.baseline)
-        with self.scorer.active(self.model):
-            values = self.recompute(rows, advantages)
-            (update,) = self.planned(rows, values)
-            merged, _ = self.accumulate(rows, values, update)
-            found = {**self.measured(rows, values), **({} if merged is None else dict(merged))}
-        pieces = [whole(p.grad).flatten() if p.grad is not None else torch.zeros_like(p).flatten() for p in self.model.parameters()]
-        self.optimizer.zero_grad(set_to_none=True)
-        return torch.cat(pieces), found
+    def correction(self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool) -> MinibatchCorrection:
+        """The minibatch's correction; from a forward pass of its own where it looks at weights that have moved."""
+        current = values.recomputed
+        if not is_first and self.loss.correction.needs_current:
+            with torch.no_grad(), evaluating(self.model):
+                bins = (*part.active, *part.idle)
+                current = {i: value for bin_ in bins for i, value in zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)}
+        return correct_minibatch(
+            rows, part, self.loss, recomputed=values.recomputed, current=current, advantages=values.advantages,
+            version=self.version, ranks=self.ranks,
+        )  # fmt: skip
 
-    def counts(self, rows: Sequence[Row], update: Update) -> tuple[float, float]:
-        """Tokens and rows that the loss is a mean over: of all ranks, and those of idle rows too, whose share of the gradient is 0."""
-        tokens = sum(int(rows[i].mask.sum()) for i in update.part)
-        num_rows = sum(bool(rows[i].mask.any()) for i in update.part)
-        if self.loss.correction.loss_counts == "kept" and not self.loss.correction.needs_current:
-            rejected = sum(rejected_tokens(m.corrected, [rows[i] for i in m.rows]) for m in update.micros if m.corrected is not None)
-            tokens -= sum(self.ranks.everyone(rejected))
-        return float(tokens), float(num_rows)
-
-    def micro_loss(
-        self,
-        rows: Sequence[Row],
-        values: Values,
-        micro: Micro,
-        num_tokens: float,
-        num_rows: float,
-    ) -> tuple[Tensor, Metrics | None]:
-        if not micro.rows:
-            nothing = self.scorer(self.model, [NOBODY], temperature=self.config.temperature)
-            return nothing[0].sum() * 0.0, None
-        chosen = [rows[i] for i in micro.rows]
-        current = self.scorer(self.model, [row.ids for row in chosen], temperature=self.config.temperature)
-        device = current[0].device
-        loss, metrics = policy_loss(
-            torch.cat(current),
-            torch.cat([values.recomputed[i] for i in micro.rows]),
-            torch.cat([row.rollout for row in chosen]).to(device),
-            per_token(chosen, [values.advantages[i] for i in micro.rows], device),
-            torch.cat([row.mask for row in chosen]).to(device),
+    def pass_loss(
+        self, rows: Sequence[Row], values: RowValues, numbers: Sequence[int], correction: MinibatchCorrection
+    ) -> tuple[Tensor, Metrics]:
+        """The share of one forward pass in the minibatch's loss."""
+        wants_entropy = self.loss.entropy_coefficient != 0
+        scores = self.scored(self.model, rows, numbers, entropy=wants_entropy)
+        if not numbers:
+            return scores.logprobs[0].sum() * 0.0, Metrics({})
+        chosen = [rows[i] for i in numbers]
+        device = scores.logprobs[0].device
+        return policy_loss(
+            scores.logprobs,
+            [values.recomputed[i] for i in numbers],
+            [row.rollout.to(device) for row in chosen],
+            [per_token(row, values.advantages[i], device) for i, row in zip(numbers, chosen, strict=True)],
+            [row.mask.to(device) for row in chosen],
             self.loss,
-            cu_seqlens=bounds(chosen),
-            corrected=micro.corrected,
-            reference_logprobs=torch.cat([values.reference[i] for i in micro.rows]) if values.reference else None,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            versions=torch.cat([row.versions for row in chosen]).to(device),
-            version=self.version,
+            corrected=correction.of(numbers, device),
+            reference_logprobs=[values.reference[i] for i in numbers] if values.reference else None,
+            entropy=scores.entropy,
+            num_tokens=correction.num_tokens,
+            num_rows=correction.num_rows,
         )
-        return loss, metrics
 
     # ---- report -------------------------------------------------------------------------------------------------------------------
     def report(
         self,
         rows: Sequence[Row],
-        advantages: Sequence[float],
+        values: RowValues,
         found: Agreement,
         measured: Mapping[str, float],
-        learnt: Sequence[Mapping[str, float]],
+        done: Sequence[UpdateResult],
         clock: Clock,
     ) -> StepReport:
-        sessions = {(row.group, row.sample.session_id): row.reward for row in rows}
-        ages = torch.cat([self.version - 1 - row.versions[row.sampled] for row in rows]).double()
+        merged = done[0].statistics.merge(*(update.statistics for update in done[1:]))
         metrics: dict[str, float] = {
-            "reward": sum(sessions.values()) / len(sessions),
-            "rows": len(rows),
-            "rows_trained": sum(a != 0.0 for a in advantages) if self.config.drop_idle_rows else len(rows),
-            "tokens": sum(row.length for row in rows),
-            "tokens_trained": sum(int(row.mask.sum()) for row in rows),
-            "staleness_mean": float(ages.mean()) if ages.numel() else 0.0,
-            "staleness_max": float(ages.max()) if ages.numel() else 0.0,
+            **batch_metrics(rows, values.advantages, version=self.version - 1),
+            "rows_trained": sum(self.is_trained(row, a) for row, a in zip(rows, values.advantages, strict=True)),
+            "entropy_estimate": measured["mismatch/log_ppl_trainer"],  # -log p of what was sampled, in the mean
             "exact_compared": found.compared,
             "exact_differing": found.differing,
             "exact_largest": found.largest,
             **measured,
+            **{f"update/{key}": value for key, value in merged.items() if key != "loss/policy"},
+            "update/loss": sum(update.loss for update in done) / len(done),
+            "update/grad_norm": sum(update.norm for update in done) / len(done),
+            "update/grad_norm_max": max(update.norm for update in done),
+            "update/lr": done[-1].rate,
+            "update/skipped": sum(update.is_skipped for update in done),
         }
-        for key in sorted({key for part in learnt for key in part}):
-            values = [part[key] for part in learnt if key in part]
-            metrics[f"update/{key}"] = sum(values) / len(values)
+        if not self.scale.is_fixed:
+            metrics["update/loss_scale"] = self.scale.value
         return StepReport(step=self.version - 1, version=self.version, metrics=metrics, agreement=found, seconds=clock.seconds)
 
 
-class Clock:
-    """Seconds by name. Nested names count in both."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-
-
-def rejected_tokens(corrected: Corrected, rows: Sequence[Row]) -> int:
-    assert isinstance(corrected.mask, Tensor)
-    return sum(int(row.mask.sum()) for row in rows) - int(corrected.mask.sum())
-
-
-def bounds(rows: Sequence[Row]) -> list[int]:
-    ends = [0]
-    for row in rows:
-        ends.append(ends[-1] + row.length)
-    return ends
-
-
-def per_token(rows: Sequence[Row], values: Sequence[float], device: torch.device) -> Tensor:
-    spread = [torch.full((row.length,), value, dtype=torch.float64) for row, value in zip(rows, values, strict=True)]
-    return torch.cat(spread).to(device)
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout: what is recomputed must be the policy that samples."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,81 @@
+"""What one step did, in numbers that people watch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from tokentrue.train.batch import Row
+from tokentrue.train.exactness import Agreement
+
+MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
+    "delta_abs_mean": "delta/abs_mean",
+    "delta_min": "delta/min",
+    "delta_max": "delta/max",
+    "k1": "corr/k1",
+    "k3": "corr/k3",
+    "chi2": "chi2/token",
+    "ess": "ratio/sequence/ess",
+    "log_ppl_trainer": "log_ppl/trainer",
+    "skew_positive": "contribution/rollout/positive/skew",
+    "skew_negative": "contribution/rollout/negative/skew",
+    "pull_positive": "contribution/rollout/positive/mean",
+    "pull_negative": "contribution/rollout/negative/mean",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step did. `metrics` are plain numbers for a log."""
+
+    step: int
+    version: int  # of the weights that the step produced
+    metrics: Mapping[str, float]
+    agreement: Agreement
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class Clock:
+    """Seconds by name. Nested names count in both."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: int) -> dict[str, float]:
+    """Of the rollouts: rewards, lengths, ages, and how many of them teach nothing. `version` sampled the freshest of them."""
+    rewards = torch.tensor(list({(row.group, row.sample.session_id): row.reward for row in rows}.values()), dtype=torch.float64)
+    lengths = torch.tensor([int(row.mask.sum()) for row in rows], dtype=torch.float64)
+    ages = torch.cat([version - row.versions[row.sampled] for row in rows]).double()
+    groups: dict[str, bool] = {}
+    for row, advantage in zip(rows, advantages, strict=True):
+        groups[row.group] = groups.get(row.group, False) or advantage != 0.0
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()) if rewards.numel() > 1 else 0.0,
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+        "rows": len(rows),
+        "sessions": rewards.numel(),
+        "groups": len(groups),
+        "groups_without_signal": sum(not taught for taught in groups.values()),
+        "tokens": sum(row.length for row in rows),
+        "tokens_trained": int(lengths.sum()),
+        "completion_length_mean": float(lengths.mean()),
+        "completion_length_max": float(lengths.max()),
+        "truncated": sum(row.sample.finish_reason == "length" for row in rows) / len(rows),
+        "staleness_mean": float(ages.mean()) if ages.numel() else 0.0,
+        "staleness_max": float(ages.max()) if ages.numel() else 0.0,
+    }
