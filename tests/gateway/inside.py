@@ -48,9 +48,9 @@ class Parrot:
         pass
 
 
-def gateway(provider: Any = None, **limits: Any) -> Gateway:
+def gateway(provider: Any = None, *, store: str = "memory", **limits: Any) -> Gateway:
     config = GatewayConfig(model="m", admin_key="boss", limits=GatewayLimits(**limits))
-    return Gateway(config=config, renderer_for=lambda _: renderer(), provider=provider or Parrot(), journal=Journal("memory"))
+    return Gateway(config=config, renderer_for=lambda _: renderer(), provider=provider or Parrot(), journal=Journal(store))
 
 
 async def ask(app: Gateway, method: str, path: str, body: bytes = b"", *, key: str | None = "boss", **headers: str) -> tuple[int, bytes]:

@@ -6,7 +6,7 @@ A paused gateway holds generations back instead of failing them: to the harness 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from tokentrue.gateway.config import GatewayConfig
@@ -48,7 +48,7 @@ class AdmissionGate:
         return True
 
     @asynccontextmanager
-    async def admit(self) -> AsyncIterator[None]:
+    async def admit(self) -> AsyncGenerator[None, None]:
         """One generation: waits out a pause, and refuses when the gateway is closing or full."""
         if self.paused:
             await self._wait_for_resume()

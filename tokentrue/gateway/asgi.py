@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -41,7 +41,7 @@ class BodyBudget:
         self.used = 0
 
     @contextmanager
-    def reserve(self) -> Iterator[Callable[[int], None]]:
+    def reserve(self) -> Generator[Callable[[int], None], None, None]:
         """Gives a function that takes bytes for one body; they are given back at the end of the block."""
         taken = 0
 

@@ -30,6 +30,7 @@ class GatewayLimits:
     live_sessions_bytes: int = 2 << 30
     idle_session_s: float = 3600.0
     session_age_s: float = 14 * 86400.0
+    free_disk_bytes: int = 64 << 20  # with less where the journal is, /ready says 503
     head_s: float = 30.0
     body_s: float = 300.0
     write_s: float = 60.0

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -143,7 +143,7 @@ class SessionHandle:
 
     # State.
     @contextmanager
-    def generate(self) -> Iterator[None]:
+    def generate(self) -> Generator[None, None, None]:
         """One generation of this session, if the limit admits it."""
         if self.in_flight >= self._limits.in_flight_per_session:
             raise Refused(429, "too_many_in_flight", f"{self.in_flight} generations of this session are in flight", retry_after_s=1.0)
@@ -205,7 +205,7 @@ class SessionRegistry:
         return self._live.get(session_id)
 
     @asynccontextmanager
-    async def lease(self, session_id: str) -> AsyncIterator[SessionHandle]:
+    async def lease(self, session_id: str) -> AsyncGenerator[SessionHandle, None]:
         """The session's one live object; it stays in memory while the block runs."""
         handle = await self._get(session_id)
         handle.users += 1

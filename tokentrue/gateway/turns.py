@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ class TurnHandler:
         self._services = services
 
     @asynccontextmanager
-    async def open(self, claim: Claim) -> AsyncIterator[SessionHandle]:
+    async def open(self, claim: Claim) -> AsyncGenerator[SessionHandle, None]:
         """The session of a claim; a key that fits nothing does not learn whether the session exists."""
         try:
             async with self._services.sessions.lease(claim.session_id) as handle:
@@ -86,7 +86,7 @@ class TurnHandler:
         return head, request
 
     @asynccontextmanager
-    async def _deadline(self) -> AsyncIterator[None]:
+    async def _deadline(self) -> AsyncGenerator[None, None]:
         """The total time of a turn, whatever the engine's own timeouts and retries."""
         limit = self._services.config.limits.turn_s
         try:

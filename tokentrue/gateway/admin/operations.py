@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -83,11 +85,21 @@ class OperationHandlers:
             facts = await asyncio.wait_for(services.provider.health(), READY_S)
         except (EngineError, TimeoutError) as error:
             raise Refused(503, "engine_unreachable", f"no engine answers: {str(error)[:200]}", retry_after_s=5.0) from None
+        await self._check_disk()
         if services.workers is not None and not is_forwarded(request):
             answers = await services.workers.ask_all("GET", "/ready")
             if any(other is None for other in answers):
                 raise Refused(503, "worker_not_ready", "a worker is not ready", retry_after_s=1.0)
         return json_response(200, {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)})
+
+    async def _check_disk(self) -> None:
+        path = self._services.journal.target.removeprefix("sqlite:")
+        if path in ("memory", ":memory:"):
+            return
+        free = (await asyncio.to_thread(shutil.disk_usage, Path(path).resolve().parent)).free
+        if free < self._services.config.limits.free_disk_bytes:
+            message = f"the disk of the journal is full: {free} bytes are left (limits.free_disk_bytes)"
+            raise Refused(503, "disk_full", message, retry_after_s=10.0)
 
     # Metrics.
     async def metrics(self, request: Request) -> Response:

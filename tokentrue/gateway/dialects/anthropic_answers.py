@@ -121,7 +121,7 @@ class AnthropicEncoder:
             opened, block = self._enter("text", None, {"type": "text", "text": ""})
             out += opened + block_delta(block, {"type": "text_delta", "text": delta.content})
         if delta.call is not None:
-            start = {"type": "tool_use", "id": delta.call_id, "name": delta.name, "input": {}}
+            start: Json = {"type": "tool_use", "id": delta.call_id, "name": delta.name, "input": {}}
             opened, block = self._enter("tool_use", delta.call, start)
             out += opened + feed_arguments(block, delta.arguments)
         return out

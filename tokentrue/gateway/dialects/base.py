@@ -231,7 +231,7 @@ def _replace_surrogates(value: Any) -> Any:
 def arguments_object(text: str) -> Json:
     """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under `_raw_arguments`."""
     try:
-        value = orjson.loads(text) if text.strip() else {}
+        value: Any = orjson.loads(text) if text.strip() else {}
     except orjson.JSONDecodeError:
         value = text
     return cast("Json", value) if isinstance(value, dict) else {"_raw_arguments": text}

@@ -93,7 +93,8 @@ def tools_from_responses(tools: list[Json] | None) -> tuple[tuple[Json, ...] | N
     for where, namespace, tool in flatten_namespaces(tools or ()):
         kind = tool.get("type")
         if kind == "function":
-            function = {"name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool.get("parameters") or {}}
+            parameters: Json = tool.get("parameters") or {}
+            function: Json = {"name": tool.get("name"), "description": tool.get("description") or "", "parameters": parameters}
         elif kind == "custom":
             function = custom_function(tool, where)
         else:

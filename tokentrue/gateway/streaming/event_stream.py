@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from tokentrue.gateway.asgi import EVENTS, Send
@@ -49,7 +49,7 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     @asynccontextmanager
-    async def keep_alive(self, every_s: float) -> AsyncIterator[None]:
+    async def keep_alive(self, every_s: float) -> AsyncGenerator[None, None]:
         """Sends a keep-alive whenever nothing was sent for `every_s` seconds, while the block runs."""
 
         async def ping() -> None:

@@ -81,8 +81,11 @@ class WorkerLinks:
         url = "http://worker" + scope.get("raw_path", scope["path"].encode()).decode("latin-1") + (f"?{query}" if query else "")
         declared = [v.decode("latin-1") for k, v in scope["headers"] if k == b"content-length"]
         headers += [("content-length", value) for value in declared[:1]]
+        settings: dict[str, Any] = {"data": parts, "headers": headers, "allow_redirects": False}
+        if scope["method"] == "POST":
+            settings["expect100"] = True  # the owner answers 100 when it reads the body, which is after the key was checked
         try:
-            response = await self._client(worker).request(scope["method"], url, data=parts, headers=headers, allow_redirects=False)
+            response = await self._client(worker).request(scope["method"], url, **settings)
         except aiohttp.ClientConnectionError:
             raise Refused(503, "worker_restarting", "the worker of this session restarts; send this again", retry_after_s=1.0) from None
         async with response:

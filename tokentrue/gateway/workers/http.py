@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tokentrue.gateway.config import GatewayLimits
 
@@ -61,7 +61,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_body = True
         self._limit_time(self.limits.body_s)
         super().on_headers_complete()
-        if self.parser.should_upgrade():  # what follows may be another protocol: the connection ends with this answer
+        if (
+            self.parser is not None and self.parser.should_upgrade()
+        ):  # another protocol may follow: the connection ends with this answer
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -91,21 +93,28 @@ class BoundedHttp(HttpToolsProtocol):
         if seconds is not None:
             self._timer = self.loop.call_later(seconds, self._time_out)
 
+    @property
+    def _current(self) -> RequestResponseCycle | None:
+        """The newest request and its answer; uvicorn has None there before the first."""
+        return self.cycle
+
     def _time_out(self) -> None:
         self._timer = None
-        if self._in_body or self.cycle is None or self.cycle.response_complete:
+        current = self._current
+        if self._in_body or current is None or current.response_complete:
             self.transport.abort()
         else:  # an answer is being sent; what has come of the next request waits
             self._limit_time(self.limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this for what is not HTTP. A complete request before it is still answered, and the connection ends with that."""
-        if self.cycle is None or self.cycle.response_complete or (self._in_body and not self.cycle.response_started):
+        current = self._current
+        if current is None or current.response_complete or (self._in_body and not current.response_started):
             super().send_400_response(msg)
         elif self._in_body:
             self.transport.abort()
         else:
-            self.cycle.keep_alive = False
+            current.keep_alive = False
             self.flow.pause_reading()
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Literal
 
 import uvicorn
@@ -72,7 +72,7 @@ class SignalledServer(uvicorn.Server):
     """A signal ends it in order, and the process then exits 0; uvicorn would raise the signal once more."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None, None, None]:
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -85,7 +85,7 @@ class EmbeddedServer(uvicorn.Server):
     """A server whose process, or whose first server, owns the signals."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None, None, None]:
         yield
 
 
@@ -139,7 +139,7 @@ def listen_to_workers(path: str) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def running(server: uvicorn.Server, bound: socket.socket) -> AsyncIterator[None]:
+async def running(server: uvicorn.Server, bound: socket.socket) -> AsyncGenerator[None, None]:
     """Serves on `bound` while the block runs."""
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     while not server.started and not serving.done():
@@ -155,7 +155,7 @@ async def running(server: uvicorn.Server, bound: socket.socket) -> AsyncIterator
 
 
 @contextlib.asynccontextmanager
-async def serve_embedded(gateway: Gateway, public: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
+async def serve_embedded(gateway: Gateway, public: socket.socket, *, drain_s: float) -> AsyncGenerator[None, None]:
     """The same server inside a running event loop; signals stay with the caller."""
     async with running(EmbeddedServer(server_config(gateway, gateway, drain_s=drain_s)), public):
         yield

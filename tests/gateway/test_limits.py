@@ -1,0 +1,201 @@
+"""Bounded whoever talks: memory by bytes, waits by deadlines, keys before bodies. Against real processes where that matters."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.gateway.inside import ask, gateway, new_session
+from tests.gateway.test_workers import Engine, serving, worker_pids
+from tests.gateway.world import Made, Server, scripted_server, wait_until
+
+HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+LONG = "word " * 200_000
+
+
+# Memory.
+
+
+async def test_bodies_in_progress_have_a_byte_limit_for_all_together() -> None:
+    app = gateway(bodies_bytes=1000)
+    session = await new_session(app)
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 2000}]}).encode()
+    status, answer = await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"])
+    assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_bytes_in_flight")
+    assert app.services.bodies.used == 0
+    assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=session["api_key"]))[0] == 200
+    assert app.services.bodies.used == 0
+    await app.close()
+
+
+async def test_sessions_leave_the_memory_by_bytes_and_by_time() -> None:
+    app = gateway(live_sessions_bytes=60_000, idle_session_s=0.05)
+    made = [await new_session(app) for _ in range(12)]
+    for session in made:
+        assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=session["api_key"]))[0] == 200
+    sessions = app.services.sessions
+    assert 0 < len(sessions) < 12 and sessions.memory_bytes <= 60_000
+    time.sleep(0.1)
+    sessions.evict_idle()
+    assert len(sessions) == 0 and sessions.memory_bytes == 0
+    for session in made:
+        _, answer = await ask(app, "GET", f"/sessions/{session['session_id']}/samples")
+        assert json.loads(answer)["coverage"]["ratio"] == 1.0
+    await app.close()
+
+
+async def test_a_session_in_use_is_not_evicted() -> None:
+    """Between its opening and its first use there is one live object for a session, whatever is evicted meanwhile."""
+    app = gateway(live_sessions=1)
+    first, other = await new_session(app), await new_session(app)
+    async with app.services.sessions.lease(first["session_id"]) as handle:
+        async with app.services.sessions.lease(other["session_id"]):
+            pass
+        assert app.services.sessions.known(first["session_id"]) is handle
+        async with app.services.sessions.lease(first["session_id"]) as again:
+            assert again is handle
+    await app.close()
+
+
+def head_only(port: int, path: str, key: str, length: int) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=20)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+    client.sendall(head.encode())
+    return client
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("pair")
+    engine = Engine(folder)
+    server = serving(folder, engine.url, workers=2)
+    yield server
+    server.kill()
+    engine.stop()
+
+
+def test_keys_are_checked_before_bodies_are_read_by_every_worker(pair: Server) -> None:
+    """The body never comes: whoever waits for it before it looks at the key does not answer."""
+    sessions = [pair.session(session_id=f"k{n}") for n in range(6)]
+    for session in sessions:
+        for key, status in ((f"tt-{session.session_id}-{'0' * 40}", b"401"), ("nonsense", b"401")):
+            with head_only(pair.port, "/v1/chat/completions", key, 60_000_000) as client:
+                assert status in client.recv(1000).split(b"\r\n")[0]
+        with head_only(pair.port, f"/sessions/{session.session_id}/reward", session.api_key, 60_000_000) as client:
+            assert b"403" in client.recv(1000).split(b"\r\n")[0]
+
+
+# Workers.
+
+
+def test_a_stopped_worker_does_not_hang_ready_and_metrics(pair: Server) -> None:
+    stopped = worker_pids(pair)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for path in ("/ready", "/metrics"):
+            for _ in range(4):  # some of them reach the stopped one, and wait there
+                try:
+                    connection = http.client.HTTPConnection("127.0.0.1", pair.port, timeout=8)
+                    connection.request("GET", path)
+                    status = connection.getresponse().status
+                    assert status == (503 if path == "/ready" else 200), path
+                    break
+                except TimeoutError:
+                    continue
+                finally:
+                    connection.close()
+            else:
+                raise AssertionError(f"{path} hangs at every worker")
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_until(lambda: pair.ask("GET", "/ready")[0] == 200, seconds=30)
+
+
+def test_workers_end_with_their_supervisor(pair: Server) -> None:
+    """Last with this server: its supervisor is killed."""
+    workers = worker_pids(pair)
+    assert len(workers) == 2
+    os.kill(pair.process.pid, signal.SIGKILL)
+    pair.process.wait()
+    wait_until(lambda: not any(is_running(pid) for pid in workers), seconds=45)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+# Deadlines.
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Server]:
+    """One long answer, then one that never comes in time."""
+    flags = ("--set", "limits.write_s=1", "--set", "limits.turn_s=3", "--set", "server.keep_alive_s=0.2")
+    server = scripted_server(tmp_path, [LONG, {"text": "late", "delay_s": 60}, {"text": "late", "delay_s": 60}], *flags)
+    yield server
+    assert server.stop() == 0
+
+
+def stream_unread(server: Server, session: Made) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", server.port))
+    body = json.dumps({**HELLO, "stream": True}).encode()
+    head = f"Host: x\r\nAuthorization: Bearer {session.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n" + head.encode() + body)
+    return client
+
+
+def test_a_client_that_never_reads_frees_its_slot_and_a_turn_has_a_total_time(slow: Server) -> None:
+    session = slow.session()
+    with stream_unread(slow, session):
+        path = f"/sessions/{session.session_id}"
+        wait_until(lambda: slow.ask("GET", path)[1]["in_flight"] == 1)
+        assert slow.ask("POST", "/admin/pause", {"drain": True, "timeout_s": 20})[1]["drained"] is True
+        slow.ask("POST", "/admin/resume", {})
+        assert slow.ask("GET", path)[1]["in_flight"] == 0
+    status, answer = slow.ask("POST", "/v1/chat/completions", HELLO, key=session.api_key)
+    assert (status, answer["error"]["code"]) == (504, "engine_timeout") and "turn_s" in answer["error"]["message"]
+    connection = http.client.HTTPConnection("127.0.0.1", slow.port, timeout=20)
+    headers = {"authorization": f"Bearer {session.api_key}"}
+    connection.request("POST", "/v1/chat/completions", json.dumps({**HELLO, "stream": True}), headers)
+    stream = connection.getresponse().read()
+    connection.close()
+    assert b"engine_timeout" in stream
+
+
+# The disk.
+
+
+async def test_ready_tells_of_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    app = gateway(store=f"sqlite:{tmp_path / 'journal.sqlite'}")
+    assert (await ask(app, "GET", "/ready"))[0] == 200
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    status, answer = await ask(app, "GET", "/ready")
+    assert (status, json.loads(answer)["error"]["code"]) == (503, "disk_full")
+    await app.close()
+
+
+def test_settings_have_positive_limits() -> None:
+    from tokentrue.errors import ConfigError
+    from tokentrue.gateway import GatewayLimits
+
+    with pytest.raises(ConfigError, match=r"limits.write_s"):
+        GatewayLimits(write_s=0)
+    assert replace(GatewayLimits(), message_cache_bytes=0).message_cache_bytes == 0
+
+

@@ -1,0 +1,111 @@
+"""The message cache changes nothing but the time: with it and without it the same bodies give the same messages, within its byte limits."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokentrue.errors import InputError
+from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Seal
+from tokentrue.gateway.message_cache import CacheBudget, MessageCache
+
+SEAL = Seal(b"x")
+TEXT = st.sampled_from(["", "a", "b", "é 🙂", "<think>x</think>", "a" * 300])
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {
+    "chat": (
+        OpenAIChat(),
+        st.one_of(
+            st.builds(lambda text: {"role": "user", "content": text}, TEXT),
+            st.builds(lambda text: {"role": "assistant", "content": text, "tool_calls": [CALL]}, TEXT),
+            st.builds(lambda text: {"content": [{"type": "text", "text": text}], "role": "user"}, TEXT),
+            st.builds(lambda text: {"role": "tool", "tool_call_id": "c1", "content": text}, TEXT),
+            st.just({"role": "nobody"}),
+        ),
+    ),
+    "responses": (
+        OpenAIResponses(SEAL),
+        st.one_of(
+            st.builds(lambda text: {"role": "user", "content": text}, TEXT),
+            st.builds(lambda text: {"role": "assistant", "content": text}, TEXT),
+            st.builds(lambda text: {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}, TEXT),
+            st.builds(lambda text: {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}, TEXT),
+            st.builds(lambda text: {"type": "custom_tool_call", "call_id": "c", "name": "g", "input": text}, TEXT),
+            st.builds(lambda text: {"type": "function_call_output", "call_id": "c", "output": text}, TEXT),
+            st.just({"type": "nothing"}),
+        ),
+    ),
+    "anthropic": (
+        Anthropic(SEAL),
+        st.one_of(
+            st.builds(lambda text: {"role": "user", "content": text}, TEXT),
+            st.builds(lambda text: {"role": "assistant", "content": [{"type": "text", "text": text}]}, TEXT),
+            st.builds(
+                lambda text: {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "c", "content": text}, {"type": "text", "text": text}],
+                },
+                TEXT,
+            ),
+        ),
+    ),
+}
+
+
+def parse(cache: MessageCache, dialect: Dialect, items: list[bytes]) -> Any:
+    try:
+        return cache.parse_items(dialect, items)
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ITEMS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_messages_are_the_same_with_and_without_the_cache(name: str, data: st.DataObject) -> None:
+    dialect, item = ITEMS[name]
+    limit = data.draw(st.sampled_from([1500, 4000, 100_000]))
+    budget = CacheBudget(data.draw(st.sampled_from([3000, 1_000_000])))
+    caches = [MessageCache(limit, budget) for _ in range(2)]  # two sessions of one process
+    conversation: list[Any] = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        kept = data.draw(st.integers(0, len(conversation)))  # go on, go back, or begin again
+        conversation = conversation[:kept] + data.draw(st.lists(item, min_size=1, max_size=4))
+        spacing = data.draw(st.sampled_from([(",", ":"), (", ", ": ")]))
+        items = [json.dumps(one, separators=spacing).encode() for one in conversation]
+        cache = data.draw(st.sampled_from(caches))
+        wanted = parse(MessageCache(0, CacheBudget(0)), dialect, items)
+        assert parse(cache, dialect, items) == wanted
+        assert all(one.used <= limit for one in caches) and sum(one.used for one in caches) == budget.used <= budget.limit
+    for cache in caches:
+        cache.clear()
+    assert budget.used == 0
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_the_same_bytes_are_the_same_object(name: str) -> None:
+    dialect, _ = ITEMS[name]
+    cache = MessageCache(100_000, CacheBudget(1_000_000))
+    first = [b'{"role": "user", "content": "hi"}', b'{"role": "assistant", "content": "ho"}', b'{"role": "user", "content": "hi"}']
+    if name == "responses":
+        first.insert(1, b'{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}')
+    before = cache.parse_items(dialect, first)
+    kept = copy.deepcopy(before)
+    after = cache.parse_items(dialect, [*first, b'{"role": "user", "content": "more"}'])
+    assert all(one is other for one, other in zip(before, after, strict=False))
+    assert before == kept and len(after) == len(before) + 1
+
+
+def test_one_large_session_does_not_pin_the_process() -> None:
+    """26 requests of 2 MB under a limit of 5 MB: what is kept is bounded by bytes, not by number."""
+    budget = CacheBudget(8_000_000)
+    caches = [MessageCache(5_000_000, budget) for _ in range(3)]
+    for number in range(26):
+        for cache in caches:
+            cache.parse_items(OpenAIChat(), [json.dumps({"role": "user", "content": f"{number}" + "x" * 1_000_000}).encode()])
+            assert cache.used <= 5_000_000 and budget.used <= 8_000_000
