@@ -131,6 +131,19 @@ def journal_for(store: str, *, read_only: bool = False, lock: bool = True) -> Jo
     return Journal(store, read_only=read_only, lock=lock)
 
 
+def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Renderer]) -> Callable[[], Any]:
+    """The viewer over this gateway's journal, made when the page is first opened."""
+
+    def load() -> Any:
+        from tokentrue.viewer import StoreSource, ViewerData, create_app
+
+        source = StoreSource(journal, name=config.model.shown, kind="gateway")
+        found: Any = renderer(config.model.history)
+        return create_app(ViewerData(source, renderer=found))
+
+    return load
+
+
 def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | None = None) -> Gateway:
     from tokentrue.gateway.app import Gateway
 
@@ -155,4 +168,5 @@ def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | N
         provider=provider_for(config.engine, config.model, renderer),
         journal=journal,
         workers=workers,
+        view=view_for(config, journal, renderer),
     )

@@ -22,6 +22,7 @@ from tokentrue.gateway.problems import Refused, problem_from
 from tokentrue.gateway.services import RendererFor, Services, build_services
 from tokentrue.gateway.streaming import EventStream
 from tokentrue.gateway.turns import STREAM, TurnHandler
+from tokentrue.gateway.view import LoadPage, view_routes
 from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.protocols import Provider
 from tokentrue.sessions.journal import Journal
@@ -37,7 +38,7 @@ ERROR_DIALECTS: Mapping[str, Dialect] = {d.name: d for d in (OpenAIChat(), OpenA
 
 
 class Gateway:
-    """`renderer_for` gives the renderer of a history policy ("keep" or "template")."""
+    """`renderer_for` gives the renderer of a history policy ("keep" or "template"); `view` makes the page under `/view`."""
 
     def __init__(
         self,
@@ -47,11 +48,13 @@ class Gateway:
         provider: Provider,
         journal: Journal,
         workers: WorkerLinks | None = None,
+        view: LoadPage | None = None,
     ) -> None:
         self.services = build_services(config=config, renderer_for=renderer_for, provider=provider, journal=journal, workers=workers)
         model_requests = ModelRequests(self.services.config, TurnHandler(self.services), self.services)
         model_routes = [Route(f"{root}/v1/{{operation:path}}", model_requests) for root in ("", "/sessions/{session_id}")]
-        self._router = Router(routes=[*model_routes, *admin_routes(self.services)], redirect_slashes=False)
+        pages = view_routes(self.services.keys, view) if view is not None else []
+        self._router = Router(routes=[*model_routes, *pages, *admin_routes(self.services)], redirect_slashes=False)
         self._background: list[asyncio.Task[None]] = []
 
     @property

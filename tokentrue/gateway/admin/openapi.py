@@ -47,6 +47,12 @@ def _operation(
     return operation
 
 
+def _page_responses() -> Json:
+    asked = {"description": "the admin key is missing or wrong", "content": {"text/plain": {"schema": {}}}}
+    page = {"description": "the page", "content": {"text/html": {"schema": {}}}}
+    return {"200": page, "307": {"description": "the page is at /view/"}, "401": asked, "403": asked, "405": {"description": "use GET"}}
+
+
 def _object(properties: Json, *required: str) -> Json:
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
@@ -170,4 +176,5 @@ def _health_paths() -> Json:
         "/ready": {"get": _operation("The engine answers")},
         "/metrics": {"get": _operation("Prometheus metrics", media="text")},
         "/openapi.json": {"get": _operation("This document")},
+        "/view": {"get": {"summary": "The viewer, a web page", "responses": _page_responses()}},
     }

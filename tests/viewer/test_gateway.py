@@ -1,0 +1,116 @@
+"""The viewer of a real `tokentrue serve`: `/view` behind the admin key, live in a browser; and `tokentrue view URL` over its HTTP."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.gateway.world import Server, renderer, scripted_server, ten_turns
+from tests.viewer.browser import SIZE, Watched, open_browser
+from tokentrue.errors import ConfigError
+from tokentrue.viewer import GatewaySource, ViewerData
+
+KEY = "the-admin-key"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = scripted_server(tmp_path_factory.mktemp("view"), ten_turns(), "--set", "engine.options.loop=true", admin_key=KEY)
+    yield made
+    made.stop()
+
+
+def chat(server: Server, session: Any, history: list[Any]) -> list[Any]:
+    status, answer = server.ask("POST", f"/sessions/{session.session_id}/v1/chat/completions", {"model": "m", "messages": history})
+    assert status == 200, answer
+    return [*history, answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+
+
+def fetch(url: str, **headers: str) -> tuple[int, Any, bytes]:
+    class Stay(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+            return None
+
+    request = urllib.request.Request(url, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    try:
+        with urllib.request.build_opener(Stay).open(request, timeout=30) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read()
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"anyone:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize("path", ["/view/", "/view/data/index?offset=0", "/view/static/app.js", "/view/anything"])
+def test_nothing_is_shown_without_the_admin_key(server: Server, path: str) -> None:
+    own = server.session().api_key
+    for headers in ({}, {"authorization": basic("wrong")}, {"authorization": f"Bearer {own}"}, {"authorization": "Basic ???"}):
+        status, answered, body = fetch(server.url + path, **headers)
+        assert status in {401, 403} and b"sessions" not in body
+        assert answered["www-authenticate"].startswith("Basic ")
+
+
+def test_the_page_needs_the_key_and_other_paths_do_not_take_it_as_a_password(server: Server) -> None:
+    status, headers, _ = fetch(f"{server.url}/view")
+    assert status == 307 and headers["location"] == "view/"
+    status, headers, _ = fetch(f"{server.url}/view/", authorization=basic(KEY))
+    assert status == 200 and "script-src 'self'" in headers["content-security-policy"]
+    assert fetch(f"{server.url}/view/data/index?offset=0", authorization=f"Bearer {KEY}")[0] == 200
+    assert fetch(f"{server.url}/sessions", authorization=basic(KEY))[0] == 401  # a browser would send it for any page's form
+    assert server.ask("POST", "/view/", {})[0] == 405
+
+
+def test_an_agent_is_watched_while_it_runs(server: Server) -> None:
+    session = server.session(session_id="watched", group="live")
+    history = chat(server, session, [{"role": "user", "content": "Begin."}])
+    with open_browser() as browser:
+        context = browser.new_context(viewport=SIZE, http_credentials={"username": "anyone", "password": KEY})
+        seen = Watched(context.new_page(), server.url)
+        page = seen.open("view/#/session/watched")
+        expect(page.locator(".tree li")).to_have_count(1)
+        tokens = page.locator(".t.sampled")
+        expect(tokens.first).to_be_visible()
+        history = chat(server, session, history)
+        expect(page.locator(".tree li")).to_have_count(2, timeout=10_000)
+        expect(page.locator(".row.head", has_text="turn 2").first).to_be_visible(timeout=10_000)
+        page.get_by_role("tab", name="What would have broken").click()
+        expect(page.locator(".breaks")).to_be_visible()
+        server.ask("POST", "/sessions/watched/reward", {"reward": 0.25})
+        expect(page.locator(".session-head")).to_contain_text("0.250", timeout=10_000)
+        seen.check()
+        context.close()
+
+
+def test_a_gateway_is_read_over_its_public_http(server: Server) -> None:
+    session = server.session(session_id="read", group="over-http")
+    history = chat(server, session, [{"role": "user", "content": "Begin."}])
+    chat(server, session, history)
+    data = ViewerData(GatewaySource(server.url, key=KEY), renderer=renderer())
+    row = next(one for one in data.index()["sessions"] if one["session_id"] == "read")
+    assert (row["turns"], row["group"], row["trained"]) == (2, "over-http", row["sampled"])
+    shown = data.session("read")
+    branch = data.branch("read", shown["branches"][0]["sample_id"])
+    assert [block["role"] for block in branch["blocks"] if block["kind"] == "sampled"] == ["assistant", "assistant"]
+    assert branch["token_ids"] == server.samples("read")["samples"][0]["token_ids"]
+    assert len(data.group("over-http")["rollouts"]) == 1
+    with pytest.raises(ConfigError, match="TOKENTRUE_ADMIN_KEY"):
+        GatewaySource(server.url, key="wrong")
+
+
+def test_a_gateway_starts_without_the_viewer() -> None:
+    code = (
+        "import sys; from tokentrue.app.wiring import ServeConfig, view_for; import tokentrue.gateway.app; "
+        "view_for(ServeConfig(), None, None); print('tokentrue.viewer' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
