@@ -1,0 +1,38 @@
+"""TRL's real GRPOTrainer learns on rows that are the gateway's record, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokentrue.errors import ConfigError
+from tokentrue.integrations.trl import reward_from_rollout
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS = 5
+
+
+@pytest.mark.timeout(600)
+def test_reward_rises_on_rows_equal_to_the_record(tmp_path: Path) -> None:
+    env = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).parent / "trl_run.py"), str(STEPS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=580)
+    result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert result is not None, done.stderr[-2000:]
+    told = json.loads(result.removeprefix("RESULT "))
+    assert told["rows"] == told["equal"] == STEPS * 64
+    rewards = [entry["reward"] for entry in told["log"]]
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1, rewards
+    worst = max(entry["sampling/sampling_logp_difference/max"] for entry in told["log"])
+    assert 0 < worst < 1e-3, "TRL's forward in float32 is close to the engine's; weights that were not published are not"
+
+
+def test_a_rollout_without_a_reward_is_refused() -> None:
+    assert reward_from_rollout(["a", "b"], reward=[0.0, 1.0]) == [0.0, 1.0]
+    with pytest.raises(ConfigError, match=r"rollouts \[1\] have no reward"):
+        reward_from_rollout(["a", "b"], reward=[0.0, None])

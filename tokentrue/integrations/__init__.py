@@ -1,0 +1,14 @@
+"""Adapters to trainer frameworks, one file each, imported by name. None of them imports torch or its framework before it is called."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+ADAPTERS = ("trl",)
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ADAPTERS:
+        return import_module(f"tokentrue.integrations.{name}")
+    raise AttributeError(f"no integration {name!r}; there are {', '.join(ADAPTERS)}")

@@ -1,0 +1,67 @@
+"""What the adapters share: run an agent on tasks through a gateway, one session per rollout, and return its samples."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tokentrue.client import AsyncClient
+from tokentrue.errors import GatewayError
+from tokentrue.types import Sample
+
+Agent: TypeAlias = Callable[[Any, Any], Awaitable[float | None] | float | None]
+"""`agent(client, task)`: any program that takes an `openai.AsyncOpenAI` and a task. A number that it returns is the reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayRollouts:
+    """Where and how rollouts run. `sampling` pins values over the agent's own; with a `seed`, each rollout gets one made of it, of its
+    group and of its place, so that a run can be repeated."""
+
+    url: str
+    agent: Agent
+    admin_key: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    seed: int | None = None
+    concurrency: int = 16
+    timeout_s: float = 600.0
+
+    def run(self, tasks: Sequence[Any], groups: Sequence[str]) -> list[list[Sample]]:
+        """The samples of each task's rollout, in the order of `tasks`; from synchronous code."""
+        return asyncio.run(self.run_async(tasks, groups))
+
+    async def run_async(self, tasks: Sequence[Any], groups: Sequence[str]) -> list[list[Sample]]:
+        slots = asyncio.Semaphore(self.concurrency)
+        async with AsyncClient(self.url, self.admin_key, timeout_s=self.timeout_s) as client:
+
+            async def run_one(index: int, task: Any, group: str) -> list[Sample]:
+                async with slots:
+                    return await self._run_one(client, task, group, self._pinned(group, index))
+
+            return list(await asyncio.gather(*map(run_one, range(len(tasks)), tasks, groups)))
+
+    def _pinned(self, group: str, index: int) -> dict[str, Any]:
+        if self.seed is None:
+            return dict(self.sampling)
+        name = f"{self.seed}/{group}/{index}"
+        return {**self.sampling, "seed": int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") >> 1}
+
+    async def _run_one(self, client: AsyncClient, task: Any, group: str, sampling: dict[str, Any]) -> list[Sample]:
+        async with client.session(group=group, sampling=sampling or None) as session:
+            outcome = self.agent(session.openai(), task)
+            reward = await asyncio.wait_for(outcome, self.timeout_s) if inspect.isawaitable(outcome) else outcome
+            if reward is not None:
+                await session.reward(float(reward))
+            samples = await session.samples()
+        if not samples:
+            raise GatewayError(f"session {session.id}: the agent made no model call that can be trained on")
+        return samples
+
+
+def newest(samples: Sequence[Sample]) -> Sample:
+    """The sample of a rollout that trains the most tokens, for trainers that take one row per rollout; ties go to the last one."""
+    return max(reversed(samples), key=lambda sample: sum(sample.loss_mask))

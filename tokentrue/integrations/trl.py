@@ -1,0 +1,86 @@
+"""TRL: a `rollout_func` for `GRPOTrainer` whose rows are the gateway's record, bit for bit.
+
+    from tokentrue.integrations.trl import correct_with_gateway_logprobs, rollout_func
+
+    trainer = GRPOTrainer(model, reward_funcs=reward_from_rollout, rollout_func=rollout_func(agent, url=url, admin_key=key), …)
+    correct_with_gateway_logprobs(trainer, publish)       # importance weights from the sampler's own log-probabilities
+    trainer.train()
+
+TRL takes one row per rollout. Where a rollout has several samples (sub-agents, compaction), the one that trains most tokens is used,
+and `tokens_left_out` counts the others; use a trainer that takes them all where that matters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tokentrue.errors import ConfigError
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, newest
+from tokentrue.samples.exporters.trl import row
+
+COLUMNS = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward")
+
+
+def rollout_func(
+    agent: Agent,
+    *,
+    url: str,
+    admin_key: str | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    concurrency: int = 16,
+    timeout_s: float = 600.0,
+) -> Callable[[Sequence[Any], Any], dict[str, list[Any]]]:
+    """`rollout_func(prompts, trainer)` for TRL: each prompt, as the dataset has it, is one task for `agent(client, prompt)`.
+
+    The temperature is pinned to the trainer's, because TRL scores completions at `args.temperature`.
+    """
+
+    def run(prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        pinned = {"temperature": trainer.args.temperature, **(sampling or {})}
+        settings = {"concurrency": concurrency, "timeout_s": timeout_s}
+        rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, sampling=pinned, seed=seed, **settings)
+        groups = [f"step-{trainer.state.global_step}/{_name(prompt)}" for prompt in prompts]
+        found = rollouts.run(prompts, groups)
+        chosen = [newest(samples) for samples in found]
+        rows = [row(sample) for sample in chosen]
+        left_out = [sum(sum(s.loss_mask) for s in samples) - sum(one.loss_mask) for samples, one in zip(found, chosen, strict=True)]
+        return {name: [one[name] for one in rows] for name in COLUMNS} | {"tokens_left_out": left_out}
+
+    return run
+
+
+def reward_from_rollout(completions: Sequence[Any], reward: Sequence[float | None], **_: Any) -> list[float]:
+    """A reward function for TRL that returns what each agent returned, or what was posted to its session."""
+    missing = [index for index, value in enumerate(reward) if value is None]
+    if missing:
+        raise ConfigError(f"rollouts {missing} have no reward: return a number from the agent, or use reward functions of your own")
+    return [float(value) for value in reward if value is not None]
+
+
+def correct_with_gateway_logprobs(trainer: Any, publish: Callable[[Any, int], None]) -> None:
+    """Let TRL's importance-sampling correction read the gateway's log-probabilities, and publish weights before each generation.
+
+    TRL applies that correction only where it believes that vLLM sampled; this sets the three attributes that it looks at.
+    `publish(model, step)` must return when the engine behind the gateway samples from these weights.
+    """
+    if not trainer.vllm_importance_sampling_correction:
+        raise ConfigError("GRPOConfig.vllm_importance_sampling_correction is off; switch it on, or do not call this")
+
+    class Publisher:
+        def sync_weights(self) -> None:
+            publish(trainer.accelerator.unwrap_model(trainer.model), trainer.state.global_step)
+
+    trainer.vllm_generation = Publisher()
+    trainer._last_loaded_step = -1
+    trainer.use_vllm = True
+
+
+def _name(prompt: Any) -> str:
+    """The same prompt is the same group."""
+    import hashlib
+
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
