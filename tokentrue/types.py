@@ -256,64 +256,28 @@ class Rendered:
         object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
 
 
-class LateSpans:
-    """The `spans` of a record, given as they are or as a function that is called when they are first read."""
-
-    def __get__(self, record: object | None, owner: type) -> tuple[PromptSpan, ...]:
-        if record is None:
-            return ()  # what a record has that is given none
-        spans: Any = record.__dict__["spans"]
-        if callable(spans):
-            spans = record.__dict__["spans"] = spans()
-        return spans
-
-    def __set__(self, record: object, spans: tuple[PromptSpan, ...] | Callable[[], tuple[PromptSpan, ...]]) -> None:
-        record.__dict__["spans"] = spans
-
-
-class LateIds:
-    """The `added_ids` of a record, given as a tuple or as an array that becomes one when it is first read."""
-
-    def __get__(self, record: object | None, owner: type) -> tuple[int, ...]:
-        if record is None:
-            raise AttributeError  # a record without them cannot be made
-        fields = record.__dict__
-        if "_read" not in fields:
-            fields["_read"] = tuple(fields["added_ids"])
-        return fields["_read"]
-
-    def __set__(self, record: object, ids: tuple[int, ...] | array[int]) -> None:
-        record.__dict__["added_ids"] = ids
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all of them given, none sampled.
 
-    `spans` count from the start of `added_ids`; they are worked out when they are first read, because an engine can be asked without them.
-    `context` says what the cut was proven on: "dummy" or "history". `join` says how the recorded turn had ended: at the template's own
-    stop; at an alias of it that only ends a conversation (harmony's <|return|>); at a foreign stop token or at none (open), where
-    `added_ids` begins with the template's own closing of the turn.
+    `spans` count from the start of `added_ids`. `context` says what the cut was proven on: "dummy" or "history". `join` says how the
+    recorded turn had ended: at the template's own stop; at an alias of it that only ends a conversation (harmony's <|return|>); at a
+    foreign stop token or at none (open), where `added_ids` begins with the template's own closing of the turn.
     """
 
-    prefix_ids: Ids
-    added_ids: LateIds = LateIds()
-    spans: LateSpans = LateSpans()  # the descriptor, not a default that records share
+    prefix_ids: TokenIds
+    added_ids: TokenIds
+    spans: tuple[PromptSpan, ...] = ()
     context: Literal["dummy", "history"] = "dummy"
     join: Literal["stop", "alias", "foreign", "open"] = "stop"
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return (*self.prefix_ids, *self.added_ids)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix_ids", TokenIds(self.prefix_ids))
+        object.__setattr__(self, "added_ids", TokenIds(self.added_ids))
 
     @property
-    def packed(self) -> array[int]:
-        """`added_ids` as an array, not to be changed."""
-        ids: tuple[int, ...] | array[int] = self.__dict__["added_ids"]
-        return array("i", ids) if isinstance(ids, tuple) else ids
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "spans": self.spans}
+    def token_ids(self) -> TokenIds:
+        return self.prefix_ids + self.added_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,13 +321,17 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A sampled turn as an OpenAI message. `raw` is its whole text, byte for byte (`errors="surrogateescape"` where UTF-8 is cut)."""
+    """A sampled turn as an OpenAI message. `raw` is its whole text, byte for byte (`errors="surrogateescape"` where UTF-8 is cut).
+
+    `reasoning_tokens` counts the sampled tokens between the markers of reasoning.
+    """
 
     message: Message
     attempts: tuple[Attempt, ...] = ()
     ended: Ended = Ended.STOP
     stop_id: int | None = None
     raw: str = ""
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from outside_reasons import reason
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers.families.harmony import corrected
 from tokentrue.renderers.load import renderer_of
-from tokentrue.renderers.messages import plain_messages, plain_tools
+from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.types import Extension
 
 PARTS: dict[str, dict[str, str]] = json.loads(Path(os.environ["PARTS"]).read_text())
@@ -75,8 +75,8 @@ class Adapter:
         if add_generation_prompt:
             ids = list(r.render(messages, tools).token_ids)
         else:  # our renders always open the next turn: take the same path without that
-            plain, given = plain_messages(messages, r.habits), plain_tools(tools, r.habits)
-            ids = r.codec.encode(r.template.text(plain, given, r.template_kwargs, generate=False, habits=r.habits))
+            plain, given = normalise_messages(messages, r.inputs), normalise_tools(tools, r.inputs)
+            ids = r.codec.encode(r.template.render(plain, given, r.template_kwargs, generate=False, inputs=r.inputs))
         self._seen[tuple(ids)] = list(messages)
         return ids
 

@@ -438,9 +438,9 @@ def messages_are_cached_by_length(patch: Patch) -> None:
 
 
 def the_last_brace_is_shown_at_once(patch: Patch) -> None:
-    from tokentrue.renderers.parsing_early import Body
+    from tokentrue.renderers.parsing.partial_calls import JsonArguments
 
-    patch.setattr(Body, "take", lambda self, text, place: self._value.feed(text, place))
+    patch.setattr(JsonArguments, "read", lambda self, text, place: self._value.feed(text, place))
 
 
 def seals_are_not_read(patch: Patch) -> None:

@@ -11,7 +11,7 @@ from tests import parts
 from tests.renderers.standins import standin, tokenizer_for
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers import Proof, renderer_of
-from tokentrue.renderers.proof import ROLES
+from tokentrue.renderers.proving.cases import ROLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
 
-import tokentrue as tt
 from tests.renderers.talk import OWN, TOOLS, calls, extended, loaded, result, says, stop_id, user
 
 WORKED_PROMPT = (151644, 872, 198, 17, 10, 17, 30, 151645, 198, 151644, 77091, 198)
@@ -22,7 +19,7 @@ def test_worked_example_of_the_design() -> None:
     prefix = (*WORKED_PROMPT, *WORKED_SAMPLED)
     found = extended(renderer, prefix, [user("2+2?"), says("It is 4.", reasoning_content="add them")], [user("+1?")])
     assert found.added_ids == WORKED_ADDED
-    assert found.token_ids == prefix + WORKED_ADDED and found.prefix_ids is prefix
+    assert found.token_ids == prefix + WORKED_ADDED and found.prefix_ids == prefix
 
 
 # the text that must follow the recorded stop, read off each template by hand
@@ -130,7 +127,7 @@ def test_harmony_call_goes_on_with_the_tools_message() -> None:
 
 
 @pytest.mark.parametrize("kind", [tuple, list, "array", "numpy"])
-def test_prefix_is_kept_by_reference_whatever_holds_it(kind: Any) -> None:
+def test_prefix_is_kept_whatever_holds_it(kind: Any) -> None:
     import array
 
     import numpy
@@ -138,7 +135,7 @@ def test_prefix_is_kept_by_reference_whatever_holds_it(kind: Any) -> None:
     renderer = loaded("qwen3-like")
     made = {"array": lambda ids: array.array("I", ids), "numpy": numpy.array}.get(kind, kind)([5, 6, stop_id(renderer)])
     found = extended(renderer, made, [user("a"), says("Hi.")], [user("NEW")])
-    assert found.prefix_ids is made and found.added_ids[0] == renderer.encode_sampled("\n")[0]
+    assert found.prefix_ids == [5, 6, stop_id(renderer)] and found.added_ids[0] == renderer.encode_sampled("\n")[0]
 
 
 def test_spans_say_what_is_content() -> None:
@@ -149,22 +146,3 @@ def test_spans_say_what_is_content() -> None:
     assert found.spans[-1].end == len(found.added_ids)
     texts = {span.message: renderer.decode(found.added_ids[span.start : span.end]) for span in found.spans if span.message is not None}
     assert {index: text.strip() for index, text in texts.items()} == {0: "first\nuser é", 1: "second", 2: "third <|im_end|>"}
-
-
-def test_spans_are_worked_out_when_they_are_read() -> None:
-    """And stay what they were, whatever became of the caller's own messages meanwhile."""
-    renderer = loaded("qwen3-like")
-    new = [result("21 degrees"), user("and now?")]
-
-    def extension() -> tt.Extension:
-        return extended(renderer, [1, 2, stop_id(renderer, call=True)], [user("hi"), calls("Oslo")], new, TOOLS)
-
-    late, read, sent = extension(), extension(), extension()
-    expected = read.spans
-    assert callable(late.__dict__["spans"]) and read.__dict__["spans"] is expected is read.spans
-    new[0]["content"], new[0]["role"] = "changed in place", "user"
-    assert pickle.loads(pickle.dumps(sent)) == late == read and late.spans == expected == sent.spans
-    assert replace(late, prefix_ids=(7,)).spans == expected and repr(expected) in repr(late)
-    with pytest.raises(FrozenInstanceError):
-        late.spans = ()  # type: ignore[misc]
-    assert tt.Extension(prefix_ids=(1,), added_ids=(2,)).spans == ()

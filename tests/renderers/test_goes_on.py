@@ -159,7 +159,7 @@ def test_template_kwargs_of_one_request() -> None:
 
 def test_call_ids_that_the_template_cannot_take_are_shortened_alike() -> None:
     renderer = loaded("real:mistral-nemo")
-    assert renderer.habits.short_ids
+    assert renderer.inputs.short_ids
     found = extended(renderer, [7, stop_id(renderer, call=True)], [user("a"), calls("Paris")], [result("NEW")], TOOLS)
     text = renderer.decode(found.added_ids)
     head = renderer.decode(renderer.render([user("a"), calls("Paris"), result("x")], TOOLS).token_ids)

@@ -12,9 +12,12 @@ import tokentrue as tt
 from tests import parts
 from tests.renderers.talk import OWN, loaded
 from tokentrue.cli.main import run
-from tokentrue.renderers import Proof, cache
-from tokentrue.renderers.proof import prove
-from tokentrue.renderers.splice import Plan, Splicer
+from tokentrue.renderers import Proof
+from tokentrue.renderers.extending import splicer
+from tokentrue.renderers.extending.boundary import Boundary, MarkedRender
+from tokentrue.renderers.extending.splicer import Splicer
+from tokentrue.renderers.proving import cache
+from tokentrue.renderers.proving.prove import prove
 
 BOUNDARIES = {
     ("qwen3-like", "user"): "\n<|im_start|>user\n",
@@ -90,29 +93,33 @@ def test_hoisted_system_is_refused() -> None:
 # mutations: the proof must notice
 
 
-def _off_by_one(self: Splicer, text: str, plan: Plan) -> str:
-    return text.partition(self._sentinel)[2][len(plan.gap) :].lstrip("\n")
+_render_tail = Splicer.render_tail
 
 
-def _first_special(self: Splicer, region: str, call: Any, probe: Any) -> Any:
-    literal, end = self._literal_ends(region)[0]
-    return "stop", region[:end], literal
+def _drop_newlines(self: Splicer, *args: Any) -> tuple[str, str]:
+    text, mark = _render_tail(self, *args)
+    return text.lstrip("\n"), mark
+
+
+def _cut_at_first_special(codec: Any, stops: Any, request: Any, render: MarkedRender) -> Boundary:
+    literal, end = next((literal, end) for _, literal, end in codec.split(render.region) if literal)
+    return Boundary(join="stop", gap=render.region[:end], literal=literal)
 
 
 @pytest.mark.parametrize(
-    ("method", "mutant", "name", "at_least"),
+    ("owner", "function", "mutant", "name", "at_least"),
     [
-        ("_after", _off_by_one, "qwen3-like", 16),
-        ("_after", _off_by_one, "k2v3-like", 16),
-        ("_after", _off_by_one, "minimax-like", 10),
-        ("_cut", _first_special, "harmony-like", 3),
-        ("_cut", _first_special, "kimi-like", 8),
+        (Splicer, "render_tail", _drop_newlines, "qwen3-like", 16),
+        (Splicer, "render_tail", _drop_newlines, "k2v3-like", 16),
+        (Splicer, "render_tail", _drop_newlines, "minimax-like", 10),
+        (splicer, "find_boundary", _cut_at_first_special, "harmony-like", 3),
+        (splicer, "find_boundary", _cut_at_first_special, "kimi-like", 8),
     ],
 )
-def test_mutants_are_noticed(method: str, mutant: Any, name: str, at_least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_are_noticed(owner: Any, function: str, mutant: Any, name: str, at_least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The boundary is dropped, or the first special token is taken for the stop: the proof says "wrong", and how often."""
     renderer = tt.load_renderer(parts.own_dir(name))
-    monkeypatch.setattr(Splicer, method, mutant)
+    monkeypatch.setattr(owner, function, mutant)
     wrong = [case for case in prove(renderer).cases if case.outcome == "wrong"]
     assert len(wrong) >= at_least
 
@@ -124,7 +131,7 @@ def test_without_the_comparison_with_the_history_a_stateful_template_is_wrong(mo
     assert "history" in {case.outcome for case in tt.load_renderer(folder).proof.cases}
     whole = Splicer.plan
     cheap = lambda self, call, history, only_history=False: (  # noqa: E731
-        self._attempt("light", call, ())[0] or whole(self, call, history, only_history=True)
+        self._try_context("light", call, ())[0] or whole(self, call, history, only_history=True)
     )
     monkeypatch.setattr(Splicer, "plan", cheap)
     assert [case for case in prove(tt.load_renderer(folder)).cases if case.outcome == "wrong"]
@@ -137,8 +144,8 @@ def test_cache_is_used_and_survives_damage(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = parts.own_dir("qwen3-like")
     first = tt.load_renderer(folder).proof
-    proofs = [path for path in cache.directory().iterdir() if "roles" in path.read_text()]
-    assert len(proofs) == 1 and not list(cache.directory().glob("*.tmp"))
+    proofs = [path for path in cache.find_directory().iterdir() if "roles" in path.read_text()]
+    assert len(proofs) == 1 and not list(cache.find_directory().glob("*.tmp"))
 
     def never(*_: Any) -> Proof:
         raise AssertionError("proven again")

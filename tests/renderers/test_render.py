@@ -10,7 +10,7 @@ import tokentrue as tt
 from tests import parts
 from tests.renderers.talk import OWN, TOOLS, calls, extended, judge, loaded, result, says, stop_id, user
 from tokentrue.renderers import renderer_of
-from tokentrue.renderers.messages import filled_in, plain_messages
+from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages
 
 FAST = ("qwen3", "kimi-k2", "glm-4.6", "deepseek-v3.1", "mistral-nemo", "gemma-3")
 REST = ("qwen2.5", "qwen3-coder", "qwen3.5", "nemotron-3", "llama-3.2")
@@ -29,7 +29,7 @@ CHATS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("chat", CHATS)
 def test_engine_mode_equals_apply_chat_template(name: str, chat: str) -> None:
     renderer = loaded(name, injection="engine")
-    messages = filled_in(plain_messages(CHATS[chat], renderer.habits))
+    messages = fill_in_tool_names(normalise_messages(CHATS[chat], renderer.inputs))
     tools = TOOLS if chat == "call" else None
 
     def expected() -> list[int]:
@@ -187,7 +187,7 @@ def test_spans_where_a_token_eats_the_blanks_behind_it() -> None:
     tokenizer = parts.standin_tokenizer(template + "{# <|user|> <|assistant|> <|end|> #}")
     tokenizer.add_tokens([AddedToken(text, rstrip=True, normalized=False) for text in ("<|user|>", "<|assistant|>", "<|end|>")])
     renderer = renderer_of(tokenizer, chat_template=template)
-    assert "<|end|>" in renderer.codec.eats
+    assert "<|end|>" in renderer.codec.absorbs_blanks
     rendered = renderer.render([user("one"), says("two"), user("three")])
     content = [span for span in rendered.spans if span.message is not None]
     assert [renderer.decode(rendered.token_ids[span.start : span.end]) for span in content] == ["one", "two", "three"]

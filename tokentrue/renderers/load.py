@@ -1,4 +1,4 @@
-"""`load_renderer`: a model's directory or hub id -> Renderer, proven. The only place of this room, with cache.py, that touches files."""
+"""`load_renderer`: a model's directory or hub id -> Renderer, proven. Only this file and proving/cache.py touch files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
-from tokentrue.renderers import cache
-from tokentrue.renderers.encoding import Codec
+from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.extending.extender import History
+from tokentrue.renderers.extending.stops import Stops, derive_stops, read_declared_stops
 from tokentrue.renderers.families import family_for
-from tokentrue.renderers.proof import Proof, prove
-from tokentrue.renderers.renderer import History, Injection, Renderer
-from tokentrue.renderers.stops import Stops, declared_stops, derived_stops
-from tokentrue.renderers.template import Habits, Template, habits_of
+from tokentrue.renderers.proving import cache
+from tokentrue.renderers.proving.proof import UNPROVEN, Proof
+from tokentrue.renderers.proving.prove import prove
+from tokentrue.renderers.renderer import Injection, Renderer
+from tokentrue.renderers.template import InputFormat, Template, find_input_format
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "added_tokens.json")
 
@@ -30,7 +32,7 @@ def load_renderer(
     for name, value, choices in (("history", history, ("keep", "template")), ("injection", injection, ("safe", "engine"))):
         if value not in choices:
             raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
-    tokenizer = _tokenizer(model)
+    tokenizer = _load_tokenizer(model)
     return renderer_of(
         tokenizer,
         directory=Path(model) if Path(model).is_dir() else None,
@@ -50,21 +52,21 @@ def renderer_of(
     history: History = "keep",
     injection: Injection = "safe",
 ) -> Renderer:
-    """A renderer for a transformers tokenizer that is already there; `directory` is where its files are."""
-    source = _source(tokenizer, chat_template)
+    """A renderer for a transformers tokenizer that is already loaded; `directory` is where its files are."""
+    source = _find_source(tokenizer, chat_template)
     codec = Codec(tokenizer.backend_tokenizer)
     family = family_for(source, tokenizer, codec.literals)
     if chat_template is None and family.chat_template is not None and (history, injection) == ("keep", "safe"):
         source = family.chat_template
     kwargs = {**(family.template_kwargs if history == "keep" else {}), **(template_kwargs or {})}
-    template = Template(source, variables=tokenizer.special_tokens_map)
-    declared = declared_stops(directory, codec, tokenizer.eos_token)
-    tokenizer_hash = _tokenizer_hash(directory, tokenizer)
     names = tokenizer.special_tokens_map
+    template = Template(source, variables=names)
+    declared = read_declared_stops(directory, codec, tokenizer.eos_token)
+    tokenizer_hash = _hash_tokenizer(directory, tokenizer)
     facts = {"template": template.hash, "tokenizer": tokenizer_hash, "tokens": names, "kwargs": kwargs, "stops": declared}
-    key = cache.key_of({**facts, "code": cache.code_hash()})
+    key = cache.make_key({**facts, "code": cache.hash_code()})
 
-    def made(habits: Habits, stops: Stops, proof: Proof | None, history: History = history, injection: Injection = injection) -> Renderer:
+    def build(inputs: InputFormat, stops: Stops, proof: Proof, history: History = history, injection: Injection = injection) -> Renderer:
         if not stops.all:
             raise TokenizerError(
                 "eos_token: neither the tokenizer nor the template has a token that ends a turn; set eos_token in tokenizer_config.json"
@@ -72,7 +74,7 @@ def renderer_of(
         return Renderer(
             template=template,
             codec=codec,
-            habits=habits,
+            inputs=inputs,
             stops=stops,
             tokenizer_hash=tokenizer_hash,
             template_kwargs=kwargs,
@@ -83,15 +85,15 @@ def renderer_of(
         )
 
     if known := cache.read(key):
-        return made(Habits(**known["proof"]["habits"]), Stops.from_json(known["stops"]), Proof.from_json(known["proof"]))
-    habits = habits_of(template, kwargs)
-    stops = derived_stops(template, codec, habits, kwargs, declared)
-    proof = prove(made(habits, stops, None, "keep", "safe"))
+        return build(InputFormat(**known["proof"]["inputs"]), Stops.from_json(known["stops"]), Proof.from_json(known["proof"]))
+    inputs = find_input_format(template, kwargs)
+    stops = derive_stops(template, codec, inputs, kwargs, declared)
+    proof = prove(build(inputs, stops, UNPROVEN, "keep", "safe"))
     cache.write(key, {"stops": stops.to_json(), "proof": proof.to_json()})
-    return made(habits, stops, proof)
+    return build(inputs, stops, proof)
 
 
-def _source(tokenizer: Any, chat_template: str | None) -> str:
+def _find_source(tokenizer: Any, chat_template: str | None) -> str:
     if chat_template is not None:
         if "{" not in chat_template and len(chat_template) < 4096 and Path(chat_template).is_file():
             return Path(chat_template).read_text(encoding="utf-8")
@@ -110,7 +112,7 @@ def _looks_like_a_path(model: str | Path) -> bool:
     return isinstance(model, Path) or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
 
 
-def _tokenizer(model: str | Path) -> Any:
+def _load_tokenizer(model: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     if _looks_like_a_path(model) and not Path(model).is_dir():
@@ -118,7 +120,7 @@ def _tokenizer(model: str | Path) -> Any:
             f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model))
+        tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; to the user they are one
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise TokenizerError(f"model: no tokenizer could be loaded from {str(model)!r}: {reason}") from error
@@ -127,11 +129,11 @@ def _tokenizer(model: str | Path) -> Any:
     return tokenizer
 
 
-def _tokenizer_hash(directory: Path | None, tokenizer: Any) -> str:
+def _hash_tokenizer(directory: Path | None, tokenizer: Any) -> str:
     """Over the files that define the vocabulary where they are at hand, else over the tokenizer as it serialises itself."""
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()] if directory is not None else []
     if not files:
         return "sha256:" + sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     if len(files) == 1:
-        return "sha256:" + cache.file_hash(files[0])
-    return "sha256:" + sha256("\n".join(f"{path.name} {cache.file_hash(path)}" for path in files).encode()).hexdigest()
+        return "sha256:" + cache.hash_file(files[0])
+    return "sha256:" + sha256("\n".join(f"{path.name} {cache.hash_file(path)}" for path in files).encode()).hexdigest()

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
-from tokentrue.renderers.template import Habits, Plain
+from tokentrue.renderers.template import InputFormat, JsonObject
 from tokentrue.types import Messages, Tools
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -21,15 +21,15 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-def plain_tools(tools: Tools | None, habits: Habits) -> list[Plain] | None:
+def normalise_tools(tools: Tools | None, inputs: InputFormat) -> list[JsonObject] | None:
     if tools is None:
         return None
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
         raise MessageError(f"must be a list of tool objects, got {type(tools).__name__}", field="tools")
-    return [_plain_tool(tool, f"tools[{index}]", habits) for index, tool in enumerate(tools)] or None
+    return [_normalise_tool(tool, f"tools[{index}]", inputs) for index, tool in enumerate(tools)] or None
 
 
-def _plain_tool(tool: Any, field: str, habits: Habits) -> Plain:
+def _normalise_tool(tool: Any, field: str, inputs: InputFormat) -> JsonObject:
     if not isinstance(tool, Mapping):
         raise MessageError(f"must be an object, got {type(tool).__name__}", field=field)
     wrapped = dict(cast("Mapping[str, Any]", tool)) if "function" in tool else {"type": "function", "function": tool}
@@ -38,26 +38,26 @@ def _plain_tool(tool: Any, field: str, habits: Habits) -> Plain:
         raise MessageError(f"must be an object, got {type(function).__name__}", field=f"{field}.function")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise MessageError("must be a non-empty string", field=f"{field}.function.name")
-    return _copied(function if habits.bare_tools else wrapped)
+    return _copy_json(function if inputs.bare_tools else wrapped)
 
 
-def plain_messages(messages: Messages, habits: Habits, *, first: int = 0, field: str = "messages") -> list[Plain]:
+def normalise_messages(messages: Messages, inputs: InputFormat, *, first: int = 0, field: str = "messages") -> list[JsonObject]:
     """`first` is the index of `messages[0]` in the caller's own list, for the field in errors."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise MessageError(f"must be a list of message objects, got {type(messages).__name__}", field=field)
-    return [_plain_message(message, f"{field}[{first + index}]", habits) for index, message in enumerate(messages)]
+    return [_normalise_message(message, f"{field}[{first + index}]", inputs) for index, message in enumerate(messages)]
 
 
-def _plain_message(message: Any, field: str, habits: Habits) -> Plain:
+def _normalise_message(message: Any, field: str, inputs: InputFormat) -> JsonObject:
     if not isinstance(message, Mapping):
         raise MessageError(f"must be an object, got {type(message).__name__}", field=field)
-    out: Plain = {key: _copied(value) for key, value in message.items() if key != "tool_calls"}
+    out: JsonObject = {key: _copy_json(value) for key, value in message.items() if key != "tool_calls"}
     role = out.get("role")
     if role not in ROLES:
         raise MessageError(f"unknown role {role!r}; use one of {', '.join(sorted(ROLES))}", field=f"{field}.role")
-    if role == "developer" and not habits.developer:
+    if role == "developer" and not inputs.developer:
         out["role"] = "system"
-    out["content"] = _plain_content(out.get("content"), f"{field}.content", habits)
+    out["content"] = _normalise_content(out.get("content"), f"{field}.content", inputs)
     reasoning = next((out[key] for key in REASONING if out.get(key) is not None), None)
     for key in REASONING:
         if key in out and out[key] is None:
@@ -68,26 +68,26 @@ def _plain_message(message: Any, field: str, habits: Habits) -> Plain:
         out["reasoning_content"] = reasoning
         out.setdefault("thinking", reasoning)
     if calls := message.get("tool_calls"):
-        out["tool_calls"] = _plain_calls(calls, f"{field}.tool_calls", habits)
-    if habits.short_ids and isinstance(out.get("tool_call_id"), str):
-        out["tool_call_id"] = short_id(out["tool_call_id"])
+        out["tool_calls"] = _normalise_calls(calls, f"{field}.tool_calls", inputs)
+    if inputs.short_ids and isinstance(out.get("tool_call_id"), str):
+        out["tool_call_id"] = make_short_id(out["tool_call_id"])
     return out
 
 
-def _plain_content(content: Any, field: str, habits: Habits) -> Any:
+def _normalise_content(content: Any, field: str, inputs: InputFormat) -> Any:
     if content is None:
         content = ""
     if isinstance(content, str):
-        return content if habits.text or not habits.parts else ([{"type": "text", "text": content}] if content else [])
+        return content if inputs.text or not inputs.parts else ([{"type": "text", "text": content}] if content else [])
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise MessageError(f"must be a string, a list of parts or null, got {type(content).__name__}", field=field)
-    texts = [_part_text(part, f"{field}[{index}]") for index, part in enumerate(content)]
-    if habits.parts:
+    texts = [_read_part(part, f"{field}[{index}]") for index, part in enumerate(content)]
+    if inputs.parts:
         return [{"type": "text", "text": text} for text in texts]
     return "\n".join(texts)
 
 
-def _part_text(part: Any, field: str) -> str:
+def _read_part(part: Any, field: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -98,10 +98,10 @@ def _part_text(part: Any, field: str) -> str:
     return text
 
 
-def _plain_calls(calls: Any, field: str, habits: Habits) -> list[Plain]:
+def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonObject]:
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise MessageError(f"must be a list, got {type(calls).__name__}", field=field)
-    out: list[Plain] = []
+    out: list[JsonObject] = []
     for index, call in enumerate(calls):
         where = f"{field}[{index}]"
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -109,13 +109,13 @@ def _plain_calls(calls: Any, field: str, habits: Habits) -> list[Plain]:
             raise MessageError("must be an object with a function object", field=where)
         if not isinstance(function.get("name"), str):
             raise MessageError("must be a string", field=f"{where}.function.name")
-        body = {**_copied(function), "arguments": _plain_arguments(function.get("arguments"), habits)}
+        body = {**_copy_json(function), "arguments": _normalise_arguments(function.get("arguments"), inputs)}
         call_id = str(call.get("id") or "")
-        out.append({"type": "function", "id": short_id(call_id) if habits.short_ids else call_id, "function": body})
+        out.append({"type": "function", "id": make_short_id(call_id) if inputs.short_ids else call_id, "function": body})
     return out
 
 
-def _plain_arguments(arguments: Any, habits: Habits) -> Any:
+def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
     """A JSON object where it is one; text that is not JSON stays text, and the template decides what becomes of it."""
     if isinstance(arguments, str) and arguments.strip():
         try:
@@ -125,12 +125,12 @@ def _plain_arguments(arguments: Any, habits: Habits) -> Any:
         arguments = parsed if isinstance(parsed, dict) else arguments
     if arguments is None or arguments == "":
         arguments = {}
-    if habits.arguments == "string" and not isinstance(arguments, str):
+    if inputs.arguments == "string" and not isinstance(arguments, str):
         return json.dumps(arguments, ensure_ascii=False)
-    return _copied(arguments)
+    return _copy_json(arguments)
 
 
-def filled_in(messages: list[Plain], calls: Sequence[Plain] = ()) -> list[Plain]:
+def fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
     """Tool messages get the name (and, where there is none, the id) of the call they answer. `calls` are those of the turn before."""
     names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
     waiting = list(calls)
@@ -140,7 +140,7 @@ def filled_in(messages: list[Plain], calls: Sequence[Plain] = ()) -> list[Plain]
             names |= {call["id"]: call["function"]["name"] for call in waiting if call["id"]}
         elif message["role"] == "tool":
             call_id = message.get("tool_call_id")
-            answered = _answered(messages, index, waiting)
+            answered = _find_answered(messages, index, waiting)
             if answered is not None:
                 waiting.remove(answered)
                 if not call_id and answered["id"]:
@@ -151,7 +151,7 @@ def filled_in(messages: list[Plain], calls: Sequence[Plain] = ()) -> list[Plain]
     return messages
 
 
-def _answered(messages: Sequence[Plain], index: int, waiting: Sequence[Plain]) -> Plain | None:
+def _find_answered(messages: Sequence[JsonObject], index: int, waiting: Sequence[JsonObject]) -> JsonObject | None:
     """By its id; else by its name; else by its place, where there is one result for each call that waits. Never by a guess."""
     message = messages[index]
     if call_id := message.get("tool_call_id"):
@@ -162,7 +162,7 @@ def _answered(messages: Sequence[Plain], index: int, waiting: Sequence[Plain]) -
     return waiting[0] if waiting and len(group) == len(waiting) else None
 
 
-def short_id(call_id: str) -> str:
+def make_short_id(call_id: str) -> str:
     """Nine letters or digits, the same for the same id; one that already fits is kept."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
@@ -170,12 +170,12 @@ def short_id(call_id: str) -> str:
     return "".join(_ALPHABET[number // 62**place % 62] for place in range(9))
 
 
-def _copied(value: Any) -> Any:
-    """Plain JSON types only: what a sandboxed template sees has no methods of ours."""
+def _copy_json(value: Any) -> Any:
+    """JsonObject JSON types only: what a sandboxed template sees has no methods of ours."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _copied(item) for key, item in value.items()}
+        return {str(key): _copy_json(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_copied(item) for item in value]
+        return [_copy_json(item) for item in value]
     raise MessageError(f"cannot be rendered: {type(value).__name__} is not a JSON type")

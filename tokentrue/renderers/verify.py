@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.renderers.load import load_renderer
-from tokentrue.renderers.proof import Case, Proof
-from tokentrue.renderers.roundtrip import parse_roundtrip
+from tokentrue.renderers.proving.proof import Case, Proof
+from tokentrue.renderers.proving.roundtrip import check_roundtrip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def verify(model: str | Path, chat_template: str | None = None, template_kwargs:
         boundary=proof.boundary,
         rewrites=proof.rewrites,
         cases=proof.cases,
-        parse=parse_roundtrip(renderer),
+        parse=check_roundtrip(renderer),
         warnings=proof.warnings,
         family=renderer.family.name if renderer.family is not None else "",
         template_hash=proof.template_hash,

@@ -74,7 +74,7 @@ async def _extend(plan: Continue, renderer: Renderer, tree: Tree, tools: Tools |
         return extension
     if len(extension.prefix_ids) != len(prefix):
         raise TokenContractError(f"the renderer changed the prefix of node {node.id}: {len(prefix)} ids became {len(extension.prefix_ids)}")
-    given_ids = TokenIds(extension.added_ids)
+    given_ids = extension.added_ids
     return Prompt(
         ids=prefix + given_ids,
         given_ids=given_ids,

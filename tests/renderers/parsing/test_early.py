@@ -15,7 +15,8 @@ from tokentrue.renderers.families import Clues, Family
 from tokentrue.renderers.families import llama as llama_family
 from tokentrue.renderers.families import mistral as mistral_family
 from tokentrue.renderers.families import qwen3_coder as coder_family
-from tokentrue.renderers.parsing import Parser, grammar_for
+from tokentrue.renderers.parsing.grammar import compile_grammar
+from tokentrue.renderers.parsing.parser import Parser
 from tokentrue.types import Delta, Status
 
 ARGUMENTS = '{"city":  "Zürich, Switzerland", "days": 3}'
@@ -180,7 +181,7 @@ def of_family(family: Family | None) -> Any:
     """A family whose own tokenizer is not among the fixtures: its markers are plain text on ours."""
     assert family is not None
     r = renderer("qwen3-like")
-    return r, grammar_for(r.codec.backend, family, stop_token_ids=r.stop_token_ids)
+    return r, compile_grammar(r.codec.spelling, family, stop_token_ids=r.stop_token_ids)
 
 
 OTHERS = {

@@ -195,7 +195,7 @@ def test_half_a_character_at_the_end(qwen: Any) -> None:
 
 
 def _gpt2(byte: int) -> str:
-    from tokentrue.renderers.parsing_bytes import _ALPHABET
+    from tokentrue.renderers.codec.token_bytes import _ALPHABET
 
     return next(char for char, value in _ALPHABET.items() if value == byte)
 
@@ -274,19 +274,22 @@ def test_a_shipped_response_template_wins() -> None:
     tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
     family = family_for(tokenizer.chat_template, tokenizer)
     assert family.name == "qwen3" and family.response_template is tokenizer.response_template
-    from tokentrue.renderers.parsing import grammar_for, parse
+    from tokentrue.renderers.codec.token_bytes import TokenBytes
+    from tokentrue.renderers.parsing.grammar import compile_grammar
+    from tokentrue.renderers.parsing.parser import parse_turn
 
-    parsed = parse(grammar_for(tokenizer.backend_tokenizer, family, stop_token_ids=()), tokenizer.encode("<<so>>yes"))
+    grammar = compile_grammar(TokenBytes(tokenizer.backend_tokenizer), family, stop_token_ids=())
+    parsed = parse_turn(grammar, tokenizer.encode("<<so>>yes"))
     assert (parsed.message["reasoning_content"], parsed.message["content"]) == ("so", "yes")
 
 
 def test_an_invalid_response_template_says_so() -> None:
     from tokentrue.errors import TemplateError
     from tokentrue.renderers.families import Family
-    from tokentrue.renderers.parsing import grammar_for
+    from tokentrue.renderers.parsing.grammar import compile_grammar
 
     with pytest.raises(TemplateError, match="response_template"):
-        grammar_for(renderer().codec.backend, Family(name="x", response_template={"fields": {}}), stop_token_ids=())
+        compile_grammar(renderer().codec.spelling, Family(name="x", response_template={"fields": {}}), stop_token_ids=())
 
 
 def test_an_id_outside_the_vocabulary_says_so(qwen: Any) -> None:

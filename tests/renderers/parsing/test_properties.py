@@ -16,6 +16,7 @@ from tests import parts
 from tests.contract.subjects import OWN, Subject
 from tests.contract.suite import TOOLS, assert_same
 from tests.renderers.parsing.test_parsing import add_up, as_streamed
+from tokentrue.renderers.codec.shield import needs_shield
 from tokentrue.types import Ended, Status
 
 NAMES = [subject.name for subject in OWN]
@@ -183,7 +184,7 @@ def _single_bytes(r: Any) -> dict[int, int]:
 def check_inverts(name: str, data: st.DataObject) -> None:
     subject, r = SUBJECTS[name], renderer(name)
     message = data.draw(messages(subject))
-    assume(r.codec.clean(message))  # text that reads as a marker is written as one here
+    assume(not needs_shield(r.codec, message))  # text that reads as a marker is written as one here
     history = [{"role": "user", "content": "Go."}]
     prompt = r.render(history, tools=TOOLS).token_ids
     r.parse([], prompt_ids=prompt)

@@ -1,0 +1,39 @@
+"""A call that must be made, as a structural tag: any text first (the model may think), then at least one call in the model's own format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.families import CallForm, Family
+from tokentrue.types import Refusal, Tools
+
+
+def make_call_tag(family: Family, codec: Codec, tools: Tools, *, name: str | None) -> Mapping[str, Any] | Refusal:
+    form = family.call_form
+    if form is None:
+        return Refusal(why="no_call_form", detail=f"calls of {family.name} models cannot be enforced: no text and JSON")
+    special = [token for token in codec.added.values() if token.special]
+    if any(token.content in form.opening + form.end for token in special):
+        return Refusal(why="special_markers", detail="the call markers are special tokens here, which engines keep out of grammars")
+    functions: list[Mapping[str, Any]] = [tool.get("function", tool) for tool in tools]
+    chosen = [function for function in functions if name is None or function.get("name") == name]
+    if not chosen:
+        return Refusal(why="unknown_tool", detail=f"no tool is named {name!r}")
+    calls = {
+        "type": "triggered_tags",
+        "triggers": [form.opening],
+        "tags": [_make_tag(form, function) for function in chosen],
+        "at_least_one": True,
+        "stop_after_first": name is not None,
+    }
+    before = {"type": "any_text", "excludes": [form.opening]}
+    return {"type": "structural_tag", "format": {"type": "sequence", "elements": [before, calls]}}
+
+
+def _make_tag(form: CallForm, function: Mapping[str, Any]) -> dict[str, Any]:
+    schema = function.get("parameters") or function.get("input_schema") or {"type": "object"}
+    begin = form.opening + form.begin.replace("NAME", json.dumps(function["name"], ensure_ascii=False))
+    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": form.end}

@@ -1,0 +1,78 @@
+"""Content that cannot forge structure: `ContentShield` breaks every added-token literal in it before the template is rendered.
+
+After rendering, what still reads as a literal is the template's own; `Codec.encode_shielded` takes the marks out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from tokentrue.errors import MessageError
+from tokentrue.renderers.codec.codec import Codec
+
+MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: never assigned, valid in UTF-8
+
+
+def needs_shield(codec: Codec, value: Any) -> bool:
+    """Whether `ContentShield` would change any string in it."""
+    if isinstance(value, str):
+        return (
+            _holds_any(value, MARKS)
+            or bool(codec.find_guarded(value))
+            or codec.ends_like_literal(value)
+            or codec.starts_like_literal(value)
+        )
+    if isinstance(value, dict):
+        members = cast("dict[str, Any]", value)
+        return any(needs_shield(codec, key) or needs_shield(codec, item) for key, item in members.items())
+    return isinstance(value, list) and any(needs_shield(codec, item) for item in cast("list[Any]", value))
+
+
+class ContentShield:
+    """Breaks literals in the strings of one call. `mark` is a character that none of `values` contains."""
+
+    def __init__(self, codec: Codec, values: Any) -> None:
+        self._codec = codec
+        self.mark = next((mark for mark in MARKS if not _holds_any(values, (mark,))), "")
+        if not self.mark:
+            raise MessageError("content holds all of U+FDD0 to U+FDEE, none is left to mark literals with", field="messages")
+
+    def shield(self, value: Any) -> Any:
+        """The same JSON value with every string shielded."""
+        if isinstance(value, str):
+            return self.shield_text(value)
+        if isinstance(value, Mapping):
+            members = cast("Mapping[str, Any]", value)
+            return {self.shield_text(key): self.shield(item) for key, item in members.items()}
+        if isinstance(value, list):
+            return [self.shield(item) for item in cast("list[Any]", value)]
+        return value
+
+    def shield_text(self, text: str) -> str:
+        """Marks inside literals, and at an end that the template's own text could complete to one."""
+        out, codec, mark = text, self._codec, self.mark
+        while found := [hit for hit in codec.find_guarded(out) if not (hit.end - hit.start == 1 and out[max(hit.start - 1, 0)] == mark)]:
+            pieces: list[str] = []
+            done = 0
+            for start, end, literal in found:
+                broken = mark.join(literal) if len(literal) > 1 else mark + literal
+                pieces += [out[done:start], out[start:end].replace(literal, broken)]
+                done = end
+            out = "".join([*pieces, out[done:]])
+        if codec.ends_like_literal(out):
+            bare = out.rstrip()
+            out = bare + mark + out[len(bare) :]
+        if codec.starts_like_literal(out):
+            bare = out.lstrip()
+            out = out[: len(out) - len(bare)] + mark + bare
+        return out
+
+
+def _holds_any(value: Any, marks: tuple[str, ...]) -> bool:
+    if isinstance(value, str):
+        return not value.isascii() and any(mark in value for mark in marks)
+    if isinstance(value, Mapping):
+        members = cast("Mapping[str, Any]", value)
+        return any(_holds_any(key, marks) or _holds_any(item, marks) for key, item in members.items())
+    return isinstance(value, list) and any(_holds_any(item, marks) for item in cast("list[Any]", value))

@@ -1,0 +1,148 @@
+"""`extend`: the ids that follow a recorded prefix when new messages come, or a Refusal.
+
+One path: normalise the request, find its plan (made once per shape of request and proven on the real history), render the plan's short
+context with the new messages, cut, encode. The cost depends on what is new, not on the history, except where a template needs the real
+history as context ("history" plans) and for the first request of a shape.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from tokentrue.errors import TemplateError
+from tokentrue.ids import TokenIds
+from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.extending.plan_key import NormalisedValues, PlanKey, answers_older_call, list_recent_kinds, shape_of
+from tokentrue.renderers.extending.request import ExtendPlan, ExtendRequest, RefusedError
+from tokentrue.renderers.extending.spans import compute_spans
+from tokentrue.renderers.extending.splicer import Splicer
+from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
+from tokentrue.renderers.template import InputFormat, JsonObject
+from tokentrue.types import Extension, Ids, Messages, Refusal, Tools
+
+History: TypeAlias = Literal["keep", "template"]
+MAX_PLANS = 4096
+"""How many plans are remembered. 0 plans every request on the real history: what remembered plans are tested against."""
+
+
+class Extender:
+    """`fill_in`: tool messages get the name of the call they answer; an engine's own template gets them as the client sent them."""
+
+    def __init__(
+        self, splicer: Splicer, codec: Codec, inputs: InputFormat, *, stop_ids: tuple[int, ...], history: History, fill_in: bool
+    ) -> None:
+        self._splicer, self._codec, self._inputs = splicer, codec, inputs
+        self._stop_ids, self._history, self._fill_in = stop_ids, history, fill_in
+        self._plans: OrderedDict[PlanKey, ExtendPlan] = OrderedDict()
+        self._tools: NormalisedValues[list[JsonObject]] = NormalisedValues()
+        self._systems: NormalisedValues[JsonObject] = NormalisedValues()
+
+    def extend(
+        self, prefix_ids: TokenIds, messages: Messages, new: Messages, tools: Tools | None, kwargs: Mapping[str, Any]
+    ) -> Extension | Refusal:
+        if refusal := _check_order(prefix_ids, messages, new):
+            return refusal
+        request, key = self._read_request(prefix_ids, messages, new, tools, kwargs)
+        try:
+            if self._history == "template" and self._splicer.rewrites(request, self._normalise_past(messages)):
+                raise RefusedError("history_rewritten", "the template rewrites earlier turns when these messages follow; begin a new root")
+            plan, tail, mark = self._render_tail(request, key, messages)
+        except RefusedError as refused:
+            return Refusal(why=refused.why, detail=refused.detail)
+        except TemplateError as error:
+            return Refusal(why="template_raises", detail=str(error))
+        added = self._encode_tail(tail, mark, plan)
+        roles = [message["role"] for message in request.new]
+        return Extension(
+            prefix_ids=prefix_ids,
+            added_ids=TokenIds(added),
+            spans=compute_spans(self._codec, tail, mark, added, plan.template_texts, roles),
+            context="history" if plan.context == "history" else "dummy",
+            join=plan.join,
+        )
+
+    def rewrites(self, messages: Messages, new: Messages, tools: Tools | None, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped, say)."""
+        request, _ = self._read_request((0,), messages, new, tools, kwargs)
+        return self._splicer.rewrites(request, self._normalise_past(messages))
+
+    def _render_tail(self, request: ExtendRequest, key: PlanKey, messages: Messages) -> tuple[ExtendPlan, str, str]:
+        """A plan on the real history is made anew each time: its gap belongs to that history."""
+        known = self._plans.get(key)
+        if known is not None and known.context != "history":
+            try:
+                return known, *self._splicer.render_tail(known, request, ())
+            except RefusedError as refused:
+                if refused.why != "boundary_changed":
+                    raise  # else the plan was made on another turn of this shape, whose call id stands in the gap
+        past = self._normalise_past(messages)
+        only_history = key.answers_older_call or (known is not None and known.context == "history")
+        plan = self._plans[key] = self._splicer.plan(request, past, only_history=only_history)
+        if len(self._plans) > MAX_PLANS:
+            self._plans.popitem(last=False)
+        return plan, *self._splicer.render_tail(plan, request, past if plan.context == "history" else ())
+
+    def _encode_tail(self, tail: str, mark: str, plan: ExtendPlan) -> list[int]:
+        if mark:
+            return self._codec.encode_shielded_after(tail, mark, literal=plan.literal)
+        return self._codec.encode_after(tail, literal=plan.literal)
+
+    # the request
+
+    def _read_request(
+        self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, kwargs: Mapping[str, Any]
+    ) -> tuple[ExtendRequest, PlanKey]:
+        last = normalise_messages(messages[-1:], self._inputs, first=len(messages) - 1)[0]
+        fresh = normalise_messages(new, self._inputs, field="new")
+        if self._fill_in:
+            fresh = fill_in_tool_names(fresh, last.get("tool_calls") or [])
+        given, tools_number = self._tools.get(tools, lambda: normalise_tools(tools, self._inputs))
+        first = messages[0] if len(messages) > 1 and messages[0].get("role") in {"system", "developer"} else None
+        system, system_number = self._systems.get(first, lambda: normalise_messages([first or {}], self._inputs)[0])
+        last_id = int(prefix_ids[-1])
+        is_stop = last_id in self._stop_ids
+        request = ExtendRequest(
+            last=last,
+            new=fresh,
+            tools=given,
+            kwargs=kwargs,
+            system=system,
+            stop=self._codec.texts.get(last_id),
+            is_stop=is_stop,
+            in_reasoning=not is_stop and self._is_in_reasoning(prefix_ids, last, kwargs),
+        )
+        key = PlanKey(
+            shapes=tuple(map(shape_of, (last, *fresh))),
+            answers_older_call=answers_older_call(last, fresh),
+            recent=list_recent_kinds(messages),
+            tools=tools_number,
+            system=system_number,
+            kwargs=repr(sorted(kwargs.items())),
+            stop=request.stop,
+            in_reasoning=request.in_reasoning,
+        )
+        return request, key
+
+    def _normalise_past(self, messages: Messages) -> list[JsonObject]:
+        past = normalise_messages(messages[:-1], self._inputs)
+        return fill_in_tool_names(past) if self._fill_in else past
+
+    def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an open turn was cut off while reasoning: it has reasoning and nothing else, and its end of reasoning is not there."""
+        if not last.get("reasoning_content") or last["content"] or last.get("tool_calls"):
+            return False
+        closing = self._splicer.render_reasoning_end(kwargs).strip()
+        end = self._codec.decode(prefix_ids[-64:])  # with no content, only blanks can stand after it
+        return bool(closing) and closing not in end
+
+
+def _check_order(prefix_ids: Ids, messages: Messages, new: Sequence[Any]) -> Refusal | None:
+    if not len(prefix_ids):
+        return Refusal(why="empty_prefix", detail="prefix_ids is empty: render the conversation instead")
+    if not len(messages) or messages[-1].get("role") != "assistant":
+        return Refusal(why="not_after_assistant", detail="messages must end with the assistant's turn that prefix_ids ends with")
+    if not len(new):
+        return Refusal(why="nothing_new", detail="new is empty: there is nothing to extend by")
+    return None

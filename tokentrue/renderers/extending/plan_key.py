@@ -1,0 +1,90 @@
+"""What a plan is remembered by: the shapes of the messages, never their texts, and small numbers for tools and system message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tokentrue.renderers.template import JsonObject
+from tokentrue.types import Messages
+
+T = TypeVar("T")
+_RECENT = 8  # messages before the last turn whose kinds count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageShape:
+    """What of a message can decide about structure: its role, whether it has text, its calls' names; never its text."""
+
+    role: str
+    has_content: bool
+    call_names: tuple[str, ...]
+    name: Any
+    has_reasoning: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanKey:
+    """Everything that decides where to cut. Two requests with equal keys share a plan.
+
+    `recent` are the kinds of the messages shortly before the last turn: a template that carries state over turns shows it after these.
+    `answers_older_call`: a tool message answers a call of an earlier turn, which only the real history shows.
+    """
+
+    shapes: tuple[MessageShape, ...]
+    answers_older_call: bool
+    recent: frozenset[tuple[str, bool]]
+    tools: int
+    system: int
+    kwargs: str
+    stop: str | None
+    in_reasoning: bool
+
+
+def shape_of(message: JsonObject) -> MessageShape:
+    return MessageShape(
+        role=message["role"],
+        has_content=bool(message["content"]),
+        call_names=tuple(call["function"]["name"] for call in message.get("tool_calls") or ()),
+        name=message.get("name", ""),
+        has_reasoning="reasoning_content" in message,
+    )
+
+
+def list_recent_kinds(messages: Messages) -> frozenset[tuple[str, bool]]:
+    before = messages[max(0, len(messages) - 1 - _RECENT) : len(messages) - 1]
+    return frozenset((str(message.get("role")), bool(message.get("tool_calls"))) for message in before)
+
+
+def answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
+    calls = [call for message in (last, *new) for call in message.get("tool_calls") or ()]
+    ids = {call["id"] for call in calls}
+    return any(message["role"] == "tool" and (message.get("tool_call_id") or "") not in ids for message in new)
+
+
+class NormalisedValues(Generic[T]):
+    """Normalises large values (a request's tools, its system message) once, and numbers them for `PlanKey`.
+
+    Found again by equality with a copy: what the caller changes in place afterwards is a new value. Holds the last 64.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, T | None, int]] = []
+        self._next = 1
+
+    def get(self, value: Any, normalise: Callable[[], T | None]) -> tuple[T | None, int]:
+        """The normalised value and its number; 0 is "none"."""
+        if not value:
+            return (None if value is None else normalise()), 0
+        for index, (seen, result, number) in enumerate(self._entries):
+            if seen == value:
+                if index:
+                    self._entries.insert(0, self._entries.pop(index))
+                return result, number
+        result, number = normalise(), self._next
+        self._next += 1
+        self._entries.insert(0, (deepcopy(value), result, number))
+        del self._entries[64:]
+        return result, number

@@ -1,0 +1,54 @@
+"""The records of one extension: what was asked, where to cut, and why it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from tokentrue.renderers.template import JsonObject
+
+ContextKind: TypeAlias = Literal["light", "dummy", "history"]
+"""What stands before the assistant's turn in a render: a dummy user; the real system message and tools as well; the real messages."""
+
+SentinelPlace: TypeAlias = Literal["content", "argument"]
+
+Join: TypeAlias = Literal["stop", "alias", "foreign", "open"]
+"""How the recorded turn ended, seen from the template: at a token it writes there itself; at one that it writes only while nothing
+follows (harmony's <|return|>); at a stop token that it does not write there; at no stop token at all. The last two get the template's
+own closing."""
+
+
+class RefusedError(Exception):
+    """Becomes a `Refusal` at the door of `Extender.extend`."""
+
+    def __init__(self, why: str, detail: str) -> None:
+        super().__init__(detail)
+        self.why, self.detail = why, detail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendRequest:
+    """One call of `extend`, normalised for the template. `system` is the real leading system message."""
+
+    last: JsonObject  # the recorded assistant turn
+    new: Sequence[JsonObject]
+    tools: Sequence[JsonObject] | None
+    kwargs: Mapping[str, Any]
+    system: JsonObject | None
+    stop: str | None  # the literal of the last recorded id, where it is an added token
+    is_stop: bool
+    in_reasoning: bool = False  # the turn was cut off while reasoning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendPlan:
+    """Where to cut in a render: after `gap`, which follows the sentinel; `closing` is inserted before what the template has there."""
+
+    context: ContextKind
+    place: SentinelPlace
+    gap: str
+    literal: str  # the added token that the gap ends with; empty where it ends in text
+    join: Join
+    closing: str = ""
+    template_texts: tuple[str, ...] = ()  # what the template writes around the new contents, `closing` included

@@ -1,0 +1,102 @@
+"""Which tokens of a prompt come from which message: the template's own text is known from a marked render, the rest is content.
+
+Spans cover all tokens without gap or overlap. A token that holds both structure and content counts as content. Where the places cannot be
+told (a normalizer that changed the text, a template that writes otherwise than it marked), everything is structure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from tokentrue.renderers.codec.codec import Codec
+from tokentrue.types import Ids, PromptSpan
+
+
+def split_at_words(text: str, words: Sequence[str]) -> tuple[str, ...]:
+    """The template's own text around the marked words; empty where they are not there once and in order."""
+    out: list[str] = []
+    for word in words:
+        before, found, text = text.partition(word)
+        if not found:
+            return ()
+        out.append(before)
+    return (*out, text)
+
+
+def compute_spans(
+    codec: Codec, text: str, mark: str, ids: Ids, template_texts: Sequence[str], roles: Sequence[str]
+) -> tuple[PromptSpan, ...]:
+    """`text` is what `ids` encode; `template_texts` stand around the contents of the messages of these `roles`, in order."""
+    if not len(ids):
+        return ()
+    places = _find_contents(text, mark, template_texts)
+    ends = _find_token_ends(codec, text, mark, ids) if places else None
+    if ends is None:
+        return (PromptSpan(start=0, end=len(ids), role="assistant" if not roles else roles[-1]),)
+    out: list[PromptSpan] = []
+    done = 0
+    for index, ((start, end), role) in enumerate(zip(places, roles, strict=True)):
+        first = max(bisect_right(ends, start), done)
+        last = max(bisect_left(ends, end) + 1, first) if end > start else first
+        if first > done:
+            out.append(PromptSpan(start=done, end=first, role=role))
+        if last > first:
+            out.append(PromptSpan(start=first, end=last, role=role, message=index))
+        done = last
+    if done < len(ids):
+        out.append(PromptSpan(start=done, end=len(ids), role="assistant"))
+    return tuple(out)
+
+
+def _find_contents(text: str, mark: str, template_texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Where each content stands, in bytes of the text without marks."""
+    if len(template_texts) < 2 or not text.startswith(template_texts[0]):
+        return []
+    chars: list[tuple[int, int]] = []
+    at = len(template_texts[0])
+    for between in template_texts[1:-1]:
+        end = text.find(between, at) if between else -1
+        if end < 0:
+            return []
+        chars.append((at, end))
+        at = end + len(between)
+    end = len(text) - len(template_texts[-1])
+    if end < at or not text.endswith(template_texts[-1]):
+        return []
+    chars.append((at, end))
+    if text.isascii():
+        return chars
+
+    def offset(place: int) -> int:
+        before = text[:place]
+        return len((before.replace(mark, "") if mark else before).encode())
+
+    return [(offset(start), offset(end)) for start, end in chars]
+
+
+def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] | None:
+    """Where each token ends, in bytes of the text; None where they do not spell it (a normalizer changed it).
+
+    SentencePiece puts a blank of its own before text after an added token; some added tokens absorb the blanks after them.
+    """
+    data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
+    texts, absorbs_blanks = codec.texts, codec.absorbs_blanks
+    ends: list[int] = []
+    at, is_after_added = 0, True
+    piece = codec.spelling.piece
+    for index in ids:
+        spelled = piece(index)
+        if data.startswith(spelled, at):
+            at += len(spelled)
+        elif is_after_added and spelled[:1] == b" " and data.startswith(spelled[1:], at):
+            at += len(spelled) - 1
+        else:
+            return None
+        literal = texts.get(index)
+        is_after_added = literal is not None
+        if is_after_added and literal in absorbs_blanks:
+            while data[at : at + 1].isspace():
+                at += 1
+        ends.append(at)
+    return ends if at == len(data) else None

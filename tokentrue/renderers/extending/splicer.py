@@ -1,0 +1,186 @@
+"""What a template puts after a recorded assistant turn: found with a sentinel in place of what was sampled, cut at the recorded stop id.
+
+Contract: `Splicer.render_tail` gives the text that follows the recorded prefix, or raises `RefusedError` with a reason; it never guesses.
+A conversation is rendered in one of three contexts (`ContextKind`). The cheaper ones, whose cost does not grow with the history, are used
+only after they gave, on the very messages of a first request and on a render with marked words, what the real history gives; an
+`ExtendPlan` remembers that per shape of request.
+
+Checks on the marked render: the sentinel once; each new message's mark once, in order and after it; the turn's own text not after
+them; the recorded stop exactly once between sentinel and first mark (`boundary.py`). Nothing of this is decided by a model's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokentrue.errors import TemplateError
+from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.codec.shield import ContentShield, needs_shield
+from tokentrue.renderers.extending.boundary import MarkedRender, find_boundary
+from tokentrue.renderers.extending.contexts import ContextBuilder
+from tokentrue.renderers.extending.request import ContextKind, ExtendPlan, ExtendRequest, RefusedError, SentinelPlace
+from tokentrue.renderers.extending.spans import split_at_words
+from tokentrue.renderers.extending.stops import Stops, make_content
+from tokentrue.renderers.template import InputFormat, JsonObject, Template
+
+
+class Splicer:
+    def __init__(self, template: Template, codec: Codec, inputs: InputFormat, stops: Stops, *, safe: bool) -> None:
+        self._template, self._codec, self._inputs, self._stops, self._safe = template, codec, inputs, stops, safe
+        self._contexts = ContextBuilder(inputs)
+
+    def plan(self, request: ExtendRequest, history: Sequence[JsonObject], *, only_history: bool = False) -> ExtendPlan:
+        """The cheapest context that gives what the real history gives; raises RefusedError where that gives nothing."""
+        truth, why_not = self._try_context("history", request, history)
+        if truth is None and (only_history or why_not.why != "template_raises"):
+            raise why_not
+        cheap: tuple[ContextKind, ...] = () if only_history else ("light", "dummy")
+        cheap = cheap if truth is not None else ("dummy",)
+        expected = self.render_tail(truth, request, history)[0] if truth is not None else None
+        for context in cheap:
+            plan, _ = self._try_context(context, request, ())
+            if plan is None:
+                continue
+            is_same = truth is None or self._render_marked_tail(plan, request, ()) == self._render_marked_tail(truth, request, history)
+            if is_same and expected in (None, self.render_tail(plan, request, ())[0]):
+                return plan
+        if truth is None:
+            raise why_not
+        return truth
+
+    def _try_context(
+        self, context: ContextKind, request: ExtendRequest, history: Sequence[JsonObject]
+    ) -> tuple[ExtendPlan | None, RefusedError]:
+        try:
+            return self._plan_context(context, request, history), RefusedError("", "")
+        except RefusedError as refused:
+            return None, refused
+        except TemplateError as error:
+            return None, RefusedError("template_raises", str(error))
+
+    def render_tail(self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject]) -> tuple[str, str]:
+        """The text after the recorded prefix, and the mark that shields content in it (empty where nothing had to be shielded)."""
+        context = self._contexts.build(plan.context, plan.place, request, history)
+        tools = None if plan.context == "light" else request.tools
+        text, mark = self.render_text([*context, *request.new], tools, request.kwargs)
+        _, found, rest = text.partition(self._contexts.sentinel)
+        if not found or self._contexts.sentinel in rest:
+            raise RefusedError("turn_lost", "the assistant's turn does not show once when these messages follow it")
+        if not rest.startswith(plan.gap):
+            raise RefusedError("boundary_changed", "the new messages change what the template writes at the end of the assistant's turn")
+        return plan.closing + rest[len(plan.gap) :], mark
+
+    def render_text(
+        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: Mapping[str, Any], *, generate: bool = True
+    ) -> tuple[str, str]:
+        """Rendered from shielded content, with the mark if one was needed; as it is where injection is not guarded against."""
+        values = [*messages, *(tools or ())]
+        if not self._safe or not any(needs_shield(self._codec, value) for value in values):
+            return self._template.render(messages, tools, kwargs, generate=generate, inputs=self._inputs), ""
+        shield = ContentShield(self._codec, values)
+        shielded = [shield.shield(message) for message in messages]
+        text = self._template.render(shielded, tools and shield.shield([*tools]), kwargs, generate=generate, inputs=self._inputs)
+        return text, shield.mark
+
+    def mark_text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """The template's own texts around the contents of a whole conversation; empty where they cannot be told."""
+        marked, words = self._contexts.mark(messages)
+        try:
+            return split_at_words(self._template.render(marked, tools, kwargs, inputs=self._inputs), words)
+        except TemplateError:  # a template may look into contents and refuse the marked words
+            return ()
+
+    def rewrites(self, request: ExtendRequest, history: Sequence[JsonObject]) -> bool:
+        """Whether the template writes the conversation before the last turn's end otherwise once the new messages follow."""
+        last = self._contexts.build_turn(request.last, _find_place(request), real=True)
+        thought = self._contexts.thought if request.last.get("reasoning_content") else ""
+        if thought:
+            last |= {"reasoning_content": thought, "thinking": thought}
+        past = [*history, last]
+
+        def render_head(messages: list[JsonObject], *, generate: bool) -> str:
+            return self.render_text(messages, request.tools, request.kwargs, generate=generate)[0].partition(self._contexts.sentinel)[0]
+
+        followed = render_head([*past, *request.new], generate=True)
+        # Kimi-K2.5 leaves the thought out before anything follows
+        return thought not in followed or render_head(past, generate=False) != followed
+
+    def render_reasoning_end(self, kwargs: Mapping[str, Any]) -> str:
+        """What the template writes between reasoning and content, for a turn that was cut off while reasoning."""
+        thought, own = self._contexts.thought, self._contexts.own
+        turn: JsonObject = {"role": "assistant", "content": make_content(own, self._inputs)}
+        turn |= {"reasoning_content": thought, "thinking": thought}
+        try:
+            text = self._template.render([self._contexts.dummy_user, turn], None, kwargs, generate=False, inputs=self._inputs)
+        except TemplateError:
+            return ""
+        between, found, _ = text.partition(thought)[2].partition(own)
+        return between if found else ""
+
+    # the marked render
+
+    def _plan_context(self, context: ContextKind, request: ExtendRequest, history: Sequence[JsonObject]) -> ExtendPlan:
+        marked, words = self._contexts.mark(request.new)
+        tools = None if context == "light" else request.tools
+        place = _find_place(request)
+
+        def render(place: SentinelPlace, *, calls: bool = True, alone: bool = False) -> str:
+            messages = self._contexts.build(context, place, request, history)
+            if not calls:
+                messages[-1].pop("tool_calls", None)
+            return self.render_text([*messages, *([] if alone else marked)], tools, request.kwargs, generate=not alone)[0]
+
+        text = render(place)
+        if place == "argument" and text.count(self._contexts.sentinel) != 1:
+            place = "content"
+            if (text := render(place)) != render(place, calls=False):
+                raise RefusedError("calls_dropped", "the template does not show the last tool call of the assistant's turn")
+        after = text.partition(self._contexts.sentinel)[2]
+        marked_render = MarkedRender(
+            region=self._find_region(text, words),
+            rest=text.partition(words[0])[2],
+            render_alone=lambda: render(place, alone=True).rpartition(self._contexts.sentinel)[2],
+        )
+        boundary = find_boundary(self._codec, self._stops, request, marked_render)
+        is_cut_off = boundary.join in {"open", "foreign"} and request.in_reasoning
+        closing = self.render_reasoning_end(request.kwargs) if is_cut_off else ""
+        return ExtendPlan(
+            context=context,
+            place=place,
+            gap=boundary.gap,
+            literal=boundary.literal,
+            join=boundary.join,
+            closing=closing,
+            template_texts=split_at_words(closing + after.removeprefix(boundary.gap), words),
+        )
+
+    def _find_region(self, text: str, words: Sequence[str]) -> str:
+        """What lies between the sentinel and the first new message, after the order checks."""
+        sentinel = self._contexts.sentinel
+        if text.count(sentinel) != 1:
+            raise RefusedError("turn_lost", "the assistant's turn does not show once when these messages follow it")
+        end = text.index(sentinel) + len(sentinel)
+        position = end
+        for index, word in enumerate(words):
+            found = text.find(word)
+            if found < 0:
+                raise RefusedError("message_dropped", f"the template drops new[{index}] without saying so")
+            if found < position or text.find(word, found + 1) >= 0:
+                detail = f"the template does not put new[{index}] once, after the assistant's turn and in order"
+                raise RefusedError("message_moved", detail)
+            position = found
+        first = text.find(words[0])
+        if text.find(self._contexts.own, first) >= 0:
+            raise RefusedError("turn_split", "the template writes part of the assistant's turn after the new messages")
+        return text[end:first]
+
+    def _render_marked_tail(self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject]) -> str:
+        marked, _ = self._contexts.mark(request.new)
+        context = self._contexts.build(plan.context, plan.place, request, history)
+        tools = None if plan.context == "light" else request.tools
+        return self.render_text([*context, *marked], tools, request.kwargs)[0].partition(self._contexts.sentinel)[2]
+
+
+def _find_place(request: ExtendRequest) -> SentinelPlace:
+    return "argument" if request.last.get("tool_calls") else "content"

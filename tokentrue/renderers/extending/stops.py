@@ -1,0 +1,128 @@
+"""Which tokens end an assistant's turn: those the model's files declare and those its template closes such a turn with.
+
+The derived ones tell the engine when to stop and say where a turn that was left open must be closed. They do not decide where a recorded
+turn is cut: that is the recorded stop id itself (see splicer.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokentrue.errors import TemplateError
+from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.template import InputFormat, JsonObject, Template
+
+SENTINEL = "qzSampledqz"
+FOLLOWER = "qzFollowerqz"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stops:
+    """Literals per kind of turn; `declared` come from generation_config.json and the tokenizer's own eos."""
+
+    text: tuple[str, ...] = ()
+    call: tuple[str, ...] = ()
+    declared: tuple[str, ...] = ()
+    opener: bool = False  # the stop is the next turn's opener (GLM): the template itself closes nothing
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": list(self.text), "call": list(self.call), "declared": list(self.declared), "opener": self.opener}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Stops:
+        return cls(text=tuple(data["text"]), call=tuple(data["call"]), declared=tuple(data["declared"]), opener=data["opener"])
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.text, *self.call, *self.declared)))
+
+
+def read_declared_stops(directory: Path | None, codec: Codec, eos_token: str | None) -> tuple[str, ...]:
+    """eos ids of generation_config.json (one or a list), then the tokenizer's eos."""
+    ids: list[int] = []
+    path = directory / "generation_config.json" if directory is not None else None
+    if path is not None and path.is_file():
+        value = json.loads(path.read_text()).get("eos_token_id")
+        ids = [value] if isinstance(value, int) else list(value or [])
+    texts = [codec.texts[index] for index in ids if index in codec.texts]
+    if eos_token and eos_token in codec.literals:
+        texts.append(eos_token)
+    return tuple(dict.fromkeys(texts))
+
+
+def derive_stops(template: Template, codec: Codec, inputs: InputFormat, kwargs: Mapping[str, Any], declared: tuple[str, ...]) -> Stops:
+    """A text turn ends with the last token that the template closes it with, followed or not; else with the one that it writes while
+    nothing follows (harmony's <|return|>); else with the next turn's opener (GLM).
+
+    A turn of calls ends with the same token where that stands after them; else with the last one there (harmony's <|call|>), but where
+    text turns end with an opener so do these, and what stands after the calls is their own syntax.
+    """
+
+    def literals(text: str) -> list[str]:
+        return [literal for _, literal, _ in codec.split(text) if literal]
+
+    alone, followed = _render_after(template, inputs, kwargs, {"role": "assistant", "content": make_content(SENTINEL, inputs)}, "user")
+    closing, opening = literals(_common_prefix(alone, followed)) or literals(alone), literals(followed)
+    text = next((literal for literal in reversed(closing) if literal in declared), closing[-1]) if closing else next(iter(opening), "")
+    alone, followed = _render_after(template, inputs, kwargs, make_call_turn(inputs), "tool")
+    after_calls = literals(_common_prefix(alone, followed)) or literals(alone)
+    if not text or not (alone or followed):
+        call = after_calls[-1] if after_calls else text
+    elif text in after_calls:
+        call = text
+    elif not closing:
+        call = next((literal for literal in literals(followed)[len(after_calls) :]), text)
+    else:
+        call = after_calls[-1] if after_calls else next(iter(literals(followed)), text)
+    return Stops(text=(text,) if text else (), call=(call,) if call else (), declared=declared, opener=bool(text) and not closing)
+
+
+def _render_after(template: Template, inputs: InputFormat, kwargs: Mapping[str, Any], turn: JsonObject, role: str) -> tuple[str, str]:
+    """What the template writes after a turn that nothing follows, and between it and a message of `role`."""
+    context = [{"role": "user", "content": make_content("Hello.", inputs)}, turn]
+    tools = [make_tool(inputs)] if turn.get("tool_calls") else None
+    follower = {"role": role, "content": make_content(FOLLOWER, inputs)}
+    if role == "tool":
+        follower |= {"tool_call_id": "abcdefghi", "name": "qzlook"}
+
+    def render_after_turn(messages: list[JsonObject], *, generate: bool) -> str:
+        try:
+            text = template.render(messages, tools, kwargs, generate=generate, inputs=inputs)
+        except TemplateError:
+            return ""
+        return text.rpartition(SENTINEL)[2] if SENTINEL in text else ""
+
+    alone, followed = (
+        render_after_turn(context, generate=False),
+        render_after_turn([*context, follower], generate=True).partition(FOLLOWER)[0],
+    )
+    if alone and alone == render_after_turn(context, generate=True):  # the flag is ignored: what both renders share belongs to the turn
+        alone = _common_prefix(alone, followed) or alone
+    return alone, followed
+
+
+def _common_prefix(left: str, right: str) -> str:
+    size = next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return left[:size]
+
+
+def make_content(text: str, inputs: InputFormat) -> Any:
+    if inputs.text or not inputs.parts:
+        return text
+    return [{"type": "text", "text": text}] if text else []
+
+
+def make_tool(inputs: InputFormat, name: str = "qzlook") -> JsonObject:
+    parameters = {"type": "object", "properties": {"q": {"type": "string", "description": "what"}}, "required": ["q"]}
+    function = {"name": name, "description": "Looks.", "parameters": parameters}
+    return function if inputs.bare_tools else {"type": "function", "function": function}
+
+
+def make_call_turn(inputs: InputFormat, word: str = SENTINEL) -> JsonObject:
+    arguments: Any = {"q": word} if inputs.arguments == "object" else json.dumps({"q": word})
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "qzlook", "arguments": arguments}}
+    return {"role": "assistant", "content": make_content("", inputs), "tool_calls": [call]}

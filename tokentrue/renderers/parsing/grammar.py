@@ -1,0 +1,139 @@
+"""What parsing needs to know about one renderer, as plain data: a response template (`transformers.utils.chat_parsing`: declarative fields
+with open and close markers), compiled, and the tokens that its markers are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
+
+import regex
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, ResponseTemplateField, load_response_template
+
+from tokentrue.errors import TemplateError
+from tokentrue.renderers.codec.token_bytes import TokenBytes, TokenTexts
+from tokentrue.renderers.families import PLAIN, Family
+from tokentrue.renderers.parsing.markers import MarkerSet, compile_markers
+from tokentrue.renderers.parsing.partial_calls import CallFormat, find_call_format
+from tokentrue.types import Ids
+
+CALLS, BROKEN = "tool_calls", "broken_calls"
+TEXT_FIELDS = {"content": "content", "final": "content", "preamble": "content"} | dict.fromkeys(
+    ("reasoning_content", "reasoning", "thinking"), "reasoning_content"
+)
+"""Fields of a response template that are text, and the field of the message that they become."""
+
+Pattern: TypeAlias = Any
+"""A compiled pattern of the `regex` module, which has partial matches and no types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delimiter:
+    """Opens or closes `field`. `is_final`: a match at the end of the text cannot grow with more text."""
+
+    opens: bool
+    field: str
+    pattern: Pattern
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextLayout:
+    """How the segments of a text of the message are put together: whether its ends are trimmed, and what joins segments."""
+
+    strip: bool = True
+    join: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """`delimiters` by the region that is open (None: none is). `generation_ids` open an assistant turn, for callers that give no prompt."""
+
+    fields: Mapping[str, ResponseTemplateField]
+    implicit: str | None  # the field of text outside all markers
+    anchor: Pattern  # where the assistant's turn begins in a prompt
+    delimiters: Mapping[str | None, tuple[Delimiter, ...]]
+    layouts: Mapping[str, TextLayout]
+    call_format: CallFormat | None  # of a call that can be shown while it is written
+    pieces: TokenBytes
+    texts: TokenTexts
+    markers: MarkerSet
+    stop_ids: frozenset[int]
+    closing_stop_ids: frozenset[int]  # stop tokens that the response template itself names
+    generation_ids: Ids
+    call_ids: Literal["openai", "short"]
+
+    def ends_with_turn(self, field: str) -> bool:
+        """Whether the region may run to the end of the turn: the end closes it."""
+        closes = self.fields[field].close_re
+        return closes is None or closes.fullmatch("") is not None
+
+
+def compile_grammar(pieces: TokenBytes, family: Family, *, stop_token_ids: Ids, generation_ids: Ids = ()) -> Grammar:
+    declared = family.response_template or PLAIN
+    try:
+        template = load_response_template(_to_json_types(declared))
+    except (ValueError, TypeError, KeyError) as error:
+        raise TemplateError(f"response_template: not a valid response template: {error}") from error
+    named = str(declared)
+    found = {id_: text for id_, text in pieces.added.items() if text.strip() and _is_named(text, named)}
+    return Grammar(
+        fields=template.fields,
+        implicit=template.implicit,
+        anchor=template.start_anchor_re,
+        delimiters=_list_delimiters(template),
+        layouts=_list_layouts(template),
+        call_format=find_call_format(template.fields.get(CALLS)),
+        pieces=pieces,
+        texts=TokenTexts(pieces, frozenset(found)),
+        markers=compile_markers(tuple(found.values())),
+        stop_ids=frozenset(stop_token_ids),
+        closing_stop_ids=frozenset(stop_token_ids) & frozenset(found),
+        generation_ids=generation_ids,
+        call_ids=family.call_ids,
+    )
+
+
+def _is_named(text: str, declared: str) -> bool:
+    return text in declared or repr(regex.escape(text))[1:-1] in declared
+
+
+def _list_delimiters(template: ResponseTemplate) -> dict[str | None, tuple[Delimiter, ...]]:
+    """Outside explicit regions every opening counts, and the implicit field's own closing; inside one only its closing."""
+    outside = [_opening(field) for field in template.fields.values() if field.open_re is not None]
+    implicit = template.fields.get(template.implicit or "")
+    if implicit is not None and implicit.close_re is not None:
+        outside.append(_closing(implicit))
+    found: dict[str | None, tuple[Delimiter, ...]] = {None: tuple(outside)}
+    for name, field in template.fields.items():
+        inside = (_closing(field),) if field.close_re is not None else ()
+        found[name] = tuple(outside) if name == template.implicit else inside
+    return found
+
+
+def _opening(field: ResponseTemplateField) -> Delimiter:
+    is_final = field.open_literals is not None and not field.open_literal_can_extend
+    return Delimiter(opens=True, field=field.name, pattern=field.open_re, is_final=is_final)
+
+
+def _closing(field: ResponseTemplateField) -> Delimiter:
+    is_final = field.close_literals is not None and not field.close_literal_can_extend
+    return Delimiter(opens=False, field=field.name, pattern=field.close_re, is_final=is_final)
+
+
+def _list_layouts(template: ResponseTemplate) -> dict[str, TextLayout]:
+    """The first field of a name says whether it is trimmed, the first that joins says how."""
+    layouts: dict[str, TextLayout] = {}
+    for field, declared in template.fields.items():
+        if name := TEXT_FIELDS.get(field):
+            known = layouts.get(name)
+            strip = known.strip if known is not None else bool(declared.content_args.get("strip", True))
+            layouts[name] = TextLayout(strip=strip, join=(known and known.join) or declared.join)
+    return layouts
+
+
+def _to_json_types(declared: Any) -> Any:
+    """Plain dicts and lists, as the loader wants them."""
+    if isinstance(declared, Mapping):
+        return {key: _to_json_types(value) for key, value in cast("Mapping[str, Any]", declared).items()}
+    return [_to_json_types(item) for item in cast("list[Any]", declared)] if isinstance(declared, list | tuple) else declared

@@ -1,0 +1,193 @@
+"""The message that a client sees, put together region by region, and every call that the model tried to write."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokentrue.renderers.parsing.argument_types import list_parameter_schemas, type_match
+from tokentrue.renderers.parsing.calls import read_calls
+from tokentrue.renderers.parsing.grammar import BROKEN, CALLS, Grammar, TextLayout
+from tokentrue.renderers.parsing.json_call import CallFailure, ParsedCall
+from tokentrue.renderers.parsing.partial_calls import PartialCall, start_call
+from tokentrue.types import Attempt, Delta, Ids, Status, Tools
+
+_SPACE = " \t\r\n"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(slots=True)
+class TextField:
+    """One text field of the message. Whitespace at its ends is structure and dropped; inside it is kept, and held until more text follows.
+
+    With `layout.join`, each segment is trimmed by itself and the segments are joined by that string.
+    """
+
+    layout: TextLayout
+    parts: list[str] = field(default_factory=list[str])
+    held: str = ""
+    has_begun: bool = False  # this segment has text
+
+    def add(self, text: str) -> str:
+        join = self.layout.join
+        shown = self._trim(text, join) if self.layout.strip else text
+        if shown and not self.has_begun and self.parts and join is not None:
+            shown = join + shown
+        self.has_begun = self.has_begun or bool(shown)
+        if shown:
+            self.parts.append(shown)
+        return shown
+
+    def _trim(self, text: str, join: str | None) -> str:
+        text = self.held + text
+        if not self.has_begun and (join is not None or not self.parts):
+            text = text.lstrip(_SPACE)
+        shown = text.rstrip(_SPACE)
+        self.held = text[len(shown) :]
+        return shown
+
+    def end_segment(self) -> None:
+        self.has_begun = False
+        if self.layout.join is not None:
+            self.held = ""
+
+
+class MessageBuilder:
+    """The message that the client sees, and every call that the model tried to write."""
+
+    def __init__(self, grammar: Grammar, tools: Tools | None, *, prompt_ids: Ids) -> None:
+        self._grammar = grammar
+        self._has_tools = tools is not None
+        self._schemas = list_parameter_schemas(tools)
+        # seeds call ids: how long the prompt is, and how it ends
+        self._seed = len(prompt_ids).to_bytes(8, "big") + array("q", prompt_ids[-32:]).tobytes()
+        self._texts: dict[str, TextField] = {}
+        self._calls: list[dict[str, Any]] = []
+        self._extra: dict[str, Any] = {}
+        self._partial: PartialCall | None = None  # the call that is being written, where it can be shown meanwhile
+        self._shown_call: int | None = None  # its index, once it has been shown
+        self._shown: list[str] = []  # of its arguments
+        self.attempts: list[Attempt] = []
+
+    def build(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": None if self._calls else ""}
+        for name, text in self._texts.items():
+            if text.parts:
+                message[name] = "".join(text.parts)
+        message |= self._extra
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
+
+    # text
+
+    def add_text(self, name: str, text: str) -> list[Delta]:
+        shown = self._get_text(name).add(_replace_surrogates(text))
+        if not shown:
+            return []
+        return [Delta(content=shown) if name == "content" else Delta(reasoning=shown)]
+
+    def end_segment(self, name: str) -> None:
+        self._get_text(name).end_segment()
+
+    def _get_text(self, name: str) -> TextField:
+        if name not in self._texts:
+            self._texts[name] = TextField(self._grammar.layouts.get(name, TextLayout()))
+        return self._texts[name]
+
+    # calls
+
+    def open_call(self, captures: Mapping[str, str]) -> None:
+        assert self._grammar.call_format is not None
+        self._partial = start_call(self._grammar.call_format, captures, self._type_match)
+        self._shown_call = None
+
+    def add_call_text(self, text: str) -> list[Delta]:
+        """More of the body of the open call."""
+        if self._partial is None:
+            return []
+        arguments = self._partial.feed(_replace_surrogates(text))
+        if not arguments:
+            return []
+        deltas: list[Delta] = []
+        if self._shown_call is None:
+            self._shown_call, self._shown = len(self._calls), []
+            deltas += self._append_call(self._partial.name, self._partial.call_id, "")
+        self._shown.append(arguments)
+        return [*deltas, Delta(call=self._shown_call, arguments=arguments)]
+
+    def _type_match(self, name: str, match: Any) -> Any:
+        return type_match(match, self._schemas.get(name, {}).get(match["key"]))
+
+    def add_region(
+        self, field: str, body: str, *, captures: Mapping[str, str], closed: bool, raw: str, span: tuple[int, int]
+    ) -> list[Delta]:
+        """A region that has ended, `closed` by its own marker or not; `raw` is its text with its markers, `span` the tokens of that."""
+        if field not in (CALLS, BROKEN):
+            self._extra[field] = _replace_surrogates(body)
+            return []
+        calls = self._read(field, _replace_surrogates(body), captures, closed=closed)
+        shown, self._shown_call, self._partial = self._shown_call, None, None
+        if shown is not None:
+            self._calls[shown]["function"]["arguments"] = "".join(self._shown)
+            calls = self._check_shown(shown, calls)
+        start, end = span
+        if isinstance(calls, CallFailure):
+            self.attempts.append(Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail))
+            return self.add_text("content", raw)
+        deltas: list[Delta] = []
+        for call in calls:
+            is_unknown = self._has_tools and call.name not in self._schemas
+            status, detail = (Status.UNKNOWN_TOOL, f"no tool is named {call.name!r}") if is_unknown else (Status.OK, "")
+            self.attempts.append(
+                Attempt(status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail)
+            )
+            deltas += self._add_call(call, shown)
+        return deltas
+
+    def _read(self, field: str, body: str, captures: Mapping[str, str], *, closed: bool) -> list[ParsedCall] | CallFailure:
+        declared = self._grammar.fields[field]
+        unclosed = CallFailure(status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name"))
+        if not closed and (field == BROKEN or declared.close_re is not None):
+            return unclosed
+        if field == BROKEN:
+            status = Status.MALFORMED if body.strip() else Status.MISSING_NAME
+            return CallFailure(status=status, detail="not written as this model writes a call")
+        calls = read_calls(declared, body, captures, self._schemas, call_format=self._grammar.call_format)
+        return unclosed if isinstance(calls, CallFailure) and not closed else calls
+
+    def _check_shown(self, shown: int, calls: list[ParsedCall] | CallFailure) -> list[ParsedCall] | CallFailure:
+        """What has been read must be what has been shown."""
+        function = self._calls[shown]["function"]
+        if isinstance(calls, CallFailure):
+            return calls
+        if len(calls) == 1 and calls[0].name == function["name"] and calls[0].arguments.startswith(function["arguments"]):
+            return calls
+        return CallFailure(status=Status.MALFORMED, detail="the call ends as another than it began", name=function["name"])
+
+    def _add_call(self, call: ParsedCall, shown: int | None) -> list[Delta]:
+        if shown is None:
+            index = len(self._calls)
+            return [*self._append_call(call.name, call.call_id, call.arguments), Delta(call=index, arguments=call.arguments)]
+        function = self._calls[shown]["function"]
+        rest, function["arguments"] = call.arguments[len(function["arguments"]) :], call.arguments
+        return [Delta(call=shown, arguments=rest)]
+
+    def _append_call(self, name: str, call_id: str, arguments: str) -> list[Delta]:
+        index = len(self._calls)
+        call_id = call_id or self._make_id(index)
+        self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+        return [Delta(call=index, call_id=call_id, name=name)]
+
+    def _make_id(self, index: int) -> str:
+        """The same turn gives the same id, another turn of the conversation another one."""
+        digest = hashlib.blake2b(self._seed + index.to_bytes(4, "big"), digest_size=12).hexdigest()
+        return digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
+
+
+def _replace_surrogates(text: str) -> str:
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)

@@ -1,0 +1,178 @@
+"""Splits a sampled text into the regions of a response template, while it is being sampled.
+
+A partial match of a delimiter is held back until more text decides it. A region that cannot be read as a call is not an error here: its
+body is handed on as it is. Memory does not grow with the text, except for the body of the open region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from tokentrue.renderers.parsing.grammar import CALLS, TEXT_FIELDS, Delimiter, Grammar
+
+_LOOKBEHIND = 128  # characters kept before the scanned place, for patterns that look behind
+_TRIM_AT = 1024
+
+
+class RegionText(NamedTuple):
+    """More text of a region whose field is streamed."""
+
+    field: str
+    text: str
+
+
+class CallOpened(NamedTuple):
+    """A call begins. Its body follows as `RegionText`, and again whole in `RegionClosed`."""
+
+    captures: Mapping[str, str]
+
+
+class TextEnded(NamedTuple):
+    """A text region has ended; more text of its field is another segment. `[start, end)` is its body, without markers."""
+
+    field: str
+    start: int
+    end: int
+
+
+class RegionClosed(NamedTuple):
+    """A region that is no text has ended. `[start, end)` are characters of the sampled text, markers included.
+
+    `closed`: by its own marker. A region that runs to the end of the turn has none, and is closed by the end.
+    """
+
+    field: str
+    body: str
+    captures: Mapping[str, str]
+    start: int
+    end: int
+    closed: bool
+
+
+ScanEvent: TypeAlias = RegionText | CallOpened | TextEnded | RegionClosed
+Match: TypeAlias = Any
+
+
+class RegionScanner:
+    """`prefix` is what the prompt already wrote of this turn (an opened `<think>`); it sets the state and gives no events.
+
+    Offsets in events count characters of the text that was fed. `streamed`: the fields whose text is wanted as it comes.
+    """
+
+    def __init__(self, grammar: Grammar, *, prefix: str, streamed: frozenset[str]) -> None:
+        self._grammar = grammar
+        self._streamed: frozenset[str] = frozenset()
+        self._events: list[ScanEvent] = []
+        self._buffer, self._pos = prefix, 0
+        self._base = -len(prefix)  # the offset of the buffer's first character
+        self._field: str | None = grammar.implicit
+        self._has_begun = False  # the open region has a marker or text of its own
+        self._captures: Mapping[str, str] = {}
+        self._body: list[str] = []
+        self._opened_at = self._body_at = self._base
+        if prefix:
+            self._advance(at_end=False)
+            self._events.clear()
+        self._streamed = streamed
+
+    @property
+    def is_inside(self) -> bool:
+        """In a region that has a marker of its own."""
+        return self._field is not None and self._field != self._grammar.implicit
+
+    def feed(self, text: str) -> list[ScanEvent]:
+        if self._pos > _TRIM_AT:
+            cut = self._pos - _LOOKBEHIND
+            self._buffer, self._base, self._pos = self._buffer[cut:], self._base + cut, self._pos - cut
+        self._buffer += text
+        self._advance(at_end=False)
+        return self._take_events()
+
+    def finish(self, *, stopped: bool) -> list[ScanEvent]:
+        """`stopped`: the turn ended at a stop token, not at a cut-off."""
+        self._advance(at_end=True)
+        self._append(self._buffer[self._pos :])
+        self._pos = len(self._buffer)
+        runs_on = self._field is not None and self._grammar.ends_with_turn(self._field)
+        self._close(self._base + self._pos, closed=stopped and runs_on)
+        return self._take_events()
+
+    def _take_events(self) -> list[ScanEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _advance(self, *, at_end: bool) -> None:
+        """Handles every delimiter that is certain, then passes on the text before the first one that is not."""
+        while True:
+            found, hold = self._find(at_end=at_end)
+            if found is None:
+                break
+            delimiter, match = found
+            start, end = match.span()
+            self._append(self._buffer[self._pos : start])
+            self._pos = end
+            had_begun = self._has_begun
+            self._close(self._base + start, closed=True)
+            if delimiter.opens:
+                self._open(delimiter.field, match)
+            elif start == end and not had_begun:  # an empty close of an empty region would match here for ever
+                break
+        if hold > self._pos and not at_end:
+            self._append(self._buffer[self._pos : hold])
+            self._pos = hold
+
+    def _find(self, *, at_end: bool) -> tuple[tuple[Delimiter, Match] | None, int]:
+        """The earliest delimiter that is certain (the longest of those), and where the first begins that more text may complete."""
+        buffer, pos = self._buffer, self._pos
+        edge = hold = len(buffer)
+        best: tuple[Delimiter, Match] | None = None
+        best_key: tuple[int, int, bool, str] | None = None
+        for delimiter in self._grammar.delimiters[self._field]:
+            match: Match = delimiter.pattern.search(buffer, pos, partial=not at_end)
+            if match is None:
+                continue
+            start, end = match.span()
+            if not at_end and (match.partial or (end == edge and (start == end or not delimiter.is_final))):
+                hold = min(hold, start)
+                continue
+            key = (start, start - end, not delimiter.opens, delimiter.field)
+            if best_key is None or key < best_key:
+                best_key, best = key, (delimiter, match)
+        if best is not None and best[1].start() >= hold:
+            best = None
+        return best, hold
+
+    def _append(self, text: str) -> None:
+        if not text or self._field is None:
+            return
+        self._has_begun = True
+        if self._field in self._streamed:
+            self._events.append(RegionText(field=self._field, text=text))
+        if self._field not in TEXT_FIELDS:
+            self._body.append(text)
+
+    def _open(self, field: str, match: Match) -> None:
+        self._field, self._has_begun, self._body = field, True, []
+        self._captures = {name: value for name, value in match.groupdict().items() if value is not None}
+        self._opened_at, self._body_at = self._base + match.start(), self._base + match.end()
+        if field == CALLS and CALLS in self._streamed:
+            self._events.append(CallOpened(captures=self._captures))
+
+    def _close(self, body_end: int, *, closed: bool) -> None:
+        """Ends the open region and goes back to the implicit one."""
+        if self._field in TEXT_FIELDS and self._has_begun:
+            self._events.append(TextEnded(field=self._field, start=max(self._body_at, 0), end=max(body_end, 0)))
+        elif self._field is not None and self._has_begun:
+            self._events.append(
+                RegionClosed(
+                    field=self._field,
+                    body="".join(self._body),
+                    captures=self._captures,
+                    start=max(self._opened_at, 0),
+                    end=max(self._base + self._pos, 0),
+                    closed=closed,
+                )
+            )
+        self._field, self._has_begun, self._captures, self._body = self._grammar.implicit, False, {}, []
+        self._opened_at = self._body_at = self._base + self._pos

@@ -1,0 +1,75 @@
+"""What was proven at load, kept between processes: one small JSON file per template, tokenizer, settings and version of the code.
+
+Invariants: a file is written beside its place and renamed, so that a reader sees all of it or nothing; a file that cannot be read, is
+damaged or is of another version is proven anew; without a writable directory nothing is kept and nothing fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+VERSION = 2
+_LIBRARIES = ("jinja2", "tokenizers", "transformers")
+
+
+@lru_cache
+def hash_code() -> str:
+    """Of everything that can change what is proven: all code of this package, and the versions of the libraries that it renders and
+    encodes with."""
+    package = Path(__file__).parent.parent
+    files = sorted(package.rglob("*.py"))
+    code = b"".join(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() for path in files)
+    versions = ",".join(f"{name}=={metadata.version(name)}" for name in _LIBRARIES)
+    return sha256(code + versions.encode()).hexdigest()
+
+
+def find_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "tokentrue" / f"proofs-v{VERSION}"
+
+
+def make_key(parts: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True, default=str).encode()).hexdigest()
+
+
+def read(key: str) -> dict[str, Any] | None:
+    try:
+        data: Any = json.loads((find_directory() / f"{key}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(data, dict):
+        return None
+    found = cast("dict[str, Any]", data)
+    return found if found.get("key") == key else None
+
+
+def write(key: str, data: Mapping[str, Any]) -> None:
+    folder = find_directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            json.dump({**data, "key": key}, file, ensure_ascii=True)
+        os.replace(name, folder / f"{key}.json")
+    except OSError:
+        return
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file; remembered by its path, size and time of change, because tokenizer files are tens of megabytes."""
+    stat = path.stat()
+    key = make_key({"file": str(path.resolve()), "size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino})
+    known = read(key)
+    if known is not None and isinstance(known.get("sha256"), str):
+        return known["sha256"]
+    digest = sha256(path.read_bytes()).hexdigest()
+    write(key, {"sha256": digest})
+    return digest

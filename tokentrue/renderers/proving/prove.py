@@ -1,0 +1,127 @@
+"""What holds for one template and tokenizer, found by trying: shapes of conversation × roles appended, each compared in ids with the truth.
+
+The truth of a case uses no sentinel: the real conversation is rendered and encoded whole, the last turn's own last word and the stop token
+after it are found by their offsets, and everything after that stop is what `extend` must have added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tokentrue.errors import TokenTrueError
+from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
+from tokentrue.renderers.proving.cases import ADDED, ROLES, SHAPES, TOOLS
+from tokentrue.renderers.proving.proof import Case, Proof
+from tokentrue.renderers.renderer import Renderer
+from tokentrue.types import Extension, Message, Refusal, Tool
+
+
+def prove(renderer: Renderer) -> Proof:
+    cases = tuple(_run_case(renderer, role, shape, new) for role, shapes in ADDED.items() for shape, new in shapes.items())
+    roles: dict[str, str] = {}
+    why: dict[str, str] = {}
+    for role in ROLES:
+        outcomes = [case for case in cases if case.role == role]
+        roles[role], why_role = _judge_role(outcomes)
+        if why_role:
+            why[role] = why_role
+    return Proof(
+        roles=roles,
+        why=why,
+        stops={"text": renderer.stops.text, "call": renderer.stops.call, "declared": renderer.stops.declared},
+        boundary={role: found for role in ROLES if (found := _find_boundary(renderer, role, cases)) is not None},
+        rewrites={role: _check_rewrites(renderer, role, cases) for role in ROLES},
+        cases=cases,
+        template_hash=renderer.template_hash,
+        tokenizer_hash=renderer.tokenizer_hash,
+        warnings=tuple(_list_warnings(renderer)),
+        inputs=renderer.inputs.to_json(),
+    )
+
+
+def _judge_role(cases: Sequence[Case]) -> tuple[str, str]:
+    found = {case.outcome for case in cases}
+    reasons = "; ".join(f"{case.shape}: {case.why}" for case in cases if case.outcome in {"refused", "unsupported", "wrong"})
+    if "wrong" in found or not found & {"proven", "history"}:
+        return "refused", reasons
+    return ("history" if "history" in found else "proven"), reasons
+
+
+def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message]) -> Case:
+    history, tools = SHAPES[shape], _choose_tools(SHAPES[shape])
+    calls = bool(history[-1].get("tool_calls"))
+    stop = next(iter(_list_stops(renderer, calls=calls)), None)
+    if stop is None:
+        return Case(shape=shape, role=role, outcome="refused", why="no_stop", detail="no token is known to end such a turn")
+    prefix = [renderer.codec.literals[stop]]
+    try:
+        found = renderer.extend(prefix, history, new, tools)
+        join = found.join if isinstance(found, Extension) else "stop"
+        expected = find_truth(renderer, history, new, tools, stop, join)
+    except TokenTrueError as error:
+        return Case(shape=shape, role=role, outcome="unsupported", why=error.code, detail=str(error))
+    if isinstance(found, Refusal):
+        return Case(shape=shape, role=role, outcome="refused", why=found.why, detail=found.detail)
+    if expected is None or list(found.added_ids) != expected:
+        detail = "the render of the real history has no such place" if expected is None else "ids differ from the real history's"
+        return Case(shape=shape, role=role, outcome="wrong", why="differs", detail=detail)
+    why = "" if found.join == "stop" else f"{found.join}_stop"
+    return Case(shape=shape, role=role, outcome="history" if found.context == "history" else "proven", why=why)
+
+
+def _list_stops(renderer: Renderer, *, calls: bool) -> Sequence[str]:
+    """The stop with which a model that behaves ends such a turn."""
+    return renderer.stops.call if calls else renderer.stops.text
+
+
+def _choose_tools(history: Sequence[Message]) -> Sequence[Tool] | None:
+    return TOOLS if any(message.get("tool_calls") for message in history) else None
+
+
+def find_truth(
+    renderer: Renderer, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] | None, stop: str, join: str = "stop"
+) -> list[int] | None:
+    """What follows the last turn's stop in the real conversation, by offsets in the whole encoding; None where it has no such place."""
+    plain = fill_in_tool_names(normalise_messages([*history, *new], renderer.inputs))
+    text = renderer.template.render(plain, normalise_tools(tools, renderer.inputs), renderer.template_kwargs, inputs=renderer.inputs)
+    word, first = text.rfind("zlastz"), text.find("zn0z")
+    encoding = renderer.codec.encode_with_offsets(text)
+    ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
+    between = [index for index, start in enumerate(starts) if max(word, 0) < start < first]
+    hits = [index for index in between if ids[index] == renderer.codec.literals[stop]]
+    if word < 0:  # the template shows no calls: the turn before the new message is this one, whatever it holds
+        return list(ids[hits[-1] + 1 :]) if hits else None
+    if join == "foreign":  # the recorded stop stays; all that closes the turn comes after it
+        return renderer.codec.encode_after(text[word + len("zlastz") :], literal="")
+    if join == "alias":
+        hits = [index for index in between if ids[index] in renderer.codec.texts]
+    return list(ids[hits[0] + 1 :]) if hits else None
+
+
+def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str | None:
+    """The text between the stop and the first new content, in the first case of that role that holds."""
+    case = next((case for case in cases if case.role == role and case.outcome in {"proven", "history"}), None)
+    if case is None:
+        return None
+    history = SHAPES[case.shape]
+    new = ADDED[role][case.shape]
+    stop = _list_stops(renderer, calls=bool(history[-1].get("tool_calls")))[0]
+    found = renderer.extend([renderer.codec.literals[stop]], history, new, _choose_tools(history))
+    if not isinstance(found, Extension):
+        return None
+    return renderer.decode(found.added_ids).partition("New" if role != "tool" and role != "tools" else "Got")[0]
+
+
+def _check_rewrites(renderer: Renderer, role: str, cases: Sequence[Case]) -> bool:
+    shapes = [case.shape for case in cases if case.role == role and case.outcome in {"proven", "history"}]
+    try:
+        return any(renderer.rewrites(SHAPES[shape], ADDED[role][shape], _choose_tools(SHAPES[shape])) for shape in shapes)
+    except TokenTrueError:  # it cannot render the conversation with nothing after the turn: there is nothing to compare
+        return False
+
+
+def _list_warnings(renderer: Renderer) -> Iterator[str]:
+    stops = renderer.stops
+    derived = {*stops.text, *stops.call}
+    if stops.declared and stops.text and not derived & set(stops.declared):
+        yield f"the template ends turns with {', '.join(sorted(derived))}, the model's files declare {', '.join(stops.declared)}"

@@ -1,0 +1,83 @@
+"""Parse inverts render: a turn written by the template itself, cut as a model would have sampled it, must parse back to its message."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokentrue.errors import TokenTrueError
+from tokentrue.renderers.messages import normalise_messages, normalise_tools
+from tokentrue.renderers.proving.cases import TOOLS
+from tokentrue.renderers.renderer import Renderer
+from tokentrue.types import Message
+
+_ASK: list[Message] = [{"role": "user", "content": "How is Paris?"}]
+
+
+def _call(name: str, city: str) -> dict[str, Any]:
+    return {"id": f"call{len(name)}{len(city):03d}", "type": "function", "function": {"name": name, "arguments": {"city": city}}}
+
+
+TURNS: dict[str, Message] = {
+    "text": {"role": "assistant", "content": "It is fine."},
+    "reasoned text": {"role": "assistant", "content": "It is fine.", "reasoning_content": "Look it up."},
+    "call": {"role": "assistant", "content": "", "tool_calls": [_call("weather", "Paris")]},
+    "reasoned call": {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Look it up.",
+        "tool_calls": [_call("weather", "Paris")],
+    },
+    "two calls": {"role": "assistant", "content": "", "tool_calls": [_call("weather", "Paris"), _call("clock", "Oslo")]},
+}
+
+
+def check_roundtrip(renderer: Renderer) -> dict[str, str]:
+    """Per kind of turn: "ok", "differs: …", or why there is nothing to compare."""
+    return {kind: _check_turn(renderer, turn) for kind, turn in TURNS.items()}
+
+
+def _check_turn(renderer: Renderer, turn: Message) -> str:
+    try:
+        sampled = encode_turn(renderer, turn)
+        if isinstance(sampled, str):
+            return sampled
+        prompt, ids = sampled
+        parsed = renderer.parse(ids, prompt_ids=prompt, tools=TOOLS)
+    except TokenTrueError as error:
+        return f"not rendered: {str(error)[:120]}"
+    got, want = _summarise(parsed.message), _summarise(turn)
+    return "ok" if got == want else f"differs: {json.dumps(got, ensure_ascii=False)[:200]}"
+
+
+def encode_turn(renderer: Renderer, turn: Message) -> tuple[list[int], list[int]] | str:
+    """The prompt's ids and those that a model would sample to write `turn` as the template does; or why that cannot be told."""
+    ask, answer = normalise_messages(_ASK, renderer.inputs), normalise_messages([turn], renderer.inputs)
+    tools = normalise_tools(TOOLS if turn.get("tool_calls") else None, renderer.inputs)
+    prompt = renderer.template.render(ask, tools, renderer.template_kwargs, inputs=renderer.inputs)
+    whole = renderer.template.render([*ask, *answer], tools, renderer.template_kwargs, generate=False, inputs=renderer.inputs)
+    if not whole.startswith(prompt):
+        return "not compared: the template does not write its own generation prompt again"
+    stops = renderer.stops.call if turn.get("tool_calls") else renderer.stops.text
+    written = whole[len(prompt) :]
+    if stops and not renderer.stops.opener:
+        at = written.rfind(stops[0])
+        written = written[: at + len(stops[0])] if at >= 0 else written
+    elif stops:
+        written += stops[0]
+    for text in (turn["content"], turn.get("reasoning_content", "")):
+        if text and text not in written:
+            return "not rendered: the template leaves part of such a turn out"
+    if any(call["function"]["arguments"]["city"] not in written for call in turn.get("tool_calls", ())):
+        return "not rendered: the template leaves calls out"
+    return renderer.codec.encode(prompt), renderer.codec.encode_after(written, literal="")
+
+
+def _summarise(message: Message) -> dict[str, Any]:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    arguments = [json.loads(call["arguments"]) if isinstance(call["arguments"], str) else call["arguments"] for call in calls]
+    return {
+        "content": (message.get("content") or "").strip(),
+        "reasoning": (message.get("reasoning_content") or "").strip(),
+        "calls": [[call["name"], argument] for call, argument in zip(calls, arguments, strict=True)],
+    }

@@ -1,0 +1,90 @@
+"""Where turns begin and end in a sequence of ids: which tokens are structure, which of them open a turn, and how an assistant's turn opens.
+
+Found by rendering, not from a table. `tokentrue.compare` reads a sequence by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tokentrue.errors import TokenTrueError
+from tokentrue.renderers.codec.codec import Codec
+from tokentrue.types import Ids, Message
+
+_USER, _ASSISTANT, _SYSTEM = "qzuserqz", "qzassistantqz", "qzsystemqz"
+
+RenderText = Callable[[list[Message], bool], str]
+"""Messages, and whether the generation prompt is wanted, to the template's text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """`assistant` is the token that opens an assistant's turn; `word` the text right after it, where other roles share the token.
+
+    Qwen3: `<|im_start|>` and "assistant"; GLM: `<|assistant|>` and ""; `openers` are the tokens that open a turn of any role.
+    """
+
+    special: frozenset[int]
+    openers: frozenset[int]
+    stops: frozenset[int]
+    assistant: int | None
+    word: str
+
+
+def find_structure(codec: Codec, stop_ids: Ids, render_text: RenderText) -> Structure:
+    special = frozenset(id_ for id_, text in codec.texts.items() if text.strip(" \t\r\n▁"))
+    prompt = _encode_generation_prompt(codec, render_text)
+    place = next((place for place, id_ in enumerate(prompt) if id_ in special), None)
+    openers: set[int] = set()
+    word = ""
+    if place is not None:
+        openers.add(prompt[place])
+        after = next((n for n in range(place + 1, len(prompt)) if prompt[n] in special), len(prompt))
+        word = codec.decode(prompt[place + 1 : after]).split("\n")[0].strip()
+    stops = frozenset(stop_ids)
+    openers |= _find_openers(codec, stops, render_text, special, openers)
+    return Structure(
+        special=special,
+        openers=frozenset(openers),
+        stops=stops,
+        assistant=prompt[place] if place is not None else None,
+        word=word,
+    )
+
+
+def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> list[int]:
+    """The ids that a template writes to open the assistant's turn."""
+    user: list[Message] = [{"role": "user", "content": _USER}]
+    try:
+        whole, without = render_text(user, True), render_text(user, False)
+    except TokenTrueError:
+        return []
+    if whole.startswith(without) and len(whole) > len(without):
+        return codec.encode(whole[len(without) :])
+    return codec.encode(whole[whole.rfind(_USER) + len(_USER) :])
+
+
+def _find_openers(codec: Codec, stops: frozenset[int], render_text: RenderText, special: frozenset[int], known: set[int]) -> set[int]:
+    """The structure between two contents: a known opener if there is one, else the first token after the one that ends the turn before."""
+    found: set[int] = set()
+    turns: list[Message] = [
+        {"role": "system", "content": _SYSTEM},
+        {"role": "user", "content": _USER},
+        {"role": "assistant", "content": _ASSISTANT},
+        {"role": "user", "content": _USER + "2"},
+    ]
+    for messages in (turns, turns[1:]):
+        try:
+            text = render_text(messages, False)
+        except TokenTrueError:
+            continue
+        for before, word in ((_SYSTEM, _USER), (_USER, _ASSISTANT), (_ASSISTANT, _USER + "2")):
+            start, end = text.find(before), text.rfind(word)
+            if 0 <= start < end:
+                gap = [id_ for id_ in codec.encode(text[start + len(before) : end]) if id_ in special]
+                closed = next((n + 1 for n, id_ in enumerate(gap) if id_ in stops), 0)
+                shared = [id_ for id_ in gap if id_ in known]
+                found.update((shared or gap[closed:] or gap[-1:])[:1])
+        break
+    return found
