@@ -105,6 +105,7 @@ class Case:
         wire = random_wire(rng) if lossy else Wire()
         if dialect == ANTHROPIC and not wire.inline:  # a thinking block needs the signature that it was served with
             sent = [m if m.reasoning in self.signatures else replace(m, reasoning="") for m in sent]
+        sent = [replace(m, inline=wire.inline and bool(m.reasoning)) for m in sent]
         asked = Asked(messages=sent, tools=self.tools, dialect=dialect, wire=wire, stream=rng.random() < 0.6)
         asked.fields = self._fields(dialect)
         asked.key = f"key-{self.session}-{rng.getrandbits(48):x}" if rng.random() < 0.3 else None

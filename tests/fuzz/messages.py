@@ -30,6 +30,7 @@ class Message:
     calls: tuple[Call, ...] = ()
     answers: str = ""
     served: bool = False
+    inline: bool = False  # the reasoning was sent as <think> text
 
 
 class Fit(IntEnum):
@@ -76,7 +77,7 @@ def fit_assistant(was: Message, now: Message) -> tuple[Fit, frozenset[str]]:
         "arguments": [call.arguments for call in was.calls] != [call.arguments for call in now.calls],
     }
     different = frozenset(name for name, differs in aspects.items() if differs)
-    if was.served or not different:
+    if was.served or not (different or was.inline != now.inline):
         return Fit.YES, different
     return Fit.MAYBE, different  # a message of the client's own, spelled otherwise
 
