@@ -275,6 +275,10 @@ class Case:
             await asyncio.sleep(0.05)
         raise Violation("a generation ends", f"still in flight: {shown['in_flight']}")
 
+    def unsure(self) -> set[int]:
+        """Generations of which any part may be in the record."""
+        return {id(generation) for generation in (*self.uncertain, *(one for one in self.log if one.doubtful))}
+
     async def check_record(self) -> None:
         shown = await self.settle()
         status, answer = await self.world.gateway.admin("GET", f"/sessions/{self.session}/samples")
@@ -282,7 +286,7 @@ class Case:
             raise Violation("a session stays readable", f"GET samples: {status} {short(answer)}")
         samples, coverage = answer["samples"], answer["coverage"]
         self.world.judge.samples(samples, self.log)
-        uncertain = {id(generation) for generation in self.uncertain}
+        uncertain = self.unsure()
         most = sum(generation.delivered for generation in self.log)
         least = sum(generation.delivered for generation in self.log if id(generation) not in uncertain)
         self.world.judge.coverage(coverage, samples, least, most)

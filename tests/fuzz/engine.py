@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import random
 from array import array
@@ -54,6 +55,7 @@ class Generation:
     logprobs: list[float] = field(default_factory=list[float])
     delivered: int = 0
     ended: str = "running"
+    doubtful: bool = False  # it is open whether what was delivered can be taken for tokens
     arrived: asyncio.Event = field(default_factory=asyncio.Event)  # the first tokens are out
 
     @property
@@ -170,10 +172,20 @@ class Engine:
                 request.transport.close()
             return web.Response()
         if plan.fault.startswith("malformed:"):
-            generation.ended = "refused"
-            return web.json_response(MALFORMED[plan.fault[10:]])
+            return web.json_response(self._malformed(generation, plan.fault[10:]))
         generation.delivered, generation.ended = count, "finished"
         return web.json_response(self._answer(generation, count, finish, new=count))
+
+    def _malformed(self, generation: Generation, name: str) -> Any:
+        """One token, where the answer can be taken to say one: the record may keep it or not."""
+        answer = copy.deepcopy(MALFORMED[name])
+        generation.ended, generation.doubtful = "refused", True
+        generation.sampled, generation.logprobs = [], []
+        if name.startswith(("id_", "finish_")) and isinstance(token := answer["output_ids"][0], int):
+            logprob = -self._random.random()
+            answer["meta_info"]["output_token_logprobs"][0][0] = logprob
+            generation.sampled, generation.logprobs, generation.delivered = [token], [logprob], 1
+        return answer
 
     async def _stream(
         self, request: web.Request, generation: Generation, finish: dict[str, Any], aborted: asyncio.Event

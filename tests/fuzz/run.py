@@ -265,7 +265,7 @@ class Runner:
     def _check_export(self, case: Case, samples: list[dict[str, object]]) -> None:
         self._world.judge.samples(samples, case.log)  # type: ignore[arg-type]
         recorded = {value for sample in samples for value in sample["rollout_logprobs"] if value is not None}  # type: ignore[attr-defined]
-        uncertain = {id(generation) for generation in case.uncertain}
+        uncertain = case.unsure()
         for generation in case.log:
             kept = self._kept(generation, recorded)
             if id(generation) not in uncertain and kept != generation.delivered:
