@@ -107,7 +107,10 @@ def responses_items(message: Message, tools: dict[str, Tool], wire: Wire) -> lis
 
 def responses_call(call: Call, tool: Tool | None) -> Json:
     if tool is not None and tool.custom:
-        given = json.loads(call.arguments or "{}")
+        try:
+            given = json.loads(call.arguments or "{}")
+        except ValueError:
+            given = None
         if isinstance(given, dict) and set(given) == {"input"} and isinstance(given["input"], str):
             return {"type": "custom_tool_call", "call_id": call.id, "name": call.name, "input": given["input"]}
     item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,14 @@ def play(settings: Settings) -> None:
     print(outcome.report())
     assert not outcome.found, outcome.report()
     assert outcome.generations > 0 and outcome.tokens > 0
+
+
+def test_the_oracle_and_its_driver_import_nothing_of_the_package() -> None:
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.partition(".")[0] == "tokentrue" for name in names), path
 
 
 @pytest.mark.fuzz
