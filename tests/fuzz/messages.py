@@ -68,8 +68,10 @@ def fit_assistant(was: Message, now: Message) -> tuple[Fit, frozenset[str]]:
         (call.name, plain_json(call.arguments)) for call in now.calls
     ]
     kept, given = was.reasoning.strip(), now.reasoning.strip()
-    if was.text.strip() != now.text.strip() or not same_calls or (given and given != kept):
+    if was.text.strip() != now.text.strip() or not same_calls:
         return Fit.NO, frozenset()
+    if given and given != kept:  # of a client's own message, a template may leave it out
+        return (Fit.NO, frozenset()) if was.served else (Fit.MAYBE, frozenset({"reasoning"}))
     aspects = {
         "reasoning": kept != given,
         "text": was.text != now.text,

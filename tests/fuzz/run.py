@@ -192,12 +192,20 @@ class Runner:
             )
         except Violation as violation:
             detail = violation.detail + (self._world.gateway.last_error() if "500" in violation.rule + violation.detail else "")
+            await self._note_nodes(case)
             return Found(case=case.index, rule=violation.rule, detail=detail, transcript=case.transcript, steps=done)
         except Exception:
             return Found(
                 case=case.index, rule="the fuzz itself failed", detail=traceback.format_exc(), transcript=case.transcript, steps=done
             )
         return None
+
+    async def _note_nodes(self, case: Case) -> None:
+        """What the gateway itself says of its last turns."""
+        status, shown = await self._world.gateway.admin("GET", f"/sessions/{case.session}")
+        for node in (shown["nodes"] if status == 200 else [])[-6:]:
+            told = {name: node.get(name) for name in ("id", "parent", "why", "detail", "projection", "outcome", "sampled_tokens")}
+            case.note(f"node {told}")
 
     async def _play(self, case: Case, only: Sequence[int] | None, done: list[int]) -> None:
         status, answer = await self._world.gateway.admin("POST", "/sessions", {"session_id": case.session})

@@ -43,6 +43,8 @@ async def go_on_exactly(case: Case) -> None:
 
 async def change_history(case: Case) -> None:
     what, messages = edit(next_messages(case), case.rng)
+    if messages[-1].role == "assistant":
+        messages.append(Message(role="user", text=case.some_text()))
     case.note(f"# {what or 'nothing to edit'}")
     case.plan()
     await case.ask(case.request(messages, lossy=case.rng.random() < 0.5))
