@@ -199,7 +199,7 @@ class Case:
         made = [self._turn(asked, answer, whole, sampled, continued[0]) for answer in answers]
         if asked.n == 1:
             self.world.judge.answer(answers[0].message, sampled[0])
-        self.turns += made
+        self.turns += [turn for turn in made if "Infinity" not in "".join(call.arguments for call in turn.path[-1].calls)]
         return made
 
     def whole(self, asked: Asked, heard: Heard) -> dict[str, Any]:
