@@ -35,12 +35,13 @@ class Heard:
 class Gateway:
     """`tree` is the source tree that is served."""
 
-    def __init__(self, folder: Path, model: Path, engine_url: str, *, tree: Path = ROOT) -> None:
+    def __init__(self, folder: Path, model: Path, engine_url: str, *, tree: Path = ROOT, workers: int = 1) -> None:
         self.store = folder / "journal.sqlite"
         self.log = folder / "serve.log"
         self.tree = tree
         self._env = {**os.environ, "PYTHONPATH": str(tree), "TOKENTRUE_ADMIN_KEY": ADMIN}
         self._arguments = ["--model", str(model), "--engine", "sglang", "--url", engine_url, "--store", f"sqlite:{self.store}"]
+        self._arguments += ["--workers", str(workers)] if workers > 1 else []
         self.url = ""
 
     async def start(self) -> None:

@@ -37,6 +37,7 @@ class Settings:
     model: str = "own"
     tree: Path = ROOT
     at_once: int = 3
+    workers: int = 1
     keep_going: bool = False
     minimize: bool = True
     without: Sequence[str] = ()
@@ -87,7 +88,7 @@ async def run(settings: Settings) -> Outcome:
     vocabulary = Vocabulary(model)
     engine = Engine(vocabulary, settings.seed)
     with tempfile.TemporaryDirectory() as folder:
-        gateway = Gateway(Path(folder), model, await engine.start(), tree=settings.tree)
+        gateway = Gateway(Path(folder), model, await engine.start(), tree=settings.tree, workers=settings.workers)
         try:
             await gateway.start()
             world = World(gateway=gateway, engine=engine, vocabulary=vocabulary, judge=Judge(vocabulary, strict=settings.model == "own"))

@@ -73,12 +73,7 @@ async def ask_with_key(case: Case) -> None:
     case.judged(asked, heard, join_parts(case.log[start:]))
     if case.rng.random() < 0.2:
         await case.compare_with_whole(asked, heard)
-    count = len(case.log)
-    again = await case.send(asked)
-    if again.status != 200 or len(case.log) != count:
-        raise Violation("a keyed retry adds nothing", f"{again.status}, {len(case.log) - count} more generations")
-    if comparable(asked.dialect, case.whole(asked, again)) != comparable(asked.dialect, case.whole(asked, heard)):
-        raise Violation("a keyed retry gets the recorded answer", f"{short(again.whole or again.events)}")
+    await expect_recorded(case, asked, case.whole(asked, heard))
 
 
 async def ask_twice_at_once(case: Case) -> None:
@@ -86,6 +81,9 @@ async def ask_twice_at_once(case: Case) -> None:
     asked = case.request(next_messages(case))
     asked.key = None
     other = replace(asked, stream=not asked.stream) if case.rng.random() < 0.7 else asked
+    if case.rng.random() < 0.3:  # each with a key of its own: both keys must find the answer later
+        asked = replace(asked, key=f"one-{case.session}-{case.rng.getrandbits(40):x}")
+        other = replace(other, key=f"two-{case.session}-{case.rng.getrandbits(40):x}")
     hold, start = asyncio.Event(), len(case.log)
     case.plan(hold=hold, after=case.rng.randint(0, 3))
     case.plan(hold=hold)
@@ -103,10 +101,22 @@ async def ask_twice_at_once(case: Case) -> None:
     if len(made) == 1:
         compare(asked, other, wholes)
         case.judged(asked, heard[0], made)
+        if other.key is not None:
+            await expect_recorded(case, other, wholes[1])
         return
     case.note("# the second came too late to be joined")
     for one in made:
         case.world.judge.prompt(one.prompt, asked.messages, asked.tools, case.turns)
+
+
+async def expect_recorded(case: Case, asked: Asked, whole: dict[str, Any]) -> None:
+    """A retry under the key gets the recorded answer and adds nothing."""
+    count = len(case.log)
+    again = await case.send(asked)
+    if again.status != 200 or len(case.log) != count:
+        raise Violation("a keyed retry adds nothing", f"{again.status}, {len(case.log) - count} more generations, {short(again.whole)}")
+    if comparable(asked.dialect, case.whole(asked, again)) != comparable(asked.dialect, whole):
+        raise Violation("a keyed retry gets the recorded answer", f"{short(whole)}\n  {short(again.whole or again.events)}")
 
 
 def compare(asked: Asked, other: Asked, wholes: Sequence[dict[str, Any]]) -> None:
