@@ -43,7 +43,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "cluster": {"app", "environments"},
     "lab": {"app", "environments", "renderers", "turn", "samples", "providers", *TENSORS},
     "bench": {"app", "environments", *SERVED, *TENSORS},
-    "cli": {"app", "cluster", "lab", "bench", "doctor", "viewer", "integrations", "environments", "__init__", *SERVED, *TENSORS},
+    "cli": {"app", "client", "cluster", "lab", "bench", "doctor", "viewer", "integrations", "environments", "__init__", *SERVED, *TENSORS},
     "__main__": {"cli"},
 }
 MAY_IMPORT_TORCH = {*TENSORS, "lab", "providers", "doctor", "app", "cli", "bench", "cluster"}

@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 import httpx
 import orjson
@@ -93,6 +94,10 @@ def _value_of(request: _Request, response: httpx.Response) -> Any:
 def _open(session_id: str | None, group: str | None, metadata: Any, sampling: Any, history: str | None) -> _Request:
     fields = {"session_id": session_id, "group": group, "metadata": metadata, "sampling": sampling, "history": history}
     return _Request(method="POST", path="/sessions", body={name: value for name, value in fields.items() if value is not None})
+
+
+def _list_path(limit: int, offset: int, group: str | None) -> str:
+    return f"/sessions?limit={limit}&offset={offset}" + (f"&group={quote(group, safe='')}" if group else "")
 
 
 def _samples_from(answer: Mapping[str, Any]) -> SessionSamples:
@@ -219,9 +224,20 @@ class Client:
 
         return block()
 
-    def sessions(self, *, limit: int = 100, offset: int = 0) -> list[dict[str, Any]]:
-        answer = self.call(_Request(method="GET", path=f"/sessions?limit={limit}&offset={offset}"))
+    def sessions(self, *, limit: int = 100, offset: int = 0, group: str | None = None) -> list[dict[str, Any]]:
+        answer = self.call(_Request(method="GET", path=_list_path(limit, offset, group)))
         return cast("list[dict[str, Any]]", answer["sessions"])
+
+    def session_state(self, session_id: str) -> dict[str, Any]:
+        """What GET /sessions/{id} gives."""
+        return self.call(_Request(method="GET", path=f"/sessions/{session_id}"))
+
+    def session_samples(self, session_id: str) -> SessionSamples:
+        return _samples_from(self.call(_Request(method="GET", path=f"/sessions/{session_id}/samples")))
+
+    def delete_session(self, session_id: str) -> None:
+        """Ends the session and deletes everything sampled in it."""
+        self.call(_Request(method="DELETE", path=f"/sessions/{session_id}?purge=true"))
 
     def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
         """Returns when the gateway and its engine are ready; raises GatewayUnreachable after `timeout_s`."""
@@ -324,8 +340,8 @@ class AsyncClient:
 
         return block()
 
-    async def sessions(self, *, limit: int = 100, offset: int = 0) -> list[dict[str, Any]]:
-        answer = await self.call(_Request(method="GET", path=f"/sessions?limit={limit}&offset={offset}"))
+    async def sessions(self, *, limit: int = 100, offset: int = 0, group: str | None = None) -> list[dict[str, Any]]:
+        answer = await self.call(_Request(method="GET", path=_list_path(limit, offset, group)))
         return cast("list[dict[str, Any]]", answer["sessions"])
 
     async def call(self, request: _Request) -> Any:

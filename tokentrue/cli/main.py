@@ -12,6 +12,7 @@ COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`; the modu
     "serve": "the gateway: OpenAI Chat Completions, OpenAI Responses, Anthropic Messages; every token recorded",
     "verify": "prove or refute, in id space, that a model's chat template can be extended",
     "samples": "export training samples of a journal or a running gateway: jsonl, parquet, safetensors, verl, trl, slime, prime-rl, tinker",
+    "sessions": "list, show or delete the sessions of a journal or of a running gateway",
     "audit": "re-check certificates, prefix identity and coverage of exported samples, from the file alone",
     "diagnose": "mismatch between rollout and trainer: δ, K1/K3, ratio tails, flips, contribution skew; table and HTML report",
     "view": "the viewer in a browser: sessions, tokens, what would have broken, mismatch plots; --export writes one file",

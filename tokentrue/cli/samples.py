@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokentrue.errors import ConfigError, FileFormatError, SessionNotFound
+
+if TYPE_CHECKING:
+    from tokentrue.client import Client
+    from tokentrue.types import Coverage
 
 
 def command(
@@ -34,7 +38,7 @@ def command(
         samples = _from_journal(source, session, group, total, max_tokens=max_tokens, abandoned=abandoned)
     elif max_tokens is not None or abandoned:
         raise ConfigError("--max-tokens and --abandoned need the journal itself, not a URL")
-    count = write_samples(_shown(samples), out, format=format)
+    count = write_samples(_shown(_at_least_one(samples, total, group)), out, format=format)
     _report(total, count, out, as_json=as_json)
     return 0
 
@@ -46,12 +50,19 @@ class Totals:
         self.sessions = self.sampled = self.trained = 0
         self.reasons: dict[str, int] = {}
 
-    def add(self, coverage: Any) -> None:
+    def add(self, coverage: Coverage) -> None:
         self.sessions += 1
-        self.sampled += coverage["sampled"]
-        self.trained += coverage["trained"]
-        for item in coverage["untrained"]:
-            self.reasons[item["why"]] = self.reasons.get(item["why"], 0) + item["tokens"]
+        self.sampled += coverage.sampled
+        self.trained += coverage.trained
+        for item in coverage.untrained:
+            self.reasons[item.why] = self.reasons.get(item.why, 0) + item.tokens
+
+
+def _at_least_one(samples: Iterator[Any], total: Totals, group: str | None) -> Iterator[Any]:
+    """The samples; a group that no session belongs to is an error, not an empty file."""
+    yield from samples
+    if group is not None and not total.sessions:
+        raise SessionNotFound(f"no session of group {group!r}; `tokentrue sessions` lists them")
 
 
 def _shown(samples: Iterator[Any]) -> Iterator[Any]:
@@ -68,7 +79,7 @@ def _shown(samples: Iterator[Any]) -> Iterator[Any]:
 def _from_journal(
     source: str, names: list[str] | None, group: str | None, total: Totals, *, max_tokens: int | None, abandoned: bool
 ) -> Iterator[Any]:
-    from tokentrue.samples import assemble, coverage_to_json
+    from tokentrue.samples import assemble
     from tokentrue.sessions import Journal
     from tokentrue.sessions.store import load_tree
 
@@ -80,51 +91,27 @@ def _from_journal(
         for name in names or [record.id for record in journal.all_sessions(group=group)]:
             record, tree = load_tree(journal, name)
             made = assemble(tree, record, max_tokens=max_tokens, include_abandoned=abandoned)
-            total.add(coverage_to_json(made.coverage))
+            total.add(made.coverage)
             yield from made.samples
     finally:
         journal.close()
 
 
 def _from_url(url: str, names: list[str] | None, group: str | None, total: Totals) -> Iterator[Any]:
-    from tokentrue.samples import sample_from_json
+    from tokentrue.client import Client
 
-    base = url.rstrip("/").removesuffix("/v1")
-    for name in names or _session_names(base, group):
-        answer = _get(f"{base}/sessions/{name}/samples")
-        total.add(answer["coverage"])
-        yield from (sample_from_json(item, f"session {name}") for item in answer["samples"])
+    with Client(url.rstrip("/").removesuffix("/v1")) as client:
+        for name in names or _session_names(client, group):
+            made = client.session_samples(name)
+            total.add(made.coverage)
+            yield from made.samples
 
 
-def _session_names(base: str, group: str | None) -> Iterator[str]:
+def _session_names(client: Client, group: str | None) -> Iterator[str]:
     offset = 0
-    while True:
-        page = _get(f"{base}/sessions?offset={offset}&limit=100" + (f"&group={group}" if group else ""))["sessions"]
-        if not page:
-            return
+    while page := client.sessions(offset=offset, group=group):
         offset += len(page)
         yield from (item["session_id"] for item in page if group is None or item.get("group") == group)
-
-
-def _get(url: str) -> Any:
-    import os
-    import urllib.error
-    import urllib.request
-
-    import orjson
-
-    key = os.environ.get("TOKENTRUE_ADMIN_KEY")
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    try:
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            return orjson.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
-            raise SessionNotFound(f"{url}: no such session") from error
-        cure = "; set TOKENTRUE_ADMIN_KEY" if error.code in {401, 403} else ""
-        raise ConfigError(f"{url}: HTTP {error.code}{cure}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{url}: {error}; is the gateway running?") from error
 
 
 def _report(total: Totals, count: int, out: Path, *, as_json: bool) -> None:
@@ -136,6 +123,11 @@ def _report(total: Totals, count: int, out: Path, *, as_json: bool) -> None:
         print(json.dumps({"out": str(out), **counts, "coverage": ratio, "untrained": total.reasons}, indent=1))
         return
     left_out = ", ".join(f"{tokens} {why}" for why, tokens in sorted(total.reasons.items()))
-    print(f"{count} samples of {total.sessions} session(s) in {out}; coverage {ratio:.2%} of {total.sampled} sampled tokens")
+    written = f"{count_of(count, 'sample')} of {count_of(total.sessions, 'session')} in {out}"
+    print(f"{written}; coverage {ratio:.2%} of {total.sampled} sampled tokens")
     if left_out:
         print(f"not trained: {left_out}")
+
+
+def count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

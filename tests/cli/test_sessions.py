@@ -1,0 +1,67 @@
+"""`tokentrue sessions` and `tokentrue samples` over a store and over a running gateway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tokentrue as tt
+from tests.gateway.world import Server, scripted_server
+from tokentrue.cli.main import run
+
+KEY = "a-long-admin-key"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
+    server = scripted_server(tmp_path, ["It is 4."] * 4, admin_key=KEY)
+    with tt.Client(server.url, KEY) as client:
+        for name in ("one", "two"):
+            session = client.open(session_id=name, group="g")
+            session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
+            session.close()
+    yield server
+    server.stop()
+
+
+def test_list_show_and_delete(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = f"sqlite:{tmp_path / 'journal.sqlite'}"
+    for source in (server.url, store):
+        assert run("sessions", [source, "--json"]) == 0
+        assert {entry["session_id"] for entry in json.loads(capsys.readouterr().out)["sessions"]} == {"one", "two"}
+        assert run("sessions", [source, "show", "one", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["session_id"] == "one" and len(shown["nodes"]) == 1 and shown["coverage"]["ratio"] == 1.0
+        assert run("sessions", [source]) == run("sessions", [source, "show", "one"]) == 0
+        assert "2 sessions" in capsys.readouterr().out
+    assert run("sessions", [store, "delete", "two"]) == 2, "a server uses the store"
+    assert "in use" in capsys.readouterr().err
+    assert run("sessions", [server.url, "delete", "two"]) == 0
+    assert run("sessions", [server.url, "show", "two"]) == 2
+    server.stop()
+    assert run("sessions", [store, "delete", "one"]) == 0
+    capsys.readouterr()
+    assert run("sessions", [store, "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"sessions": []}
+
+
+def test_what_is_called_wrong_is_one_line(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, out = f"sqlite:{tmp_path / 'journal.sqlite'}", str(tmp_path / "x.jsonl")
+    wrong = [
+        ("sessions", [store, "burn"], "no action 'burn'"),
+        ("sessions", [store, "show"], "needs a session id"),
+        ("sessions", [str(tmp_path / "none.sqlite")], "no journal"),
+        ("samples", [store, "--group", "TYPO", "-o", out], "no session of group 'TYPO'"),
+        ("samples", [server.url, "--group", "TYPO", "-o", out], "no session of group 'TYPO'"),
+        ("samples", [server.url, "--session", "nobody", "-o", out], "the gateway answered 404"),
+    ]
+    for name, arguments, words in wrong:
+        assert run(name, arguments) == 2
+        said = capsys.readouterr().err.strip()
+        assert words in said and len(said.splitlines()) == 1, said
+        assert not Path(out).exists()
+    assert run("samples", [server.url, "--group", "g", "-o", out]) == 0
+    assert "2 samples of 2 sessions" in capsys.readouterr().out

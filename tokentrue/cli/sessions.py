@@ -1,0 +1,148 @@
+"""tokentrue sessions STORE_OR_URL [list | show ID | delete ID]: the sessions of a journal or of a running gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tokentrue.cli.samples import count_of
+from tokentrue.errors import ConfigError, FileFormatError
+
+ACTIONS = ("list", "show", "delete")
+
+
+def command(
+    source: Annotated[str, typer.Argument(help="a journal (sqlite:PATH or PATH) or the base URL of a running gateway")],
+    action: Annotated[str, typer.Argument(help="list, show or delete")] = "list",
+    session_id: Annotated[str | None, typer.Argument(help="the session to show or delete")] = None,
+    limit: Annotated[int, typer.Option(help="list at most this many, newest first")] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> int:
+    """List, show or delete recorded sessions."""
+    if action not in ACTIONS:
+        raise ConfigError(f"no action {action!r}; choose one of {', '.join(ACTIONS)}")
+    if action != "list" and session_id is None:
+        raise ConfigError(f"`{action}` needs a session id; `tokentrue sessions {source}` lists them")
+    opened = GatewaySource(source) if source.startswith(("http://", "https://")) else JournalSource(source)
+    try:
+        if action == "list":
+            show_list(opened.list_sessions(limit), as_json=as_json)
+        elif action == "show":
+            show_one(opened.read_session(str(session_id)), as_json=as_json)
+        else:
+            opened.delete_session(str(session_id))
+            print(json.dumps({"deleted": session_id}) if as_json else f"session {session_id} and its tokens are deleted")
+    finally:
+        opened.close()
+    return 0
+
+
+class GatewaySource:
+    """A running gateway; the admin key comes from TOKENTRUE_ADMIN_KEY."""
+
+    def __init__(self, url: str) -> None:
+        from tokentrue.client import Client
+
+        self._client = Client(url.rstrip("/").removesuffix("/v1"))
+
+    def list_sessions(self, limit: int) -> list[dict[str, Any]]:
+        return self._client.sessions(limit=limit)
+
+    def read_session(self, session_id: str) -> dict[str, Any]:
+        return self._client.session_state(session_id)
+
+    def delete_session(self, session_id: str) -> None:
+        self._client.delete_session(session_id)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class JournalSource:
+    """A store on disk. Reading needs no lock; deleting is refused while a server uses the store."""
+
+    def __init__(self, store: str) -> None:
+        self._store = store if store.startswith("sqlite:") else f"sqlite:{store}"
+        path = Path(self._store.removeprefix("sqlite:"))
+        if not path.is_file():
+            raise FileFormatError(f"no journal at {path}; give the path that `tokentrue serve --store sqlite:PATH` was given")
+        from tokentrue.sessions import Journal
+
+        self._journal = Journal(self._store, read_only=True)
+
+    def list_sessions(self, limit: int) -> list[dict[str, Any]]:
+        records = self._journal.sessions(limit=limit)
+        return [{**self._summary(record.id), "group": record.group, "state": record.state, "created": record.created} for record in records]
+
+    def read_session(self, session_id: str) -> dict[str, Any]:
+        from tokentrue.sessions.store import load_tree
+
+        record, tree = load_tree(self._journal, session_id)
+        nodes = [
+            {
+                "id": node.id,
+                "parent": node.parent,
+                "why": node.why,
+                "outcome": node.outcome,
+                "projection": node.projection,
+                "prompt_tokens": node.prompt_length,
+                "sampled_tokens": len(node.sampled_ids),
+            }
+            for node in tree.in_order()
+        ]
+        told = {"group": record.group, "state": record.state, "metadata": dict(record.metadata), "nodes": nodes}
+        return {**self._summary(session_id), **told}
+
+    def _summary(self, session_id: str) -> dict[str, Any]:
+        from tokentrue.samples import coverage_of, coverage_to_json
+        from tokentrue.sessions.store import load_tree
+
+        record, tree = load_tree(self._journal, session_id)
+        coverage = coverage_to_json(coverage_of(tree, record))
+        return {"session_id": session_id, "turns": len(tree), "coverage": coverage, "reward": record.rewards.session}
+
+    def delete_session(self, session_id: str) -> None:
+        from tokentrue.sessions import Journal
+
+        journal = Journal(self._store)
+        try:
+            asyncio.run(journal.delete(session_id))
+        finally:
+            journal.close()
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+def show_list(sessions: list[dict[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"sessions": sessions}, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column in ("session", "group", "state", "turns", "coverage", "reward"):
+        table.add_column(column)
+    for entry in sessions:
+        ratio = (entry.get("coverage") or {}).get("ratio")
+        cells = (entry["session_id"], entry.get("group"), entry.get("state"), entry.get("turns"), ratio, entry.get("reward"))
+        table.add_row(*("" if cell is None else f"{cell:.2%}" if cell is ratio else str(cell) for cell in cells))
+    Console().print(table)
+    print(count_of(len(sessions), "session"))
+
+
+def show_one(session: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(session, indent=1))
+        return
+    coverage = session.get("coverage") or {}
+    print(f"session {session['session_id']}, {session.get('state')}, group {session.get('group') or '-'}")
+    print(f"coverage {coverage.get('ratio', 1.0):.2%} of {coverage.get('sampled', 0)} sampled tokens")
+    for node in session.get("nodes", ()):
+        told = f"{node['sampled_tokens']} sampled tokens  {node.get('why') or ''} {node.get('outcome') or ''}"
+        print(f"  {node['id']}  after {node.get('parent') or '-'}  {told}".rstrip())
