@@ -25,6 +25,17 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 40, "num_experts": 5, "num_experts_per_tok": 3}
 
+SHARED_EXPERT = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
+HYBRID = {
+    "head_dim": 24, "num_hidden_layers": 3, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+GLM = {
+    "partial_rotary_factor": 0.5, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": True,
+}  # fmt: skip
+
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     """A random model; odd sizes, because powers of two hide tails."""
@@ -43,6 +54,9 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
         "mixtral": lambda: t.MixtralForCausalLM(
             t.MixtralConfig(**{**SIZES, **head, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None, **changes})
         ),
+        "qwen3_next": lambda: t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**{**SIZES, **HYBRID, **SHARED_EXPERT, **changes})),
+        "qwen3_5": lambda: t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(**{**SIZES, **HYBRID, **changes})),
+        "glm4_moe": lambda: t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**{**SIZES, **head, **GLM, **changes})),
         "smollm3": lambda: t.SmolLM3ForCausalLM(t.SmolLM3Config(**{**SIZES, "hidden_size": 108, "num_hidden_layers": 4, **changes})),
     }
     model = makers[kind]().eval()

@@ -20,9 +20,11 @@ from tokentrue.engine.metrics import Meter
 from tokentrue.engine.request import Phase, Request, Routes, Sampled
 from tokentrue.engine.sample import not_finite, sample
 from tokentrue.engine.schedule import Limits, Scheduler, Work
+from tokentrue.engine.states import StatePool
 from tokentrue.engine.weights import Weights, load_weights
 from tokentrue.errors import EngineError
 from tokentrue.numerics import Contract, Ops, logprobs_of
+from tokentrue.numerics.delta import GatedDelta
 from tokentrue.types import Finish
 
 if TYPE_CHECKING:
@@ -52,8 +54,9 @@ class Core:
         self.version = version
         self.read = read
         self.pool = BlockPool(num_blocks, ops.block_size, shuffle=chaos.pages)
-        self.scheduler = Scheduler(self.pool, limits, chunk=chaos.chunk)
-        self.forward = Forward(decoder, ops, num_blocks=num_blocks, dtype=weight.dtype, device=weight.device)
+        states = state_pool_of(decoder, limits)
+        self.scheduler = Scheduler(self.pool, limits, chunk=chaos.chunk, states=states)
+        self.forward = Forward(decoder, ops, num_blocks=num_blocks, dtype=weight.dtype, device=weight.device, states=states)
         self.meter = Meter()
         self.capacity = min(decoder.max_positions, (num_blocks - 1) * ops.block_size)
         """Most tokens that one request can hold."""
@@ -274,6 +277,7 @@ class Core:
         if self.prefills is not None:
             self.prefills.forget()
         self.forward.caches.clear()
+        self.forward.recurrent.clear()
 
     def load(self, weights: Weights, version: int) -> None:
         """New weights between two steps. Keys and values of the old ones are dropped and computed anew where they are still needed, so
@@ -294,9 +298,15 @@ class Core:
         self.version = version
 
 
+def state_pool_of(decoder: Decoder, limits: Limits) -> StatePool | None:
+    """For hybrid models: a slot for every running request, and as many snapshots."""
+    hybrid = any(isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
+    return StatePool(2 * limits.max_requests + 2) if hybrid else None
+
+
 def bursts_of(core: Core) -> Bursts | None:
-    """Captured decode steps, on CUDA alone."""
-    if core.forward.device.type != "cuda":
+    """Captured decode steps, on CUDA alone; recurrent states are not captured."""
+    if core.forward.device.type != "cuda" or core.forward.states is not None:
         return None
     return Bursts(
         core.forward, core.scheduler, capacity=core.capacity, deliver=core.take_run, reject=lambda request: core.take(request, not_finite())
@@ -304,7 +314,7 @@ def bursts_of(core: Core) -> Bursts | None:
 
 
 def prefills_of(core: Core) -> PrefillGraphs | None:
-    if core.forward.device.type != "cuda":
+    if core.forward.device.type != "cuda" or core.forward.states is not None:
         return None
     from tokentrue.engine.prefills import PrefillGraphs
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import AttentionSpec, HeadNorm, NormForm
+from tokentrue.numerics import AttentionSpec, HeadNorm, NormForm, Ops
+from tokentrue.numerics.delta import GatedDelta
 from tokentrue.numerics.replacements import activation_kind, norm_kind
 
 
@@ -38,11 +39,7 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    before_attention: Norm | None
-    after_attention: Norm | None
-    before_mlp: Norm | None
-    after_mlp: Norm | None
+class Attention:
     qkv: Tensor
     qkv_bias: Tensor | None
     out: Tensor
@@ -50,6 +47,16 @@ class Layer:
     head_norm: HeadNorm | None
     spec: AttentionSpec
     rope: str | None  # key into Decoder.ropes; None: no rotary embedding in this layer
+    gated: bool  # q holds a gate of the output behind each head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    mixer: Attention | GatedDelta
     mlp: Dense | Callable[[Tensor], Tensor]  # [1,T,K] -> [1,T,K]
 
 
@@ -69,6 +76,7 @@ class Decoder:
     max_positions: int
 
 
+MIXERS = {"self_attn", "linear_attn"}
 ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
     frozenset({"input_layernorm", "post_attention_layernorm"}): ("input_layernorm", None, "post_attention_layernorm", None),
@@ -82,16 +90,19 @@ LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
 """Which norms a layer has -> their roles."""
 
 
-def read_decoder(model: Any, *, max_positions: int) -> Decoder:
+def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
     """The layers of `model`, merged in place; raises ExactnessError with the name of what has no exact form."""
     config = model.config.get_text_config()
     body, head = getattr(model, "model", None), model.get_output_embeddings()
     if body is None or not hasattr(body, "layers") or not hasattr(body, "norm") or not isinstance(head, nn.Linear):
         raise ExactnessError(f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)")
-    first = body.layers[0].self_attn
+    first = next((layer.self_attn for layer in body.layers if hasattr(layer, "self_attn")), None)
+    if first is None or not hasattr(first, "head_dim"):
+        raise ExactnessError(f"{type(model).__name__} has no attention with a head_dim: the engine has no exact form of it")
     heads = (config.num_attention_heads, config.num_key_value_heads, first.head_dim)
-    layers = tuple(read_layer(f"layers.{i}", layer, heads) for i, layer in enumerate(body.layers))
-    ropes = {key: rope_table(body, key, max_positions, heads[2]) for key in {layer.rope for layer in layers} if key is not None}
+    layers = tuple(read_layer(f"layers.{i}", layer, heads, ops) for i, layer in enumerate(body.layers))
+    kinds = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, Attention)}
+    ropes = {key: rope_table(body, key, max_positions, heads[2]) for key in kinds if key is not None}
     return Decoder(
         embed=read_embedding(body.embed_tokens), layers=layers, ropes=ropes, norm=read_norm("norm", body.norm), head=head.weight.data,
         head_bias=None if head.bias is None else head.bias.data, logit_softcap=getattr(config, "final_logit_softcapping", None),
@@ -107,24 +118,32 @@ def read_embedding(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda ids: torch.embedding(weight, ids)
 
 
-def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int]) -> Layer:
+def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int], ops: Ops) -> Layer:
     children = dict(layer.named_children())
-    norms = frozenset(child for child in children if child not in {"self_attn", "mlp"})
-    if norms not in LAYOUTS or not {"self_attn", "mlp"} <= children.keys():
+    mixer = MIXERS & children.keys()
+    norms = frozenset(children) - MIXERS - {"mlp"}
+    if norms not in LAYOUTS or len(mixer) != 1 or "mlp" not in children:
         raise ExactnessError(f"{name} ({type(layer).__name__}) has the parts {sorted(children)}: a layout without an exact form")
-    attention: Any = children["self_attn"]
+    pairs = zip(ROLES, LAYOUTS[norms], strict=True)
+    roles = {role: None if child is None else read_norm(f"{name}.{child}", children[child]) for role, child in pairs}
+    if "linear_attn" in mixer:
+        read: Attention | GatedDelta = GatedDelta(f"{name}.linear_attn", children["linear_attn"], ops)
+    else:
+        read = read_attention(name, children["self_attn"], heads)
+    return Layer(**roles, mixer=read, mlp=read_mlp(f"{name}.mlp", children["mlp"]))
+
+
+def read_attention(name: str, attention: Any, heads: tuple[int, int, int]) -> Attention:
     known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
     strange = {child for child, _ in attention.named_children()} - known
     if strange or not hasattr(attention, "q_proj"):
         raise ExactnessError(f"{name}.self_attn ({type(attention).__name__}) has parts without an exact form: {sorted(strange)}")
     qkv, qkv_bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
-    pairs = zip(ROLES, LAYOUTS[norms], strict=True)
-    roles = {role: None if child is None else read_norm(f"{name}.{child}", children[child]) for role, child in pairs}
     rope = (getattr(attention, "layer_type", None) or "") if getattr(attention, "use_rope", True) else None
-    return Layer(
-        **roles, qkv=qkv, qkv_bias=qkv_bias, out=attention.o_proj.weight.data, out_bias=data_of(attention.o_proj.bias),
-        head_norm=read_head_norm(name, attention, heads), spec=read_attention(attention, heads[2]),
-        rope=rope, mlp=read_mlp(f"{name}.mlp", children["mlp"]),
+    return Attention(
+        qkv=qkv, qkv_bias=qkv_bias, out=attention.o_proj.weight.data, out_bias=data_of(attention.o_proj.bias),
+        head_norm=read_head_norm(name, attention, heads), spec=read_spec(attention, heads[2]), rope=rope,
+        gated=attention.q_proj.out_features == 2 * heads[0] * heads[2],
     )  # fmt: skip
 
 
@@ -146,7 +165,7 @@ def read_head_norm(name: str, attention: Any, heads: tuple[int, int, int]) -> He
     return HeadNorm(q_weight=q.weight, k_weight=k.weight, eps=q.eps, form=q.form)
 
 
-def read_attention(attention: Any, head_dim: int) -> AttentionSpec:
+def read_spec(attention: Any, head_dim: int) -> AttentionSpec:
     if getattr(attention, "sinks", None) is not None:
         raise ExactnessError(f"{type(attention).__name__}: attention sinks have no exact form")
     window = getattr(attention, "sliding_window", None)
@@ -194,6 +213,6 @@ def rope_table(body: Any, key: str, positions: int, head_dim: int) -> tuple[Tens
     at = torch.arange(positions, device=weight.device)[None]
     with torch.no_grad():
         cos, sin = rotary(like, at, key) if isinstance(rotary.rope_type, dict) else rotary(like, at)
-    if cos.shape[-1] != head_dim:
-        raise ExactnessError(f"rotary embedding of {cos.shape[-1]} of {head_dim} values per head (partial) has no exact form")
+    if cos.shape[-1] > head_dim:
+        raise ExactnessError(f"rotary embedding of {cos.shape[-1]} values for heads of {head_dim} has no exact form")
     return cos[0].contiguous(), sin[0].contiguous()

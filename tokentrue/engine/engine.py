@@ -56,7 +56,7 @@ class ExactEngine:
         self.contract: Contract = self._undo.enter_context(exact(self.model, ops=ops))
         used: Ops = self.model.__dict__[STATE].ops
         positions = max_len or self.model.config.get_text_config().max_position_embeddings
-        decoder = read_decoder(self.model, max_positions=positions)
+        decoder = read_decoder(self.model, used, max_positions=positions)
         num_blocks = blocks_for(decoder, used, limits=self.limits, kv_tokens=kv_tokens, device=where)
         self.core = Core(
             self.model, decoder, used, self.contract, num_blocks=num_blocks, limits=self.limits, version=version, read=read, chaos=chaos

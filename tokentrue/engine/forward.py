@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from tokentrue.engine.adapters import AdaptedRows, Adapter
-from tokentrue.engine.decoder import Decoder, Dense, Layer, Norm
+from tokentrue.engine.decoder import Attention, Decoder, Dense, Layer, Norm
 from tokentrue.engine.schedule import Work
+from tokentrue.engine.states import StatePool
 from tokentrue.numerics import Ops, PagedBatch
+from tokentrue.numerics.delta import GatedDelta
 
+Ropes = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
 Trace = Callable[[str, Tensor], None]
 TABLE_STEP = 8
 """Block tables are as wide as a multiple of this."""
@@ -24,15 +27,20 @@ TABLE_STEP = 8
 class Forward:
     """A decoder, its operators and its cache. `trace(name, tensor)`, where given, receives every operator's result."""
 
-    def __init__(self, decoder: Decoder, ops: Ops, *, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, ops: Ops, *, num_blocks: int, dtype: torch.dtype, device: torch.device, states: StatePool | None = None
+    ) -> None:
         self.decoder = decoder
         self.ops = ops
         self.device = device
         _, heads, head_dim = decoder.heads
         self.caches = [
             (ops.new_cache(num_blocks, heads, head_dim, dtype, device), ops.new_cache(num_blocks, heads, head_dim, dtype, device))
-            for _ in decoder.layers
+            if isinstance(layer.mixer, Attention) else None
+            for layer in decoder.layers
         ]
+        self.states = states
+        self.recurrent = [new_state(layer.mixer, states, dtype, device) for layer in decoder.layers]
         self.trace: Trace | None = None
         self.plain = all(is_plain(layer) for layer in decoder.layers)
         self.refresh()
@@ -46,7 +54,8 @@ class Forward:
         """Logits [len(rows), V] of those token rows of the step; `adapters` holds those that requests name."""
         ids = np.array([token for work in batch for token in work.request.tokens[work.start : work.start + work.count]])
         paged = paged_batch(batch, self.ops.block_size, self.device)
-        hidden = self.hidden(torch.from_numpy(ids).to(self.device), paged, adapted_rows(batch, adapters or {}, self.device))
+        slots = self.prepare_states(batch)
+        hidden = self.hidden(torch.from_numpy(ids).to(self.device), paged, adapted_rows(batch, adapters or {}, self.device), slots)
         if not rows:
             return hidden.new_empty(0, self.decoder.vocabulary)
         if len(rows) < hidden.shape[0]:
@@ -63,7 +72,19 @@ class Forward:
         finally:
             self.ops.routes = None
 
-    def hidden(self, ids: Tensor, batch: PagedBatch, adapted: Sequence[AdaptedRows] = ()) -> Tensor:
+    def prepare_states(self, batch: Sequence[Work]) -> Tensor | None:
+        """Do the copies between state slots that the scheduler queued; returns the slots of the step's requests."""
+        if self.states is None:
+            return None
+        for source, target in self.states.take_copies():
+            for pair in self.recurrent:
+                for tensor in pair or ():
+                    tensor[target].copy_(tensor[source])
+        return torch.tensor([work.request.state_slot for work in batch], device=self.device)
+
+    def hidden(
+        self, ids: Tensor, batch: PagedBatch, adapted: Sequence[AdaptedRows] = (), slots: Tensor | None = None
+    ) -> Tensor:
         """[T,K] after the last layer, before the final norm."""
         if self.plain and self.trace is None and not adapted:
             h, x = self.plain_layers(ids, batch)
@@ -71,7 +92,7 @@ class Forward:
         d = self.decoder
         x, ropes = d.embed(ids), self.ropes(batch)
         for index, layer in enumerate(d.layers):
-            x = self.layer(index, layer, x, ropes[layer.rope], batch, adapted)
+            x = self.layer(index, layer, x, ropes, batch, adapted, slots)
         return x
 
     def logits_of_all(self, ids: Tensor, batch: PagedBatch) -> Tensor:
@@ -81,7 +102,7 @@ class Forward:
             return self.logits(self.hidden(ids, batch))
         return self.ops.norm_linear(*self.plain_layers(ids, batch), d.norm, d.head, d.head_bias)[0]
 
-    def ropes(self, batch: PagedBatch) -> dict[str | None, tuple[Tensor | None, Tensor | None]]:
+    def ropes(self, batch: PagedBatch) -> Ropes:
         """cos and sin of the step's positions; none for layers without a rotary embedding."""
         at = batch.positions
         return {None: (None, None), **{key: (cos[at], sin[at]) for key, (cos, sin) in self.decoder.ropes.items()}}
@@ -91,17 +112,17 @@ class Forward:
         ops, d, ropes = self.ops, self.decoder, self.ropes(batch)
         alone, copies = ids.shape[0] < ops.least_rows, ops.least_rows
         x, h = d.embed(ids.expand(copies) if alone else ids), None
-        for (keys, values), layer in zip(self.caches, d.layers, strict=True):
-            n, m, mlp = layer.before_attention, layer.before_mlp, layer.mlp
-            assert n is not None and m is not None
+        for cache, layer in zip(self.caches, d.layers, strict=True):
+            n, m, mixer, mlp = layer.before_attention, layer.before_mlp, layer.mixer, layer.mlp
+            assert n is not None and m is not None and cache is not None and isinstance(mixer, Attention)
             if h is None:
-                qkv = ops.linear(ops.rms_norm(x, n.weight, n.eps, form=n.form), layer.qkv, layer.qkv_bias)
+                qkv = ops.linear(ops.rms_norm(x, n.weight, n.eps, form=n.form), mixer.qkv, mixer.qkv_bias)
             else:
-                qkv, x = ops.norm_linear(h, x, n, layer.qkv, layer.qkv_bias)
+                qkv, x = ops.norm_linear(h, x, n, mixer.qkv, mixer.qkv_bias)
             qkv = qkv[:1] if alone else qkv
-            q = ops.prepare_qkv(qkv, d.heads, layer.head_norm, *ropes[layer.rope], keys, values, batch)
-            attended = ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1)
-            h = ops.linear(attended.repeat(copies, 1) if alone else attended, layer.out, layer.out_bias)
+            q = ops.prepare_qkv(qkv, d.heads, mixer.head_norm, *ropes[mixer.rope], *cache, batch)
+            attended = ops.paged_attention(q, *cache, batch, mixer.spec).flatten(1)
+            h = ops.linear(attended.repeat(copies, 1) if alone else attended, mixer.out, mixer.out_bias)
             if isinstance(mlp, Dense) and mlp.gate_up_bias is None:
                 inner, x = ops.norm_linear(h, x, m, mlp.gate_up, kind=mlp.kind)
                 h = ops.linear(inner, mlp.down, mlp.down_bias)
@@ -112,22 +133,14 @@ class Forward:
         return (h[:1], x[:1]) if alone else (h, x)
 
     def layer(
-        self, index: int, layer: Layer, x: Tensor, rope: tuple[Tensor | None, Tensor | None], batch: PagedBatch,
-        adapted: Sequence[AdaptedRows],
-    ) -> Tensor:  # fmt: skip
+        self, index: int, layer: Layer, x: Tensor, ropes: Ropes, batch: PagedBatch, adapted: Sequence[AdaptedRows], slots: Tensor | None
+    ) -> Tensor:
         ops, name = self.ops, f"layers.{index}"
-        heads, key_heads, size = self.decoder.heads
         h = self.norm(f"{name}.before_attention", layer.before_attention, x)
-        qkv = ops.linear(h, layer.qkv, layer.qkv_bias)
-        self.adapt(adapted, index, h, qkv, (("q_proj", heads * size), ("k_proj", key_heads * size), ("v_proj", key_heads * size)))
-        self.record(f"{name}.qkv", qkv)
-        keys, values = self.caches[index]
-        prepare = ops.prepare_qkv if layer.rope is not None else partial(Ops.prepare_qkv, ops)
-        q = prepare(qkv, self.decoder.heads, layer.head_norm, *rope, keys, values, batch)
-        attended = self.record(f"{name}.attention", ops.paged_attention(q, keys, values, batch, layer.spec).flatten(1))
-        h = ops.linear(attended, layer.out, layer.out_bias)
-        self.adapt(adapted, index, attended, h, (("o_proj", h.shape[1]),))
-        self.record(f"{name}.out", h)
+        if isinstance(layer.mixer, Attention):
+            h = self.attend(index, layer.mixer, h, ropes, batch, adapted)
+        else:
+            h = self.record(f"{name}.out", self.scan(index, layer.mixer, h, batch, slots))
         h = self.norm(f"{name}.after_attention", layer.after_attention, h)
         if layer.before_mlp is None:
             x = x + h
@@ -138,6 +151,37 @@ class Forward:
             self.record(f"{name}.before_mlp", h)
         h = self.mlp(name, layer.mlp, h, adapted, index)
         return x + self.norm(f"{name}.after_mlp", layer.after_mlp, h)
+
+    def attend(
+        self, index: int, mixer: Attention, h: Tensor, ropes: Ropes, batch: PagedBatch, adapted: Sequence[AdaptedRows]
+    ) -> Tensor:
+        ops, name, cache = self.ops, f"layers.{index}", self.caches[index]
+        heads, key_heads, size = self.decoder.heads
+        assert cache is not None
+        qkv, wide = ops.linear(h, mixer.qkv, mixer.qkv_bias), heads * size * (2 if mixer.gated else 1)
+        self.adapt(adapted, index, h, qkv, (("q_proj", wide), ("k_proj", key_heads * size), ("v_proj", key_heads * size)))
+        self.record(f"{name}.qkv", qkv)
+        gate = None
+        if mixer.gated:  # q and gate of a head lie side by side
+            q, gate = qkv[:, :wide].view(-1, heads, 2, size).unbind(2)
+            qkv = torch.cat((q.flatten(1), qkv[:, wide:]), -1)
+        prepare = ops.prepare_qkv if mixer.rope is not None else partial(Ops.prepare_qkv, ops)
+        q = prepare(qkv, self.decoder.heads, mixer.head_norm, *ropes[mixer.rope], *cache, batch)
+        attended = ops.paged_attention(q, *cache, batch, mixer.spec).flatten(1)
+        if gate is not None:
+            attended = attended * ops.activation(gate.flatten(1), "sigmoid")
+        self.record(f"{name}.attention", attended)
+        out = ops.linear(attended, mixer.out, mixer.out_bias)
+        self.adapt(adapted, index, attended, out, (("o_proj", out.shape[1]),))
+        return self.record(f"{name}.out", out)
+
+    def scan(self, index: int, mixer: GatedDelta, h: Tensor, batch: PagedBatch, slots: Tensor | None) -> Tensor:
+        """Linear attention: the states of the step's requests go in and out of their slots."""
+        kept = self.recurrent[index]
+        assert kept is not None and slots is not None
+        history, state = kept
+        out, history[slots], state[slots] = mixer.run(h, batch.q_lens, history[slots], state[slots])
+        return out
 
     def mlp(
         self, name: str, mlp: Dense | Callable[[Tensor], Tensor], h: Tensor, adapted: Sequence[AdaptedRows] = (), index: int = 0
@@ -177,20 +221,34 @@ class Forward:
 
     def clean(self) -> None:
         """Zero every page: after weights that were not finite."""
-        for pair in self.caches:
-            for cache in pair:
-                cache.zero_()
+        for pair in (*self.caches, *self.recurrent):
+            for tensor in pair or ():
+                tensor.zero_()
 
 
 def is_plain(layer: Layer) -> bool:
     """norm, attention, sum, norm, product, sum: the form whose sums can be left to the norms."""
     before = layer.before_attention and layer.before_mlp
-    return bool(before and not layer.after_attention and not layer.after_mlp and layer.rope is not None)
+    attention = isinstance(layer.mixer, Attention) and layer.mixer.rope is not None and not layer.mixer.gated
+    return bool(before and attention and not layer.after_attention and not layer.after_mlp)
+
+
+def new_state(
+    mixer: Attention | GatedDelta, states: StatePool | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Convolution history and recurrent state of one layer for every slot; None for attention."""
+    if not isinstance(mixer, GatedDelta):
+        return None
+    assert states is not None
+    history = torch.zeros(states.num_slots, mixer.taps - 1, mixer.channels, dtype=dtype, device=device)
+    shape = (states.num_slots, mixer.value_heads, mixer.key_size, mixer.value_size)
+    return history, torch.zeros(shape, dtype=torch.float32, device=device)
 
 
 def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
     for layer in decoder.layers:
-        yield from (layer.qkv, layer.out)
+        if isinstance(layer.mixer, Attention):
+            yield from (layer.mixer.qkv, layer.mixer.out)
         if isinstance(layer.mlp, Dense):
             yield from (layer.mlp.gate_up, layer.mlp.down)
     yield decoder.head

@@ -63,6 +63,7 @@ class Request:
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list[int])
     computed: int = 0
+    state_slot: int | None = None  # of a hybrid model's recurrent state
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
     logprobs: list[float] = field(default_factory=list[float])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tokentrue.engine.blocks import BlockPool, block_hash
 from tokentrue.engine.request import Phase, Request
+from tokentrue.engine.states import StatePool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +38,12 @@ class Work:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, limits: Limits, *, chunk: Callable[[Request, int], int] | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: Limits, *, chunk: Callable[[Request, int], int] | None = None, states: StatePool | None = None
+    ) -> None:
         """`chunk(request, most)` may choose a smaller piece of a prompt: for tests, because no bit may depend on it."""
         self.pool = pool
+        self.states = states
         self.limits = limits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -70,7 +74,12 @@ class Scheduler:
 
     def piece(self, request: Request, budget: int) -> int:
         most = min(request.remaining, budget, self.limits.chunk_tokens)
-        return max(1, min(most, self._chunk(request, most)))
+        count = max(1, min(most, self._chunk(request, most)))
+        if self.states is not None:  # a piece ends where the prompt's last whole block does, so that its state can be kept
+            border = (len(request.tokens) - 1) // self.pool.block_size * self.pool.block_size
+            if request.computed < border < request.computed + count:
+                return border - request.computed
+        return count
 
     def admit(self, budget: int) -> Iterable[Work]:
         deferred: list[Request] = []
@@ -121,11 +130,17 @@ class Scheduler:
         return request.hashes[request.computed // size :] if request.remaining > 1 else []
 
     def share_prefix(self, request: Request, names: list[bytes]) -> None:
+        if self.states is not None:  # as far as a snapshot of the state goes
+            names = names[: max((i + 1 for i, name in enumerate(names) if self.states.has(name)), default=0)]
+            if not all(self.pool.has(name) for name in names):
+                names = []
         for name in names:
             block = self.pool.share(name)
             if block is None:
                 break
             request.blocks.append(block)
+        if self.states is not None:
+            request.state_slot = self.states.restore(names[-1]) if names else self.states.take()
         request.computed = len(request.blocks) * self.pool.block_size
         request.prefix_hits += request.computed
         self.prefix_hits += request.computed
@@ -138,6 +153,8 @@ class Scheduler:
         if missing > self.pool.num_free:
             return False
         request.blocks.extend(self.pool.take() for _ in range(missing))
+        if self.states is not None and request.state_slot is None:
+            request.state_slot = self.states.take()
         return True
 
     def make_room(self, request: Request, length: int) -> bool:
@@ -162,6 +179,9 @@ class Scheduler:
             self.pool.release(block)
         request.blocks.clear()
         request.computed = 0
+        if self.states is not None and request.state_slot is not None:
+            self.states.release(request.state_slot)
+            request.state_slot = None
 
     # ---- results --------------------------------------------------------------------------------------------------------------------
     def record(self, work: Work) -> None:
@@ -172,6 +192,8 @@ class Scheduler:
             while len(request.hashes) <= index:
                 self.extend_names(request)
             self.pool.name(request.blocks[index], request.hashes[index])
+        if self.states is not None and request.state_slot is not None and request.computed % size == 0:
+            self.states.snapshot(request.hashes[request.computed // size - 1], request.state_slot)
 
     def finish(self, request: Request) -> None:
         if request.phase is Phase.RUNNING:
@@ -186,3 +208,5 @@ class Scheduler:
         for request in reversed(list(self.running)):
             self.preempt(request)
         self.pool.forget()
+        if self.states is not None:
+            self.states.forget()

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from tokentrue.engine.decoder import Decoder
+from tokentrue.engine.decoder import Attention, Decoder
 from tokentrue.engine.schedule import Limits
 from tokentrue.numerics import Ops
 
@@ -17,7 +17,8 @@ CPU_MOST_BYTES = 4 << 30
 def blocks_for(decoder: Decoder, ops: Ops, *, limits: Limits, kv_tokens: int | None, device: torch.device) -> int:
     """Enough for every request at full length if memory allows, else what memory allows; one more for the null block."""
     _, heads, head_dim = decoder.heads
-    token_bytes = 2 * len(decoder.layers) * heads * head_dim * decoder.head.element_size()
+    attentions = sum(isinstance(layer.mixer, Attention) for layer in decoder.layers)
+    token_bytes = 2 * attentions * heads * head_dim * decoder.head.element_size()
     wanted = kv_tokens
     if wanted is None:
         wanted = min(limits.max_requests * decoder.max_positions, free_bytes(decoder, limits, device) // token_bytes)
@@ -27,7 +28,7 @@ def blocks_for(decoder: Decoder, ops: Ops, *, limits: Limits, kv_tokens: int | N
 def free_bytes(decoder: Decoder, limits: Limits, device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        width = max(decoder.head.shape[1], *(layer.qkv.shape[0] for layer in decoder.layers))
+        width = max(decoder.head.shape[1], *(m.mixer.qkv.shape[0] for m in decoder.layers if isinstance(m.mixer, Attention)))
         activations = limits.step_tokens * width * decoder.head.element_size() * 16 + limits.max_requests * decoder.vocabulary * 40
         return max(int(free * GPU_SHARE) - activations, 0)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

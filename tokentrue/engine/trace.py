@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tokentrue.engine.decoder import LAYOUTS, ROLES
+from tokentrue.engine.decoder import LAYOUTS, MIXERS, ROLES
 from tokentrue.numerics import logits_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ def model_trace(model: Any, ids: list[int]) -> dict[str, Tensor]:
             handle = module.register_forward_hook(keeper(found, name, pick))
             undo.callback(handle.remove)
         logits_of(model, torch.tensor([ids], device=device))
-    for index in range(len(model.model.layers)):
+    for index, layer in enumerate(model.model.layers):
+        if not hasattr(layer, "self_attn"):
+            continue
         pieces = [found.pop(f"layers.{index}.{part}") for part in ("q", "k", "v")]
         found[f"layers.{index}.qkv"] = torch.cat(pieces, -1)
     return found
@@ -100,12 +102,15 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
 
     for index, layer in enumerate(model.model.layers):
         name, children = f"layers.{index}", dict(layer.named_children())
-        norms = LAYOUTS[frozenset(children) - {"self_attn", "mlp"}]
+        norms = LAYOUTS[frozenset(children) - MIXERS - {"mlp"}]
         yield from ((f"{name}.{role}", children[child], result) for role, child in zip(ROLES, norms, strict=True) if child)
-        attention = children["self_attn"]
-        yield from ((f"{name}.{part}", getattr(attention, f"{part}_proj"), result) for part in ("q", "k", "v"))
-        yield f"{name}.attention", attention.o_proj, first_input
-        yield f"{name}.out", attention.o_proj, result
+        attention = children.get("self_attn")
+        if attention is None:
+            yield f"{name}.out", children["linear_attn"], result
+        else:
+            yield from ((f"{name}.{part}", getattr(attention, f"{part}_proj"), result) for part in ("q", "k", "v"))
+            yield f"{name}.attention", attention.o_proj, first_input
+            yield f"{name}.out", attention.o_proj, result
         if hasattr(children["mlp"], "down_proj"):
             yield f"{name}.activation", children["mlp"].down_proj, first_input
         yield f"{name}.mlp", children["mlp"], result

@@ -14,13 +14,15 @@ finite. The token at position p of a sequence lies in block `table[p // B]`, row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from tokentrue.numerics.scan import scan_sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +136,9 @@ class Ops(ABC):
 
     @abstractmethod
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T,H,D], k [T,J,D], cos/sin [T,D] (model dtype): q*cos + rotate_half(q)*sin, rounded after each product and after the sum.
+        """q [T,H,D], k [T,J,D], cos/sin [T,R] (model dtype): q*cos + rotate_half(q)*sin, rounded after each product and after the sum.
 
+        With R < D the first R values of a head are turned, the others stay.
         The bits of Hugging Face's `apply_rotary_pos_emb` in plain torch (so: no fused multiply-add).
         """
 
@@ -149,6 +152,15 @@ class Ops(ABC):
 
         Per slot: linear, act_mul, linear, times weight, each rounded to x's dtype; slots are added in their order 0, 1, …, in x's dtype.
         """
+
+    def delta_scan(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(grad, from zero states) The gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay, beta [T,H], float32.
+
+        Returns out [T,H,V] and the states [S,H,K,V] after each sequence's last token; `state` None starts from zeros.
+        """
+        return scan_sequences(q, k, v, decay, beta, lengths, state)
 
     # ---- attention ----------------------------------------------------------------------------------------------------------------
     @abstractmethod

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from tokentrue.errors import ExactnessError
+from tokentrue.numerics.delta import delta_forward, is_gated_delta
 from tokentrue.numerics.devices import ops_for
 from tokentrue.numerics.fingerprint import Contract, contract_of
 from tokentrue.numerics.functions import guarded, unguarded
@@ -22,7 +23,7 @@ from tokentrue.numerics.hf_attention import attach_attention
 from tokentrue.numerics.ops import Ops
 from tokentrue.numerics.replacements import CONTAINERS, HARMLESS, Replacement, is_router, own_parameters, replacement_of
 
-SWITCHES = ("linear", "rms_norm", "activation", "rotary", "router", "experts", "functions", "attention")
+SWITCHES = ("linear", "rms_norm", "activation", "rotary", "router", "experts", "functions", "linear_attention", "attention")
 STATE = "_tokentrue_exact"
 
 
@@ -73,7 +74,14 @@ def restore(module: nn.Module, name: str, previous: Any) -> None:
 def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
     """The replacement of every module that computes; raises on the first that has no exact form."""
     plan: list[Replacement] = []
+    whole: list[str] = []  # modules replaced with all that is in them
     for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in whole):
+            continue
+        if is_gated_delta(module):
+            whole.append(name)
+            plan.append((module, "linear_attention", unguarded(delta_forward(name, module, ops))))
+            continue
         known = replacement_of(name, module, ops)
         if known is not None:
             plan.append((known[0], known[1], known[2] if known[1] == "router" else unguarded(known[2])))

@@ -86,5 +86,8 @@ def rotation_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotation(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
+    """Values past the width of `cos` (partial rotary embedding) stay as they are."""
+    if cos.shape[-1] < x.shape[-1]:
+        return torch.cat((apply_rotation(x[..., : cos.shape[-1]], cos, signed), x[..., cos.shape[-1] :]), -1)
     half = cos.shape[-1] // 2
     return (x * cos).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed))

@@ -77,6 +77,8 @@ class TritonOps(selftest.Fallbacks):
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         def turned(x: Tensor) -> Tensor:
+            if cos.shape[-1] < x.shape[-1]:  # partial: the rest stays as it is
+                return torch.cat((turned(x[..., : cos.shape[-1]]), x[..., cos.shape[-1] :]), -1)
             left, right = x.chunk(2, dim=-1)
             return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
 
@@ -166,7 +168,7 @@ class TritonOps(selftest.Fallbacks):
         v_cache: Tensor,
         batch: PagedBatch,
     ) -> Tensor:
-        if not self.fused or cos is None or sin is None:
+        if not self.fused or cos is None or sin is None or cos.shape[-1] != heads[2]:
             return super().prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch)
         return rope.prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch.slots)
 

@@ -1,0 +1,117 @@
+"""Gated delta rule (Qwen3-Next, Qwen3.5): a linear attention whose state is updated token by token, in one order on both sides.
+
+Per token and value head, in float32, K the key size:
+    S = S * exp(g);  S = S + k ⊗ ((v - Sᵀk) * beta);  out = Sᵀq / sqrt(K)
+A token's result depends on the state before it and on its own inputs, so cutting a sequence anywhere changes no bit. The recurrent form is
+the forward of both sides; gradients come from transformers' chunked form of the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics.ops import NormForm, Ops, Packed
+from tokentrue.numerics.scan import groups
+
+
+class GatedDelta:
+    """One layer: the parameters stay in the model's own module and are read at call time."""
+
+    def __init__(self, name: str, module: Any, ops: Ops) -> None:
+        self.module = module
+        self.ops = ops
+        self.key_heads, self.value_heads = module.num_k_heads, module.num_v_heads
+        self.key_size, self.value_size = module.head_k_dim, module.head_v_dim
+        self.taps = module.conv_kernel_size
+        self.channels = 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+        self.joined = hasattr(module, "in_proj_qkvz")  # Qwen3-Next; Qwen3.5 has one projection for each
+        inputs = ("qkvz", "ba") if self.joined else ("qkv", "z", "b", "a")
+        known = {"conv1d", "norm", "out_proj", *(f"in_proj_{part}" for part in inputs)}
+        parts = {child for child, _ in module.named_children()}
+        if parts != known or module.conv1d.bias is not None or module.activation != "silu":
+            raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: its parts are {sorted(parts)}")
+
+    def run(self, x_TK: Tensor, lengths: Sequence[int], history: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [T,K], and the next tokens' history [S,taps-1,C] and state [S,H,K,V]; sequences back to back, None: from their start."""
+        ops, m = self.ops, self.module
+        mixed, z, b, a = self.project(x_TK)
+        mixed, history = self.convolve(mixed, lengths, history)
+        q, k, v = mixed.split((self.key_heads * self.key_size, self.key_heads * self.key_size, self.value_heads * self.value_size), -1)
+        q, k = (self.unit(part.view(-1, self.key_heads, self.key_size)) for part in (q, k))
+        beta = ops.activation(b, "sigmoid").float()
+        decay = -torch.exp(m.A_log.float()) * ops.activation(a.float() + m.dt_bias, "softplus")
+        out, state = ops.delta_scan(q, k, v.view(-1, self.value_heads, self.value_size).float(), decay, beta, lengths, state)
+        normed = ops.rms_norm(out.to(x_TK.dtype), m.norm.weight, m.norm.variance_epsilon, form=NormForm.PLAIN)
+        gated = (normed.float() * ops.activation(z.float(), "silu")).to(x_TK.dtype)
+        return ops.linear(gated.flatten(1), m.out_proj.weight), history, state
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Inputs of the convolution [T,C], gate z [T,H,V], b and a [T,H]."""
+        ops, m, tokens = self.ops, self.module, x.shape[0]
+        if not self.joined:
+            z = ops.linear(x, m.in_proj_z.weight).view(tokens, self.value_heads, self.value_size)
+            return ops.linear(x, m.in_proj_qkv.weight), z, ops.linear(x, m.in_proj_b.weight), ops.linear(x, m.in_proj_a.weight)
+        group = self.value_heads // self.key_heads
+        wide = group * self.value_size
+        qkvz = ops.linear(x, m.in_proj_qkvz.weight).view(tokens, self.key_heads, -1)
+        q, k, v, z = qkvz.split((self.key_size, self.key_size, wide, wide), -1)
+        b, a = ops.linear(x, m.in_proj_ba.weight).view(tokens, self.key_heads, -1).split((group, group), -1)
+        mixed = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), -1)
+        return mixed, z.reshape(tokens, self.value_heads, self.value_size), b.flatten(1), a.flatten(1)
+
+    def convolve(self, mixed: Tensor, lengths: Sequence[int], history: Tensor | None) -> tuple[Tensor, Tensor]:
+        """SiLU of the causal depthwise convolution: taps are added in order in float32, and the sum is rounded once."""
+        weight = self.module.conv1d.weight.squeeze(1).float()
+        back = self.taps - 1
+        if history is None:
+            history = mixed.new_zeros(len(lengths), back, mixed.shape[1])
+        kept = torch.empty_like(history)
+        pieces: list[tuple[Tensor, Tensor]] = []
+        for members, rows in groups(lengths, mixed.device):
+            length = lengths[members[0]]
+            long = torch.cat((history[members], mixed[rows].view(len(members), length, -1)), 1)
+            wide = long.float()
+            total = wide[:, :length] * weight[:, 0]
+            for tap in range(1, self.taps):
+                total = total + wide[:, tap : tap + length] * weight[:, tap]
+            pieces.append((rows, total.to(mixed.dtype).flatten(0, 1)))
+            kept[members] = long[:, length:].detach()
+        order = torch.cat([rows for rows, _ in pieces])
+        out = torch.cat([values for _, values in pieces]).index_select(0, order.argsort())
+        return self.ops.activation(out, "silu"), kept
+
+    def unit(self, x: Tensor) -> Tensor:
+        """Vectors of length 1 in float32, heads of keys repeated for the heads of values."""
+        x = x.float()
+        x = x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+        return x.repeat_interleave(self.value_heads // self.key_heads, 1)
+
+
+def delta_forward(name: str, module: nn.Module, ops: Ops) -> Any:
+    """The exact forward of a model's own module: whole sequences, packed or padded."""
+    delta = GatedDelta(name, module, ops)
+
+    def forward(
+        hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, packed: Packed | None = None, **kwargs: Any
+    ) -> Tensor:
+        if cache_params is not None:
+            raise ExactnessError("exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)")
+        b, t, size = hidden_states.shape
+        flat = hidden_states.reshape(b * t, size)
+        if attention_mask is not None and not bool(attention_mask.bool().all()):
+            rows = attention_mask.reshape(-1).nonzero().squeeze(-1)
+            out = delta.run(flat[rows], tuple(attention_mask.sum(-1).tolist()), None, None)[0]
+            return torch.zeros_like(flat).index_copy(0, rows, out).view(b, t, size)
+        lengths = packed.lengths if packed is not None else (t,) * b
+        return delta.run(flat, lengths, None, None)[0].view(b, t, size)
+
+    return forward
+
+
+def is_gated_delta(module: nn.Module) -> bool:
+    return all(hasattr(module, part) for part in ("A_log", "dt_bias", "conv1d", "num_k_heads", "head_v_dim"))
