@@ -31,11 +31,7 @@ class TurnParser(Protocol):
         ...
 
     def finish(self) -> tuple[list[Delta], Parsed]:
-        """The held-back rest, and the whole turn: as `Renderer.parse` of all ids, plus calls that broke off after they were shown."""
-        ...
-
-    def whole(self, token_ids: Ids) -> Parsed:
-        """`Renderer.parse` of all ids at once, of a parser that was fed nothing and shows nothing early: made ready before they come."""
+        """The held-back rest, and the whole turn: its message is what all deltas add up to."""
         ...
 
 

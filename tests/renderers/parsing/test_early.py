@@ -84,12 +84,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("body", BROKEN)
-def test_a_call_that_breaks_off_stays_cut_off_and_its_text_follows(body: str) -> None:
+def test_a_call_that_breaks_off_after_it_was_shown_stays_the_call_that_was_shown(body: str) -> None:
+    """Its text is not shown a second time; a turn that was never streamed has the text instead."""
     r, (status, shown) = renderer("qwen3-like"), BROKEN[body]
     text = f"<tool_call>\n{body}\n</tool_call>"
     ids = r.encode_sampled(f"Look. {text}<|im_end|>")
     _, parsed = streamed(r.parser(tools=TOOLS), ids)
-    assert parsed.message["content"] == f"Look. {text}"
+    assert parsed.message["content"] == "Look."
     assert [call["function"] for call in parsed.message["tool_calls"]] == [{"name": "get_weather", "arguments": shown}]
     with pytest.raises(ValueError):
         json.loads(shown)
@@ -105,6 +106,7 @@ def test_a_call_cut_off_by_the_length_limit(name: str) -> None:
     _, parsed = streamed(r.parser(tools=TOOLS), ids)
     assert parsed.attempts[0].status is Status.UNCLOSED
     assert parsed.message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Zür'}
+    assert parsed.message["content"] is None
     assert "tool_calls" not in r.parse(ids, tools=TOOLS).message
 
 

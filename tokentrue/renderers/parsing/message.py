@@ -126,7 +126,10 @@ class MessageBuilder:
     def add_region(
         self, field: str, body: str, *, captures: Mapping[str, str], closed: bool, raw: str, span: tuple[int, int]
     ) -> list[Delta]:
-        """A region that has ended, `closed` by its own marker or not; `raw` is its text with its markers, `span` the tokens of that."""
+        """A region that has ended, `closed` by its own marker or not; `raw` is its text with its markers, `span` the tokens of that.
+
+        A region that is no call becomes text; one that was already shown as a call stays the call that was shown.
+        """
         if field not in (CALLS, BROKEN):
             self._extra[field] = _replace_surrogates(body)
             return []
@@ -138,7 +141,7 @@ class MessageBuilder:
         start, end = span
         if isinstance(calls, CallFailure):
             self.attempts.append(Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail))
-            return self.add_text("content", raw)
+            return self.add_text("content", raw) if shown is None else []
         deltas: list[Delta] = []
         for call in calls:
             is_unknown = self._has_tools and call.name not in self._schemas

@@ -4,8 +4,8 @@ ids → bytes → text (never half a character) → regions (never half a marker
 
 Invariants, each with its test: feeding in any chunks gives what feeding the whole gives; the deltas add up to the message; `raw` is every
 byte the model wrote; a call that cannot be read reaches the client as the text it is, and is recorded as an attempt with its reason.
-A stream shows a call while it is written (`early`), and cannot take it back: a call that breaks off after it was begun is in the streamed
-message too, with arguments that are no JSON. In all else, and wherever no call breaks off, `early` changes nothing but the deltas.
+A stream shows a call while it is written (`early`), and cannot take it back: a call that breaks off after it was begun stays a call, with
+exactly the arguments that were shown, which are no JSON. Wherever no call breaks off, `early` changes nothing but the deltas.
 Bytes that are not UTF-8 are lone surrogates in `raw` and `Attempt.raw` (`errors="surrogateescape"` gives them back), `�` in the message.
 """
 
@@ -22,7 +22,9 @@ _ANCHOR_WINDOWS = (48, 1024)  # tokens of the prompt's end that are searched for
 
 
 def parse_turn(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
-    return Parser(grammar, prompt_ids=prompt_ids, tools=tools).whole(sampled_ids)
+    parser = Parser(grammar, prompt_ids=prompt_ids, tools=tools)
+    parser.feed(sampled_ids)
+    return parser.finish()[1]
 
 
 class Parser:
@@ -65,11 +67,6 @@ class Parser:
             reasoning_tokens=self._reasoning_tokens,
         )
         return deltas, parsed
-
-    def whole(self, token_ids: Ids) -> Parsed:
-        """Feeds all ids and finishes."""
-        self.feed(token_ids)
-        return self.finish()[1]
 
     def _scan(self, text: str) -> list[Delta]:
         if not text:
