@@ -156,10 +156,3 @@ class SampleSource(Protocol):
     """Groups of samples for the trainer: a file, a queue or an in-process rollout."""
 
     def groups(self) -> Iterator[list[Sample]]: ...
-
-
-def call_if_there(target: object, name: str, *args: object) -> None:
-    """What only some providers have: pools hold back what they resume, adapters keep something for a session."""
-    method = getattr(target, name, None)
-    if method is not None:
-        method(*args)

@@ -158,8 +158,6 @@ class Session:
     def _admit(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
         """The turn that answers this request, and whether it was started for it; or the recorded answer of a retry."""
         self._check_open()
-        if request.after is not None:
-            request = replace(request, after=None, messages=[*self.tree.messages(self.tree.get(request.after))[:-1], *request.messages])
         asked = self._matcher.read(request.messages, request.tools)
         training = self.record.training
         sampling = settle_sampling(request.sampling, self._pinned, renderer=self.renderer, provider=self.provider, training=training)

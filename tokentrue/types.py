@@ -351,10 +351,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """What the corridor is asked for: an agent's next model call, in any dialect, already in the OpenAI shape.
+    """An agent's next model call, in any dialect, already in the OpenAI shape: `messages` is the whole conversation.
 
-    `after` is a promise of the caller: everything before `messages` is byte for byte what led to node `after`, and `messages`
-    begins with the replay of that node's assistant turn. Without it `messages` is the whole conversation.
     `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the same turn.
     """
 
@@ -364,7 +362,6 @@ class TurnRequest:
     template_kwargs: TemplateKwargs = field(default_factory=dict[str, Any])
     n: int = 1
     dialect: str = "openai_chat"
-    after: str | None = None
     request_key: str | None = None
 
 

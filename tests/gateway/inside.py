@@ -44,6 +44,21 @@ class Parrot:
     async def health(self) -> Mapping[str, Any]:
         return {}
 
+    # The engine's control, of which this one needs nothing.
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def watch(self) -> None: ...
+
+    async def interrupt(self) -> int:
+        return 0
+
+    async def publish(self, weights: Any, *, version: int) -> None: ...
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
     async def close(self) -> None:
         pass
 

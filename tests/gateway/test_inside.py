@@ -89,28 +89,3 @@ async def test_a_call_that_must_be_made_reaches_the_engine_as_the_models_own_for
     look, wait = (f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in ("look", "wait"))
     assert begins == [[look, wait], [wait]] and engine.asked[2] == {}
     await app.close()
-
-
-async def test_the_engine_is_told_of_sessions_that_leave_the_memory() -> None:
-    """What an adapter keeps per session (its grown prompt) goes with the session."""
-
-    class Keeping(Parrot):
-        kept: set[str | None] = set()  # noqa: RUF012
-
-        async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
-            self.kept.add(session)
-            return await super().generate(prompt_ids, sampling, session=session)
-
-        def forget(self, session: str) -> None:
-            self.kept.discard(session)
-
-    engine = Keeping()
-    app = gateway(engine, live_sessions=2)
-    made = [await new_session(app) for _ in range(5)]
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    for session in made:
-        assert (await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"]))[0] == 200
-    assert len(engine.kept) <= 2
-    await ask(app, "DELETE", f"/sessions/{made[-1]['session_id']}?purge=true")
-    assert made[-1]["session_id"] not in engine.kept
-    await app.close()

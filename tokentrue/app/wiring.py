@@ -20,7 +20,7 @@ from tokentrue.sessions.limits import Limits as SessionLimits
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
     from tokentrue.gateway.workers.forwarding import WorkerLinks
-    from tokentrue.protocols import Provider, Renderer
+    from tokentrue.protocols import EngineControl, Renderer
     from tokentrue.sessions.journal import Journal
 
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
@@ -60,6 +60,7 @@ class ServerConfig:
     port: int = 8000
     workers: int = 1
     store: str = "sqlite:tokentrue.sqlite"
+    durability: Literal["normal", "full"] = "normal"  # full: acknowledged turns survive a loss of power, not only of the process
     base_url: str = ""
     training: bool = True
     keep_alive_s: float = 10.0
@@ -97,7 +98,7 @@ def renderer_for(config: ModelConfig) -> Callable[[str], Renderer]:
     return load  # pyright: ignore[reportReturnType]
 
 
-def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[str], Renderer]) -> Provider:
+def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[str], Renderer]) -> EngineControl:
     """The engine, behind a pool that splices what breaks off; replicas are several urls of one engine."""
     from tokentrue.providers import load
     from tokentrue.providers.pool import Pool
@@ -122,13 +123,15 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
     return Pool([load(config.name, **options)])
 
 
-def journal_for(store: str, *, read_only: bool = False, lock: bool = True) -> Journal:
+def journal_for(
+    store: str, *, durability: Literal["normal", "full"] = "normal", read_only: bool = False, lock: bool = True
+) -> Journal:
     """`lock=False` for workers: their supervisor holds the store's lock."""
     from tokentrue.sessions.journal import Journal
 
     if store != "memory" and not store.startswith("sqlite:"):
         raise ConfigError(f"store must be sqlite:PATH or memory, got {store!r}")
-    return Journal(store, read_only=read_only, lock=lock)
+    return Journal(store, synchronous="FULL" if durability == "full" else "NORMAL", read_only=read_only, lock=lock)
 
 
 def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Renderer]) -> Callable[[], Any]:
@@ -147,7 +150,7 @@ def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Re
 def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | None = None) -> Gateway:
     from tokentrue.gateway.app import Gateway
 
-    journal = journal_for(config.server.store, lock=workers is None)
+    journal = journal_for(config.server.store, durability=config.server.durability, lock=workers is None)
     renderer = renderer_for(config.model)
     renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
     settings = GatewayConfig(

@@ -28,6 +28,7 @@ def command(
     host: Annotated[str | None, typer.Option(help="address to bind")] = None,
     port: Annotated[int | None, typer.Option(help="port to bind; 0 takes a free one")] = None,
     store: Annotated[str | None, typer.Option(help="sqlite:PATH or memory")] = None,
+    durability: Annotated[str | None, typer.Option(help="normal: survives a kill of the process; full: a loss of power, too")] = None,
     history: Annotated[str | None, typer.Option(help="keep, or template (fork where the template rewrites history)")] = None,
     workers: Annotated[int | None, typer.Option(help="processes; sessions are spread over them")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: key.path=value")] = None,
@@ -41,6 +42,7 @@ def command(
         "server.host": host,
         "server.port": port,
         "server.store": store,
+        "server.durability": durability,
         "model.history": history,
         "server.workers": workers,
     }

@@ -24,7 +24,7 @@ from tokentrue.gateway.streaming import EventStream
 from tokentrue.gateway.turns import STREAM, TurnHandler
 from tokentrue.gateway.view import LoadPage, view_routes
 from tokentrue.gateway.workers.forwarding import WorkerLinks
-from tokentrue.protocols import Provider
+from tokentrue.protocols import EngineControl
 from tokentrue.sessions.journal import Journal
 
 LOG = logging.getLogger("tokentrue.gateway")
@@ -45,7 +45,7 @@ class Gateway:
         *,
         config: GatewayConfig,
         renderer_for: RendererFor,
-        provider: Provider,
+        provider: EngineControl,
         journal: Journal,
         workers: WorkerLinks | None = None,
         view: LoadPage | None = None,
@@ -100,9 +100,7 @@ class Gateway:
         await send({"type": "lifespan.shutdown.complete"})
 
     def start(self) -> None:
-        watch = getattr(self.provider.inner, "watch", None)
-        if watch is not None:
-            watch()
+        self.provider.inner.watch()
         workers = self.services.workers
         if workers is None or workers.me == 0:
             self._background.append(asyncio.create_task(self._purge_by_age()))

@@ -1,4 +1,4 @@
-"""A provider seen through the gateway's eyes: it times the engine, and stamps the policy version where the engine knows none.
+"""Wraps the engine: times it, and stamps the policy version where the engine reports none.
 
 The time that a turn spends here is the engine's; the rest of the turn is what the gateway adds.
 """
@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tokentrue.protocols import Provider, call_if_there
+from tokentrue.protocols import EngineControl
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling, VersionSpan
 
 
@@ -28,7 +28,7 @@ CLOCK: ContextVar[Clock | None] = ContextVar("tokentrue_engine_clock", default=N
 class Metered:
     """`version` is what /admin/version noted; an engine that reports its own is believed."""
 
-    def __init__(self, inner: Provider, *, version: int = UNVERSIONED) -> None:
+    def __init__(self, inner: EngineControl, *, version: int = UNVERSIONED) -> None:
         self.inner = inner
         self.version = version
 
@@ -47,7 +47,7 @@ class Metered:
         finally:
             if clock is not None:
                 clock.engine_s += time.perf_counter() - started
-        return self._stamped(completion, [])
+        return self._stamp(completion, [])
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
         clock, started = CLOCK.get(), time.perf_counter()
@@ -59,10 +59,10 @@ class Metered:
                     clock.engine_s += time.perf_counter() - started
                 if chunk.token_ids:
                     seen.append((len(chunk.token_ids), self.version))
-                yield chunk if chunk.final is None else replace(chunk, final=self._stamped(chunk.final, seen))
+                yield chunk if chunk.final is None else replace(chunk, final=self._stamp(chunk.final, seen))
                 started = time.perf_counter()
 
-    def _stamped(self, completion: Completion, seen: list[tuple[int, int]]) -> Completion:
+    def _stamp(self, completion: Completion, seen: list[tuple[int, int]]) -> Completion:
         if self.version == UNVERSIONED or any(span.version != UNVERSIONED for span in completion.versions):
             return completion
         total = len(completion.token_ids)
@@ -76,24 +76,6 @@ class Metered:
                 start = spans[-1].end if spans else 0
                 spans.append(VersionSpan(start=start, end=start + count, version=version))
         return replace(completion, versions=tuple(spans))
-
-    def pause(self) -> None:
-        call_if_there(self.inner, "pause")
-
-    def foresee(self, ids: Ids, session: str) -> None:
-        call_if_there(self.inner, "foresee", ids, session)
-
-    def forget(self, session: str) -> None:
-        """What the adapter keeps for a session that has left the memory."""
-        call_if_there(self.inner, "forget", session)
-
-    async def interrupt(self) -> int:
-        """Generations broken off at the engine; none where it has nothing to stop."""
-        method = getattr(self.inner, "interrupt", None)
-        return await method() if method is not None else 0
-
-    def resume(self) -> None:
-        call_if_there(self.inner, "resume")
 
     async def health(self) -> Mapping[str, Any]:
         return await self.inner.health()

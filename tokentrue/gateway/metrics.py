@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from tokentrue.protocols import Measured
 from tokentrue.types import Reply
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
@@ -70,10 +71,8 @@ class Metrics:
         ]
 
 
-def engine_families(provider: object) -> list[dict[str, Any]]:
-    """What an embedded engine tells of itself (`metrics()`: first-token time, tokens per second, cache use, prefix hits …), as gauges."""
-    tell = getattr(provider, "metrics", None)
-    facts: Mapping[str, float] = tell() if callable(tell) else {}  # pyright: ignore[reportAssignmentType]
+def engine_families(engine: Measured) -> list[dict[str, Any]]:
+    """The figures of an embedded engine (first-token time, tokens per second, cache use, prefix hits …), as gauges."""
     return [
         {
             "name": f"tokentrue_engine_{name}",
@@ -81,7 +80,7 @@ def engine_families(provider: object) -> list[dict[str, Any]]:
             "type": "gauge",
             "samples": [[f"tokentrue_engine_{name}", {}, float(value)]],
         }
-        for name, value in facts.items()
+        for name, value in engine.metrics().items()
     ]
 
 

@@ -15,7 +15,7 @@ from tokentrue.gateway.meter import Metered
 from tokentrue.gateway.metrics import Metrics
 from tokentrue.gateway.sessions import SessionRegistry
 from tokentrue.gateway.workers.forwarding import WorkerLinks
-from tokentrue.protocols import Provider, Renderer
+from tokentrue.protocols import EngineControl, Renderer
 from tokentrue.sessions.journal import Journal
 from tokentrue.turn import Session
 
@@ -44,7 +44,7 @@ class Services:
 
 
 def build_services(
-    *, config: GatewayConfig, renderer_for: RendererFor, provider: Provider, journal: Journal, workers: WorkerLinks | None
+    *, config: GatewayConfig, renderer_for: RendererFor, provider: EngineControl, journal: Journal, workers: WorkerLinks | None
 ) -> Services:
     metered = Metered(provider)
 
@@ -62,6 +62,6 @@ def build_services(
         admission=AdmissionGate(config),
         bodies=BodyBudget(config.limits.bodies_bytes),
         metrics=Metrics(),
-        sessions=SessionRegistry(open_session, config.limits, on_evict=metered.forget),
+        sessions=SessionRegistry(open_session, config.limits),
         workers=workers,
     )

@@ -22,7 +22,6 @@ from tokentrue.gateway.config import GatewayLimits
 from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, OpenAIChat, OpenAIResponses, RequestHead, Seal
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 from tokentrue.gateway.problems import Refused
-from tokentrue.sessions.journal import SessionRecord
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal, Reply
 
@@ -47,8 +46,7 @@ class SessionHandle:
         self.cache = MessageCache(limits.message_cache_bytes, budget)
         self._limits = limits
         self._idempotent: OrderedDict[str, str] = OrderedDict()  # Idempotency-Key -> digest of its body
-        self._aliases: OrderedDict[str, str] = OrderedDict()  # request key -> the key under which its answer is recorded
-        self._coverage: tuple[int, SessionRecord, Coverage] | None = None
+        self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
         nodes = session.tree.in_order()
         self._record_bytes = sum(NODE_BYTES + TOKEN_BYTES * (len(node.given_ids) + len(node.sampled_ids)) for node in nodes)
 
@@ -91,19 +89,19 @@ class SessionHandle:
         return [*head.opening, *history[1 if head.continues.instructed else 0 :]]
 
     # Names of retried requests.
-    def request_key(self, scope: Scope, body: bytes, *, n: int) -> str | None:
+    def request_key(self, scope: Scope, body: bytes) -> str | None:
         """A name that a request shares with its retries and with no other request; None where the client will not retry by name."""
         given = header(scope, b"idempotency-key")
         retries = header(scope, b"x-stainless-retry-count")
         if given:
-            return self._complete_key(self._given_key(given, body_digest(body)), n)
+            return self._given_key(given, body_digest(body))
         if retries is None:
             return None
         digest = body_digest(body)
         number = self._requests_with(digest)
         if retries != "0" and number:
             number -= 1
-        return self._complete_key(f"{digest}#{number}", n)
+        return f"{digest}#{number}"
 
     def _given_key(self, given: str, digest: str) -> str:
         if self._idempotent.setdefault(given, digest) != digest:
@@ -112,34 +110,16 @@ class SessionHandle:
             self._idempotent.popitem(last=False)
         return f"key:{given}"
 
-    def _complete_key(self, key: str, n: int) -> str:
-        """The key of the recorded answer; a new one where only some of its choices were recorded before it failed."""
-        key = self._aliases.get(key, key)
-        keyed = self.session.tree.keyed
-        attempt = 0
-        while 0 < len(keyed.get(attempted(key, attempt), ())) < n:
-            attempt += 1
-        return attempted(key, attempt)
-
     def _requests_with(self, digest: str) -> int:
         """How many recorded requests of this session had this very body."""
         number = 0
-        while self._is_known(f"{digest}#{number}"):
+        while self.session.tree.keyed.get(f"{digest}#{number}"):
             number += 1
         return number
 
-    def _is_known(self, key: str) -> bool:
-        return key in self._aliases or bool(self.session.tree.keyed.get(key))
-
-    def note_reply(self, request_key: str | None, replies: Sequence[Reply]) -> None:
-        """After a committed turn: a request that joined another one in flight has its answer under the other's name."""
+    def count_reply(self, replies: Sequence[Reply]) -> None:
+        """The memory that a committed turn takes."""
         self._record_bytes += sum(NODE_BYTES + TOKEN_BYTES * (one.given_tokens + len(one.completion.token_ids)) for one in replies)
-        node = self.session.tree.nodes.get(replies[0].node)
-        if request_key is None or node is None or node.request_key in (None, request_key):
-            return
-        self._aliases[request_key] = node.request_key
-        while len(self._aliases) > REMEMBERED_KEYS:
-            self._aliases.popitem(last=False)
 
     # State.
     @contextmanager
@@ -168,18 +148,13 @@ class SessionHandle:
     @property
     def has_coverage(self) -> bool:
         """True while the coverage that was computed last still holds."""
-        known = self._coverage
-        return known is not None and known[0] == len(self.session.tree) and known[1] is self.session.record
+        return self._coverage is not None and self._coverage[0] == self.session.revision
 
     def coverage(self) -> Coverage:
-        """Computed again when the tree has grown or the record (rewards, state) has changed."""
+        """Computed again when the record has changed: by a turn, a reward, its end."""
         if self._coverage is None or not self.has_coverage:
-            self._coverage = (len(self.session.tree), self.session.record, self.session.coverage())
-        return self._coverage[2]
-
-
-def attempted(key: str, attempt: int) -> str:
-    return f"{key}~{attempt}" if attempt else key
+            self._coverage = (self.session.revision, self.session.coverage())
+        return self._coverage[1]
 
 
 def body_digest(body: bytes) -> str:
@@ -189,8 +164,8 @@ def body_digest(body: bytes) -> str:
 class SessionRegistry:
     """The sessions in memory, least recently used first."""
 
-    def __init__(self, open_session: OpenSession, limits: GatewayLimits, *, on_evict: Callable[[str], None]) -> None:
-        self._open_session, self._on_evict, self._limits = open_session, on_evict, limits
+    def __init__(self, open_session: OpenSession, limits: GatewayLimits) -> None:
+        self._open_session, self._limits = open_session, limits
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._cache_budget = CacheBudget(limits.message_caches_bytes)
@@ -247,7 +222,6 @@ class SessionRegistry:
         if handle is not None:
             self.memory_bytes -= handle.counted_bytes
             handle.cache.clear()
-        self._on_evict(session_id)
 
     def evict_idle(self) -> None:
         """Sessions that nobody has used for `limits.idle_session_s`; the journal has them."""

@@ -73,7 +73,7 @@ class TurnHandler:
         with self._services.bodies.reserve() as take:
             body = await read_body(scope, receive, self._services.config.limits.body_bytes, take)
             head, messages = handle.parse(dialect, body)
-            request_key = handle.request_key(scope, body, n=head.n)
+            request_key = handle.request_key(scope, body)
         request = TurnRequest(
             messages=messages,
             tools=head.tools,
@@ -99,7 +99,7 @@ class TurnHandler:
         self, handle: SessionHandle, dialect: Dialect, head: RequestHead, request: TurnRequest, send: Send
     ) -> Sequence[Reply]:
         replies = await handle.session.turn(request)
-        handle.note_reply(request.request_key, replies)
+        handle.count_reply(replies)
         answer = dialect.build_answer(head, replies, handle.session.renderer.decode)
         await send_json(send, 200, answer, *answer_headers(handle, replies[0]))
         return replies
@@ -123,7 +123,7 @@ class TurnHandler:
                 await stream.feed(event)
                 if clock.first_byte is None and stream.started:
                     clock.first_byte = time.perf_counter()
-        handle.note_reply(request.request_key, replies)
+        handle.count_reply(replies)
         await stream.finish()
         return replies
 

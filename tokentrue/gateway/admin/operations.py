@@ -32,9 +32,9 @@ class OperationHandlers:
             raise InputError("drain and abort: what is broken off stays in flight until resume; choose one")
         services, admission = self._services, self._services.admission
         admission.pause()
-        services.provider.pause()
+        services.provider.inner.pause()
         services.metrics.paused.set(1)
-        aborted = await services.provider.interrupt() if asked.abort else 0
+        aborted = await services.provider.inner.interrupt() if asked.abort else 0
         drain_s = min(max(asked.timeout_s, 0.0), LONGEST_DRAIN_S)
         drained = await admission.drain(drain_s) if asked.drain else admission.in_flight == 0
         others = await self._ask_others(request)
@@ -49,7 +49,7 @@ class OperationHandlers:
 
     async def resume(self, request: Request) -> Response:
         services = self._services
-        services.provider.resume()
+        services.provider.inner.resume()
         services.admission.resume()
         services.metrics.paused.set(0)
         await self._ask_others(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, arguments_object, encode, is_cut
+from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, arguments_object, encode, is_cut, is_raw_arguments
 from tokentrue.gateway.dialects.seal import Seal
 from tokentrue.types import Delta, Message, Reply, TurnEvent
 
@@ -84,11 +84,13 @@ class OpenBlock:
     def __init__(self, kind: str, call: int | None, index: int) -> None:
         self.kind, self.call, self.index = kind, call, index
         self.text = ""  # of thinking and of arguments
-        self.is_object: bool | None = None  # whether the arguments begin as a JSON object; None before their first character
 
 
 class AnthropicEncoder:
-    """message_start, then one content block after the other (thinking with its signature, text, tool_use), message_delta, message_stop."""
+    """message_start, then one content block after the other (thinking with its signature, text, tool_use), message_delta, message_stop.
+
+    Arguments go out when they are complete: only then is it known whether they are the JSON object that a client can parse.
+    """
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -123,7 +125,8 @@ class AnthropicEncoder:
         if delta.call is not None:
             start: Json = {"type": "tool_use", "id": delta.call_id, "name": delta.name, "input": {}}
             opened, block = self._enter("tool_use", delta.call, start)
-            out += opened + feed_arguments(block, delta.arguments)
+            block.text += delta.arguments
+            out += opened
         return out
 
     def _enter(self, kind: str, call: int | None, start: Json) -> tuple[bytes, OpenBlock]:
@@ -142,8 +145,8 @@ class AnthropicEncoder:
         out = b""
         if block.kind == "thinking":
             out += block_delta(block, {"type": "signature_delta", "signature": self._seal.sign(block.text)})
-        elif block.is_object is False:
-            out += block_delta(block, {"type": "input_json_delta", "partial_json": encode(arguments_object(block.text)).decode()})
+        elif block.kind == "tool_use" and block.text:
+            out += block_delta(block, {"type": "input_json_delta", "partial_json": arguments_json(block.text)})
         return out + sse("content_block_stop", {"index": block.index})
 
     def _end(self, reply: Reply) -> bytes:
@@ -158,15 +161,10 @@ class AnthropicEncoder:
         return b"event: error\ndata: " + encode(build_error(problem)) + b"\n\n"
 
 
-def feed_arguments(block: OpenBlock, arguments: str) -> bytes:
-    """Arguments that are no JSON object are wrapped as in a whole answer, when they are complete."""
-    if not arguments:
-        return b""
-    block.text += arguments
-    if block.is_object is None and block.text.strip():
-        block.is_object = block.text.lstrip().startswith("{")
-        arguments = block.text
-    return block_delta(block, {"type": "input_json_delta", "partial_json": arguments}) if block.is_object else b""
+def arguments_json(text: str) -> str:
+    """JSON text of `arguments_object`, as the model wrote it where that is an object."""
+    value = arguments_object(text)
+    return encode(value).decode() if is_raw_arguments(value) else text
 
 
 def block_delta(block: OpenBlock, delta: Json) -> bytes:

@@ -237,9 +237,13 @@ def arguments_object(text: str) -> Json:
     return cast("Json", value) if isinstance(value, dict) else {"_raw_arguments": text}
 
 
+def is_raw_arguments(value: Json) -> bool:
+    return value.keys() == {"_raw_arguments"} and isinstance(value["_raw_arguments"], str)
+
+
 def arguments_text(value: Json) -> str:
     """The inverse of `arguments_object`."""
-    if value.keys() == {"_raw_arguments"} and isinstance(value["_raw_arguments"], str):
+    if is_raw_arguments(value):
         return value["_raw_arguments"]
     return orjson.dumps(value).decode()
 

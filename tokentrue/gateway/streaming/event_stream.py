@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 from tokentrue.gateway.asgi import EVENTS, Send
 from tokentrue.gateway.dialects import Encoder, Problem
-from tokentrue.gateway.streaming.accumulator import StreamedMessage
 from tokentrue.types import TurnEvent
 
 
@@ -19,25 +18,15 @@ class EventStream:
     def __init__(self, send: Send, encoder: Encoder) -> None:
         self._send, self._encoder = send, encoder
         self._held = b""
-        self._messages: dict[int, StreamedMessage] = {}  # by choice
         self._last_write = time.monotonic()
         self.started = False
 
     async def feed(self, event: TurnEvent) -> None:
-        self._add_up(event)
         data = self._encoder.feed(event)
         if not self.started and not event.token_ids and event.delta is None and event.reply is None:
             self._held += data
             return
         await self._write(data)
-
-    def _add_up(self, event: TurnEvent) -> None:
-        """What was sent must be what is recorded; checked before the end of the choice is sent."""
-        message = self._messages.setdefault(event.index, StreamedMessage())
-        if event.delta is not None:
-            message.add(event.delta)
-        if event.reply is not None:
-            message.check(event.reply.message)
 
     async def _write(self, data: bytes) -> None:
         if not self.started:

@@ -9,6 +9,7 @@ SQLite's `quick_check`. `Journal("memory")` is the same store without a file. `s
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import threading
 import time
@@ -94,6 +95,8 @@ class Journal:
             raise JournalError(f"no journal at {self.target}")
         connection: sqlite3.Connection | None = None
         try:
+            if not self._in_memory and not self._read_only:  # its owner's alone; SQLite gives its other files the same mode
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
             connection = sqlite3.connect(
                 ":memory:" if self._in_memory else self.path, timeout=30, isolation_level=None, check_same_thread=False
             )
@@ -104,7 +107,7 @@ class Journal:
         except BaseException as error:
             if connection is not None:
                 connection.close()
-            if isinstance(error, sqlite3.Error):
+            if isinstance(error, sqlite3.Error | OSError):
                 cure = "give a writable path, or --store memory; if it was a journal, " + _DAMAGED
                 raise JournalError(f"cannot open the journal {self.target}: {error}; {cure}") from error
             raise

@@ -16,7 +16,7 @@ class StoreLock:
         path = Path(f"{str(store).removeprefix('sqlite:')}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise JournalError(f"cannot open the journal {store}: {error}; give a writable path, or --store memory") from error
         try:
