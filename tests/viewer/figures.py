@@ -17,8 +17,8 @@ SIZE = {"width": 1280, "height": 760}
 COLOURS = 224
 PAGES = (  # file, theme, path, keys to press in the token view
     ("viewer-sessions", "light", "", ""),
-    ("viewer-tokens", "light", "#/session/task0-rollout2", "nnn"),
-    ("viewer-tokens-dark", "dark", "#/session/task0-rollout1", "nn"),
+    ("viewer-tokens", "light", "#/session/task0-rollout2", "1nnn"),
+    ("viewer-tokens-dark", "dark", "#/session/task0-rollout1", "1nn"),
     ("viewer-breaks", "light", "#/session/task0-rollout2/x/breaks", ""),
     ("viewer-breaks-dark", "dark", "#/session/task0-rollout2/x/breaks", ""),
     ("viewer-group", "light", "#/group/task-0", ""),

@@ -57,6 +57,8 @@ def test_a_file_and_a_store_give_the_same_shape(from_store: ViewerData, samples:
     assert same_keys(from_file.session(name) | {"nodes": []}, from_store.session(name) | {"nodes": []})
     mine, theirs = (data.branch(name, sample.sample_id) for data in (from_file, from_store))
     assert mine.keys() == theirs.keys()
+    sampled = [[(b["start"], b["body"], b["end"], b["message"]) for b in one["blocks"] if b["kind"] == "sampled"] for one in (mine, theirs)]
+    assert sampled[0] == sampled[1]
     for key in ("token_ids", "rollout_logprobs", "spans", "reward", "pieces", "certificate", "advantage"):
         assert mine[key] == theirs[key], key
     assert from_file.group("task-0").keys() == from_store.group("task-0").keys()

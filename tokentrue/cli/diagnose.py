@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tokentrue.types import Sample
 
 BATCH_TOKENS = 8192
-SHOWN = 160  # tokens of a worst sequence in the page
 ALARM_K3 = 0.015
 
 
@@ -39,6 +38,8 @@ class Row:
     rollout: tuple[float, ...]
     trainer: tuple[float, ...]
     flips: tuple[bool, ...] | None  # the trainer would have chosen another token where the rollout was sure of this one
+    sample: Sample
+    columns: Sequence[float | None]  # the trainer's log-probabilities, one for each token of the sample
 
 
 def command(
@@ -74,7 +75,11 @@ def command(
     if left_out:
         facts["left out"] = f"{left_out} samples without trained tokens or without the trainer's log-probabilities"
     if output is not None:
-        _write_page(output, whole, steps, rows, verdict=verdict, alarm=alarm, facts=facts, tokenizer=tokenizer)
+        from tokentrue.cli.diagnose_report import write_diagnosis
+
+        compared = [(row.sample, row.columns) for row in rows]
+        renderer = None if tokenizer is None else _renderer(tokenizer)
+        write_diagnosis(output, whole, steps, verdict=verdict, ok=not alarm, facts=facts, samples=compared, renderer=renderer)
     if as_json:
         worst = [asdict(row) for row in whole.worst]
         print(json.dumps({"verdict": verdict, "ok": not alarm, "facts": facts, "metrics": dict(whole.metrics), "worst": worst}, indent=1))
@@ -130,6 +135,8 @@ def _row(sample: Sample, trainer: Sequence[float | None], tops: Sequence[int] | 
         rollout=rollout,
         trainer=tuple(float(trainer[i] or 0.0) for i in chosen),
         flips=flips,
+        sample=sample,
+        columns=trainer,
     )
 
 
@@ -266,30 +273,12 @@ def _verdict(whole: Diagnosis, max_k3: float) -> tuple[str, bool]:
     return text, False
 
 
-def _write_page(path: Path, whole: Diagnosis, steps: Any, rows: Sequence[Row], *, tokenizer: str | None, **rest: Any) -> None:
-    from tokentrue.mismatch import Excerpt, Token, report_html
-
-    show = _shower(tokenizer)
-    by_name = {row.name: row for row in rows}
-    excerpts: list[Excerpt] = []
-    for worst in whole.worst[:5]:
-        row = by_name[worst.row]
-        first = max(0, worst.position - SHOWN // 2)
-        part = range(first, min(len(row.token_ids), first + SHOWN))
-        tokens = [Token(text=show(row.token_ids[i]), trainer=row.trainer[i], rollout=row.rollout[i]) for i in part]
-        excerpts.append(Excerpt(row=worst, first=first, tokens=tokens))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report_html(whole, steps=steps, excerpts=excerpts, **rest), encoding="utf-8")
-
-
-def _shower(tokenizer: str | None) -> Callable[[int], str]:
-    """Ids as they are, or as text where a tokenizer was given."""
-    if tokenizer is None:
-        return str
+def _renderer(directory: str) -> Any:
     from tokentrue.renderers import load_renderer
 
-    renderer = load_renderer(tokenizer)
-    return lambda token: renderer.decode([token])
+    if not Path(directory).is_dir():
+        raise ConfigError(f"--tokenizer: {directory} is not a directory with a tokenizer and a chat template")
+    return load_renderer(directory)
 
 
 def _show(whole: Diagnosis, verdict: str, output: Path | None) -> None:

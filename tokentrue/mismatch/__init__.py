@@ -16,7 +16,6 @@ from tokentrue.mismatch.correction.rules import (
     Weights,
 )
 from tokentrue.mismatch.diagnosis.diagnose import Diagnosis, WorstRow, diagnose
-from tokentrue.mismatch.diagnosis.report import Excerpt, Token, report_html
 from tokentrue.mismatch.loss.config import LOSSES, LossConfig, Penalty, SapoTemperatures, VespoKernel, loss_named
 from tokentrue.mismatch.loss.policy_loss import policy_loss
 from tokentrue.mismatch.metrics import Metrics
@@ -31,7 +30,6 @@ __all__ = [
     "Corrected",
     "Correction",
     "Diagnosis",
-    "Excerpt",
     "LengthDecay",
     "LossConfig",
     "Metrics",
@@ -43,7 +41,6 @@ __all__ = [
     "SapoTemperatures",
     "SecondMoment",
     "Staleness",
-    "Token",
     "UpdateCheck",
     "VespoKernel",
     "Veto",
@@ -58,7 +55,6 @@ __all__ = [
     "policy_loss",
     "record_routing",
     "replay_routing",
-    "report_html",
     "rloo_advantages",
     "routing_of",
     "support_log_mass",

@@ -118,7 +118,7 @@ def _projection(own: Mapping[str, Any]) -> str:
 def summary_from_samples(samples: Sequence[Sample]) -> SessionSummary:
     first = samples[0]
     parents = {node["id"]: node["parent"] for node in nodes_from_samples(samples)}
-    coverage: dict[str, Any] = dict(own_metadata(first).get("coverage") or _counted(samples))
+    coverage = _coverage_of(first) or _counted(samples)
     untrained: dict[str, int] = {}
     for item in coverage["untrained"]:
         untrained[item["why"]] = untrained.get(item["why"], 0) + item["tokens"]
@@ -139,6 +139,11 @@ def summary_from_samples(samples: Sequence[Sample]) -> SessionSummary:
         untrained=untrained,
         versions=(min(versions), max(versions)) if versions else None,
     )
+
+
+def _coverage_of(sample: Sample) -> Mapping[str, Any] | None:
+    found: dict[str, Any] = own_metadata(sample).get("coverage") or {}
+    return found if {"sampled", "trained", "untrained"} <= found.keys() else None
 
 
 def _counted(samples: Sequence[Sample]) -> Mapping[str, Any]:
@@ -164,7 +169,7 @@ def nodes_from_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 def _node_rows(sample: Sample) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = own_metadata(sample).get("nodes") or []
-    if rows:
+    if rows and all({"node", "given", "sampled"} <= row.keys() for row in rows):  # samples of other programs may hold less
         return [
             {
                 "id": row["node"],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokentrue.viewer.data import ViewerData
-from tokentrue.viewer.export import write_export
+from tokentrue.viewer.export import MOST_TOKENS, write_export
 from tokentrue.viewer.from_samples import SampleList
 from tokentrue.viewer.records import RecordSource, ViewRenderer
 from tokentrue.viewer.trainer_file import TrainerColumns
@@ -57,8 +57,10 @@ def write_report(
     source: RecordSource | None = None,
     renderer: ViewRenderer | None = None,
     trainer: Mapping[str, TrainerColumns] | None = None,
+    most_tokens: int = MOST_TOKENS,
 ) -> None:
-    """One self-contained HTML file. The sessions of `source` can be read token by token in it; with `trainer`, it has mismatch plots."""
+    """One self-contained HTML file. The first sessions of `source`, up to `most_tokens`, can be read in it token by token; with `trainer`
+    it has mismatch plots over all of them."""
     body: dict[str, Any] = asdict(report)
     rollouts = source if source is not None else SampleList((), name=report.title)
-    write_export(ViewerData(rollouts, renderer=renderer, trainer=trainer, report=body), path)
+    write_export(ViewerData(rollouts, renderer=renderer, trainer=trainer, report=body), path, most_tokens=most_tokens)

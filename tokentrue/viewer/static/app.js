@@ -68,7 +68,7 @@ function content(view, [first, second, third], index, live) {
   if (view === "group" && first) return html`<${Group} live=${live} name=${first} go=${go} />`;
   if (view === "groups") return html`<${Groups} index=${index} go=${go} />`;
   if (view === "mismatch") return html`<${Mismatch} />`;
-  if (view === "report") return html`<${Report} />`;
+  if (view === "report") return html`<${Report} index=${index} />`;
   return html`<${Sessions} index=${index} go=${go} />`;
 }
 

@@ -45,7 +45,7 @@ function options({ x, xLabel, yLabel, series, logX, logY, labels, yRange, height
     width, height, padding: [8, 12, 0, 0], cursor: { y: false, drag: { x: false, y: false } }, legend: { live: true },
     scales: {
       x: { time: false, distr: logX ? 3 : 1, range: bars || x.length < 2 ? (u, low, high) => padded(x, low, high) : undefined },
-      y: { distr: logY ? 3 : 1, range: yRange ?? (bars && logY ? (u, low, high) => [0.5, Math.max(2, high * 1.5)] : undefined) },
+      y: { distr: logY ? 3 : 1, range: yRange ?? (bars ? (u, low, high) => (logY ? [0.5, Math.max(2, high * 1.5)] : [Math.min(0, 1.05 * low), Math.max(0, 1.05 * high) || 1]) : undefined) },
     },
     axes: [
       axis(xLabel, labels ? { values: (u, at) => at.map((v) => labels[v] ?? ""), splits: () => x, size: 34 } : { size: 34, values: (u, at) => at.map((v) => (v == null ? "" : compact(v))) }),

@@ -2,9 +2,10 @@
 import { useMemo } from "./vendor/hooks.js";
 import { useAnswer } from "./api.js";
 import { Chart } from "./charts.js";
+import { MismatchPlots } from "./mismatch.js";
 import { Facts, Notice, compact, html } from "./ui.js";
 
-export function Report() {
+export function Report({ index }) {
   const { value, error } = useAnswer(false, "report");
   const charts = useMemo(() => (value?.charts ?? []).map(chartFrom), [value]);
   if (error) return html`<main class="page"><${Notice} kind="error">${error}<//></main>`;
@@ -15,11 +16,17 @@ export function Report() {
     ${highlights.length > 0 && html`<dl class="headline">${highlights.map(([label, text]) => html`<div key=${label}><dd class="num">${text}</dd><dt>${label}</dt></div>`)}</dl>`}
     ${note && html`<p class="soft lead">${note}</p>`}
     <div class="charts">${charts.map((chart) => html`<${Chart} key=${chart.title} ...${chart} />`)}</div>
+    ${index.has_trainer && html`<${Compared} />`}
     <${Facts} items=${facts} />
     ${tables.map((table) => html`<section key=${table.title}><h2>${table.title}</h2><div class="scroll-x" tabindex="0" role="region" aria-label=${table.title}><table class="list">
       <thead><tr>${table.columns.map((column, i) => html`<th key=${column} scope="col" class=${i ? "num" : ""}>${column}</th>`)}</tr></thead>
       <tbody>${table.rows.map((row, r) => html`<tr key=${r}>${row.map((cell, i) => html`<td key=${i} class=${i ? "num" : ""}>${typeof cell === "number" ? compact(cell) : cell}</td>`)}</tr>`)}</tbody></table></div></section>`)}
   </main>`;
+}
+
+function Compared() {
+  const { value } = useAnswer(false, "mismatch");
+  return value && html`<section class="stack"><h2>δ over all tokens</h2><${MismatchPlots} found=${value} /></section>`;
 }
 
 function chartFrom(chart) {

@@ -69,9 +69,11 @@ function Header({ session: s, head, go, metadata }) {
 function BranchView({ live, id, head, tab, go, active, reveal }) {
   const { value, error } = useAnswer(live, "branch", id, head.sample_id);
   const branch = useMemo(() => value && prepare(value), [value]);
-  const [colouring, setColouring] = useState(COLOURINGS[0]);
+  const [wanted, setColouring] = useState(null);
   const hovered = useMemo(() => createValue(null), [head.sample_id]);
-  const chosen = branch && colouring.has(branch) ? colouring : COLOURINGS[0];
+  // δ is what one looks for where the trainer's side is there.
+  const preferred = wanted ?? COLOURINGS.find((one) => one.id === (value?.trainer_logprobs ? "delta" : "logprob"));
+  const chosen = branch && preferred.has(branch) ? preferred : COLOURINGS[0];
   const index = useMemo(() => createValue(active.get() >= 0 ? active.get() : null), [head.sample_id]);
   useEffect(() => {
     const follow = (wanted) => {
@@ -89,8 +91,8 @@ function BranchView({ live, id, head, tab, go, active, reveal }) {
   useEffect(() => {
     const onKey = (event) => {
       if (event.target.matches?.("input,select,textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-      const wanted = COLOURINGS[Number(event.key) - 1];
-      if (wanted && branch && wanted.has(branch)) setColouring(wanted);
+      const named = COLOURINGS[Number(event.key) - 1];
+      if (named && branch && named.has(branch)) setColouring(named);
     };
     document.addEventListener("keydown", onKey);
     return () => document.removeEventListener("keydown", onKey);
