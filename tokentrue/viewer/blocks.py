@@ -26,7 +26,7 @@ def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[dic
         last = blocks[-1] if blocks else None
         if pending is None and last is not None and _continues(last, span):
             last["end"] = span.end
-            if branch.inserted is None and span.kind == "given":  # without message numbers: what the template puts before a message is a span of its own
+            if branch.inserted is None and span.kind == "given":  # the template's part before a message is a span of its own
                 last["body"] = span.start
             continue
         start = span.start if pending is None else pending
