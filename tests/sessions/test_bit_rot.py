@@ -47,12 +47,16 @@ def read_everything(path: Path) -> Any:
 
 
 def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path) -> None:
-    whole, damaged = tmp_path / "whole.db", tmp_path / "damaged.db"
+    flip_bits(tmp_path, FLIPS)
+
+
+def flip_bits(folder: Path, flips: int) -> None:
+    whole, damaged = folder / "whole.db", folder / "damaged.db"
     asyncio.run(fill(whole))
     truth, data = read_everything(whole), whole.read_bytes()
     rng = random.Random(16)
     noticed = 0
-    for _ in range(FLIPS):
+    for _ in range(flips):
         bit = rng.randrange(len(data) * 8)
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
@@ -61,9 +65,9 @@ def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path) -> None:
             assert read_everything(damaged) == truth, f"bit {bit} of the file changed what is read, in silence"
         except JournalError:
             noticed += 1
-        for rest in tmp_path.glob("damaged.db-*"):
+        for rest in folder.glob("damaged.db-*"):
             rest.unlink()
-    assert noticed > FLIPS // 2
+    assert noticed > flips // 2
 
 
 @pytest.mark.parametrize("table", ["nodes", "sessions"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable
 from importlib import import_module
@@ -9,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.outcomes import Failed
 
 from tests.samples import test_audit
-from tests.turn import test_matching, test_turn
+from tests.sessions import test_bit_rot
+from tests.turn import test_matching, test_promise, test_turn
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
-from tokentrue.sessions import commits, prompts, singleflight
+from tokentrue.sessions import commits, generation, prompts, singleflight
 from tokentrue.sessions import tree as trees
-from tokentrue.sessions.journal import Journal
+from tokentrue.sessions.journal import Journal, records
+from tokentrue.sessions.journal import journal as claims
 from tokentrue.sessions.matching import candidates, matcher, memo
 
 assembling, auditing = (import_module(f"tokentrue.samples.{name}") for name in ("assemble", "audit"))  # functions hide the modules
@@ -82,6 +86,58 @@ def joins_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(singleflight.SingleFlight, "find", lambda self, identity: None)
 
 
+def identity_alone_is_trusted(patch: pytest.MonkeyPatch) -> None:
+    real = memo.MessageMemo.facts
+
+    def facts(self: Any, message: Any, field: str = "") -> Any:
+        known = self._facts.get(id(message))
+        return known if known is not None and known.source is message else real(self, message, field)
+
+    patch.setattr(memo.MessageMemo, "facts", facts)
+
+
+def what_was_sent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commits, "_sent_digest", lambda completion, prompt, tree: tree.prompt_digest(prompt.parent, prompt.given_ids))
+
+
+def a_failed_turn_leaves_nothing(patch: pytest.MonkeyPatch) -> None:
+    async def nothing(self: Any, outcome: str) -> None:
+        return None
+
+    patch.setattr(generation.Choice, "parse_partial", nothing)
+
+
+def requests_are_named_loosely(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(matcher.Conversation, "exact", property(lambda self: self.keys[-1]))
+
+
+def an_old_object_may_write(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(claims.Claim, "check", lambda self: None)
+
+
+def any_version_is_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(generation, "_check_version", lambda version: None)
+
+
+def given_messages_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(memo.MessageFacts, "repeats", lambda self, recorded: True)
+
+
+def tools_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        matcher._Search, "_has_same_tools", lambda self, node: matcher.tools_key(node.tools) == matcher.tools_key(self._asked.tools)
+    )
+
+
+def joining_a_cancelled_turn(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(singleflight.SingleFlight, "remove", lambda self, turn: None)
+
+
+def rows_are_not_compared_with_their_digest(patch: pytest.MonkeyPatch) -> None:
+    for module in (claims, records):
+        patch.setattr(module, "row_digest", lambda values: b"")
+
+
 MUTATIONS: list[tuple[Patch, Callable[[Path], Any]]] = [
     (any_replay_fits, lambda _: test_matching.test_an_edit_of_one_character_never_matches(1)),
     (results_without_their_call, lambda _: test_matching.test_swapped_tool_results_fork()),
@@ -90,17 +146,41 @@ MUTATIONS: list[tuple[Patch, Callable[[Path], Any]]] = [
     (served_before_written, lambda path: test_turn.test_the_journal_has_a_turn_before_anyone_hears_of_it(path)),
     (prefix_decoded_and_encoded, lambda _: test_turn.test_prompts_are_the_recorded_ids_and_nothing_else()),
     (ids_not_restored, lambda _: test_matching.test_the_model_sees_the_ids_that_were_served()),
+    (identity_alone_is_trusted, lambda _: test_promise.test_what_a_caller_does_to_its_objects_changes_nothing_recorded()),
+    (what_was_sent_is_not_compared, lambda _: test_promise.test_a_provider_that_sent_other_ids_is_found_out(False)),
+    (
+        a_failed_turn_leaves_nothing,
+        lambda path: test_promise.test_tokens_streamed_before_the_engine_failed_are_recorded_with_the_reason(
+            test_promise.TROUBLES[0], path
+        ),
+    ),
+    (a_failed_turn_leaves_nothing, lambda path: test_promise.test_deleting_a_session_records_what_its_streams_had_sampled(path)),
+    (
+        requests_are_named_loosely,
+        lambda _: test_promise.test_requests_that_differ_in_a_given_assistant_message_are_two_turns(
+            {**test_promise.GIVEN, "content": "I will. "}
+        ),
+    ),
+    (an_old_object_may_write, lambda path: test_promise.test_a_session_has_one_writer(path)),
+    (any_version_is_taken, lambda path: test_promise.test_a_version_beyond_64_bits_is_the_engines_fault(path)),
+    (given_messages_are_compared_loosely, lambda _: test_promise.test_given_parts_that_render_otherwise_are_an_edit(True)),
+    (
+        tools_are_compared_loosely,
+        lambda _: test_promise.test_tools_that_render_otherwise_are_other_tools([test_promise.tool("b"), test_promise.tool(True)]),
+    ),
+    (joining_a_cancelled_turn, lambda _: test_promise.test_the_same_request_after_hanging_up_starts_anew_while_the_engine_still_aborts()),
+    (rows_are_not_compared_with_their_digest, lambda path: asyncio.to_thread(test_bit_rot.flip_bits, path, 150)),
     (joins_nobody, lambda _: test_turn.test_the_same_request_in_flight_is_one_turn_even_if_the_first_caller_leaves()),
 ]
 
 
 @pytest.mark.parametrize(("mutate", "check"), MUTATIONS, ids=[mutate.__name__ for mutate, _ in MUTATIONS])
-async def test_a_broken_corridor_is_noticed(mutate: Patch, check: Callable[[Path], Any], tmp_path: Path) -> None:
+async def test_a_broken_turn_is_noticed(mutate: Patch, check: Callable[[Path], Any], tmp_path: Path) -> None:
     (tmp_path / "healthy").mkdir()
     await check(tmp_path / "healthy")
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
-        with pytest.raises((AssertionError, TokenTrueError, IndexError)):
+        with pytest.raises((AssertionError, TokenTrueError, IndexError, asyncio.CancelledError, Failed)):
             await check(tmp_path)
 
 

@@ -19,7 +19,11 @@ from tokentrue.sessions.tree import Given, Node, ServedRef
 from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, Status, VersionSpan
 
 _SETTINGS = tuple(f.name for f in fields(Sampling))
-_OPTIONAL = ("stopped_by", "why", "detail", "origin", "request_key", "request_digest", "choice", "fingerprint")
+_OPTIONAL: Mapping[str, Any] = {
+    "stopped_by": None, "why": None, "detail": "", "origin": None, "request_key": None, "request_digest": None, "choice": 0,
+    "fingerprint": None,
+}  # fmt: skip
+"""Left out of a row where they have this value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +59,7 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
     }
     if parent is None or digest(node.tools) != digest(parent.tools):
         body["tools"] = node.tools
-    body |= {name: value for name in _OPTIONAL if (value := getattr(node, name)) is not None and value not in ("", 0)}
-    if node.stopped_by == 0:
-        body["stopped_by"] = 0
+    body |= {name: value for name, default in _OPTIONAL.items() if (value := getattr(node, name)) != default}
     if node.joined_keys:
         body["joined_keys"] = list(node.joined_keys)
     if node.outcome != "served":

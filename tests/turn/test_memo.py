@@ -1,0 +1,171 @@
+"""The matcher's memo changes no answer: random conversations, resolved with it and without it, against the same trees.
+
+Also: a session that is closed and opened again after every turn answers as one that stays open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+import tokentrue as tt
+from tests.turn.letters import Letters, sampled
+from tests.turn.world import Engine
+from tokentrue.sessions import Journal, Matcher, load_tree
+from tokentrue.sessions.matching.memo import MessageMemo
+from tokentrue.types import Attempt, Completion, Finish, RoutedExperts, TurnRequest, VersionSpan
+
+TOOL_SETS: list[Any] = [None, [{"name": "f"}], [{"name": "f", "default": True}], [{"name": "f", "default": 1}]]
+
+
+def replay(message: Any, how: str) -> Any:
+    """What a harness may make of a message, lossy or edited."""
+    copy: Any = json.loads(json.dumps(message))
+    if how == "same object":
+        return message
+    if how == "dropped":
+        copy.pop("reasoning_content", None)
+    elif how == "inlined" and copy.get("reasoning_content"):
+        copy["content"] = f"<think>{copy.pop('reasoning_content')}</think>{copy['content']}"
+    elif how == "parts":
+        copy["content"] = [{"type": "text", "text": copy["content"]}] if isinstance(copy["content"], str) else copy["content"]
+    elif how == "edited":
+        copy["content"] = "edited"
+    return copy
+
+
+HOW = st.sampled_from(["same object", "copy", "dropped", "inlined", "parts", "edited"])
+
+
+class MemoOnAndOff(RuleBasedStateMachine):
+    """Each request is resolved by three matchers: one with its memo, one without, and one made for it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.renderer, self.engine, self.journal = Letters(), Engine([]), Journal("memory")
+        self.session = tt.Session(renderer=self.renderer, provider=self.engine, journal=self.journal)
+        self.plain = Matcher(self.session.tree, self.renderer, memo=MessageMemo(enabled=False))
+        self.histories: list[list[Any]] = []
+
+    @initialize()
+    def opening(self) -> None:
+        self.histories.append([{"role": "user", "content": "hi"}])
+
+    @rule(
+        pick=st.integers(0, 20),
+        how=st.lists(HOW, min_size=3, max_size=3),
+        tools=st.sampled_from(TOOL_SETS),
+        text=st.sampled_from(["a", "b"]),
+        mutate=st.booleans(),
+        n=st.integers(1, 2),
+    )
+    def ask(self, pick: int, how: list[str], tools: Any, text: str, mutate: bool, n: int) -> None:
+        history = self.histories[pick % len(self.histories)]
+        if mutate and len(history) > 2:
+            history[-1]["content"] = f"changed in place {len(self.histories)}"
+        messages = [replay(message, how[at % 3]) if message["role"] == "assistant" else message for at, message in enumerate(history)]
+        self.compare(messages, tools)
+        self.engine.answers = [sampled("r", text)] * n
+        before = set(self.session.tree.nodes)
+        replies = self.loop.run_until_complete(self.session.turn(TurnRequest(messages=messages, tools=tools, n=n)))
+        for node in self.session.tree.in_order():
+            if node.id not in before:
+                self.plain.add(node)
+        for reply in replies:
+            self.histories.append([*messages, reply.message, {"role": "user", "content": f"next {text}"}])
+
+    def compare(self, messages: list[Any], tools: Any) -> None:
+        session, fresh = self.session, Matcher(self.session.tree, self.renderer)
+        plans = [m.resolve(m.read(messages, tools), {}) for m in (session._matcher, self.plain, fresh)]
+        names = [m.read(messages, tools).exact for m in (session._matcher, self.plain, fresh)]
+        assert plans[0] == plans[1] == plans[2] and names[0] == names[1] == names[2]
+
+    def teardown(self) -> None:
+        _, tree = load_tree(self.journal, self.session.id)
+        assert tree.nodes == self.session.tree.nodes
+        self.loop.run_until_complete(self.session.end())
+        self.journal.close()
+        self.loop.close()
+
+
+TestMemoOnAndOff = MemoOnAndOff.TestCase
+TestMemoOnAndOff.settings = settings(
+    max_examples=150, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+
+
+TEXT = st.text(st.characters(codec=None, exclude_characters="~"), max_size=8)
+FLOATS = st.floats(-8999, 0)
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> Completion:
+    """Anything that an engine may answer and a `Completion` can hold."""
+    ids = draw(st.lists(st.integers(17, 2**31 - 1).filter(lambda i: i < 0x10000), min_size=1, max_size=6))
+    cut = draw(st.integers(0, len(ids)))
+    versions = draw(st.lists(st.integers(-(2**63) + 1, 2**63 - 1), min_size=2, max_size=2))
+    spans = (VersionSpan(start=0, end=cut, version=versions[0]), VersionSpan(start=cut, end=len(ids), version=versions[1]))
+    tops = draw(st.none() | st.just(tuple({int(i): -0.5, 7: draw(FLOATS)} for i in ids)))
+    shape, routed = (len(ids), 1, 2), st.binary(min_size=len(ids) * 4, max_size=len(ids) * 4)
+    return Completion(
+        token_ids=ids,  # type: ignore[arg-type]
+        logprobs=tuple(draw(st.lists(FLOATS, min_size=len(ids), max_size=len(ids)))),
+        finish=draw(st.sampled_from(Finish)),
+        versions=draw(st.sampled_from([(), spans])),
+        stopped_by=draw(st.none() | st.integers(0, 2**31 - 1) | TEXT),
+        top_logprobs=tops,
+        routed_experts=draw(st.none() | routed.map(lambda data: RoutedExperts(shape=shape, data=data))),
+        fingerprint=draw(st.none() | TEXT),
+    )
+
+
+class Answers(Engine):
+    def __init__(self, completion: Completion) -> None:
+        super().__init__([])
+        self.completion = completion
+
+    async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Completion:
+        return self.completion
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(completions(), TEXT, JSON, JSON)
+def test_whatever_is_acknowledged_comes_back_bit_for_bit(completion: Completion, text: str, extra: Any, tool: Any) -> None:
+    journal = Journal("memory")
+
+    async def run() -> None:
+        session = tt.Session(renderer=Letters(), provider=Answers(completion), journal=journal)
+        tools = [{"name": "f", "parameters": tool}]
+        reply = await session.chat([{"role": "user", "content": text, "x": extra}], tools, template_kwargs={"k": extra})
+        _, tree = load_tree(journal, session.id)
+        node = tree.get(reply.node)
+        assert node == session.tree.get(reply.node) and json.dumps(node.tools) == json.dumps(tools)
+        assert node.sampled_ids == completion.token_ids and [x.hex() for x in node.logprobs] == [
+            float(x).hex() for x in completion.logprobs
+        ]
+        assert (node.versions, node.stopped_by, node.finish) == (completion.versions, completion.stopped_by, completion.finish)
+        assert json.dumps(node.given[0]) == json.dumps({"role": "user", "content": text, "x": extra})
+
+    try:
+        asyncio.run(run())
+    finally:
+        journal.close()
+
+
+def test_attempts_with_arguments_beyond_json_are_kept_as_text() -> None:
+    """A model may write 1e400 into a call that is malformed in another way: the turn is recorded all the same."""
+    from tokentrue.sessions.commits import _storable
+    from tokentrue.types import Status
+
+    attempt = Attempt(status=Status.UNKNOWN_TOOL, raw='{"a": 1e400}', start=0, end=3, name="f", arguments={"a": float("inf")})
+    assert _storable(attempt).arguments is None and _storable(attempt).raw == attempt.raw

@@ -1,0 +1,414 @@
+"""Defects that once broke the promise, one test each: histories that were lost, answers served wrongly, tokens that disappeared."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokentrue as tt
+from tests.turn.letters import Letters, sampled
+from tests.turn.test_matching import USER, bare, said, session_of
+from tests.turn.world import OPENING, OTHER_TOOLS, TOOLS, Engine, answer_to, encode, renderer
+from tokentrue.errors import EngineContractError, EngineError, MessageError, SamplingError, SessionConflict, TokenContractError
+from tokentrue.samples import audit, sample_from_json, sample_to_json
+from tokentrue.sessions import Journal
+from tokentrue.types import Chunk, TurnRequest, VersionSpan
+
+GIVEN = {"role": "assistant", "content": "I will."}
+
+
+async def stream_until_error(session: tt.Session, request: TurnRequest) -> tuple[list[Any], Exception | None]:
+    events: list[Any] = []
+    try:
+        async for event in session.stream(request):
+            events.append(event)
+    except Exception as error:
+        return events, error
+    return events, None
+
+
+def letters_session(*answers: tuple[int, ...], **options: Any) -> tuple[tt.Session, Engine]:
+    engine = Engine(answers)
+    return tt.Session(renderer=Letters(), provider=engine, **options), engine
+
+
+# Identity is the exact request.
+@pytest.mark.parametrize("other", [{**GIVEN, "content": "<think>hm</think>I will."}, {**GIVEN, "content": "I will. "}])
+async def test_requests_that_differ_in_a_given_assistant_message_are_two_turns(other: Any) -> None:
+    session, engine = session_of(said("a", "1"), said("b", "2"), said("c", "3"), said("d", "4"))
+    one, two = [*OPENING, GIVEN, USER], [*OPENING, other, USER]
+    first, second = await asyncio.gather(session.chat(one, TOOLS), session.chat(two, TOOLS))
+    assert first.node != second.node and len(engine.prompts) == 2
+    await session.chat(two, TOOLS)
+    reasons = {item.node: item.why for item in session.coverage().untrained}
+    assert first.node not in reasons and reasons == {second.node: "retried"}
+
+
+async def test_a_second_key_that_joined_a_request_in_flight_gets_its_answer_later_too(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal)
+    engine.hold = asyncio.Event()
+    requests = [TurnRequest(messages=OPENING, request_key=key) for key in ("k1", "k2")]
+    running = [asyncio.create_task(session.turn(request)) for request in requests]
+    await asyncio.sleep(0.05)
+    engine.hold.set()
+    ((first,), (second,)) = await asyncio.gather(*running)
+    assert first.node == second.node
+    reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    for who in (session, reopened):
+        for request in requests if who is reopened else ():
+            (again,) = await who.turn(request)
+            assert again.node == first.node and again.replayed
+    assert len(engine.prompts) == 1
+    journal.close()
+
+
+async def test_a_keyed_retry_of_a_half_failed_stream_of_two_gives_two_choices() -> None:
+    session, engine = session_of(said("a", "1"))
+    request = TurnRequest(messages=OPENING, n=2, request_key="k")
+    _, error = await stream_until_error(session, request)
+    assert isinstance(error, IndexError)
+    engine.answers = [said("b", "2"), said("c", "3")]
+    assert [reply.message["content"] for reply in await session.turn(request)] == ["b", "c"]
+    assert [reply.message["content"] for reply in await session.turn(request)] == ["b", "c"] and len(engine.prompts) == 4
+    assert {item.why for item in session.coverage().untrained} == {"engine_failed"}
+
+
+async def test_the_same_request_after_hanging_up_starts_anew_while_the_engine_still_aborts() -> None:
+    class SlowToAbort(Engine):
+        async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+            try:
+                async for chunk in super().stream(prompt_ids, sampling, session=session):
+                    yield chunk
+                    await asyncio.sleep(0.01)
+            except (asyncio.CancelledError, GeneratorExit):
+                await asyncio.sleep(0.2)
+                raise
+
+    session = tt.Session(renderer=renderer("own"), provider=SlowToAbort([said("a long answer", "1"), said("b", "2")]))
+    events = session.stream(TurnRequest(messages=OPENING))
+    while not (await anext(events)).token_ids:
+        pass
+    leaving = asyncio.create_task(events.aclose())
+    await asyncio.sleep(0.05)
+    (reply,) = await session.turn(TurnRequest(messages=OPENING))
+    assert reply.message["content"] == "b" and not reply.replayed
+    await leaving
+
+
+# What was sampled is recorded.
+class FailsInMidStream(Engine):
+    """Raises, or reports nonsense, after five tokens."""
+
+    def __init__(self, answers: Any, trouble: Any) -> None:
+        super().__init__(answers)
+        self.trouble = trouble
+
+    async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+        count = 0
+        async for chunk in super().stream(prompt_ids, sampling, session=session):
+            if count == 5:
+                if isinstance(self.trouble, Exception):
+                    raise self.trouble
+                yield self.trouble
+            yield chunk
+            count += 1
+
+
+TROUBLES = [
+    EngineError("connection lost"),
+    Chunk(token_ids=(5,), logprobs=()),  # type: ignore[arg-type]
+    Chunk(token_ids=(5,), logprobs=(0.5,)),  # type: ignore[arg-type]
+    Chunk(token_ids=(5,), logprobs=(-0.5,), policy_version=20261115212000123456),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+async def test_tokens_streamed_before_the_engine_failed_are_recorded_with_the_reason(trouble: Any, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    answer = said("a long enough answer", "with reasons")
+    engine = FailsInMidStream([answer], trouble)
+    session = tt.Session(renderer=renderer("own"), provider=engine, journal=journal)
+    events, error = await stream_until_error(session, TurnRequest(messages=OPENING, request_key="k"))
+    assert isinstance(error, EngineError)
+    sent = [token for event in events for token in event.token_ids]
+    (node,) = session.tree.nodes.values()
+    assert node.sampled_ids == sent == list(answer[:5]) and node.outcome == "engine_failed"
+    coverage = session.coverage()
+    assert (coverage.sampled, coverage.trained, coverage.untrained[0].why) == (5, 0, "engine_failed")
+    reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    assert reopened.coverage() == coverage
+    journal.close()
+
+
+async def test_a_final_answer_that_rewrites_the_stream_is_refused_and_what_was_streamed_is_kept() -> None:
+    class Rewrites(Engine):
+        async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+            async for chunk in super().stream(prompt_ids, sampling, session=session):
+                yield chunk if chunk.final is None else Chunk(final=replace(chunk.final, token_ids=(7, *chunk.final.token_ids[1:])))
+
+    answer = said("a", "1")
+    session = tt.Session(renderer=renderer("own"), provider=Rewrites([answer]))
+    _, error = await stream_until_error(session, TurnRequest(messages=OPENING))
+    assert isinstance(error, EngineContractError)
+    (node,) = session.tree.nodes.values()
+    assert (node.sampled_ids, node.outcome) == (answer, "engine_failed")
+
+
+async def test_deleting_a_session_records_what_its_streams_had_sampled(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a long enough answer", "1"), said("b", "2"), journal=journal)
+    engine.delay_s = 0.02
+    events = session.stream(TurnRequest(messages=OPENING))
+    sent = 0
+    while sent < 3:
+        sent += len((await anext(events)).token_ids)
+    await session.end()
+    with pytest.raises(SessionConflict, match="deleted while"):
+        async for event in events:
+            sent += len(event.token_ids)
+    (row,) = journal.rows(session.id)
+    (node,) = session.tree.nodes.values()
+    assert (node.id, node.outcome, len(node.sampled_ids)) == (row.id, "deleted", sent)
+    assert session.coverage().untrained[0].why == "deleted" and engine.cancelled == 1
+    with pytest.raises(SessionConflict, match="has ended"):
+        await session.chat(OPENING)
+    journal.close()
+
+
+# What was sent is what is recorded.
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_provider_that_sent_other_ids_is_found_out(streamed: bool) -> None:
+    class SendsOthers(Engine):
+        """A cache of request bodies gone wrong, say: the engine samples after a prompt that differs in one id."""
+
+        def _next(self, prompt_ids: Any, sampling: Any) -> Any:
+            return super()._next([*prompt_ids[:-1], prompt_ids[-1] ^ 1], sampling)
+
+    session = tt.Session(renderer=renderer("own"), provider=SendsOthers([said("a", "1")]))
+    with pytest.raises(TokenContractError, match="sent other ids"):
+        if streamed:
+            raise (await stream_until_error(session, TurnRequest(messages=OPENING)))[1] or AssertionError
+        await session.chat(OPENING)
+    assert len(session.tree) == 0
+
+
+async def test_a_sample_says_what_the_engine_was_sent_and_audit_checks_it() -> None:
+    session, engine = session_of(said("a", "1"), said("b", "2"))
+    first = await session.chat(OPENING)
+    await session.chat([*OPENING, first.message, USER])
+    rows = [sample_to_json(sample) for sample in session.samples()]
+    assert audit(map(sample_from_json, json.loads(json.dumps(rows)))).ok
+    from tokentrue.ids import TokenIds
+
+    sent = [node["prompt_sha256"] for node in rows[0]["metadata"]["tokentrue"]["nodes"]]
+    assert sent == [TokenIds(prompt).sha256().hex() for prompt in engine.prompts]
+    rows[0]["metadata"]["tokentrue"]["nodes"][1]["prompt_sha256"] = sent[0]
+    assert any("not what the engine was sent" in finding.what for finding in audit(map(sample_from_json, rows)).findings)
+
+
+# A real edit forks, a replay does not.
+async def test_deleted_visible_text_is_an_edit_and_an_inlined_replay_of_it_is_none() -> None:
+    served = "The answer is 41. </think>No, 42."
+    session, _ = letters_session(sampled("r", served), *[sampled("s", "ok")] * 3)
+    first = await session.chat([USER])
+    assert first.message["content"] == served
+    cut = await session.chat([USER, {"role": "assistant", "content": "No, 42."}, USER])
+    assert session.tree.get(cut.node).parent is None and cut.root == "edited"
+    inlined = await session.chat([USER, {"role": "assistant", "content": f"<think>r</think>{served}"}, USER])
+    assert session.tree.get(inlined.node).parent == first.node and inlined.projection == "reasoning_inlined"
+    doubled = await session.chat([USER, {**first.message, "content": f"<think>other</think>{served}"}, {"role": "user", "content": "x"}])
+    assert session.tree.get(doubled.node).parent is None
+
+
+@pytest.mark.parametrize(("served", "replayed"), [('{"a": 1e400}', '{"a": "inf"}'), ('{"a": 1e400}', '{"a": 1e500}')])
+async def test_numbers_beyond_doubles_are_not_confused(served: str, replayed: str) -> None:
+    session, _ = letters_session(sampled("r", "c", served), sampled("s", "ok"))
+    first = await session.chat([USER])
+    call = first.message["tool_calls"][0]
+    edited = {**first.message, "tool_calls": [{**call, "function": {**call["function"], "arguments": replayed}}]}
+    follow = await session.chat([USER, edited, {"role": "tool", "tool_call_id": call["id"], "content": "r"}])
+    assert session.tree.get(follow.node).parent is None
+
+
+async def test_changed_tools_that_are_changed_back_continue_in_meaning() -> None:
+    session, _ = session_of(*[said(f"a{i}", "r") for i in range(3)])
+    history: list[Any] = list(OPENING)
+    replies = []
+    for tools in (TOOLS, OTHER_TOOLS, TOOLS):
+        replies.append(await session.chat(history, tools))
+        history += [bare(replies[-1].message), {"role": "user", "content": f"next {len(history)}"}]
+    assert [reply.root for reply in replies] == ["first", "tools_changed", "tools_changed"]
+    assert session.tree.get(replies[2].node).origin == replies[1].node
+
+
+PARTS = [{"type": "text", "text": "12"}, {"type": "text", "text": "3"}]
+
+
+class PrintsParts(Letters):
+    """A template that prints a list of parts otherwise than a string, and tools as they stand."""
+
+    def _message(self, message: Any) -> list[int]:
+        if isinstance(message.get("content"), list) and self.parts_differ:
+            return super()._message({**message, "content": "|".join(part["text"] for part in message["content"])})
+        return super()._message(message)
+
+    parts_differ = True
+
+
+@pytest.mark.parametrize("differ", [True, False])
+async def test_given_parts_that_render_otherwise_are_an_edit(differ: bool) -> None:
+    prints = PrintsParts()
+    prints.parts_differ = differ
+    session = tt.Session(renderer=prints, provider=Engine([sampled("r", "a"), sampled("s", "b")]))
+    first = await session.chat([{"role": "user", "content": "123"}])
+    follow = await session.chat([{"role": "user", "content": PARTS}, first.message, USER])
+    assert session.tree.get(follow.node).parent == (None if differ else first.node)
+    assert follow.root == ("edited" if differ else None)
+
+
+def tool(default: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"default": default}}}}}
+
+
+@pytest.mark.parametrize("tools", [[tool(1), tool("b")], [tool("b"), tool(True)]], ids=["true to 1", "other order"])
+async def test_tools_that_render_otherwise_are_other_tools(tools: Any) -> None:
+    session, _ = letters_session(sampled("r", "a"), sampled("s", "b"))
+    first = await session.chat([USER], [tool(True), tool("b")])
+    follow = await session.chat([USER, first.message, USER], tools)
+    assert follow.root == "tools_changed" and session.tree.get(follow.node).origin == first.node
+
+
+async def test_a_whole_answer_is_preferred_to_an_equal_one_that_broke_off() -> None:
+    session, engine = letters_session(sampled("", "abc"), sampled("", "abc"), sampled("", "ok"))
+    whole = await session.chat([USER])
+    events = session.stream(TurnRequest(messages=[USER]))
+    count = 0
+    while count < 4:
+        count += len((await anext(events)).token_ids)
+    await events.aclose()
+    broken = next(node for node in session.tree.nodes.values() if node.outcome == "disconnected")
+    assert broken.served["content"] == whole.message["content"] == "abc" and engine.answers
+    follow = await session.chat([USER, whole.message, USER])
+    assert session.tree.get(follow.node).parent == whole.node
+
+
+async def test_what_a_caller_does_to_its_objects_changes_nothing_recorded() -> None:
+    session, _ = letters_session(*[sampled("r", f"c{i}") for i in range(4)])
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    first = await session.chat(messages)
+    messages.append(first.message)
+    messages.append(dict(USER))
+    second = await session.chat(messages)
+    assert session.tree.get(second.node).parent == first.node
+    first.message["content"] = "changed"  # type: ignore[index]
+    assert session.tree.get(first.node).served["content"] == "c0"
+    third = await session.chat(messages)
+    assert session.tree.get(third.node).parent is None, "an edit in place is an edit"
+    messages[0]["content"][0]["text"] = "ho"
+    assert session.tree.get(first.node).given[0]["content"][0]["text"] == "hi"  # type: ignore[index]
+    assert (await session.chat(messages)).root == "new_conversation"
+
+
+# Two objects for one session.
+async def test_a_session_has_one_writer(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal)
+    engine.hold = asyncio.Event()
+    running = asyncio.create_task(session.chat(OPENING))
+    await asyncio.sleep(0.05)
+    with pytest.raises(SessionConflict, match="in use"):
+        await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    engine.hold.set()
+    await running
+    newer = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    for work in (session.chat(OPENING), session.reward(1.0), session.end()):
+        with pytest.raises(SessionConflict, match="opened again"):
+            await work
+    await newer.chat(OPENING)
+    assert len(journal.rows(session.id)) == len(newer.tree) == 2
+    journal.close()
+
+
+# Sampling that a trainer cannot score.
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+async def test_penalties_are_refused_in_training_and_recorded_otherwise(penalty: str) -> None:
+    class Truthful(Engine):
+        truthful_filters = frozenset({"top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
+
+    sampling = tt.Sampling(**{penalty: 1.5})
+    session = tt.Session(renderer=renderer("own"), provider=Truthful([said("a", "1")]))
+    with pytest.raises(SamplingError, match=rf"no trainer can score.*{penalty}.*training=False"):
+        await session.chat(OPENING, sampling=sampling)
+    free = tt.Session(renderer=renderer("own"), provider=Truthful([said("a", "1")]), training=False)
+    await free.chat(OPENING, sampling=sampling)
+    (sample,) = free.samples()
+    assert sample.metadata["tokentrue"]["nodes"][0]["sampling"] == {penalty: 1.5}
+
+
+async def test_a_sample_carries_every_setting_that_shaped_it() -> None:
+    session, _ = session_of(said("a", "1"))
+    await session.chat(OPENING, sampling=tt.Sampling(temperature=0.7, top_p=0.9, max_tokens=50, seed=1))
+    (sample,) = session.samples()
+    assert sample.metadata["tokentrue"]["nodes"][0]["sampling"] == {"temperature": 0.7, "top_p": 0.9}
+
+
+# What the journal cannot give back is refused.
+async def test_a_version_beyond_64_bits_is_the_engines_fault(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal)
+    engine.version = 20261115212000123456
+    with pytest.raises(EngineContractError, match="20261115212000123456"):
+        await session.chat(OPENING)
+    assert journal.rows(session.id) == [] and len(session.tree) == 0
+    engine.version = 2**63 - 1
+    await session.chat(OPENING)
+    reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    (node,) = reopened.tree.nodes.values()
+    assert node.versions == (VersionSpan(start=0, end=len(node.sampled_ids), version=2**63 - 1),)
+    journal.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}, {1: 2}, b"x"])
+async def test_messages_that_json_cannot_hold_are_refused_before_anything_is_generated(value: Any) -> None:
+    session, engine = session_of(said("a", "1"))
+    with pytest.raises(MessageError, match=r"messages\[0\]"):
+        await session.chat([{"role": "user", "content": "hi", "extra": value}])
+    assert not engine.prompts
+
+
+# Streamed text is the recorded text.
+@pytest.mark.parametrize("stops", [("abc", "b"), ("bc", "abc"), ("c x", "abc"), ("b",)])
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+async def test_overlapping_stop_strings_cut_a_stream_where_they_cut_the_record(stops: tuple[str, ...], size: int) -> None:
+    from tokentrue.sessions.serving import StreamedMessage, find_stop
+    from tokentrue.types import Delta
+
+    text = "xxabcabc xyz"
+    shown = StreamedMessage("0" * 32, stops)
+    seen = ""
+    for at in range(0, len(text), size):
+        delta = shown.feed(Delta(content=text[at : at + size]))
+        seen += "" if delta is None else delta.content
+    whole = text[: find_stop(text, stops)]
+    rest, message = shown.finish({"role": "assistant", "content": whole})
+    assert seen + "".join(delta.content for delta in rest) == whole == message["content"]
+
+
+async def test_a_call_that_breaks_off_is_recorded_as_it_was_streamed() -> None:
+    """It was shown before it broke off: the record holds what the client has, so that its replay is recognised."""
+    broken = encode('Hm. <tool_call>\n{"name": "look", "arguments": {"at": "x"', "own")
+    session, _ = session_of(tuple(broken), said("ok", "1"))
+    events, error = await stream_until_error(session, TurnRequest(messages=OPENING, tools=TOOLS))
+    assert error is None
+    served, deltas = events[-1].reply.message, [event.delta for event in events if event.delta is not None]
+    assert "".join(delta.content for delta in deltas) == served["content"]
+    (call,) = served["tool_calls"]
+    assert "".join(delta.arguments for delta in deltas) == call["function"]["arguments"]
+    follow = await session.chat([*OPENING, served, *answer_to(served, 0)], TOOLS)
+    assert session.tree.get(follow.node).parent == events[-1].reply.node and follow.projection == "exact"
