@@ -9,13 +9,10 @@ Messages and tools are plain mappings in the OpenAI Chat Completions shape: `rol
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
-from itertools import chain
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import SamplingError, TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
@@ -39,66 +36,6 @@ def is_logprob(value: float) -> bool:
 def are_logprobs(values: Sequence[float]) -> bool:
     """`is_logprob` of every one, at the cost of a few."""
     return not values or (all(map(math.isfinite, values)) and min(values) > -9000.0 and max(values) <= 0.0)
-
-
-@cache
-def _memcmp() -> Callable[[int, int, int], int] | None:
-    """The C library's, where Python can reach it."""
-    import ctypes
-
-    try:
-        compare = ctypes.CDLL(None).memcmp
-    except (OSError, AttributeError, TypeError):
-        return None
-    compare.argtypes, compare.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
-    return compare  # pyright: ignore[reportReturnType]
-
-
-def starts_with(ids: array[int], prefix: array[int]) -> bool:
-    """Bit for bit, without a copy of either: the ids of a long conversation are compared with the recorded ones at every turn."""
-    if len(ids) < len(prefix) or ids.typecode != prefix.typecode:
-        return False
-    if (memcmp := _memcmp()) is None:
-        return ids[: len(prefix)] == prefix
-    return not prefix or memcmp(ids.buffer_info()[0], prefix.buffer_info()[0], len(prefix) * prefix.itemsize) == 0
-
-
-class JoinedIds(Sequence[int]):
-    """`before` and `added` as one sequence that is laid end to end only where somebody needs it so. Neither may be changed afterwards."""
-
-    __slots__ = ("_whole", "added", "before")
-
-    def __init__(self, before: array[int], added: array[int]) -> None:
-        self.before, self.added = before, added
-        self._whole: array[int] | None = None
-
-    @property
-    def whole(self) -> array[int]:
-        if self._whole is None:
-            self._whole = self.before + self.added
-        return self._whole
-
-    def __len__(self) -> int:
-        return len(self.before) + len(self.added)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> array[int]: ...
-    def __getitem__(self, index: int | slice) -> int | array[int]:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            shift = len(self.before)
-            if start >= shift and stop >= shift and step > 0:
-                return self.added[start - shift : stop - shift : step]
-        return self.whole[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return chain(self.before, self.added)
-
-
-def whole_of(ids: array[int] | JoinedIds) -> array[int]:
-    return ids.whole if isinstance(ids, JoinedIds) else ids
 
 
 class Finish(StrEnum):
@@ -351,7 +288,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """An agent's next model call, in any dialect, already in the OpenAI shape: `messages` is the whole conversation.
+    """An agent's next model call, in any dialect, already in the OpenAI shape: the whole conversation, every time.
 
     `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the same turn.
     """

@@ -180,7 +180,7 @@ async def test_a_broken_turn_is_noticed(mutate: Patch, check: Callable[[Path], A
     await check(tmp_path / "healthy")
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
-        with pytest.raises((AssertionError, TokenTrueError, IndexError, asyncio.CancelledError, Failed)):
+        with pytest.raises((AssertionError, TokenTrueError, IndexError, ValueError, asyncio.CancelledError, Failed)):
             await check(tmp_path)
 
 

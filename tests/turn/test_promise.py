@@ -327,9 +327,9 @@ async def test_a_session_has_one_writer(tmp_path: Path) -> None:
     engine.hold.set()
     await running
     newer = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
-    for work in (session.chat(OPENING), session.reward(1.0), session.end()):
+    for write in (lambda: session.chat(OPENING), lambda: session.reward(1.0), session.end):
         with pytest.raises(SessionConflict, match="opened again"):
-            await work
+            await write()
     await newer.chat(OPENING)
     assert len(journal.rows(session.id)) == len(newer.tree) == 2
     journal.close()
