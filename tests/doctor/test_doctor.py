@@ -1,0 +1,197 @@
+"""The command, the page, the layers, experts and samples; and that one fault is one accusation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.doctor import engines as e
+from tests.doctor.faults import tiny_model
+from tokentrue.cli.main import run
+from tokentrue.doctor import CAUSES, Finding, Reference, Report, Verdict, examine, report_page
+from tokentrue.doctor.examine import FOLLOWS, settle
+from tokentrue.doctor.findings import cannot_tell, fault, ok
+from tokentrue.doctor.fit import explained, grows_with_position, shifted
+from tokentrue.doctor.layers import first_difference
+from tokentrue.providers import load
+from tokentrue.providers.hf import HFProvider
+from tokentrue.renderers import load_renderer
+from tokentrue.types import Certificate, Sample, Sampling, Span
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_the_command_finds_nothing_wrong_with_the_model_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", ["--engine", "exact", "--model", str(e.CALCULATOR), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["engine"] == "exact"
+    prompt = next(one for one in found["findings"] if one["probe"] == "weights: log-probabilities of a prompt")
+    assert prompt["verdict"] == "ok"
+
+
+def test_the_command_names_other_weights_and_where_they_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = e.calculator()
+    torch.manual_seed(0)
+    weight = changed.model.layers[1].mlp.up_proj.weight
+    weight.data += 0.3 * weight.data.std() * torch.randn_like(weight)
+    changed.save_pretrained(tmp_path / "served")
+    page = tmp_path / "report.html"
+    arguments = ["--engine", "hf", "--model", str(e.CALCULATOR), "--served", str(tmp_path / "served"), "-o", str(page)]
+    assert run("doctor", [*arguments, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (blamed,) = [one for one in found["findings"] if one["verdict"] == "fault"]
+    assert blamed["fault"] == "other_weights" and blamed["cause"] in found["summary"]
+    (place,) = [one for one in found["findings"] if one["probe"] == "weights: first layer that differs"]
+    assert place["detail"] == "first in model.layers.1.mlp.up_proj"
+    text = page.read_text()
+    assert blamed["cure"] in text and "model.layers.1.mlp.up_proj" in text
+    assert run("doctor", arguments) == 1
+    assert "cause and cure" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--engine", "vllm", "--model", str(e.CALCULATOR)], "--url: engine 'vllm' needs one"),
+        (["--engine", "hf", "--url", "http://x", "--model", str(e.CALCULATOR)], "takes none"),
+        (["--engine", "mine", "--model", str(e.CALCULATOR)], "no engine 'mine'"),
+        (["--engine", "hf", "--model", "/nowhere"], "no model directory"),
+        (["--engine", "hf", "--model", str(e.CALCULATOR), "--dtype", "int3"], "--dtype"),
+        (["--engine", "sglang", "--url", "http://127.0.0.1:9", "--model", str(e.CALCULATOR)], "no engine is reachable"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
+
+
+def test_one_fault_is_one_accusation() -> None:
+    findings = [fault("meaning", "off_by_one", "9 tokens"), fault("weights", "other_weights", "mean 3"), ok("stability", "0")]
+    settled = settle(findings)
+    assert [finding.verdict for finding in settled] == [Verdict.FAULT, Verdict.CANNOT_TELL, Verdict.OK]
+    assert "follows from off_by_one" in settled[1].detail
+    both = [fault("identity", "template", "3 ids"), fault("weights", "rope", "mean 2")]  # neither explains the other
+    assert settle(both) == both
+
+
+def test_every_consequence_is_a_known_fault() -> None:
+    assert set(FOLLOWS) | {name for names in FOLLOWS.values() for name in names} <= set(CAUSES)
+
+
+def test_the_page_escapes_what_an_engine_says() -> None:
+    finding = Finding(probe="p", verdict=Verdict.FAULT, figure="<b>", fault="template", detail="<script>alert(1)</script>")
+    page = report_page(Report(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("q", "&"))))
+    assert "<script>" not in page and "&lt;script&gt;" in page and "&lt;i&gt;" in page
+
+
+def test_explained_shifted_and_growth() -> None:
+    difference = torch.tensor([1.0, -2.0, 0.5])
+    assert explained(difference, difference) == 1.0
+    assert explained(difference, torch.zeros(3)) == 0.0
+    places, values = shifted(torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0]), [3, 2], 1)
+    assert (places.tolist(), values.tolist()) == ([0, 1, 3], [2.0, 3.0, 20.0])
+    places, values = shifted(torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0]), [3, 2], -1)
+    assert (places.tolist(), values.tolist()) == ([1, 2, 4], [1.0, 2.0, 10.0])
+    assert grows_with_position(torch.tensor([1.0, 1.0, 8.0]), torch.tensor([1, 2, 3])) == 8.0
+
+
+def test_the_first_layer_that_differs_is_found_in_the_order_of_execution() -> None:
+    model, other = e.calculator(), e.calculator()
+    assert first_difference(model, other, range(20), 1e-6) == ("", 0.0)
+    other.model.layers[2].self_attn.o_proj.weight.data *= 1.01
+    other.model.layers[1].mlp.down_proj.weight.data *= 1.01
+    assert first_difference(model, other, range(20), 1e-4)[0] == "model.layers.1.mlp.down_proj"
+
+
+async def sampled(model: Any, sampling: Sampling, *, count: int = 6, versions: Any = lambda n: 0) -> list[Sample]:
+    """Samples as a rollout records them, with the engine's own log-probabilities."""
+    renderer, provider = load_renderer(str(e.CALCULATOR)), HFProvider(model)
+    found: list[Sample] = []
+    for n in range(count):
+        prompt = tuple(renderer.render([{"role": "user", "content": f"What is {n} + 3 and why do rivers flow?"}]).token_ids)
+        done = await provider.generate(prompt, replace(sampling, seed=n, max_tokens=24))
+        end = len(prompt) + len(done.token_ids)
+        spans = (
+            Span(start=0, end=len(prompt), kind="given", role="user", turn=0, policy_version=None, trainable=False, why="prompt"),
+            Span(start=len(prompt), end=end, kind="sampled", role="assistant", turn=0, policy_version=versions(n), trainable=True, why=""),
+        )
+        found.append(
+            Sample(
+                sample_id=f"s{n}", session_id=f"s{n}", group=None, token_ids=(*prompt, *done.token_ids),
+                loss_mask=(*(0 for _ in prompt), *(1 for _ in done.token_ids)), rollout_logprobs=(*(None for _ in prompt), *done.logprobs),
+                spans=spans, reward=None, finish_reason="stop", metadata={},
+                certificate=Certificate(chain="", template="", tokenizer=""),
+            )
+        )  # fmt: skip
+    return found
+
+
+async def judged(samples: list[Sample]) -> list[Finding]:
+    report = await examine(HFProvider(e.calculator()), load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR), samples=samples)
+    return [finding for finding in report.findings if finding.probe.startswith("samples")]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "change", "expected"),
+    [
+        (Sampling(), lambda m: m, ""),
+        (Sampling(temperature=0.7), lambda m: m, "sampled_temperature"),
+        (Sampling(top_k=3), lambda m: m, "sampled_filters"),
+        (Sampling(), lambda m: m.bfloat16(), "dtype_bfloat16"),
+        (Sampling(), lambda m: e.with_rope(m, 100_000.0), "rope"),
+    ],
+)
+async def test_samples_alone_tell_the_cause(sampling: Sampling, change: Any, expected: str) -> None:
+    found = await judged(await sampled(change(e.calculator()), sampling))
+    assert found[0].fault == expected, found[0]
+    assert any("position" in finding.probe for finding in found)
+
+
+async def test_samples_of_one_version_that_differ_are_stale() -> None:
+    fresh = await sampled(e.calculator(), Sampling(), count=4, versions=lambda n: 8)
+    stale = await sampled(e.perturbed(e.calculator()), Sampling(), count=4, versions=lambda n: 7)
+    found = await judged([*fresh, *stale])
+    assert found[0].fault == "stale_weights" and "version 7" in found[0].figure
+
+
+async def test_experts_of_a_mixture_are_compared_layer_by_layer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 659, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 1024, "initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None,
+    }  # fmt: skip
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(str(e.CALCULATOR)).save_pretrained(tmp_path)
+    renderer, reference = load_renderer(str(tmp_path)), Reference.load(tmp_path)
+    report = await examine(load("exact", model=str(tmp_path)), renderer, reference)
+    (routing,) = [finding for finding in report.findings if finding.probe.startswith("experts")]
+    assert routing.verdict is Verdict.OK and routing.figure.startswith("0.0%"), routing
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    report = await examine(load("exact", model=model), renderer, reference)
+    (routing,) = [finding for finding in report.findings if finding.probe.startswith("experts")]
+    assert routing.fault == "routing" and "replayed" in routing.detail, routing
+
+
+async def test_a_model_without_an_uncertain_token_cannot_tell(tmp_path: Path) -> None:
+    """Every probe has a way to say that it does not know."""
+    model = tiny_model(tmp_path / "sure", "untied")
+    reference = Reference.load(model)
+    reference.model.lm_head.weight.data *= 1e5  # all mass on one token everywhere
+    report = await examine(HFProvider(reference.model), load_renderer(str(model)), reference)
+    verdicts = {finding.probe: finding.verdict for finding in report.findings}
+    assert verdicts["meaning: greedy"] is Verdict.CANNOT_TELL and report.exit_code == 0

@@ -1,0 +1,147 @@
+"""tokentrue doctor: probes an engine against the truth of a model directory and names what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokentrue.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokentrue.doctor import Report
+
+REMOTE = ("vllm", "sglang")
+ENGINES = (*REMOTE, "hf", "exact")
+ENGINE_KEY = "TOKENTRUE_ENGINE_KEY"
+COLOURS = {"ok": "green", "fault": "bold red", "cannot_tell": "yellow"}
+
+
+def command(
+    engine: Annotated[str, typer.Option("--engine", help="vllm, sglang, hf or exact")],
+    model: Annotated[Path, typer.Option("--model", help="the model directory that the trainer loads: the truth")],
+    url: Annotated[str | None, typer.Option("--url", help="the engine's base URL (vllm, sglang)")] = None,
+    samples: Annotated[Path | None, typer.Option("--samples", help="exported samples, to be judged too")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="what the engine should compute in; default: the directory's own")] = None,
+    served: Annotated[Path | None, typer.Option("--served", help="hf, exact: the directory that the engine loads, if another")] = None,
+    previous: Annotated[Path | None, typer.Option("--previous", help="the weights before the last update, to recognise stale ones")] = None,
+    adapter: Annotated[Path | None, typer.Option("--adapter", help="a PEFT adapter that belongs to the trainer's policy")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the report as one HTML page")] = None,
+) -> int:
+    """Exit 0: no fault found. 1: a fault, with its likely cause and cure. 2: called wrongly, or nothing could be probed."""
+    _check(engine, url, model, dtype)
+    report = asyncio.run(_run(engine, url, model, samples, dtype, served, previous, adapter, quiet=as_json))
+    if output is not None:
+        from tokentrue.doctor import report_page
+
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(report_page(report), encoding="utf-8")
+    if as_json:
+        print(json.dumps(report.to_json(), indent=1, ensure_ascii=False))
+    else:
+        _show(report, output)
+    return report.exit_code
+
+
+def _check(engine: str, url: str | None, model: Path, dtype: str | None) -> None:
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine: no engine {engine!r}; choose one of {', '.join(ENGINES)}")
+    if (engine in REMOTE) != (url is not None):
+        raise ConfigError(f"--url: engine {engine!r} {'needs one' if engine in REMOTE else 'runs in this process and takes none'}")
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"--model: {str(model)!r} is no model directory (no config.json)")
+    if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype: {dtype!r} is not one of float32, bfloat16, float16")
+
+
+async def _run(
+    engine: str,
+    url: str | None,
+    model: Path,
+    samples: Path | None,
+    dtype: str | None,
+    served: Path | None,
+    previous: Path | None,
+    adapter: Path | None,
+    *,
+    quiet: bool,
+) -> Report:
+    from rich.console import Console
+
+    from tokentrue.app.libraries import quiet_libraries
+    from tokentrue.doctor import Reference, examine, routes_for
+    from tokentrue.renderers import load_renderer
+
+    quiet_libraries()
+    with Console(stderr=True, quiet=quiet or not sys.stderr.isatty()).status("loading") as status:
+        reference = Reference.load(model, adapter=adapter)
+        key = os.environ.get(ENGINE_KEY)
+        provider, module = _provider(engine, url, served or model, dtype or reference.dtype, key)
+        routes = routes_for(provider, url, api_key=key)
+        recorded = _read_samples(samples)
+        try:
+            await provider.health()
+            return await examine(
+                provider,
+                load_renderer(str(model)),
+                reference,
+                routes=routes,
+                dtype=dtype,
+                previous=previous,
+                engine_model=module,
+                samples=recorded,
+                on_progress=lambda name: status.update(f"probing: {name}"),
+            )
+        finally:
+            await routes.close()
+            await provider.close()
+
+
+def _provider(engine: str, url: str | None, served: Path, dtype: str, key: str | None) -> tuple[Any, Any]:
+    """The engine, and its torch module where it can be looked into."""
+    from tokentrue.providers import load
+
+    if engine in REMOTE:
+        return load(engine, url=url, **({"api_key": key} if key else {})), None
+    if engine == "exact":
+        return load(engine, model=str(served), dtype=dtype), None
+    import torch
+
+    from tokentrue.doctor.reference import load_model
+
+    module = load_model(served).to(getattr(torch, dtype))
+    return load(engine, model=module), module
+
+
+def _read_samples(path: Path | None) -> list[Any]:
+    if path is None:
+        return []
+    from tokentrue.samples import read_samples
+
+    return list(read_samples(path))
+
+
+def _show(report: Report, output: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(title=f"{report.engine}: {report.model}")
+    for column in ("probe", "verdict", "figure", "cause and cure", "confidence"):
+        table.add_column(column, overflow="fold")
+    for finding in report.findings:
+        what = f"{finding.cause}\n{finding.cure}" if finding.fault else ""
+        figure = f"{finding.figure}\n{finding.detail}" if finding.detail else finding.figure
+        verdict = Text(finding.verdict.value.replace("_", " "), style=COLOURS[finding.verdict.value])
+        table.add_row(finding.probe, verdict, Text(figure), Text(what), finding.confidence)
+    console.print(table)
+    console.print(Text(report.summary, style="red" if report.faults else "green"))
+    if output is not None:
+        console.print(f"report: {output}", highlight=False)

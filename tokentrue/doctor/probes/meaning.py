@@ -1,0 +1,213 @@
+"""What the engine's log-probabilities mean: temperature and filters in or out, greedy, precision on the wire.
+
+These probes compare the engine with itself, so that they hold whatever weights it has.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import torch
+
+from tokentrue.doctor.context import Examination
+from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
+from tokentrue.doctor.observations import Observation
+from tokentrue.errors import EngineContractError, EngineError, InputError, SamplingError, TokenContractError
+from tokentrue.types import Completion, Sampling
+
+CLEAR_GAP = 0.3  # nats between the two likeliest tokens: at temperature 0.02 the second is e^-15 times as likely
+DECIMALS = 5
+ENOUGH = 20
+
+
+async def gather_observations(exam: Examination) -> Finding:
+    """Samples at temperature 1 from short prompts and a long one; what the engine's answers break is a finding."""
+    name = "contract: ids and log-probabilities"
+    prompts = [*exam.prompts(), exam.long_prompt()]
+    try:
+        completions = await exam.generate(prompts, Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed, top_logprobs=4))
+    except (EngineContractError, TokenContractError) as error:
+        return _broken_contract(name, str(error))
+    except (EngineError, InputError) as error:
+        return fault(name, "engine_refused", "no answer", detail=str(error))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if completion.token_ids:
+            label = "long" if len(prompt) == len(prompts[-1]) else "short"
+            exam.observations.append(Observation.from_completion(prompt, completion, label=label))
+    exam.uncertain = _uncertain(prompts, completions)
+    outside = [i for seen in exam.observations for i in seen.token_ids[seen.prompt_tokens :] if i >= exam.reference.vocab_size]
+    if outside:
+        return fault(name, "other_model", f"sampled id {max(outside)} of {exam.reference.vocab_size}")
+    shifted, told = _shifted_tops(completions)
+    if shifted > told / 2:
+        return fault(name, "off_by_one", f"{shifted} of {told} tokens", detail="log-probabilities are those of the neighbour's top list")
+    tokens = sum(len(seen.positions) for seen in exam.observations)
+    return ok(name, f"{tokens} sampled tokens") if tokens else cannot_tell(name, "the engine sampled nothing")
+
+
+def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[tuple[int, ...]]:
+    """Prefixes of what was sampled at which the likeliest token is clear and yet least likely."""
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for index, top in enumerate(completion.top_logprobs or ()):
+            values = sorted(top.values(), reverse=True)
+            if len(values) > 1 and values[0] - values[1] > CLEAR_GAP:
+                found.append((values[0], (*prompt, *completion.token_ids[:index])))
+    return [prefix for _, prefix in sorted(found)[:4]]
+
+
+def _broken_contract(name: str, words: str) -> Finding:
+    counted = re.search(r"counted (\d+) prompt tokens where (\d+) were sent", words)
+    if counted is None:
+        return fault(name, "bad_logprobs", "refused", detail=words)
+    theirs, sent = int(counted[1]), int(counted[2])
+    known = "bos_added" if theirs == sent + 1 else "context_truncated" if theirs < sent else "prompt_changed"
+    return fault(name, known, f"{theirs} prompt tokens of {sent}", detail=words)
+
+
+def _shifted_tops(completions: Sequence[Completion]) -> tuple[int, int]:
+    """How many reported log-probabilities are not the one in their token's own top list but the neighbour's; and how many could be told."""
+    shifted = told = 0
+    for completion in completions:
+        tops = completion.top_logprobs or ()
+        own = [top.get(token) for token, top in zip(completion.token_ids, tops, strict=False)]
+        for index, (value, mine) in enumerate(zip(completion.logprobs, own, strict=False)):
+            around = [other for other in (*own[max(0, index - 1) : index], *own[index + 1 : index + 2]) if other is not None]
+            if mine is not None and around and all(abs(mine - other) > 1e-3 for other in around):
+                told += 1
+                shifted += abs(value - mine) > 1e-3 and any(abs(value - other) < 1e-6 for other in around)
+    return shifted, told
+
+
+async def probe_meaning(exam: Examination) -> list[Finding]:
+    prompts = exam.open_prompts()
+    try:
+        plain = await exam.generate(prompts, Sampling(temperature=1.0, max_tokens=1, seed=exam.seed, top_logprobs=4))
+    except (EngineError, InputError, TokenContractError) as error:
+        return [cannot_tell("meaning", f"the engine gives no top log-probabilities: {error}")]
+    tops = [completion.top_logprobs[0] for completion in plain if completion.top_logprobs]
+    if len(tops) != len(prompts):
+        return [cannot_tell("meaning", "the engine gives no top log-probabilities"), _wire(exam)]
+    return [
+        await _temperature(exam, prompts, tops),
+        await _low_temperature(exam, prompts, tops),
+        await _filters(exam, prompts, tops),
+        await _greedy(exam, prompts, tops),
+        _wire(exam),
+    ]
+
+
+async def _temperature(exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]) -> Finding:
+    """Gaps between two tokens' log-probabilities double at temperature 0.5."""
+    name = "meaning: temperature"
+    try:
+        found = await exam.generate(prompts, Sampling(temperature=0.5, max_tokens=1, seed=exam.seed, top_logprobs=4))
+    except SamplingError as error:
+        return fault(name, "raw_logprobs", "refused by the adapter", detail=str(error))
+    except (EngineError, InputError) as error:
+        return cannot_tell(name, str(error))
+    ratios: list[float] = []
+    for warm, completion in zip(tops, found, strict=True):
+        cold = (completion.top_logprobs or ({},))[0]
+        first = max(warm, key=lambda token: warm[token])
+        both = [t for t in warm if first in cold and t in cold and warm[first] - warm[t] > 0.01]
+        ratios += [(cold[first] - cold[t]) / (warm[first] - warm[t]) for t in both]
+    if not ratios:
+        return cannot_tell(name, "no prompt has two tokens that are told apart")
+    middle = median(ratios)
+    if abs(middle - 2.0) < 0.1:
+        return ok(name, f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2")
+    if abs(middle - 1.0) < 0.1:
+        return fault(name, "raw_logprobs", f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2")
+    return fault(name, "temperature_ignored", f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2", confidence="medium")
+
+
+async def _low_temperature(exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]) -> Finding:
+    """At temperature 0.02 the likeliest token is sampled, where it is clearly likelier."""
+    name = "meaning: sampling follows the temperature"
+    try:
+        runs = [await exam.generate(prompts, Sampling(temperature=0.02, max_tokens=1, seed=exam.seed + n)) for n in range(3)]
+    except (EngineError, InputError) as error:
+        return cannot_tell(name, str(error))
+    asked = wrong = 0
+    for found in runs:
+        for top, completion in zip(tops, found, strict=True):
+            first, second = sorted(top.values(), reverse=True)[:2]
+            if completion.token_ids and first - second > CLEAR_GAP:
+                asked += 1
+                wrong += completion.token_ids[0] != max(top, key=lambda token: top[token])
+    if not asked:
+        return cannot_tell(name, "no prompt has a clearly likeliest first token")
+    if wrong:
+        return fault(name, "temperature_ignored", f"{wrong} of {asked} samples are not the likeliest token at T = 0.02")
+    return ok(name, f"{asked} of {asked} samples are the likeliest token at T = 0.02")
+
+
+async def _filters(exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]) -> Finding:
+    name = "meaning: filters"
+    if "top_k" not in exam.provider.truthful_filters:
+        return cannot_tell(name, "this engine reports no renormalised log-probabilities; the gateway refuses filters in training sessions")
+    try:
+        found = await exam.generate(prompts, Sampling(temperature=1.0, top_k=2, max_tokens=1, seed=exam.seed))
+    except (EngineError, InputError) as error:
+        return cannot_tell(name, str(error))
+    limit = max(exam.spread.limit, 1e-3)
+    inside: list[float] = []
+    outside: list[float] = []
+    for top, completion in zip(tops, found, strict=True):
+        kept, values = sorted(top, key=lambda token: -top[token])[:2], sorted(top.values(), reverse=True)
+        if len(values) > 2 and values[1] - values[2] < CLEAR_GAP:
+            continue  # which tokens are the two likeliest may depend on rounding
+        token = completion.token_ids[0]
+        if token not in kept:
+            return fault(name, "filters_ignored", f"top_k = 2 sampled token {token}, which is not among the two likeliest")
+        mass = math.log(sum(math.exp(top[t]) for t in kept))
+        if abs(mass) <= 3 * limit:
+            continue  # what the filter drops weighs too little to be seen
+        inside.append(abs(completion.logprobs[0] - (top[token] - mass)))
+        outside.append(abs(completion.logprobs[0] - top[token]))
+    if not inside:
+        return cannot_tell(name, "no prompt has two tokens that are clearly the likeliest and leave some mass to the rest")
+    if median(inside) <= limit:
+        return ok(name, f"renormalised over top_k = 2 within {max(inside):.2g}")
+    if median(outside) <= limit:
+        return fault(name, "filters_ignored", f"equal to the unfiltered within {median(outside):.2g}")
+    return cannot_tell(name, f"neither renormalised ({median(inside):.2g} off) nor unfiltered ({median(outside):.2g} off)")
+
+
+async def _greedy(exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]) -> Finding:
+    name = "meaning: greedy"
+    try:
+        found = await exam.generate(prompts, Sampling(temperature=0.0, max_tokens=1))
+    except (EngineError, InputError) as error:
+        return cannot_tell(name, str(error))
+    limit = max(exam.spread.limit, 1e-3)
+    pairs = [(max(top.values()), completion.logprobs[0]) for top, completion in zip(tops, found, strict=True)]
+    pairs = [(ours, theirs) for ours, theirs in pairs if ours < -3 * limit]
+    if not pairs:
+        return cannot_tell(name, "the likeliest token is certain at every prompt")
+    off = median(abs(ours - theirs) for ours, theirs in pairs)
+    if off <= limit:
+        return ok(name, f"greedy reports temperature 1 within {off:.2g}")
+    if all(theirs > -1e-6 for _, theirs in pairs):
+        return fault(name, "greedy_logprobs", "greedy reports 0, the log-probability of certainty")
+    return cannot_tell(name, f"greedy is {off:.2g} away from temperature 1, and not 0 either")
+
+
+def _wire(exam: Examination) -> Finding:
+    """Full float32 values have more digits than any rounding leaves."""
+    name = "meaning: precision on the wire"
+    values = [value for seen in exam.observations for value in seen.logprobs if abs(value) > 1e-3]
+    if len(values) < ENOUGH:
+        return cannot_tell(name, f"only {len(values)} log-probabilities differ from 0")
+    for digits in range(1, DECIMALS + 1):
+        if all(round(value, digits) == value for value in values):
+            return fault(name, "wire_precision", f"{digits} decimals")
+    exact = torch.tensor(values, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.float16):
+        if bool((exact.to(dtype).double() == exact).all()):
+            return fault(name, "wire_precision", str(dtype).removeprefix("torch."))
+    return ok(name, f"{len(values)} values in full precision")

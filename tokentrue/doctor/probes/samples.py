@@ -1,0 +1,107 @@
+"""From samples alone: recorded log-probabilities against the reference forward, by position, turn, version and role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tokentrue.doctor.context import Examination
+from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
+from tokentrue.doctor.fit import grows_with_position, spread_of
+from tokentrue.doctor.observations import Observation
+from tokentrue.doctor.probes.weights import Difference, judge_difference
+from tokentrue.types import Sample, Span
+
+MOST_TOKENS = 3000
+STALE_FACTOR = 5.0
+
+
+def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Finding]:
+    name = "samples: recorded log-probabilities against the model directory"
+    pairs = [(sample, seen) for sample in samples if (seen := observe(sample)) is not None]
+    chosen = _first_tokens([pair for pair in pairs if len(pair[1].token_ids) <= exam.reference.max_positions])
+    if not chosen:
+        return [cannot_tell(name, "no sample holds log-probabilities of sampled tokens")]
+    seen = Difference.of(exam.reference, [observation for _, observation in chosen])
+    versions = _keys(chosen, lambda span: str(span.policy_version))
+    verdict = _filters(exam, name, seen) or _one_version(exam, name, seen.e, versions) or judge_difference(exam, name, seen)
+    tables = [_table(label, seen.e, keys) for label, keys in _groups(chosen)]
+    growth = f"last third of positions ÷ first third: {grows_with_position(seen.e, seen.positions):.2f}"
+    rows = [ok(f"samples: mean |δ| by {label}", text) for label, text in tables if text]
+    return [verdict, *rows, ok("samples: growth of |δ| with the position", growth)]
+
+
+def observe(sample: Sample) -> Observation | None:
+    positions = tuple(i for i, value in enumerate(sample.rollout_logprobs) if value is not None and i > 0)
+    if not positions:
+        return None
+    logprobs = tuple(float(value) for i in positions if (value := sample.rollout_logprobs[i]) is not None)
+    return Observation(
+        token_ids=tuple(sample.token_ids), positions=positions, logprobs=logprobs, label=sample.sample_id, prompt_tokens=positions[0]
+    )
+
+
+def _first_tokens(chosen: list[tuple[Sample, Observation]]) -> list[tuple[Sample, Observation]]:
+    total, kept = 0, []
+    for pair in chosen:
+        total += len(pair[1].token_ids)
+        if kept and total > MOST_TOKENS:
+            break
+        kept.append(pair)
+    return kept
+
+
+def _filters(exam: Examination, name: str, seen: Difference) -> Finding | None:
+    """Renormalised over what a filter kept, every log-probability is above the reference's, never below."""
+    spread = spread_of(seen.e)
+    if spread.mean <= exam.spread.limit or seen.e.numel() < 20:
+        return None
+    below = float((seen.e < -max(exam.spread.largest_limit, 1e-3)).double().mean())
+    if below > 0.01 or float(seen.e.mean()) < 0.5 * spread.mean:
+        return None
+    mass = float((-seen.e).exp().mean())
+    figure = f"mean ratio {mass:.3f}, {100 * below:.1f}% of tokens below the reference"
+    return fault(name, "sampled_filters", figure, confidence="medium", detail=f"the filter kept {100 * mass:.0f}% of the mass")
+
+
+def _one_version(exam: Examination, name: str, e: Tensor, versions: Sequence[str]) -> Finding | None:
+    """The difference sits in one policy version: those samples were drawn with other weights."""
+    known = sorted(set(versions))
+    if len(known) < 2:
+        return None
+    means = {version: float(e[torch.tensor([v == version for v in versions])].abs().mean()) for version in known}
+    worst = max(means, key=lambda version: means[version])
+    rest = max(mean for version, mean in means.items() if version != worst)
+    if means[worst] <= exam.spread.limit or means[worst] < STALE_FACTOR * max(rest, exam.spread.limit / STALE_FACTOR):
+        return None
+    figure = f"version {worst}: mean |δ| {means[worst]:.2g}; all others at most {rest:.2g}"
+    return fault(name, "stale_weights", figure, confidence="medium", detail=f"samples of version {worst} were drawn with other weights")
+
+
+def _groups(chosen: Sequence[tuple[Sample, Observation]]) -> Iterator[tuple[str, list[str]]]:
+    yield "position", [_bucket(position) for _, seen in chosen for position in seen.positions]
+    yield "turn", _keys(chosen, lambda span: str(span.turn))
+    yield "policy version", _keys(chosen, lambda span: str(span.policy_version))
+
+
+def _keys(chosen: Sequence[tuple[Sample, Observation]], key: Callable[[Span], str]) -> list[str]:
+    found: list[str] = []
+    for sample, seen in chosen:
+        spans = iter(sample.spans)
+        span = next(spans, None)
+        for position in seen.positions:
+            while span is not None and position >= span.end:
+                span = next(spans, None)
+            found.append("?" if span is None else key(span))
+    return found
+
+
+def _bucket(position: int) -> str:
+    return next((f"<{edge}" for edge in (64, 256, 1024, 4096) if position < edge), ">=4096")
+
+
+def _table(label: str, e: Tensor, keys: Sequence[str]) -> tuple[str, str]:
+    rows = {key: float(e[torch.tensor([k == key for k in keys])].abs().mean()) for key in dict.fromkeys(keys)}
+    return label, ", ".join(f"{key}: {mean:.2g}" for key, mean in rows.items()) if len(rows) > 1 else ""

@@ -1,0 +1,220 @@
+"""The reference forward: the model directory in float32, and copies of it with one known fault each.
+
+A variant predicts what an engine with that fault would report. The engine's own numbers are compared with every prediction, so that a
+fault is named by what it does to the log-probabilities, not by their size alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from tokentrue.doctor.observations import Observation
+from tokentrue.errors import ConfigError
+
+Change: TypeAlias = Callable[[Any], Any]
+"""Takes a copy of the reference model; returns the model to run."""
+
+THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One known fault of weights or arithmetic; `fault` is its name in `findings.CAUSES`."""
+
+    fault: str
+    label: str
+    change: Change
+    kv_dtype: torch.dtype | None = None
+
+
+class Reference:
+    """The model of a directory, in float32 on the CPU."""
+
+    def __init__(self, model: Any, *, directory: Path | None = None, adapter: Path | None = None) -> None:
+        self.model: Any = model.eval()
+        self.config: Any = model.config
+        self.directory, self.adapter = directory, adapter
+        self.dtype = saved_dtype(self.config, directory)
+
+    @staticmethod
+    def load(directory: str | Path, *, adapter: Path | None = None) -> Reference:
+        """With `adapter`, the policy is the model with that adapter merged in."""
+        model = load_model(directory)
+        return Reference(model if adapter is None else merge_adapter(model, adapter), directory=Path(directory), adapter=adapter)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        return int(getattr(self.config, "max_position_embeddings", 2048))
+
+    def logprobs(self, observations: Sequence[Observation]) -> Tensor:
+        """Of every observed token, end to end, as float64."""
+        return score(self.model, observations)
+
+    def logprobs_at(self, observations: Sequence[Observation], temperatures: Sequence[float]) -> Tensor:
+        """`[temperatures, tokens]`, from one forward pass."""
+        return score_at(self.model, observations, temperatures)
+
+    def predict(self, variant: Variant, observations: Sequence[Observation]) -> Tensor:
+        """What an engine with this fault would report."""
+        changed = variant.change(copy.deepcopy(self.model)).eval()
+        return score(changed, observations, kv_dtype=variant.kv_dtype)
+
+
+def saved_dtype(config: Any, directory: Path | None) -> str:
+    """The dtype that the directory was saved in, which is what engines serve by default."""
+    if directory is not None and (directory / "config.json").is_file():
+        saved: Any = json.loads((directory / "config.json").read_text())
+        return str(saved.get("dtype") or saved.get("torch_dtype") or "float32")
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+
+
+def load_model(directory: str | Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load model {str(directory)!r}: {str(error).splitlines()[0]}") from error
+
+
+def score(model: Any, observations: Sequence[Observation], *, kv_dtype: torch.dtype | None = None) -> Tensor:
+    return score_at(model, observations, (1.0,), kv_dtype=kv_dtype)[0]
+
+
+@torch.no_grad()
+def score_at(
+    model: Any, observations: Sequence[Observation], temperatures: Sequence[float], *, kv_dtype: torch.dtype | None = None
+) -> Tensor:
+    found: list[Tensor] = [torch.zeros(len(temperatures), 0, dtype=torch.float64)]
+    for seen in observations:
+        ids = torch.tensor([seen.token_ids])
+        cache = {} if kv_dtype is None else {"past_key_values": quantising_cache(kv_dtype), "use_cache": True}
+        at = torch.tensor(seen.positions) - 1
+        logits = model(ids, **cache).logits[0].index_select(0, at).double()
+        chosen = ids[0, at + 1].unsqueeze(1)
+        found.append(torch.stack([torch.log_softmax(logits / t, dim=-1).gather(1, chosen).squeeze(1) for t in temperatures]))
+    return torch.cat(found, dim=1)
+
+
+def quantising_cache(dtype: torch.dtype) -> Any:
+    from transformers import DynamicCache
+
+    class QuantisingCache(DynamicCache):
+        """Keys and values lose precision on their way into the cache, as in an engine with a quantised one."""
+
+        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            keys, values = (states.to(dtype).to(states.dtype) for states in (key_states, value_states))
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+
+    return QuantisingCache()
+
+
+def dtype_variant(name: str) -> Variant:
+    return Variant(fault=f"dtype_{name}", label=name, change=lambda model: model.to(getattr(torch, name)))
+
+
+def variants_of(reference: Reference, *, previous: Path | None = None) -> Iterator[Variant]:
+    """The faults of weights that can be simulated for this model, the likeliest first."""
+    model, config = reference.model, reference.config
+    if previous is not None:
+        yield Variant(fault="stale_weights", label=f"weights of {previous.name}", change=lambda _: load_model(previous))
+    if reference.adapter is not None and reference.directory is not None:
+        base = reference.directory
+        yield Variant(fault="adapter_missing", label=f"without adapter {reference.adapter.name}", change=lambda _: load_model(base))
+    for name in ("float16", "bfloat16"):
+        yield dtype_variant(name)
+    yield Variant(fault="int8_weights", label="int8 per channel", change=lambda m: quantise(m, to_int8))
+    yield Variant(fault="fp8_weights", label="float8_e4m3 per tensor", change=lambda m: quantise(m, to_fp8))
+    yield Variant(fault="fp8_kv_cache", label="KV cache in float8_e4m3", change=lambda m: m, kv_dtype=torch.float8_e4m3fn)
+    if any(isinstance(module, nn.Linear) and module.bias is not None for module in model.modules()):
+        yield Variant(fault="bias_dropped", label="biases set to 0", change=drop_biases)
+    if not getattr(config, "tie_word_embeddings", True):
+        yield Variant(fault="tied_head", label="output layer = embedding", change=tie_head)
+    rope: Mapping[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
+    if "rope_theta" in rope:
+        theta = float(rope["rope_theta"])
+        for other in sorted({*THETAS, theta * 10, theta / 10} - {theta}):
+            yield Variant(fault="rope", label=f"rope_theta {other:g} instead of {theta:g}", change=rope_change(rope_theta=other))
+        if rope.get("rope_type", "default") != "default":
+            yield Variant(fault="rope", label="no rope scaling", change=rope_change(rope_type="default"))
+        else:
+            for factor in (2.0, 4.0):
+                change = rope_change(rope_type="linear", factor=factor)
+                yield Variant(fault="rope", label=f"linear rope scaling by {factor:g}", change=change)
+
+
+def rope_change(**changes: Any) -> Change:
+    """The same weights in a model whose rotary embedding is built from other settings."""
+
+    def change(model: Any) -> Any:
+        config = copy.deepcopy(model.config)
+        config.rope_parameters = {**config.rope_parameters, **changes}
+        other = type(model)(config)
+        other.load_state_dict(model.state_dict())
+        return other
+
+    return change
+
+
+def quantise(model: Any, rounding: Callable[[Tensor], Tensor]) -> Any:
+    """Every linear layer but the output layer, as weight-only quantisation does it."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            module.weight.data = rounding(module.weight.data)
+    return model
+
+
+def to_int8(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+    return (weight / scale).round().clamp(-127, 127) * scale
+
+
+def to_fp8(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax().clamp(min=1e-12) / 448
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+
+def drop_biases(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.data.zero_()
+    return model
+
+
+def tie_head(model: Any) -> Any:
+    model.get_output_embeddings().weight.data = model.get_input_embeddings().weight.data
+    return model
+
+
+def merge_adapter(model: Any, directory: Path) -> Any:
+    """W + (alpha / r)·B·A for every pair of a PEFT adapter."""
+    from safetensors.torch import load_file
+
+    try:
+        settings = json.loads((directory / "adapter_config.json").read_text())
+        tensors = load_file(directory / "adapter_model.safetensors")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--adapter: {directory} is no PEFT adapter: {error}") from error
+    scale = float(settings["lora_alpha"]) / float(settings["r"])
+    modules = dict(model.named_modules())
+    for name, down in tensors.items():
+        if ".lora_A." not in name:
+            continue
+        target = modules.get(name.partition(".lora_A.")[0].removeprefix("base_model.model."))
+        if not isinstance(target, nn.Linear):
+            raise ConfigError(f"--adapter: {name} fits no linear layer of the model")
+        target.weight.data += scale * tensors[name.replace(".lora_A.", ".lora_B.")].float() @ down.float()
+    return model
