@@ -1,8 +1,8 @@
 """An engine that plays its part by what it reads: SGLang's wire format over aiohttp, in a thread.
 
 Some harnesses ask beside the conversation (a title, a guess of the next message); a script in order would hand its lines to
-whoever asks first. This engine looks at the prompt instead: it plays turn `k` where the prompt shows `k` tool results, and
-answers `aside` where the prompt does not hold the task.
+whoever asks first. This engine looks at the prompt instead: it plays turn `k` where the prompt shows the results of all calls of the
+turns before it, and answers `aside` where the prompt does not hold the task.
 """
 
 from __future__ import annotations
@@ -64,8 +64,15 @@ class Player:
             self.asides += 1
             text = self._aside
         else:
-            text = self.turns[min(ids.count(self._result), len(self.turns) - 1)]
+            text = self._turn_after(ids.count(self._result))
         return [*self._renderer.encode_sampled(text), self._renderer.stop_token_ids[0]]
+
+    def _turn_after(self, results: int) -> str:
+        for turn in self.turns[:-1]:
+            if results <= 0:
+                return turn
+            results -= turn.count("<tool_call>")
+        return self.turns[-1]
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

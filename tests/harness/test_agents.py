@@ -40,6 +40,11 @@ def played(tool: str, argument: str, **more: Any) -> list[str]:
     return [*thought, LAST]
 
 
+def at_once(*calls: tuple[str, dict[str, Any]]) -> str:
+    """Several calls in one turn."""
+    return "\n".join(call(tool, json.dumps(arguments, ensure_ascii=False)) for tool, arguments in calls)
+
+
 @pytest.fixture
 def folders(tmp_path: Path) -> Iterator[tuple[Path, Path, Path]]:
     home, work = tmp_path / "home", tmp_path / "work"
@@ -55,6 +60,34 @@ def check_chain(server: Server, session: Made, turns: Sequence[str], work: Path)
     assert [node["why"] for node in shown["nodes"]] == ["first", *[None] * 9]
 
 
+def claude_environment(session: Made) -> dict[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": session.anthropic_base_url,
+        "ANTHROPIC_AUTH_TOKEN": session.api_key,
+        "ANTHROPIC_MODEL": "m",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_AUTOUPDATER": "1",
+    }
+
+
+def write_codex_config(home: Path, session: Made) -> None:
+    (home / ".codex").mkdir()
+    (home / ".codex" / "config.toml").write_text(
+        f"""
+model = "m"
+model_provider = "gateway"
+web_search = "disabled"
+
+[model_providers.gateway]
+name = "gateway"
+base_url = "{session.base_url}"
+wire_api = "responses"
+env_key = "GATEWAY_KEY"
+"""
+    )
+
+
 def test_claude_code(folders: tuple[Path, Path, Path]) -> None:
     folder, home, work = folders
     claude = program("@anthropic-ai/claude-code", "claude")
@@ -62,15 +95,8 @@ def test_claude_code(folders: tuple[Path, Path, Path]) -> None:
     server = scripted_server(folder, turns)
     try:
         session = server.session()
-        environment = {
-            "ANTHROPIC_BASE_URL": session.anthropic_base_url,
-            "ANTHROPIC_AUTH_TOKEN": session.api_key,
-            "ANTHROPIC_MODEL": "m",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "DISABLE_TELEMETRY": "1",
-            "DISABLE_AUTOUPDATER": "1",
-        }
-        done = run([str(claude), "-p", TASK, "--max-turns", "20", "--allowedTools", "Bash"], home=home, cwd=work, env=environment)
+        command = [str(claude), "-p", TASK, "--max-turns", "20", "--allowedTools", "Bash"]
+        done = run(command, home=home, cwd=work, env=claude_environment(session))
         assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
         check_chain(server, session, turns, work)
     finally:
@@ -84,26 +110,98 @@ def test_codex(folders: tuple[Path, Path, Path]) -> None:
     server = scripted_server(folder, turns)
     try:
         session = server.session()
-        (home / ".codex").mkdir()
-        (home / ".codex" / "config.toml").write_text(
-            f"""
-model = "m"
-model_provider = "gateway"
-web_search = "disabled"
-
-[model_providers.gateway]
-name = "gateway"
-base_url = "{session.base_url}"
-wire_api = "responses"
-env_key = "GATEWAY_KEY"
-"""
-        )
+        write_codex_config(home, session)
         command = [str(codex), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK]
         done = run(command, home=home, cwd=work, env={"GATEWAY_KEY": session.api_key})
         assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
         check_chain(server, session, turns, work)
     finally:
         server.stop()
+
+
+def check_several(server: Server, session: Made, turns: Sequence[str], work: Path) -> None:
+    """Each of the different tools of one turn did its own work, and the turns are one chain, trained to the last token."""
+    assert (work / "sum.txt").read_text() == "x = 2 + 2\n" and (work / "second.txt").read_text().strip() == "two"
+    answer = server.samples(session.session_id)
+    assert answer["coverage"]["ratio"] == 1.0, answer["coverage"]
+    main = max(answer["samples"], key=lambda sample: sum(sample["loss_mask"]))
+    trained = [token for token, mask in zip(main["token_ids"], main["loss_mask"], strict=True) if mask]
+    assert trained == sampled_by(turns)[0]
+    assert "unsupported call" not in renderer().decode(main["token_ids"])
+
+
+def test_codex_calls_several_different_tools_in_one_turn(folders: tuple[Path, Path, Path]) -> None:
+    """Functions that take other arguments: each must be run under its own name."""
+    folder, home, work = folders
+    codex = program("@openai/codex", "codex")
+    turns = [
+        "<think>\nAll at once.\n</think>\n\n"
+        + at_once(("exec_command", {"cmd": COMMANDS[0]}), ("get_goal", {}), ("exec_command", {"cmd": "echo two > second.txt"})),
+        at_once(("get_goal", {}), ("exec_command", {"cmd": "cat sum.txt"})),
+        LAST,
+    ]
+    server = scripted_server(folder, turns)
+    try:
+        session = server.session()
+        write_codex_config(home, session)
+        command = [str(codex), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK]
+        done = run(command, home=home, cwd=work, env={"GATEWAY_KEY": session.api_key})
+        assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+        check_several(server, session, turns, work)
+    finally:
+        server.stop()
+
+
+def test_claude_code_calls_several_different_tools_in_one_turn(folders: tuple[Path, Path, Path]) -> None:
+    folder, home, work = folders
+    claude = program("@anthropic-ai/claude-code", "claude")
+    turns = [
+        at_once(
+            ("Bash", {"command": COMMANDS[0], "description": "a step"}),
+            ("Write", {"file_path": str(work / "second.txt"), "content": "two\n"}),
+            ("Bash", {"command": "pwd", "description": "where"}),
+        ),
+        "<think>\nLook.\n</think>\n\n"
+        + at_once(
+            ("Read", {"file_path": str(work / "second.txt")}),
+            ("Bash", {"command": "cat sum.txt", "description": "look"}),
+        ),
+        LAST,
+    ]
+    server = scripted_server(folder, turns)
+    try:
+        session = server.session()
+        command = [str(claude), "-p", TASK, "--max-turns", "20", "--allowedTools", "Bash", "Write", "Read"]
+        done = run(command, home=home, cwd=work, env=claude_environment(session))
+        assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+        check_several(server, session, turns, work)
+    finally:
+        server.stop()
+
+
+SEVERAL_QWEN = [
+    at_once(
+        ("run_shell_command", {"command": COMMANDS[0], "is_background": False}),
+        ("list_directory", {"path": "WORK"}),
+        ("run_shell_command", {"command": "echo two > second.txt", "is_background": False}),
+    ),
+    at_once(("list_directory", {"path": "WORK"}), ("run_shell_command", {"command": "cat sum.txt", "is_background": False})),
+    LAST,
+]
+
+
+@pytest.mark.parametrize("played_server", [SEVERAL_QWEN], indirect=True, ids=["several"])
+def test_qwen_code_calls_several_different_tools_in_one_turn(
+    folders: tuple[Path, Path, Path], played_server: tuple[Server, Player]
+) -> None:
+    (server, player), (_, home, work) = played_server, folders
+    player.turns = [turn.replace("WORK", str(work)) for turn in player.turns]
+    qwen = program("@qwen-code/qwen-code", "qwen")
+    session = server.session()
+    environment = {"OPENAI_API_KEY": session.api_key, "OPENAI_BASE_URL": session.base_url, "OPENAI_MODEL": "m"}
+    done = run([str(qwen), "--auth-type", "openai", "--yolo", "-p", TASK], home=home, cwd=work, env=environment)
+    assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    check_several(server, session, player.turns, work)
 
 
 def test_pi(folders: tuple[Path, Path, Path]) -> None:
