@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.bench import Report
+from tokentrue.ids import TokenIds
 
 if TYPE_CHECKING:
     from tokentrue.renderers import Renderer
@@ -89,7 +90,7 @@ def _conversation(renderer: Renderer, tokens: int) -> dict[str, Any]:
         messages += [_call(rng, index), _result(rng, index)]
     messages.append(_call(rng, rounds))
     stop = renderer.stop_token_ids[0]
-    prefix = [*renderer.render(messages[:-1], tools).token_ids, *renderer.encode_sampled(messages[-1]["content"]), stop]
+    prefix = TokenIds([*renderer.render(messages[:-1], tools).token_ids, *renderer.encode_sampled(messages[-1]["content"]), stop])
     return {"messages": messages, "prefix": prefix, "tools": tools, "rng": rng, "index": rounds}
 
 

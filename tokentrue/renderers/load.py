@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.extending.extender import History
 from tokentrue.renderers.extending.stops import Stops, derive_stops, read_declared_stops
 from tokentrue.renderers.families import family_for
+from tokentrue.renderers.json_types import is_object
 from tokentrue.renderers.proving import cache
 from tokentrue.renderers.proving.proof import UNPROVEN, Proof
 from tokentrue.renderers.proving.prove import prove
@@ -100,8 +101,8 @@ def _find_source(tokenizer: Any, chat_template: str | None) -> str:
         if not chat_template.strip():
             raise TemplateError("chat_template: is empty")
         return chat_template
-    own = tokenizer.chat_template
-    if isinstance(own, dict):
+    own: Any = tokenizer.chat_template
+    if is_object(own):
         own = own.get("tool_use") or own.get("default")
     if not own:
         raise TemplateError("chat_template: the tokenizer has none; pass one as chat_template=… (or --template F.jinja)")
@@ -120,7 +121,7 @@ def _load_tokenizer(model: str | Path) -> Any:
             f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
+        tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(str(model), trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; to the user they are one
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise TokenizerError(f"model: no tokenizer could be loaded from {str(model)!r}: {reason}") from error

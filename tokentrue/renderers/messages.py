@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any
 
 from tokentrue.errors import MessageError
-from tokentrue.renderers.template import InputFormat, JsonObject
+from tokentrue.renderers.json_types import JsonObject, is_array, is_object
+from tokentrue.renderers.template import InputFormat
 from tokentrue.types import Messages, Tools
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -24,17 +25,17 @@ _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 def normalise_tools(tools: Tools | None, inputs: InputFormat) -> list[JsonObject] | None:
     if tools is None:
         return None
-    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+    if not is_array(tools):
         raise MessageError(f"must be a list of tool objects, got {type(tools).__name__}", field="tools")
     return [_normalise_tool(tool, f"tools[{index}]", inputs) for index, tool in enumerate(tools)] or None
 
 
 def _normalise_tool(tool: Any, field: str, inputs: InputFormat) -> JsonObject:
-    if not isinstance(tool, Mapping):
+    if not is_object(tool):
         raise MessageError(f"must be an object, got {type(tool).__name__}", field=field)
-    wrapped = dict(cast("Mapping[str, Any]", tool)) if "function" in tool else {"type": "function", "function": tool}
+    wrapped = dict(tool) if "function" in tool else {"type": "function", "function": tool}
     function = wrapped["function"]
-    if not isinstance(function, Mapping):
+    if not is_object(function):
         raise MessageError(f"must be an object, got {type(function).__name__}", field=f"{field}.function")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise MessageError("must be a non-empty string", field=f"{field}.function.name")
@@ -43,13 +44,13 @@ def _normalise_tool(tool: Any, field: str, inputs: InputFormat) -> JsonObject:
 
 def normalise_messages(messages: Messages, inputs: InputFormat, *, first: int = 0, field: str = "messages") -> list[JsonObject]:
     """`first` is the index of `messages[0]` in the caller's own list, for the field in errors."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+    if not is_array(messages):
         raise MessageError(f"must be a list of message objects, got {type(messages).__name__}", field=field)
     return [_normalise_message(message, f"{field}[{first + index}]", inputs) for index, message in enumerate(messages)]
 
 
 def _normalise_message(message: Any, field: str, inputs: InputFormat) -> JsonObject:
-    if not isinstance(message, Mapping):
+    if not is_object(message):
         raise MessageError(f"must be an object, got {type(message).__name__}", field=field)
     out: JsonObject = {key: _copy_json(value) for key, value in message.items() if key != "tool_calls"}
     role = out.get("role")
@@ -79,7 +80,7 @@ def _normalise_content(content: Any, field: str, inputs: InputFormat) -> Any:
         content = ""
     if isinstance(content, str):
         return content if inputs.text or not inputs.parts else ([{"type": "text", "text": content}] if content else [])
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
+    if not is_array(content):
         raise MessageError(f"must be a string, a list of parts or null, got {type(content).__name__}", field=field)
     texts = [_read_part(part, f"{field}[{index}]") for index, part in enumerate(content)]
     if inputs.parts:
@@ -90,7 +91,7 @@ def _normalise_content(content: Any, field: str, inputs: InputFormat) -> Any:
 def _read_part(part: Any, field: str) -> str:
     if isinstance(part, str):
         return part
-    if not isinstance(part, Mapping):
+    if not is_object(part):
         raise MessageError(f"must be an object, got {type(part).__name__}", field=field)
     text = part.get("text")
     if part.get("type") not in {"text", "input_text", "output_text", None} or not isinstance(text, str):
@@ -99,13 +100,13 @@ def _read_part(part: Any, field: str) -> str:
 
 
 def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonObject]:
-    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+    if not is_array(calls):
         raise MessageError(f"must be a list, got {type(calls).__name__}", field=field)
     out: list[JsonObject] = []
     for index, call in enumerate(calls):
         where = f"{field}[{index}]"
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping):
+        function = call.get("function", call) if is_object(call) else None
+        if not is_object(function):
             raise MessageError("must be an object with a function object", field=where)
         if not isinstance(function.get("name"), str):
             raise MessageError("must be a string", field=f"{where}.function.name")
@@ -119,10 +120,10 @@ def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
     """A JSON object where it is one; text that is not JSON stays text, and the template decides what becomes of it."""
     if isinstance(arguments, str) and arguments.strip():
         try:
-            parsed = json.loads(arguments)
+            parsed: Any = json.loads(arguments)
         except ValueError:
             return arguments
-        arguments = parsed if isinstance(parsed, dict) else arguments
+        arguments = parsed if is_object(parsed) else arguments
     if arguments is None or arguments == "":
         arguments = {}
     if inputs.arguments == "string" and not isinstance(arguments, str):
@@ -174,8 +175,8 @@ def _copy_json(value: Any) -> Any:
     """JsonObject JSON types only: what a sandboxed template sees has no methods of ours."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Mapping):
+    if is_object(value):
         return {str(key): _copy_json(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+    if is_array(value):
         return [_copy_json(item) for item in value]
     raise MessageError(f"cannot be rendered: {type(value).__name__} is not a JSON type")

@@ -20,12 +20,13 @@ from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.families import Family
+from tokentrue.renderers.json_types import JsonObject
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
 from tokentrue.renderers.parsing.grammar import Grammar, compile_grammar
 from tokentrue.renderers.parsing.parser import Parser, parse_turn
 from tokentrue.renderers.proving.proof import Proof
 from tokentrue.renderers.structure import Structure, find_structure
-from tokentrue.renderers.template import InputFormat, JsonObject, Template
+from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Message, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
 
 Injection: TypeAlias = Literal["safe", "engine"]

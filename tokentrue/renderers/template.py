@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from tokentrue.errors import TemplateError
-
-JsonObject: TypeAlias = dict[str, Any]
-"""A message, tool or call as a template sees it: JSON types only."""
+from tokentrue.renderers.json_types import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +43,10 @@ class Template:
     def _compiled(self) -> Any:
         """Compiled when first rendered: what a warm load needs to know about the template is in the cache."""
         from jinja2.exceptions import TemplateError as JinjaError
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+        from transformers.utils import chat_template_utils as chat_templates
 
         try:
-            return _compile_jinja_template(self.source)
+            return chat_templates._compile_jinja_template(self.source)  # pyright: ignore[reportPrivateUsage]
         except (JinjaError, SyntaxError) as error:
             raise TemplateError(f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…") from error
 
@@ -105,18 +103,22 @@ def _find_content_format(template: Template, kwargs: Mapping[str, Any], inputs: 
 
 
 def _find_call_format(template: Template, kwargs: Mapping[str, Any], inputs: InputFormat) -> InputFormat:
-    tool = {"type": "function", "function": {"name": "qzlook", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+    parameters: JsonObject = {"type": "object", "properties": {}}
+    function: JsonObject = {"name": "qzlook", "description": "d", "parameters": parameters}
 
     def shows(trial: InputFormat, call_id: str) -> bool:
         arguments: Any = {"q": "qzwordqz"} if trial.arguments == "object" else '{"q": "qzwordqz"}'
-        content = (lambda word: word) if trial.text else (lambda word: [{"type": "text", "text": word}] if word else [])
         call = {"id": call_id, "type": "function", "function": {"name": "qzlook", "arguments": arguments}}
-        messages = [
+
+        def content(word: str) -> Any:
+            return word if trial.text else [{"type": "text", "text": word}] if word else []
+
+        messages: list[JsonObject] = [
             {"role": "user", "content": content("hello")},
             {"role": "assistant", "content": content(""), "tool_calls": [call]},
             {"role": "tool", "content": content("qzresultqz"), "tool_call_id": call_id, "name": "qzlook"},
         ]
-        tools = [tool["function"] if trial.bare_tools else tool]
+        tools: list[JsonObject] = [function if trial.bare_tools else {"type": "function", "function": function}]
         try:
             return "qzresultqz" in template.render(messages, tools, kwargs, inputs=trial)
         except TemplateError:

@@ -67,7 +67,7 @@ def verify(model: str | Path, chat_template: str | None = None, template_kwargs:
         cases=proof.cases,
         parse=check_roundtrip(renderer),
         warnings=proof.warnings,
-        family=renderer.family.name if renderer.family is not None else "",
+        family=renderer.family.name,
         template_hash=proof.template_hash,
         tokenizer_hash=proof.tokenizer_hash,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from tokentrue.errors import TokenizerError
 from tokentrue.renderers.codec.literals import EDGE, LiteralFinder, LiteralSpan
@@ -161,7 +161,7 @@ def _copy_without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
         bare.normalizer = tokenizer.normalizer
     if tokenizer.pre_tokenizer is not None:
         bare.pre_tokenizer = tokenizer.pre_tokenizer
-    bare.add_special_tokens([AddedToken(EDGE, normalized=False)])
+    cast("Any", bare).add_special_tokens([AddedToken(EDGE, normalized=False)])
     if bare.token_to_id(EDGE) is None:
         raise TokenizerError("tokenizer: cannot be used without its added tokens")
     return bare

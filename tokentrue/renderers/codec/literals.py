@@ -76,7 +76,7 @@ class LiteralFinder:
         from tokenizers import AddedToken, Tokenizer
         from tokenizers.models import WordLevel
 
-        search = Tokenizer(WordLevel({EDGE: 0}, unk_token=EDGE))
+        search: Any = Tokenizer(WordLevel({EDGE: 0}, unk_token=EDGE))
         search.add_tokens(
             [
                 AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, single_word=token.single_word, normalized=False)

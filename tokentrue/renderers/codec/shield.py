@@ -5,11 +5,11 @@ After rendering, what still reads as a literal is the template's own; `Codec.enc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
 from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.json_types import is_object
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: never assigned, valid in UTF-8
 
@@ -42,9 +42,8 @@ class ContentShield:
         """The same JSON value with every string shielded."""
         if isinstance(value, str):
             return self.shield_text(value)
-        if isinstance(value, Mapping):
-            members = cast("Mapping[str, Any]", value)
-            return {self.shield_text(key): self.shield(item) for key, item in members.items()}
+        if is_object(value):
+            return {self.shield_text(key): self.shield(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self.shield(item) for item in cast("list[Any]", value)]
         return value
@@ -72,7 +71,6 @@ class ContentShield:
 def _holds_any(value: Any, marks: tuple[str, ...]) -> bool:
     if isinstance(value, str):
         return not value.isascii() and any(mark in value for mark in marks)
-    if isinstance(value, Mapping):
-        members = cast("Mapping[str, Any]", value)
-        return any(_holds_any(key, marks) or _holds_any(item, marks) for key, item in members.items())
+    if is_object(value):
+        return any(_holds_any(key, marks) or _holds_any(item, marks) for key, item in value.items())
     return isinstance(value, list) and any(_holds_any(item, marks) for item in cast("list[Any]", value))

@@ -9,7 +9,8 @@ from typing import Any
 
 from tokentrue.renderers.extending.request import ContextKind, ExtendRequest, SentinelPlace
 from tokentrue.renderers.extending.stops import make_content
-from tokentrue.renderers.template import InputFormat, JsonObject
+from tokentrue.renderers.json_types import JsonObject, is_object
+from tokentrue.renderers.template import InputFormat
 
 
 class ContextBuilder:
@@ -53,7 +54,7 @@ class ContextBuilder:
         value: Any
         if not holds_sentinel:
             value = arguments if real else {"q": "v"}
-        elif real and isinstance(arguments, dict) and arguments:
+        elif real and is_object(arguments) and arguments:
             value = {**arguments, list(arguments)[-1]: self.sentinel}
         else:
             value = {"q": self.sentinel}

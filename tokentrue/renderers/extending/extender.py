@@ -18,8 +18,9 @@ from tokentrue.renderers.extending.plan_key import NormalisedValues, PlanKey, an
 from tokentrue.renderers.extending.request import ExtendPlan, ExtendRequest, RefusedError
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
+from tokentrue.renderers.json_types import JsonObject
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
-from tokentrue.renderers.template import InputFormat, JsonObject
+from tokentrue.renderers.template import InputFormat
 from tokentrue.types import Extension, Ids, Messages, Refusal, Tools
 
 History: TypeAlias = Literal["keep", "template"]

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tokentrue.renderers.template import JsonObject
+from tokentrue.renderers.json_types import JsonObject
 from tokentrue.types import Messages
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from tokentrue.renderers.template import JsonObject
+from tokentrue.renderers.json_types import JsonObject
 
 ContextKind: TypeAlias = Literal["light", "dummy", "history"]
 """What stands before the assistant's turn in a render: a dummy user; the real system message and tools as well; the real messages."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.types import Ids, PromptSpan
@@ -81,12 +82,13 @@ def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] 
     SentencePiece puts a blank of its own before text after an added token; some added tokens absorb the blanks after them.
     """
     data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
+    pieces = list(map(codec.spelling.piece, ids))
+    if b"".join(pieces) == data:
+        return list(accumulate(map(len, pieces)))
     texts, absorbs_blanks = codec.texts, codec.absorbs_blanks
     ends: list[int] = []
     at, is_after_added = 0, True
-    piece = codec.spelling.piece
-    for index in ids:
-        spelled = piece(index)
+    for index, spelled in zip(ids, pieces, strict=True):
         if data.startswith(spelled, at):
             at += len(spelled)
         elif is_after_added and spelled[:1] == b" " and data.startswith(spelled[1:], at):

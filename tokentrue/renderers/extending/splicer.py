@@ -22,7 +22,8 @@ from tokentrue.renderers.extending.contexts import ContextBuilder
 from tokentrue.renderers.extending.request import ContextKind, ExtendPlan, ExtendRequest, RefusedError, SentinelPlace
 from tokentrue.renderers.extending.spans import split_at_words
 from tokentrue.renderers.extending.stops import Stops, make_content
-from tokentrue.renderers.template import InputFormat, JsonObject, Template
+from tokentrue.renderers.json_types import JsonObject
+from tokentrue.renderers.template import InputFormat, Template
 
 
 class Splicer:

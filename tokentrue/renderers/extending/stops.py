@@ -14,7 +14,8 @@ from typing import Any
 
 from tokentrue.errors import TemplateError
 from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.template import InputFormat, JsonObject, Template
+from tokentrue.renderers.json_types import JsonObject
+from tokentrue.renderers.template import InputFormat, Template
 
 SENTINEL = "qzSampledqz"
 FOLLOWER = "qzFollowerqz"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
+from tokentrue.renderers.json_types import is_array, is_object
 from tokentrue.types import Tools
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -63,7 +64,7 @@ def _convert(name: str, text: str) -> tuple[bool, Any]:
     if name == "boolean":
         return text.lower() in _TRUE | _FALSE, text.lower() in _TRUE
     try:
-        decoded = json.loads(text)
+        decoded: Any = json.loads(text)
     except (ValueError, RecursionError):
         return False, None
     is_number = isinstance(decoded, int | float) and not isinstance(decoded, bool) and decoded == decoded and abs(decoded) != float("inf")
@@ -71,7 +72,8 @@ def _convert(name: str, text: str) -> tuple[bool, Any]:
         return True, int(decoded)
     if name == "number" and is_number:
         return True, decoded
-    return (name == "object" and isinstance(decoded, dict)) or (name == "array" and isinstance(decoded, list)), decoded
+    fits = (name == "object" and is_object(decoded)) or (name == "array" and is_array(decoded))
+    return fits, decoded
 
 
 def _list_types(schema: Any) -> tuple[str, ...]:
@@ -89,4 +91,4 @@ def _list_types(schema: Any) -> tuple[str, ...]:
 
 
 def _as_object(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+    return value if is_object(value) else {}

@@ -7,31 +7,32 @@ re-serialised. Where the format is untyped (XML-like), each value is typed by th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import regex
-from transformers.utils.chat_parsing.content_parsers import process_field
-from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
+from transformers.utils.chat_parsing import content_parsers
 
+from tokentrue.renderers.json_types import is_object
 from tokentrue.renderers.parsing.argument_types import Schemas, read_declared, type_value
 from tokentrue.renderers.parsing.json_call import CallFailure, ParsedCall, read_json_call
-from tokentrue.renderers.parsing.partial_calls import CallFormat, JsonCallFormat
+from tokentrue.renderers.parsing.partial_calls import CallFormat, ForeignField, JsonCallFormat
 from tokentrue.types import Status
 
+_process_field: Callable[[str, ForeignField, dict[str, str]], Any] = cast("Any", content_parsers).process_field
 _NAMES, _ARGUMENTS = ("name", "function_name", "tool_name"), ("arguments", "parameters", "args", "input")
 _TRAILERS = regex.compile(r"\s*(?:</function>|</invoke>|</tool>)?\s*")
 
 
 def read_calls(
-    field: ResponseTemplateField, body: str, captures: Mapping[str, str], schemas: Schemas, *, call_format: CallFormat | None = None
+    field: ForeignField, body: str, captures: Mapping[str, str], schemas: Schemas, *, call_format: CallFormat | None = None
 ) -> list[ParsedCall] | CallFailure:
     """`call_format`: of this field, where it has one."""
     if isinstance(call_format, JsonCallFormat) and (found := read_json_call(call_format, body, captures)) is not None:
         return found if isinstance(found, CallFailure) else [found]
     try:
-        value = process_field(body, field, dict(captures))
+        value = _process_field(body, field, dict(captures))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return _diagnose(field, body, captures, schemas, error)
     calls = _read_items(field, value, body, captures, schemas)
@@ -42,7 +43,7 @@ def read_calls(
     return calls
 
 
-def _find_duplicate(field: ResponseTemplateField, body: str) -> str:
+def _find_duplicate(field: ForeignField, body: str) -> str:
     if field.content_args.get("merge_duplicates"):
         return ""
     keys: list[str] = [match["key"] for match in regex.finditer(field.content_args["tag_pattern"], body, flags=regex.DOTALL)]
@@ -50,13 +51,13 @@ def _find_duplicate(field: ResponseTemplateField, body: str) -> str:
     return f"parameter {twice!r} is written twice" if twice is not None else ""
 
 
-def _find_left_over(field: ResponseTemplateField, body: str) -> str:
+def _find_left_over(field: ForeignField, body: str) -> str:
     rest = regex.sub(field.content_args["tag_pattern"], "", body, flags=regex.DOTALL)
     return "" if _TRAILERS.fullmatch(rest) else f"text outside the parameters: {rest.strip()[:60]!r}"
 
 
 def _read_items(
-    field: ResponseTemplateField, value: Any, body: str, captures: Mapping[str, str], schemas: Schemas
+    field: ForeignField, value: Any, body: str, captures: Mapping[str, str], schemas: Schemas
 ) -> list[ParsedCall] | CallFailure:
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
     written = _list_written_ids(field, body, captures, len(items))
@@ -69,25 +70,25 @@ def _read_items(
     return calls or CallFailure(status=Status.MALFORMED, detail="an empty list of calls")
 
 
-def _list_written_ids(field: ResponseTemplateField, body: str, captures: Mapping[str, str], count: int) -> list[str]:
+def _list_written_ids(field: ForeignField, body: str, captures: Mapping[str, str], count: int) -> list[str]:
     """Ids that the model wrote itself: captured by the opening pattern, or an `id` in the JSON."""
     captured = captures.get("id") or captures.get("call_id") or ""
     if captured or field.content != "json" or not _is_json(body) or "name" in captures:  # else the body is the arguments
         return [captured] * count
     value = json.loads(body)
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
-    found = [cast("Mapping[str, Any]", item).get("id") if isinstance(item, Mapping) else None for item in items]
+    found = [item.get("id") if is_object(item) else None for item in items]
     return [id_ if isinstance(id_, str) else "" for id_ in found] if len(found) == count else [""] * count
 
 
-def _read_item(field: ResponseTemplateField, item: Any, body: str, schemas: Schemas, place: int) -> ParsedCall | CallFailure:
-    function: Any = item.get("function", item) if isinstance(item, Mapping) else None
-    if not isinstance(function, Mapping):
+def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, place: int) -> ParsedCall | CallFailure:
+    function: Any = item.get("function", item) if is_object(item) else None
+    if not is_object(function):
         return CallFailure(status=Status.MALFORMED, detail=f"call {place} is not an object")
-    name: Any = _get_first(cast("Mapping[str, Any]", function), _NAMES)
+    name: Any = _get_first(function, _NAMES)
     if not isinstance(name, str) or not name.strip():
         return CallFailure(status=Status.MISSING_NAME, detail=f"call {place} has no name")
-    name, values, spelled = name.strip(), _get_first(cast("Mapping[str, Any]", function), _ARGUMENTS), ""
+    name, values, spelled = name.strip(), _get_first(function, _ARGUMENTS), ""
     if isinstance(values, str):  # arguments encoded twice
         spelled = values or "{}"
         try:
@@ -95,20 +96,20 @@ def _read_item(field: ResponseTemplateField, item: Any, body: str, schemas: Sche
         except ValueError as error:
             return CallFailure(status=Status.INVALID_JSON, detail=f"arguments: {error}", name=name)
     if values is None:
-        values = {}
-    if not isinstance(values, Mapping):
+        values = dict[str, Any]()
+    if not is_object(values):
         return CallFailure(status=Status.MALFORMED, detail=f"arguments are {type(values).__name__}, not an object", name=name)
-    given = cast("Mapping[str, Any]", values)
+    given = values
     if field.content == "json":
         spelled = spelled or _find_spelling(body, given)
     else:
         given = _type_arguments(field, body, given, schemas.get(name, {}))
-    written: Any = cast("Mapping[str, Any]", item).get("id") if isinstance(item, Mapping) else None
+    written: Any = item.get("id") if is_object(item) else None
     text = spelled or json.dumps(given, ensure_ascii=False)
     return ParsedCall(name=name, arguments=text, values=dict(given), call_id=str(written) if written else "")
 
 
-def _type_arguments(field: ResponseTemplateField, body: str, values: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
+def _type_arguments(field: ForeignField, body: str, values: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
     declared = _read_declared_types(field, body)
     return {
         key: read_declared(value, is_string=declared[key]) if key in declared else type_value(value, schemas.get(key))
@@ -116,9 +117,9 @@ def _type_arguments(field: ResponseTemplateField, body: str, values: Mapping[str
     }
 
 
-def _read_declared_types(field: ResponseTemplateField, body: str) -> dict[str, bool]:
+def _read_declared_types(field: ForeignField, body: str) -> dict[str, bool]:
     """Where each parameter says for itself whether it is a string (DeepSeek's `string="true"`)."""
-    pattern = field.content_args.get("tag_pattern", "")
+    pattern: str = field.content_args.get("tag_pattern", "")
     if "(?P<string>" not in pattern:
         return {}
     found = regex.finditer(pattern, body, flags=regex.DOTALL)
@@ -153,7 +154,7 @@ def _is_json(text: str) -> bool:
 
 
 def _diagnose(
-    field: ResponseTemplateField, body: str, captures: Mapping[str, str], schemas: Schemas, error: Exception
+    field: ForeignField, body: str, captures: Mapping[str, str], schemas: Schemas, error: Exception
 ) -> list[ParsedCall] | CallFailure:
     """Why `process_field` refused. A JSON call of a known tool that only lacks its arguments is a call without any."""
     if field.content != "json":

@@ -3,18 +3,19 @@ with open and close markers), compiled, and the tokens that its markers are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 import regex
-from transformers.utils.chat_parsing.response_templates import ResponseTemplate, ResponseTemplateField, load_response_template
+from transformers.utils.chat_parsing import response_templates
 
 from tokentrue.errors import TemplateError
 from tokentrue.renderers.codec.token_bytes import TokenBytes, TokenTexts
 from tokentrue.renderers.families import PLAIN, Family
+from tokentrue.renderers.json_types import is_object
 from tokentrue.renderers.parsing.markers import MarkerSet, compile_markers
-from tokentrue.renderers.parsing.partial_calls import CallFormat, find_call_format
+from tokentrue.renderers.parsing.partial_calls import CallFormat, ForeignField, find_call_format
 from tokentrue.types import Ids
 
 CALLS, BROKEN = "tool_calls", "broken_calls"
@@ -22,6 +23,11 @@ TEXT_FIELDS = {"content": "content", "final": "content", "preamble": "content"} 
     ("reasoning_content", "reasoning", "thinking"), "reasoning_content"
 )
 """Fields of a response template that are text, and the field of the message that they become."""
+
+ForeignTemplate: TypeAlias = Any
+"""A response template, as `transformers` compiles it."""
+
+_load_template: Callable[[Any], ForeignTemplate] = cast("Any", response_templates).load_response_template
 
 Pattern: TypeAlias = Any
 """A compiled pattern of the `regex` module, which has partial matches and no types."""
@@ -49,7 +55,7 @@ class TextLayout:
 class Grammar:
     """`delimiters` by the region that is open (None: none is). `generation_ids` open an assistant turn, for callers that give no prompt."""
 
-    fields: Mapping[str, ResponseTemplateField]
+    fields: Mapping[str, ForeignField]
     implicit: str | None  # the field of text outside all markers
     anchor: Pattern  # where the assistant's turn begins in a prompt
     delimiters: Mapping[str | None, tuple[Delimiter, ...]]
@@ -72,7 +78,7 @@ class Grammar:
 def compile_grammar(pieces: TokenBytes, family: Family, *, stop_token_ids: Ids, generation_ids: Ids = ()) -> Grammar:
     declared = family.response_template or PLAIN
     try:
-        template = load_response_template(_to_json_types(declared))
+        template = _load_template(_to_json_types(declared))
     except (ValueError, TypeError, KeyError) as error:
         raise TemplateError(f"response_template: not a valid response template: {error}") from error
     named = str(declared)
@@ -98,7 +104,7 @@ def _is_named(text: str, declared: str) -> bool:
     return text in declared or repr(regex.escape(text))[1:-1] in declared
 
 
-def _list_delimiters(template: ResponseTemplate) -> dict[str | None, tuple[Delimiter, ...]]:
+def _list_delimiters(template: ForeignTemplate) -> dict[str | None, tuple[Delimiter, ...]]:
     """Outside explicit regions every opening counts, and the implicit field's own closing; inside one only its closing."""
     outside = [_opening(field) for field in template.fields.values() if field.open_re is not None]
     implicit = template.fields.get(template.implicit or "")
@@ -111,17 +117,17 @@ def _list_delimiters(template: ResponseTemplate) -> dict[str | None, tuple[Delim
     return found
 
 
-def _opening(field: ResponseTemplateField) -> Delimiter:
+def _opening(field: ForeignField) -> Delimiter:
     is_final = field.open_literals is not None and not field.open_literal_can_extend
     return Delimiter(opens=True, field=field.name, pattern=field.open_re, is_final=is_final)
 
 
-def _closing(field: ResponseTemplateField) -> Delimiter:
+def _closing(field: ForeignField) -> Delimiter:
     is_final = field.close_literals is not None and not field.close_literal_can_extend
     return Delimiter(opens=False, field=field.name, pattern=field.close_re, is_final=is_final)
 
 
-def _list_layouts(template: ResponseTemplate) -> dict[str, TextLayout]:
+def _list_layouts(template: ForeignTemplate) -> dict[str, TextLayout]:
     """The first field of a name says whether it is trimmed, the first that joins says how."""
     layouts: dict[str, TextLayout] = {}
     for field, declared in template.fields.items():
@@ -134,6 +140,6 @@ def _list_layouts(template: ResponseTemplate) -> dict[str, TextLayout]:
 
 def _to_json_types(declared: Any) -> Any:
     """Plain dicts and lists, as the loader wants them."""
-    if isinstance(declared, Mapping):
-        return {key: _to_json_types(value) for key, value in cast("Mapping[str, Any]", declared).items()}
+    if is_object(declared):
+        return {key: _to_json_types(value) for key, value in declared.items()}
     return [_to_json_types(item) for item in cast("list[Any]", declared)] if isinstance(declared, list | tuple) else declared

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
+from tokentrue.renderers.json_types import is_object
 from tokentrue.renderers.parsing.partial_calls import JsonCallFormat
 from tokentrue.types import Status
 
@@ -63,10 +64,9 @@ def read_json_call(call_format: JsonCallFormat, body: str, captures: Mapping[str
         # an id counts where it stands before the arguments: a stream has shown the call by then
         written = next((value.value for key, value in members[:place] if key == "id" and isinstance(value.value, str)), "")
         call_id = call_id or written
-    if not isinstance(name, str) or not name.strip() or not isinstance(found.value, dict):
+    if not isinstance(name, str) or not name.strip() or not is_object(found.value):
         return None
-    values = cast("dict[str, Any]", found.value)
-    return ParsedCall(name=name.strip(), arguments=body[found.start : found.end], values=values, call_id=call_id)
+    return ParsedCall(name=name.strip(), arguments=body[found.start : found.end], values=found.value, call_id=call_id)
 
 
 def _read_json(body: str, place: int) -> JsonSpan | None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import regex
-from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
+from tokentrue.renderers.json_types import is_object
 from tokentrue.renderers.parsing.partial_json import JsonValueReader
+
+ForeignField: TypeAlias = Any
+"""A field of a response template, as `transformers` compiles it: its attributes have no types."""
 
 _PLACEHOLDER = regex.compile(r"\{(\w+)(?:\.(\w+))?\}")
 _LITERAL_END = regex.compile(r"[\w<>/:｜]+\Z")
@@ -41,12 +44,11 @@ class TagCallFormat:
 CallFormat: TypeAlias = JsonCallFormat | TagCallFormat
 
 
-def find_call_format(field: ResponseTemplateField | None) -> CallFormat | None:
+def find_call_format(field: ForeignField | None) -> CallFormat | None:
     """None where a call can only be read whole: several in one list, or a dialect of JSON that must be translated first."""
-    if field is None or field.transform_each or not isinstance(field.transform, Mapping):
+    if field is None or field.transform_each or not is_object(field.transform):
         return None
-    transform = cast("Mapping[str, Any]", field.transform)
-    function: Mapping[str, Any] = transform.get("function", transform)
+    function: Mapping[str, Any] = field.transform.get("function", field.transform)
     name, arguments = (_read_placeholder(function.get(key)) for key in ("name", "arguments"))
     if field.content == "json" and not field.content_args:
         if name == ("name", None) and arguments == ("content", None):
