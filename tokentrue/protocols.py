@@ -108,6 +108,13 @@ class WeightSink(Protocol):
 
 
 @runtime_checkable
+class Rejoining(Protocol):
+    """A remote engine that can load the weights which were published while it was away."""
+
+    async def rejoin(self) -> None: ...
+
+
+@runtime_checkable
 class Interruptible(Protocol):
     """An engine whose running generations must end before it can take new weights."""
 

@@ -85,9 +85,9 @@ async def world(engine: str, folder: Any) -> AsyncIterator[World]:
     standin = SGLangStandIn(model, incremental=True)
     standin.weight_version = "1"
     async with TestServer(standin.app()) as server:
-        adapter = SGLangProvider(str(server.make_url("")))
+        adapter = SGLangProvider(str(server.make_url("")), weights_dir=folder)
         async with serving(Pool([adapter])) as (app, url):
-            yield World(url, app, lambda: adapter.publish(changed(model), version=2, directory=folder), stops=True)
+            yield World(url, app, lambda: adapter.publish(changed(model), version=2), stops=True)
 
 
 @pytest.mark.parametrize("engine", ["exact", "sglang"])

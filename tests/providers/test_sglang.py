@@ -95,7 +95,8 @@ class TestSGLang(Conformance):
     ) -> None:
         standin[0].engine._model = copy.deepcopy(tiny_model)  # the other tests keep theirs
         before = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=4))
-        await provider.publish([(name, -tensor) for name, tensor in tiny_model.state_dict().items()], version=12, directory=tmp_path)
+        provider._weights_dir = tmp_path
+        await provider.publish([(name, -tensor) for name, tensor in tiny_model.state_dict().items()], version=12)
         after = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=4))
         assert (before.policy_version, after.policy_version) == (0, 12)
         assert before.logprobs != after.logprobs

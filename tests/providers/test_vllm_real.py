@@ -98,8 +98,8 @@ class TestVLLM(Conformance):
     tolerance = 1e-3
 
     @pytest_asyncio.fixture
-    async def provider(self, server: str) -> AsyncIterator[VLLMProvider]:
-        provider = VLLMProvider(server)
+    async def provider(self, server: str, tmp_path: Path) -> AsyncIterator[VLLMProvider]:
+        provider = VLLMProvider(server, weights_dir=tmp_path / "published")
         try:
             await provider.health()
             yield provider
@@ -131,7 +131,7 @@ class TestVLLM(Conformance):
             await provider.generate([1] * 9000, Sampling(max_tokens=4))
 
     async def test_new_weights_in_the_middle_of_a_generation(
-        self, provider: VLLMProvider, prompt: list[int], real_model: Any, model_dir: Path
+        self, provider: VLLMProvider, prompt: list[int], real_model: Any
     ) -> None:
         if not (await provider.health())["token_route"]:
             pytest.skip("version spans need --enable-scale-out")
@@ -142,9 +142,9 @@ class TestVLLM(Conformance):
         async for chunk in provider.stream(prompt, Sampling(max_tokens=120, seed=3, extra={"ignore_eos": True})):
             ids += chunk.token_ids
             if len(ids) == 20:
-                await provider.publish(changed, version=8, directory=model_dir)
+                await provider.publish(changed, version=8)
             final = chunk.final
-        await provider.publish(original, version=9, directory=model_dir)
+        await provider.publish(original, version=9)
         assert final is not None and tuple(ids) == final.token_ids
         assert len(final.token_ids) == 120
         assert [span.version for span in final.versions][-1] == 8

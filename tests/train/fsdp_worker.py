@@ -39,7 +39,7 @@ def main(out: str) -> None:
 
 def resumed(trainer: Trainer, ranks: Ranks, directory: Path) -> bool:
     """Whether a trainer that loads a checkpoint of this one takes the next step to the same bits, on its own shards."""
-    save(trainer, directory, model_dir=None, run_hash="h", rounds={}, keep=1)
+    save(trainer, directory, model=None, run_hash="h", rounds={}, keep=1)
     torch.distributed.barrier() if ranks.world > 1 else None
     other = Trainer(shard(small_model(), ranks), config=trainer.config, optim=OptimConfig(), loss=loss_named("dapo"), ranks=ranks)
     load(other, directory / f"step-{trainer.version:06d}", run_hash="h")

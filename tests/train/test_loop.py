@@ -21,6 +21,10 @@ from tokentrue.train.rounds import Groups
 from tokentrue.types import Certificate, Sample, Span
 
 
+class Crash(Exception):
+    """The process dies."""
+
+
 class Engine:
     """A stand-in engine: holds published weights, plays rounds with them, remembers which version played which round."""
 
@@ -62,15 +66,15 @@ def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tupl
     config = TrainConfig(steps=6, lag=lag, checkpoint_every=every, groups_per_step=2)
     trainer = Trainer(small_model(), config=config, optim=OptimConfig(schedule="cosine", warmup=2), loss=loss_named("dapo"))
     engine = Engine(trainer)
-    store = None if directory is None else Store(directory=directory, run_hash="h", model_dir=None, to_json=to_json, from_json=from_json)
+    store = None if directory is None else Store(directory=directory, run_hash="h", model=None, to_json=to_json, from_json=from_json)
 
     def stop(report: Any, seconds: Any) -> None:
         if report.version == steps + 1:
-            raise KeyboardInterrupt
+            raise Crash
 
     try:
         reports = asyncio.run(train(trainer, engine, Publisher(engine), store=store, on_step=stop))
-    except KeyboardInterrupt:
+    except Crash:
         reports = []
     return trainer, engine, reports
 

@@ -73,7 +73,7 @@ def test_masters_survive_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     groups = groups_for(load_model(torch.float32), groups=2, size=3)
     whole, resumed = trainer_in(torch.bfloat16), trainer_in(torch.bfloat16)
     whole.step(groups)
-    save(whole, tmp_path, model_dir=None, run_hash="h", rounds={}, keep=1)
+    save(whole, tmp_path, model=None, run_hash="h", rounds={}, keep=1)
     load(resumed, tmp_path / "step-000001", run_hash="h")
     for each in (whole, resumed):
         each.step(groups)

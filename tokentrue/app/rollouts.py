@@ -128,6 +128,7 @@ class RolloutRounds:
         self.tally = Tally()
         self._on_rollout = on_rollout
         self._keep = keep
+        self._counts: dict[int, dict[str, float]] = {}
 
     async def play(self, number: int) -> list[list[Sample]]:
         tasks = self.environment.tasks(self.config.tasks, seed=seed_of(self.config.seed, number), split=self.config.split)
@@ -142,17 +143,38 @@ class RolloutRounds:
         )
         if self._keep is not None:
             append_jsonl(self._keep, (sample for group in groups for rollout in group for sample in rollout.samples))
+        self._counts[number] = round_counts(groups)
+        errors = [rollout.error for group in groups for rollout in group if rollout.error is not None]
         made = [[sample_from_json(sample) for rollout in group for sample in rollout.samples] for group in groups]
         made = [group for group in made if group]
-        if not made:
-            first = next(rollout.error for group in groups for rollout in group)
-            raise EngineError(f"round {number}: all {len(plans)} rollouts failed; the first said: {first}")
+        if not made or len(errors) > self.config.max_failed * len(plans):
+            first = errors[0] if errors else "no rollout made a sample"
+            raise EngineError(
+                f"round {number}: {len(errors)} of {len(plans)} rollouts failed (rollout.max_failed = {self.config.max_failed:g}); "
+                f"the first said: {first}"
+            )
         return made
+
+    def counts(self, number: int) -> Mapping[str, float]:
+        return self._counts.pop(number, {})
 
     def _add(self, rollout: Rollout) -> None:
         self.tally.add(rollout)
         if self._on_rollout is not None:
             self._on_rollout(rollout)
+
+
+def round_counts(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """What became of a round's rollouts."""
+    rollouts = [rollout for group in groups for rollout in group]
+    errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+    return {
+        "rollouts/played": len(rollouts),
+        "rollouts/failed": len(errors),
+        "rollouts/timed_out": sum(error.startswith("timed out") for error in errors),
+        "rollouts/without_sample": sum(rollout.error is None and not rollout.samples for rollout in rollouts),
+        "rollouts/groups_lost": sum(not any(rollout.samples for rollout in group) for group in groups),
+    }
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

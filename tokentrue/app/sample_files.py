@@ -12,20 +12,24 @@ from tokentrue.types import Sample
 
 def require_samples_of(samples: Sequence[Sample], model: str) -> None:
     """Raises FileFormatError where the samples were not sampled from `model`, a directory or a hub id."""
-    from transformers import AutoConfig
-
     from tokentrue.renderers import load_renderer
 
     try:
         tokenizer = load_renderer(model).tokenizer_hash
     except RenderError:  # a model without tokenizer or template still has a vocabulary
         tokenizer = None
+    require_model(samples, model=model, tokenizer=tokenizer, vocabulary=vocabulary_of(model))
+
+
+def vocabulary_of(model: str) -> int:
+    """How many token ids a model knows, from its configuration."""
+    from transformers import AutoConfig
+
     try:
-        config = AutoConfig.from_pretrained(model)
+        return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise FileFormatError(f"model: no configuration could be loaded from {model!r}: {reason}") from error
-    require_model(samples, model=model, tokenizer=tokenizer, vocabulary=int(config.get_text_config().vocab_size))
 
 
 class FileSource:

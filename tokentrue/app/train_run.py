@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
 from tokentrue.errors import ConfigError
-from tokentrue.train.config import OptimConfig, TrainConfig
+from tokentrue.train.config import EvaluationConfig, OptimConfig, TrainConfig
 
 if TYPE_CHECKING:
     from tokentrue.mismatch import LossConfig
@@ -37,6 +37,7 @@ class TrainRun:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossSpec = field(default_factory=LossSpec)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     samples: Path | None = None
     out: Path = Path("out/train")
     device: str = "cpu"

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tokentrue.app.embedded import embedded_gateway
+from tokentrue.app.embedded import Embedded, embedded_gateway
 from tokentrue.app.rollouts import RolloutRounds
-from tokentrue.app.sample_files import FileSource
+from tokentrue.app.sample_files import FileSource, vocabulary_of
 from tokentrue.app.train_run import TrainRun, loss_for
-from tokentrue.app.wiring import EngineConfig, ServeConfig, ServerConfig
+from tokentrue.app.wiring import REMOTE, EngineConfig, ServeConfig, ServerConfig
+from tokentrue.environments import RolloutConfig, load_environment, plan_groups, run_groups
 from tokentrue.environments.http import GatewaySessions
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig
+    from tokentrue.train.evaluating import Evaluator
+    from tokentrue.train.probing import Probe
 
 
 def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
@@ -27,7 +29,7 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
 
     config = replace(settings.train, temperature=settings.rollout.temperature, seed=settings.rollout.seed)
     if settings.samples is not None:  # the same rows come again: waiting cannot help
-        config = replace(config, max_idle_steps=0)
+        config = replace(config, max_idle_steps=0, offline=True)
     optim, loss = settings.optim, loss_for(settings.loss)
 
     def load() -> Any:
@@ -38,13 +40,36 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     wants_reference = loss.penalty is not None and loss.penalty.against == "reference"
     reference = load().requires_grad_(False) if wants_reference else None
     trainer = Trainer(shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference)
-    return trainer, config_hash(identity(config, optim), optim, loss, settings.rollout, settings.model)
+    return trainer, config_hash(identity(config, optim), optim, loss, played_alike(settings.rollout), settings.model, RunFacts.of(settings))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What else results depend on: the precision, the kind of device, the engine, and the file of samples."""
+
+    dtype: str
+    device: str
+    engine: str
+    samples: str
+
+    @staticmethod
+    def of(settings: TrainRun) -> RunFacts:
+        path = settings.samples
+        samples = "" if path is None else f"{path.name} {path.stat().st_size if path.is_file() else 0}"
+        engine = "" if path is not None else settings.engine.name
+        return RunFacts(dtype=settings.dtype, device=settings.device.partition(":")[0], engine=engine, samples=samples)
+
+
+def played_alike(rollout: RolloutConfig) -> RolloutConfig:
+    """Rollouts do not depend on what runs beside them: how many at once, and for how long, may change."""
+    return replace(rollout, concurrency=1, timeout_s=1.0, max_failed=1.0)
 
 
 def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
     """The part of the configuration that results depend on: with a constant rate `steps` may grow, and checkpoints may come more often."""
     steps = 1 if optim.schedule == "constant" else config.steps
-    return replace(config, steps=steps, checkpoint_every=0, keep_checkpoints=1, max_idle_steps=0)
+    alike = {"checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "max_idle_steps": 0, "max_skipped_updates": 0}
+    return replace(config, steps=steps, **alike)  # type: ignore[arg-type]
 
 
 def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
@@ -56,8 +81,8 @@ def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
     directory = settings.out / "checkpoints"
     newest = latest(directory)
     first = 0 if newest is None else state_of(newest, run_hash=run_hash)[0]
-    model_dir = Path(settings.model_path)
-    return Store(directory=directory, run_hash=run_hash, model_dir=model_dir, to_json=sample_to_json, from_json=sample_from_json), first
+    model = settings.model_path
+    return Store(directory=directory, run_hash=run_hash, model=model, to_json=sample_to_json, from_json=sample_from_json), first
 
 
 def file_for(settings: TrainRun, *, trust: bool) -> FileSource | None:
@@ -71,24 +96,61 @@ def file_for(settings: TrainRun, *, trust: bool) -> FileSource | None:
 
 
 @contextlib.asynccontextmanager
-async def source_for(settings: TrainRun, ranks: Any, file: FileSource | None) -> AsyncIterator[tuple[Any, Any]]:
-    """Rounds and where weights go: live on rank 0, from a file, or nothing on the other ranks."""
+async def source_for(settings: TrainRun, ranks: Any, file: FileSource | None) -> AsyncIterator[tuple[Any, Any, Any]]:
+    """Rounds, where weights go, and the evaluation: live on rank 0, from a file, or nothing on the other ranks."""
     from tokentrue.train import Publisher, SourceRounds
 
     if file is not None:
-        yield SourceRounds(file, settings.train.groups_per_step), Publisher()
+        yield SourceRounds(file, settings.train.groups_per_step), Publisher(), None
         return
     if not ranks.first:
-        yield None, Publisher()
+        yield None, Publisher(probe=probe_for(settings, None)), evaluator_for(settings, None, ranks)
         return
-    options = dict(settings.engine.options)
-    if settings.engine.name == "exact":
-        options = {"device": settings.device, "dtype": settings.dtype, **options}
-    engine = EngineConfig(name=settings.engine.name, urls=settings.engine.urls, script=settings.engine.script, options=options)
+    engine = engine_for(settings)
     store = f"sqlite:{settings.out / 'sessions.sqlite'}"
     serve = ServeConfig(model=settings.model, engine=engine, server=ServerConfig(port=0, store=store))
     async with (
         embedded_gateway(serve) as here,
         GatewaySessions(here.base_url, sampling=settings.rollout.sampling, admin_key=here.admin_key, purge=True) as sessions,
     ):
-        yield RolloutRounds(settings.rollout, sessions), Publisher(here.provider)
+        publisher = Publisher(here.provider, probe=probe_for(settings, here.provider))
+        yield RolloutRounds(settings.rollout, sessions), publisher, evaluator_for(settings, here, ranks)
+
+
+def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Evaluator | None:
+    """Held-out tasks through the run's own gateway."""
+    from tokentrue.train.evaluating import Evaluator
+
+    wanted = settings.evaluation
+    if not wanted.every:
+        return None
+    greedy = replace(settings.rollout, temperature=wanted.temperature)
+
+    async def play() -> list[list[float]]:
+        assert here is not None
+        environment = load_environment(greedy.environment, greedy.options)
+        plans = plan_groups(environment.tasks(wanted.tasks, seed=0, split="heldout"), n=wanted.attempts, seed=0, tag="evaluation")
+        async with GatewaySessions(here.base_url, sampling=greedy.sampling, admin_key=here.admin_key, purge=True) as sessions:
+            groups = await run_groups(environment, plans, sessions, concurrency=greedy.concurrency, timeout_s=greedy.timeout_s)
+        return [[rollout.reward or 0.0 for rollout in group] for group in groups]
+
+    return Evaluator(wanted, play, ranks)
+
+
+def engine_for(settings: TrainRun) -> EngineConfig:
+    """The run's engine: in this process on the trainer's device, or remote, with a place for weights that it can see."""
+    options = dict(settings.engine.options)
+    if settings.engine.name == "exact":
+        options = {"device": settings.device, "dtype": settings.dtype, **options}
+    elif settings.engine.name in REMOTE:
+        options = {"weights_dir": str((settings.out / "published").absolute()), **options}
+    return replace(settings.engine, options=options)
+
+
+def probe_for(settings: TrainRun, pool: Any) -> Probe | None:
+    """Remote engines are probed after every publication; the exact engine is compared in every token of every step."""
+    from tokentrue.train.probing import Probe
+
+    if settings.engine.name not in REMOTE:
+        return None
+    return Probe(lambda: pool.in_use, vocabulary=vocabulary_of(settings.model_path))

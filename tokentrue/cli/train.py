@@ -74,8 +74,8 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
             shown = report.metrics
             advance(f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}")
 
-        async with source_for(settings, ranks, file) as (rounds, publish):
-            reports = await train(trainer, rounds, publish, store=store, on_step=heard)
+        async with source_for(settings, ranks, file) as (rounds, publish, evaluator):
+            reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=heard)
     if not quiet:
         summed_up(settings, reports, costs)
     return reports

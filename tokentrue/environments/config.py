@@ -23,12 +23,15 @@ class RolloutConfig:
     max_tokens: int = 64
     concurrency: int = 64
     timeout_s: float = 120.0
+    max_failed: float = 0.5  # share of a training round's rollouts that may fail; more stop the run
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tasks", "group_size", "max_tokens", "concurrency"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name}: {getattr(self, name)!r} must be at least 1")
+        if not 0 <= self.max_failed <= 1:
+            raise ConfigError(f"rollout.max_failed: {self.max_failed!r} must be in [0, 1]")
         if self.timeout_s <= 0:
             raise ConfigError(f"rollout.timeout_s: {self.timeout_s!r} must be > 0")
 

@@ -8,6 +8,7 @@ keep their own policy versions, and nothing that was sampled is sampled again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineTimeout, EngineUnreachable
 from tokentrue.ids import TokenIds
-from tokentrue.protocols import Interruptible, Measured, Provider, WeightSink
+from tokentrue.protocols import Interruptible, Measured, Provider, Rejoining, WeightSink
 from tokentrue.providers.transport.building import CompletionBuilder
 from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling, VersionSpan
 
@@ -37,6 +38,7 @@ class Pool:
             raise ConfigError("a pool needs at least one engine")
         self._replicas = list(replicas)
         self._down: set[int] = set()
+        self._stale: set[int] = set()  # replicas that missed the last publication
         self._open = asyncio.Event()
         self._open.set()
         self._check_every_s, self._resumptions, self._give_up_s = check_every_s, resumptions, give_up_s
@@ -86,6 +88,7 @@ class Pool:
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineError):
                 raise answer
+        await self._rejoin()
         alive = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not alive:
             raise EngineUnreachable(f"no engine is reachable (tried {len(answers)}): {answers[0]}")
@@ -99,9 +102,33 @@ class Pool:
         kept = list(weights)
         self.pause()
         try:
-            await asyncio.gather(*(sink.publish(kept, version=version) for sink in sinks))
+            results = await asyncio.gather(*(sink.publish(kept, version=version) for sink in sinks), return_exceptions=True)
         finally:
             self.resume()
+        self._note_publication(results)
+
+    def _note_publication(self, results: Sequence[BaseException | None]) -> None:
+        """A replica that cannot be reached leaves until it has the weights; one that refuses them is an error."""
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, (EngineUnreachable, EngineTimeout)):
+                raise result
+        self._stale = {i for i, result in enumerate(results) if result is not None}
+        if len(self._stale) == len(self._replicas):
+            raise EngineUnreachable(f"no engine took the weights (tried {len(results)}): {results[0]}")
+
+    @property
+    def in_use(self) -> list[Provider]:
+        """The replicas that have the weights which were published last."""
+        return [replica for i, replica in enumerate(self._replicas) if i not in self._stale]
+
+    async def _rejoin(self) -> None:
+        """Gives replicas that missed a publication the weights, as soon as they answer again."""
+        for i in sorted(self._stale - self._down):
+            replica = self._replicas[i]
+            if isinstance(replica, Rejoining):
+                with contextlib.suppress(EngineError):
+                    await replica.rejoin()
+                    self._stale.discard(i)
 
     async def close(self) -> None:
         if self._checker is not None:
@@ -124,7 +151,8 @@ class Pool:
         """Replicas by rendezvous hashing, healthy ones first: losing one moves only its own sessions."""
         if len(self._replicas) == 1:
             return [0]
-        ranked = sorted(range(len(self._replicas)), key=lambda i: _weight(session, i), reverse=True)
+        current = [i for i in range(len(self._replicas)) if i not in self._stale]
+        ranked = sorted(current, key=lambda i: _weight(session, i), reverse=True)
         return [i for i in ranked if i not in self._down] + [i for i in ranked if i in self._down]
 
     async def _resumed(

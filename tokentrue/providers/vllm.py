@@ -40,6 +40,7 @@ from tokentrue.providers.transport.constraints import CONSTRAINTS, for_vllm, pla
 from tokentrue.providers.transport.http import EngineHttp
 from tokentrue.providers.transport.running import RunningRequests
 from tokentrue.providers.transport.tokens import read_tokens
+from tokentrue.providers.transport.weights import WrittenWeights
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 EXTRA = CONSTRAINTS | frozenset({"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"})
@@ -78,6 +79,8 @@ class VLLMProvider:
         self._abilities: Abilities | None = None
         self._probing = asyncio.Lock()
         self.version = version
+        self._written: WrittenWeights | None = None
+        self._published: WrittenWeights | None = None
 
     @property
     def truthful_filters(self) -> frozenset[str]:
@@ -133,22 +136,48 @@ class VLLMProvider:
         body = {"model": await self._served_model(), "prompt": text, "add_special_tokens": False}
         return await read_tokens(self._http, "/tokenize", body)
 
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int, directory: Path | None = None) -> None:
-        """Writes safetensors into the directory that the server was started from and has it reload them (VLLM_SERVER_DEV_MODE=1)."""
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        """Writes the weights below `weights_dir` and has the server load them (VLLM_SERVER_DEV_MODE=1), also in mid-generation.
+
+        A server that refuses them gets the version before again and goes on with it; only then does the refusal reach the caller.
+        """
         from tokentrue.providers.transport.weights import write_weights
 
-        directory = directory or self._weights_dir
-        if directory is None:
+        if self._weights_dir is None:
             raise ConfigError(f"publishing to {self.name} needs weights_dir=, a directory that the server sees")
-        write_weights(weights, directory)
+        before = self._published
+        keep = () if before is None else (before.directory,)
+        root = self._weights_dir / self._http.place
+        self._written = await asyncio.to_thread(write_weights, list(weights), root, version=version, keep=keep)
+        await self.load(self._written)
+
+    async def rejoin(self) -> None:
+        """Loads the weights that were written last: for a server that was away when they were published."""
+        if self._written is not None:
+            await self.load(self._written)
+
+    async def load(self, written: WrittenWeights) -> None:
+        """Loads weights that are on disk already. While the server holds none or half of them it stays paused."""
+        before = self._published
         await self._post("/pause?mode=keep")
         try:
-            await self._post("/collective_rpc", {"method": "reload_weights"})
-            await self._post("/reset_prefix_cache")
-            await self._post("/update_weight_version", {"new_version": str(version)})
-        finally:
+            await self._reload(written)
+        except EngineError as error:
+            if before is None:
+                raise EngineRejected(f"vllm did not take version {written.version} and is left paused; restart it: {error}") from error
+            await self._reload(before)
             await self._post("/resume")
-        self.version = version
+            raise EngineRejected(f"vllm did not take version {written.version} and keeps version {before.version}: {error}") from error
+        await self._post("/resume")
+        self._published, self.version = written, written.version
+
+    async def _reload(self, written: WrittenWeights) -> None:
+        """Reload, recompute every cached key and value, stamp the version. Each answer is required."""
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}})
+        answer = orjson.loads(await self._http.read("POST", "/reset_prefix_cache?reset_running_requests=true", {}, retry=False) or b"{}")
+        if not answer.get("success", False):
+            raise EngineRejected("vllm did not clear its prefix cache, which holds keys and values of the old weights")
+        await self._post("/update_weight_version", {"new_version": str(written.version)})
 
     async def interrupt(self, *, within_s: float = 30.0) -> int:
         """Aborts every generation of ours at the engine; each returns what it has. Without the token route they go on."""

@@ -1,16 +1,17 @@
 """Checkpoints: everything from which a run goes on with the same bits, and a model directory that any tool can load.
 
     step-000010/
-      model.safetensors, config.json, tokenizer …   a Hugging Face directory
+      model.safetensors, config.json, tokenizer …   a Hugging Face directory: parameters and persistent buffers
       optimizer.safetensors                          moments and step counts by parameter name
       rounds.jsonl                                   batches played but not yet trained on (off-policy modes)
-      state.json                                     version, counters, configuration hash; written last
+      state.json                                     version, counters, configuration hash, digests; written last
 
-A checkpoint is written under another name and moved into place: what is called step-… is whole.
+A checkpoint is written under another name and moved into place: what is called step-… is whole. `latest` links to the newest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tokentrue.errors import FileFormatError
-from tokentrue.train.ranks import whole, whole_weights
+from tokentrue.train.ranks import named_weights, whole, whole_weights
 from tokentrue.train.trainer import Trainer
 
 MASTER = "master"
@@ -43,8 +44,20 @@ class Checkpoint:
     rounds: Mapping[int, list[list[dict[str, Any]]]]
 
 
-def save(trainer: Trainer, directory: Path, *, model_dir: Path | None, run_hash: str, rounds: Mapping[int, Any], keep: int) -> Path | None:
-    """Every rank calls it; rank 0 writes. `rounds` are plain JSON: the batches in waiting, by number."""
+def save(
+    trainer: Trainer,
+    directory: Path,
+    *,
+    model: str | None,
+    run_hash: str,
+    rounds: Mapping[int, Any],
+    keep: int,
+    best: int | None = None,
+) -> Path | None:
+    """Every rank calls it; rank 0 writes. `rounds` are plain JSON: the batches in waiting, by number.
+
+    `model` is the directory or hub id whose tokenizer belongs to the weights. The newest `keep` checkpoints stay, and that of step `best`.
+    """
     weights = {name: value.cpu().contiguous() for name, value in whole_weights(trainer.model)}
     moments = optimizer_tensors(trainer)
     if not trainer.ranks.first:
@@ -55,20 +68,57 @@ def save(trainer: Trainer, directory: Path, *, model_dir: Path | None, run_hash:
     partial.mkdir(parents=True)
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
     save_file(moments, partial / "optimizer.safetensors")
-    for name in MODEL_FILES:
-        if model_dir is not None and (model_dir / name).exists():
-            shutil.copyfile(model_dir / name, partial / name)
+    write_model_files(trainer.model, model, partial)
     with (partial / "rounds.jsonl").open("w") as out:
         for number, groups in sorted(rounds.items()):
             out.write(json.dumps({"round": number, "groups": groups}) + "\n")
     state = {"version": trainer.version, "updates": trainer.updates, "run_hash": run_hash, "torch": torch.__version__}
     state["loss_scale"] = [trainer.scale.value, trainer.scale.good]
+    state["digests"] = {path.name: digest_of(path) for path in sorted(partial.iterdir())}
     (partial / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
     for old in found(directory)[:-keep]:
-        shutil.rmtree(old)
+        if best is None or old.name != f"step-{best:06d}":
+            shutil.rmtree(old)
+    point_to(directory / "latest", target)
     return target
+
+
+def write_model_files(model: Any, source: str | None, target: Path) -> None:
+    """Configuration, generation settings, tokenizer and template: copied from a directory, saved anew for a hub id."""
+    if source is not None and Path(source).is_dir():
+        for name in MODEL_FILES:
+            if (Path(source) / name).exists():
+                shutil.copyfile(Path(source) / name, target / name)
+        return
+    model.config.save_pretrained(target)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(target)
+    if source is not None:
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+def point_to(link: Path, target: Path) -> None:
+    """A relative link, moved into place whole."""
+    beside = link.with_name(f".{link.name}.partial")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target.name)
+    os.replace(beside, link)
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_digests(path: Path) -> None:
+    """Raises FileFormatError where a file of the checkpoint is not the one that was written."""
+    for name, digest in json.loads((path / "state.json").read_text()).get("digests", {}).items():
+        if not (path / name).is_file() or digest_of(path / name) != digest:
+            raise FileFormatError(f"{path}: not a whole checkpoint ({name} is missing or changed); remove it to resume from an earlier one")
 
 
 def found(directory: Path) -> list[Path]:
@@ -84,7 +134,7 @@ def state_of(path: Path, *, run_hash: str) -> tuple[int, int]:
         state = json.loads((path / "state.json").read_text())
         version, updates, made_by = int(state["version"]), int(state["updates"]), state["run_hash"]
     except (OSError, ValueError, KeyError) as error:
-        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to go on from an earlier one") from error
+        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one") from error
     if made_by != run_hash:
         raise FileFormatError(f"{path}: another configuration made it ({made_by}, now {run_hash}); choose another directory")
     return version, updates
@@ -93,18 +143,20 @@ def state_of(path: Path, *, run_hash: str) -> tuple[int, int]:
 def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
     """Puts weights, moments and counters back in place, bit for bit."""
     version, updates = state_of(path, run_hash=run_hash)
+    require_digests(path)
     try:
         weights = load_file(path / "model.safetensors")
         moments = load_file(path / "optimizer.safetensors")
         rounds = {line["round"]: line["groups"] for line in map(json.loads, (path / "rounds.jsonl").read_text().splitlines())}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to go on from an earlier one") from error
-    shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.named_parameters()}
+        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one") from error
+    own = dict(named_weights(trainer.model))
+    shapes = {name: tuple(value.shape) for name, value in own.items()}
     if shapes != {name: tuple(value.shape) for name, value in weights.items()}:
         raise FileFormatError(f"{path}: its weights are those of another model; choose another directory")
     with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            place(parameter, weights[name])
+        for name, value in own.items():
+            place(value, weights[name])
     restore_optimizer(trainer, moments)
     trainer.version, trainer.updates = version, updates
     trainer.scale.value, trainer.scale.good = json.loads((path / "state.json").read_text()).get("loss_scale", [1.0, 0])

@@ -60,8 +60,10 @@ class TrainConfig:
     drop_idle_rows: bool = True  # rows with advantage 0 are not trained on, unless a penalty or an entropy bonus gives them a gradient
     shuffle: bool = False  # deal rows to minibatches in a seeded random order instead of group after group
     max_skipped_updates: int = 3  # updates in a row whose gradient is not finite; one more stops the run
-    checkpoint_every: int = 0
+    checkpoint_every: int = 0  # steps; 0: by the clock alone
+    checkpoint_minutes: float = 15.0  # 0: never by the clock
     keep_checkpoints: int = 2
+    offline: bool = False  # samples of a file: their versions count the steps of another run
     max_idle_steps: int = 3  # steps in a row without a row to train on; one more stops the run
     seed: int = 0
 
@@ -69,6 +71,8 @@ class TrainConfig:
         for name in ("steps", "groups_per_step", "minibatches", "epochs", "micro_tokens", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}: {getattr(self, name)!r} must be at least 1")
+        if self.checkpoint_minutes < 0:
+            raise ConfigError(f"train.checkpoint_minutes: {self.checkpoint_minutes!r} must be >= 0")
         if self.lag < 0 or self.checkpoint_every < 0 or self.max_idle_steps < 0 or self.max_skipped_updates < 0:
             raise ConfigError("train: lag, checkpoint_every, max_idle_steps and max_skipped_updates must be >= 0")
         if self.baseline not in ("grpo", "dr_grpo", "rloo", "whitened", "none"):
@@ -79,6 +83,27 @@ class TrainConfig:
     @property
     def updates_per_step(self) -> int:
         return self.minibatches * self.epochs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """`every` steps (0: never) `tasks` held-out tasks are attempted `attempts` times each. A reward of at least `solved` counts as solved.
+
+    After `patience` evaluations without a better mean reward the run ends (0: never).
+    """
+
+    every: int = 0
+    tasks: int = 64
+    attempts: int = 1
+    temperature: float = 0.0
+    solved: float = 1.0
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.patience < 0 or self.tasks < 1 or self.attempts < 1:
+            raise ConfigError("evaluation: every and patience must be >= 0, tasks and attempts at least 1")
+        if self.attempts > 1 and self.temperature == 0:
+            raise ConfigError("evaluation.attempts: several attempts at temperature 0 are the same one; set evaluation.temperature")
 
 
 def learning_rate(optim: OptimConfig, update: int, total: int) -> float:

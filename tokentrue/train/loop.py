@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from tokentrue.errors import TrainingError
 from tokentrue.protocols import WeightSink
 from tokentrue.train import checkpoint
 from tokentrue.train.config import TrainConfig
+from tokentrue.train.evaluating import Evaluator
+from tokentrue.train.probing import Probe
 from tokentrue.train.reporting import StepReport
-from tokentrue.train.rounds import Groups, Rounds
+from tokentrue.train.rounds import CountingRounds, Groups, Rounds
 from tokentrue.train.trainer import Trainer
 from tokentrue.types import Sample
 
@@ -30,17 +32,19 @@ class Store:
 
     directory: Path
     run_hash: str
-    model_dir: Path | None
+    model: str | None  # whose tokenizer belongs to the weights
     to_json: Callable[[Sample], Mapping[str, Any]]
     from_json: Callable[[Mapping[str, Any]], Sample]
 
 
 class Publisher:
-    """Hands whole weights to every sink and remembers how long that took."""
+    """Hands whole weights to every sink, has the engines probed, and remembers how long that took. Every rank calls it."""
 
-    def __init__(self, *sinks: WeightSink) -> None:
+    def __init__(self, *sinks: WeightSink, probe: Probe | None = None) -> None:
         self.sinks = sinks
+        self.probe = probe
         self.seconds = 0.0
+        self.metrics: dict[str, float] = {}
 
     async def __call__(self, trainer: Trainer) -> None:
         weights = list(trainer.weights())  # every rank takes part in the gathering
@@ -48,7 +52,14 @@ class Publisher:
         if trainer.ranks.first:
             for sink in self.sinks:
                 await sink.publish(weights, version=trainer.version)
+        await self.check(trainer)
         self.seconds = time.perf_counter() - began
+
+    async def check(self, trainer: Trainer) -> None:
+        """Whether the engines have the trainer's weights."""
+        if self.probe is not None:
+            found = await self.probe(trainer)
+            self.metrics = {"probe/delta": found.delta, "probe/engines": found.engines}
 
 
 async def train(
@@ -57,39 +68,108 @@ async def train(
     publish: Publisher,
     *,
     store: Store | None = None,
+    evaluator: Evaluator | None = None,
     on_step: Callable[[StepReport, Mapping[str, float]], None] | None = None,
 ) -> list[StepReport]:
-    """Runs the steps that are left. Resumes from the newest checkpoint in `store`; the result is the same as without the break."""
-    config = trainer.config
-    playing: dict[int, asyncio.Task[Groups]] = {}
-    reports: list[StepReport] = []
-    idle = 0
-    played = resume(trainer, store)
-    if trainer.version:
-        await publish(trainer)
+    """Runs the steps that are left. Resumes from the newest checkpoint in `store`; the result is the same as without the break.
+
+    Ctrl-C (cancellation) lets a step in progress finish and writes a checkpoint.
+    """
+    run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
+    run.played = resume(trainer, store)
+    await run.begin()
     try:
-        for number in range(trainer.version, config.steps):
-            start(playing, played, rounds, trainer, first=number)
-            began = time.perf_counter()
-            groups = await taken(trainer, playing, played, number)
-            waited = time.perf_counter() - began
-            report = await asyncio.to_thread(trainer.step, groups)
-            for task in list(playing.values()):  # rounds that older weights must play
-                await asyncio.wait([task])
-            await publish(trainer)
-            reports.append(report)
-            idle = require_progress(report, idle, config)
-            seconds = {**report.seconds, "wait": waited, "publish": publish.seconds, "step": time.perf_counter() - began}
-            if on_step is not None:
-                on_step(report, seconds)
-            if store is not None and is_due(trainer):
-                await settle(playing, played)
-                keep(trainer, store, played)
+        for number in range(trainer.version, trainer.config.steps):
+            await run.step(number)
+            if evaluator is not None and evaluator.is_over:
+                break
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        run.keep_if_possible()
+        raise
     finally:
-        for task in playing.values():
+        await run.cancel_rounds()
+    if store is not None and trainer.version > run.kept:
+        run.keep()
+    return run.reports
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """The state of one call of `train`."""
+
+    trainer: Trainer
+    rounds: Rounds
+    publish: Publisher
+    store: Store | None
+    evaluator: Evaluator | None
+    on_step: Callable[[StepReport, Mapping[str, float]], None] | None
+    playing: dict[int, asyncio.Task[Groups]] = field(default_factory=dict[int, "asyncio.Task[Groups]"])
+    played: dict[int, Groups] = field(default_factory=dict[int, Groups])
+    reports: list[StepReport] = field(default_factory=list[StepReport])
+    idle: int = 0
+    kept: int = 0  # the version of the newest checkpoint
+    kept_at: float = field(default_factory=time.monotonic)
+
+    async def begin(self) -> None:
+        """The engines have the trainer's weights before the first round."""
+        self.kept = self.trainer.version
+        await (self.publish(self.trainer) if self.trainer.version or self.publish.probe is not None else self.publish.check(self.trainer))
+        if self.evaluator is not None and not self.trainer.version:
+            await self.evaluator(0)
+
+    async def step(self, number: int) -> None:
+        trainer = self.trainer
+        start(self.playing, self.played, self.rounds, trainer, first=number)
+        began = time.perf_counter()
+        groups = await taken(trainer, self.playing, self.played, number)
+        waited = time.perf_counter() - began
+        report = await finish(asyncio.ensure_future(asyncio.to_thread(trainer.step, groups)))
+        for task in list(self.playing.values()):  # rounds that older weights must play
+            await asyncio.wait([task])
+        await self.publish(trainer)
+        counts = self.rounds.counts(number) if isinstance(self.rounds, CountingRounds) else {}
+        judged = await self.evaluator(trainer.version) if self.evaluator is not None else {}
+        report = replace(report, metrics={**report.metrics, **counts, **self.publish.metrics, **judged})
+        self.reports.append(report)
+        seconds = {**report.seconds, "wait": waited, "publish": self.publish.seconds, "step": time.perf_counter() - began}
+        if self.on_step is not None:
+            self.on_step(report, seconds)
+        self.idle = require_progress(report, self.idle, trainer.config)
+        if self.store is not None and self.is_due():
+            await settle(self.playing, self.played)
+            self.keep()
+
+    def is_due(self) -> bool:
+        """Every so many steps or minutes, when the evaluation is the best so far, and always after the last step."""
+        config, version = self.trainer.config, self.trainer.version
+        by_clock = bool(config.checkpoint_minutes) and time.monotonic() - self.kept_at > 60 * config.checkpoint_minutes
+        by_step = bool(config.checkpoint_every) and version % config.checkpoint_every == 0
+        is_best = self.evaluator is not None and self.evaluator.best_version == version
+        return self.trainer.ranks.from_first(by_clock or by_step or is_best or version == config.steps)
+
+    def keep(self) -> None:
+        assert self.store is not None
+        keep(self.trainer, self.store, self.played, best=None if self.evaluator is None else self.evaluator.best_version)
+        self.kept, self.kept_at = self.trainer.version, time.monotonic()
+
+    def keep_if_possible(self) -> None:
+        """After Ctrl-C: with several ranks nobody can say who is still there to gather the weights."""
+        if self.store is not None and self.trainer.version > self.kept and self.trainer.ranks.world == 1:
+            self.keep()
+
+    async def cancel_rounds(self) -> None:
+        for task in self.playing.values():
             task.cancel()
-        await asyncio.gather(*playing.values(), return_exceptions=True)
-    return reports
+        await asyncio.gather(*self.playing.values(), return_exceptions=True)
+
+
+async def finish(step: asyncio.Future[StepReport]) -> StepReport:
+    """The step's report. A thread cannot be stopped half-way, so a cancellation waits for it: weights are those of a whole step."""
+    try:
+        return await asyncio.shield(step)
+    except asyncio.CancelledError:
+        await asyncio.wait([step])
+        raise
 
 
 def require_progress(report: StepReport, idle: int, config: TrainConfig) -> int:
@@ -102,12 +182,6 @@ def require_progress(report: StepReport, idle: int, config: TrainConfig) -> int:
             "groups need sessions with different rewards (train.max_idle_steps allows more such steps)"
         )
     return idle
-
-
-def is_due(trainer: Trainer) -> bool:
-    """Every so many steps, and always after the last one: a run leaves its weights behind."""
-    every = trainer.config.checkpoint_every
-    return trainer.version == trainer.config.steps or bool(every and trainer.version % every == 0)
 
 
 def start(playing: dict[int, asyncio.Task[Groups]], played: Mapping[int, Groups], rounds: Rounds, trainer: Trainer, *, first: int) -> None:
@@ -132,11 +206,10 @@ async def settle(playing: dict[int, asyncio.Task[Groups]], played: dict[int, Gro
         played[number] = await playing.pop(number)
 
 
-def keep(trainer: Trainer, store: Store, played: Mapping[int, Groups]) -> None:
+def keep(trainer: Trainer, store: Store, played: Mapping[int, Groups], *, best: int | None = None) -> None:
     waiting = {number: [[store.to_json(sample) for sample in group] for group in groups] for number, groups in played.items()}
-    checkpoint.save(
-        trainer, store.directory, model_dir=store.model_dir, run_hash=store.run_hash, rounds=waiting, keep=trainer.config.keep_checkpoints
-    )
+    kept = trainer.config.keep_checkpoints
+    checkpoint.save(trainer, store.directory, model=store.model, run_hash=store.run_hash, rounds=waiting, keep=kept, best=best)
 
 
 def resume(trainer: Trainer, store: Store | None) -> dict[int, Groups]:

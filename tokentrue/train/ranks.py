@@ -91,7 +91,14 @@ def whole(value: Tensor) -> Tensor:
     return value if full is None else full()
 
 
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters (tied ones once) and persistent buffers, such as a router's bias, as they are held."""
+    yield from model.named_parameters()
+    kept = model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every parameter (tied ones once), gathered. Every rank must walk through all of them."""
-    for name, parameter in model.named_parameters():
-        yield name, whole(parameter.detach())
+    """Name and value of everything in `named_weights`, gathered. Every rank must walk through all of them."""
+    for name, value in named_weights(model):
+        yield name, whole(value.detach())

@@ -58,7 +58,7 @@ def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: 
     """Of the rollouts: rewards, lengths, ages, and how many of them teach nothing. `version` sampled the freshest of them."""
     rewards = torch.tensor(list({(row.group, row.sample.session_id): row.reward for row in rows}.values()), dtype=torch.float64)
     lengths = torch.tensor([int(row.mask.sum()) for row in rows], dtype=torch.float64)
-    ages = torch.cat([version - row.versions[row.sampled] for row in rows]).double()
+    ages = torch.cat([version - row.versions[row.sampled] for row in rows]).double().clamp(min=0)
     groups: dict[str, bool] = {}
     for row, advantage in zip(rows, advantages, strict=True):
         groups[row.group] = groups.get(row.group, False) or advantage != 0.0

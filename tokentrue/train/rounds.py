@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tokentrue.errors import FileFormatError
 from tokentrue.protocols import SampleSource
@@ -17,6 +17,15 @@ class Rounds(Protocol):
     """`play(j)` returns the groups of round j, in a fixed order. With a lag, several rounds are in play at once."""
 
     async def play(self, number: int) -> Groups: ...
+
+
+@runtime_checkable
+class CountingRounds(Protocol):
+    """Rounds that can say what became of their rollouts."""
+
+    def counts(self, number: int) -> Mapping[str, float]:
+        """Of a round that was played: rollouts, failures, time-outs. Forgets them."""
+        ...
 
 
 class SourceRounds:

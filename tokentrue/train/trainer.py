@@ -18,7 +18,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from tokentrue.errors import ConfigError, ExactnessError, TrainingError
+from tokentrue.errors import ConfigError, ExactnessError, TokenContractError, TrainingError
 from tokentrue.mismatch import LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.train.batch import Row, rows_of, session_advantages
 from tokentrue.train.config import OptimConfig, TrainConfig, learning_rate
@@ -92,6 +92,7 @@ class Trainer:
         rows = rows_of(groups, self.config.temperature)
         if not rows:
             raise ConfigError("a training step got no rows: every rollout of the batch failed, or none was asked for")
+        require_own_versions(rows, self.config, self.version)
         advantages = session_advantages(rows, self.config.baseline)
         with self.scorer.active(self.model):
             epochs = self.planned(rows, advantages)
@@ -107,6 +108,13 @@ class Trainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.model)
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int]) -> Tensor:
+        """Log-probability of each id under the current weights; entry 0 is 0. Every rank calls it."""
+        with self.scorer.active(self.model), evaluating(self.model):
+            heat = torch.full((len(ids),), self.config.temperature)
+            return self.scorer(self.model, [torch.tensor(ids, dtype=torch.int64)], [heat]).logprobs[0]
 
     def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
         """What a step would add up, without a step: the flat gradient of the whole batch, and the mismatch it was computed under."""
@@ -157,6 +165,8 @@ class Trainer:
 
     def compare(self, rows: Sequence[Row], recomputed: Mapping[int, Tensor]) -> Agreement:
         numbers = sorted(recomputed)
+        if self.config.offline and self.version:
+            numbers = []  # these weights sampled nothing of the file
         mine = [rows[i] for i in numbers], [recomputed[i] for i in numbers]
         found, trouble = agreement(*mine, version=self.version), ""
         if self.config.exact and found.differing:
@@ -298,6 +308,17 @@ class Trainer:
         if not self.scale.is_fixed:
             metrics["update/loss_scale"] = self.scale.value
         return StepReport(step=self.version - 1, version=self.version, metrics=metrics, agreement=found, seconds=clock.seconds)
+
+
+def require_own_versions(rows: Sequence[Row], config: TrainConfig, version: int) -> None:
+    """A live run trains on what its own versions sampled. Versions of a file count another run's steps."""
+    for row in rows if not config.offline else ():
+        newest = int(row.versions.max()) if row.length else version
+        if newest > version:
+            raise TokenContractError(
+                f"sample {row.sample.sample_id} was sampled by policy version {newest}, and this run is at {version}: "
+                "the engine counts another run's versions; restart it, or train from a file"
+            )
 
 
 @contextmanager

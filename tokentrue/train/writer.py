@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 from collections.abc import Mapping
@@ -12,13 +13,17 @@ import torch
 
 
 class MetricsWriter:
-    """Appends; a resumed run goes on in the same file. Rows of steps that a resume repeats are cut off first."""
+    """Appends. A resumed run continues the file; rows of steps that it repeats move to `metrics.before-N.jsonl`: nothing is erased."""
 
     def __init__(self, directory: Path, *, provenance: Mapping[str, Any], first_step: int = 0, tensorboard: bool = True) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         self._provenance = {**provenance, "hardware": hardware(), "torch": torch.__version__}
-        kept = [line for line in self._lines() if is_before(line, first_step)]
+        lines = self._lines()
+        kept = [line for line in lines if is_before(line, first_step)]
+        if len(kept) < len(lines):
+            number = next(n for n in itertools.count(1) if not (directory / f"metrics.before-{n}.jsonl").exists())
+            (directory / f"metrics.before-{number}.jsonl").write_text("".join(line + "\n" for line in lines if line not in set(kept)))
         self._file = self.path.open("w")
         self._file.writelines(line + "\n" for line in kept)
         self._file.flush()

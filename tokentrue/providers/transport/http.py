@@ -29,6 +29,7 @@ class EngineHttp:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is not the URL of an engine; give one such as http://127.0.0.1:30000")
+        self.place = f"{parts.hostname}-{parts.port or parts.scheme}"  # names this engine's files
         self._timeout_s, self._retries = timeout_s, retries
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=timeout_s)
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})

@@ -1,31 +1,59 @@
-"""Weights on disk for engines that load them from there: written beside, then moved into place, so that no reader sees half a file."""
+"""Weights on disk for engines that load them from there: a fresh directory for every version.
+
+    ROOT/version-000007/model.safetensors      every name, no index; tied heads written out
+
+An index would name the shards of the first checkpoint, and an engine that finds one loads those. A tied head is written as a tensor of its
+own: an engine that holds it apart from the embedding would keep the old one. The version before stays, for repair.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokentrue.errors import TrainingError
 
-def write_weights(weights: Iterable[tuple[str, Any]], directory: Path) -> Path:
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenWeights:
+    """Weights that an engine can load."""
+
+    directory: Path
+    version: int
+
+
+def write_weights(weights: Iterable[tuple[str, Any]], root: Path, *, version: int, keep: Iterable[Path] = ()) -> WrittenWeights:
+    """Writes a version whole, then removes all others but those in `keep`. Blocks: call it in a thread."""
     from safetensors.torch import save_file
 
-    directory.mkdir(parents=True, exist_ok=True)
-    target = directory / "model.safetensors"
-    partial = directory / ".model.safetensors.partial"
-    save_file(_once(weights), partial, metadata={"format": "pt"})
+    target = (root / f"version-{version:06d}").absolute()
+    partial = root / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(checked(weights, version=version), partial / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
-    return target
+    spared = {target, *keep}
+    for old in root.glob("version-*"):
+        if old.absolute() not in spared:
+            shutil.rmtree(old, ignore_errors=True)
+    return WrittenWeights(directory=target, version=version)
 
 
-def _once(weights: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Tied weights (an lm_head that is the embedding) are written once, as models are saved."""
-    kept: dict[str, Any] = {}
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    for name, tensor in weights:
-        place = (tensor.data_ptr(), tuple(tensor.shape))
-        if place not in seen:
-            kept[name] = tensor.detach().cpu().contiguous()
-        seen.add(place)
+def checked(weights: Iterable[tuple[str, Any]], *, version: int) -> dict[str, Any]:
+    """By name, each with memory of its own; weights that are not finite are refused before any engine sees them."""
+    kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
+    for name, tensor in kept.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise TrainingError(f"weights of version {version}: {name} is not finite; they are not published")
+    embedding = next((tensor for name, tensor in kept.items() if name.endswith(EMBEDDING)), None)
+    if HEAD not in kept and embedding is not None:
+        kept[HEAD] = embedding.clone()
     return kept

@@ -1,0 +1,144 @@
+"""Publishing through the disk: what is written is whole, what fails is repaired, and a replica that is away is not used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from safetensors.torch import load_file
+
+from tokentrue.errors import EngineError, EngineRejected, EngineUnreachable, TrainingError
+from tokentrue.providers.pool import Pool
+from tokentrue.providers.transport.weights import write_weights
+from tokentrue.providers.vllm import VLLMProvider
+
+
+def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [("model.embed_tokens.weight", torch.full((4, 2), value)), ("model.norm.weight", torch.ones(2))]
+
+
+def test_a_version_is_one_whole_file_without_index_and_with_its_tied_head(tmp_path: Path) -> None:
+    first = write_weights(weights(), tmp_path, version=1)
+    second = write_weights(weights(2.0), tmp_path, version=2, keep=[first.directory])
+    third = write_weights(weights(3.0), tmp_path, version=3, keep=[second.directory])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-000002", "version-000003"]
+    assert [path.name for path in third.directory.iterdir()] == ["model.safetensors"]
+    found = load_file(third.directory / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"]) and len(found) == 3
+
+
+def test_weights_that_are_not_finite_reach_no_engine(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"embed_tokens\.weight is not finite"):
+        write_weights(weights(float("nan")), tmp_path, version=1)
+    assert not list(tmp_path.glob("version-*"))
+
+
+class Server:
+    """vLLM's control routes: what was called in which order, with faults on demand."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.refuse: set[str] = set()  # directories
+        self.clears = True
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.add_routes([web.post(path, self.note) for path in ("/pause", "/resume", "/update_weight_version")])
+        app.add_routes([web.post("/collective_rpc", self.reload), web.post("/reset_prefix_cache", self.reset)])
+        return app
+
+    async def note(self, request: web.Request) -> web.Response:
+        self.calls.append(request.path.lstrip("/"))
+        return web.json_response({})
+
+    async def reload(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name = Path(body["kwargs"]["weights_path"]).name
+        self.calls.append(f"reload {name}")
+        return web.json_response({"error": {"message": "shapes"}}, status=500 if name in self.refuse else 200)
+
+    async def reset(self, request: web.Request) -> web.Response:
+        assert request.query["reset_running_requests"] == "true"
+        return web.json_response({"success": self.clears})
+
+
+LOADED = ["pause", "reload version-000001", "update_weight_version", "resume"]
+
+
+async def test_a_refused_version_is_repaired_with_the_one_before_and_the_server_goes_on(tmp_path: Path) -> None:
+    server = Server()
+    async with TestServer(server.app()) as http:
+        provider = VLLMProvider(str(http.make_url("")), weights_dir=tmp_path, retries=0)
+        await provider.publish(weights(), version=1)
+        assert server.calls == LOADED and provider.version == 1
+        server.calls.clear()
+        server.refuse.add("version-000002")
+        with pytest.raises(EngineRejected, match="keeps version 1"):
+            await provider.publish(weights(2.0), version=2)
+        assert server.calls == ["pause", "reload version-000002", "reload version-000001", "update_weight_version", "resume"]
+        assert provider.version == 1
+        await provider.close()
+
+
+async def test_a_server_without_anything_to_repair_with_stays_paused(tmp_path: Path) -> None:
+    server = Server()
+    server.refuse.add("version-000001")
+    async with TestServer(server.app()) as http:
+        provider = VLLMProvider(str(http.make_url("")), weights_dir=tmp_path, retries=0)
+        with pytest.raises(EngineRejected, match="left paused"):
+            await provider.publish(weights(), version=1)
+        assert "resume" not in server.calls
+        await provider.close()
+
+
+async def test_a_cache_that_is_not_cleared_is_a_refusal(tmp_path: Path) -> None:
+    server = Server()
+    server.clears = False
+    async with TestServer(server.app()) as http:
+        provider = VLLMProvider(str(http.make_url("")), weights_dir=tmp_path, retries=0)
+        with pytest.raises(EngineRejected, match="prefix cache"):
+            await provider.publish(weights(), version=1)
+        await provider.close()
+
+
+class Replica:
+    name, truthful_filters = "replica", frozenset[str]()
+
+    def __init__(self) -> None:
+        self.away = False
+        self.versions: list[int] = []
+        self.rejoined = 0
+
+    async def publish(self, weights: Any, *, version: int) -> None:
+        if self.away:
+            raise EngineUnreachable("gone")
+        self.versions.append(version)
+
+    async def health(self) -> dict[str, Any]:
+        if self.away:
+            raise EngineUnreachable("gone")
+        return {}
+
+    async def rejoin(self) -> None:
+        self.rejoined += 1
+
+
+async def test_a_replica_that_missed_a_publication_is_not_used_until_it_has_the_weights() -> None:
+    a, b = Replica(), Replica()
+    pool = Pool([a, b])  # type: ignore[list-item]
+    b.away = True
+    await pool.publish(weights(), version=3)
+    assert pool.in_use == [a] and a.versions == [3]
+    assert all(pool.order(f"session {i}") == [0] for i in range(8))
+    await pool.health()
+    assert pool.in_use == [a] and not b.rejoined, "it does not answer yet"
+    b.away = False
+    await pool.health()
+    assert pool.in_use == [a, b] and b.rejoined == 1
+    a.away = b.away = True
+    with pytest.raises(EngineError, match="no engine took the weights"):
+        await pool.publish(weights(), version=4)

@@ -1,0 +1,199 @@
+"""What long runs need: checkpoints that are models, Ctrl-C, evaluation, probes of the engines, and nothing that fails in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.train.rows import groups_for, small_model
+from tests.train.test_loop import Engine, from_json, to_json
+from tokentrue.app.rollouts import RolloutRounds
+from tokentrue.environments import SMALL_MODEL, RolloutConfig
+from tokentrue.errors import EngineError, FileFormatError, TokenContractError, TrainingError
+from tokentrue.mismatch import loss_named
+from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
+from tokentrue.train.checkpoint import found, load, save
+from tokentrue.train.config import EvaluationConfig
+from tokentrue.train.evaluating import Evaluator, pass_at_k
+from tokentrue.train.probing import Probe
+from tokentrue.types import Completion, Finish
+
+
+def trainer_of(model: torch.nn.Module | None = None, **config: object) -> Trainer:
+    torch.set_num_threads(1)
+    settings = TrainConfig(**{"steps": 4, **config})  # type: ignore[arg-type]
+    return Trainer(model or small_model(), config=settings, optim=OptimConfig(lr=1e-3), loss=loss_named("dapo"))
+
+
+def store_of(directory: Path) -> Store:
+    return Store(directory=directory, run_hash="h", model=str(SMALL_MODEL), to_json=to_json, from_json=from_json)
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------------------------------
+def test_a_checkpoint_of_a_hub_id_is_a_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id has no directory to copy from: configuration, generation settings and tokenizer are saved anew."""
+    shutil.copytree(SMALL_MODEL, tmp_path / "hub")
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_of()
+    monkeypatch.setattr(Path, "is_dir", lambda self, real=Path.is_dir: self.name != "hub" and real(self))
+    path = save(trainer, tmp_path / "c", model="hub", run_hash="h", rounds={}, keep=1)
+    monkeypatch.undo()
+    assert path is not None
+    names = {each.name for each in path.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= names
+    again = AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trainer.model.parameters(), strict=True))
+    assert (tmp_path / "c" / "latest").resolve() == path.resolve()
+
+
+def test_persistent_buffers_are_saved_restored_and_published(tmp_path: Path) -> None:
+    model = small_model()
+    model.register_buffer("router_bias", torch.arange(4.0))
+    trainer = trainer_of(model)
+    assert torch.equal(dict(trainer.weights())["router_bias"], torch.arange(4.0))
+    path = save(trainer, tmp_path, model=None, run_hash="h", rounds={}, keep=1)
+    other = small_model()
+    other.register_buffer("router_bias", torch.zeros(4))
+    resumed = trainer_of(other)
+    assert path is not None
+    load(resumed, path, run_hash="h")
+    assert torch.equal(dict(resumed.weights())["router_bias"], torch.arange(4.0))
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+    path = save(trainer_of(), tmp_path, model=None, run_hash="h", rounds={}, keep=1)
+    assert path is not None
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    with pytest.raises(FileFormatError, match=r"model\.safetensors is missing or changed"):
+        load(trainer_of(), path, run_hash="h")
+
+
+def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_step(tmp_path: Path) -> None:
+    trainer = trainer_of(checkpoint_minutes=0.0)
+    engine = Engine(trainer)
+
+    async def interrupted() -> None:
+        running = asyncio.create_task(train(trainer, engine, Publisher(engine), store=store_of(tmp_path)))
+        while trainer.version < 2:
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await running
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(interrupted())
+    (kept,) = found(tmp_path)
+    assert json.loads((kept / "state.json").read_text())["version"] == trainer.version >= 2
+
+
+def test_metrics_are_never_erased(tmp_path: Path) -> None:
+    for value in (0.25, 0.75):
+        writer = MetricsWriter(tmp_path, provenance={}, tensorboard=False)
+        writer.write(0, 1, {"reward": value}, {})
+        writer.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward"] == 0.75
+    assert json.loads((tmp_path / "metrics.before-1.jsonl").read_text())["reward"] == 0.25
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------------------------------
+def test_pass_at_k_by_hand() -> None:
+    assert pass_at_k(4, 0, 2) == 0.0 and pass_at_k(4, 4, 1) == 1.0
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # half of the pairs hold the solved one
+
+
+def test_the_best_version_is_kept_and_patience_ends_the_run(tmp_path: Path) -> None:
+    trainer = trainer_of(steps=6, keep_checkpoints=1)
+    engine = Engine(trainer)
+    rewards = iter([[[0.2, 0.2]], [[1.0, 0.5]], [[0.5, 0.5]], [[0.4, 1.0]], [[0.9, 0.9]]])
+
+    async def play() -> Any:
+        return next(rewards)
+
+    evaluator = Evaluator(EvaluationConfig(every=1, attempts=2, temperature=1.0, patience=2), play)
+    reports = asyncio.run(train(trainer, engine, Publisher(engine), store=store_of(tmp_path), evaluator=evaluator))
+    assert [report.metrics["eval/reward"] for report in reports] == [0.75, 0.5, 0.7]
+    assert reports[0].metrics["eval/pass@1"] == 0.5 and reports[0].metrics["eval/pass@2"] == 1.0
+    assert evaluator.best_version == 1
+    assert [path.name for path in found(tmp_path)] == ["step-000001", "step-000003"], "the best one is gone"
+
+
+# ---- engines -----------------------------------------------------------------------------------------------------------------------------
+class ScoringEngine(Engine):
+    """Samples with its own weights, like a remote engine; `deaf` keeps the old ones."""
+
+    name, truthful_filters = "stand-in", frozenset[str]()
+    deaf = False
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        if self.deaf:
+            weights = []
+        await super().publish(weights, version=version)
+
+    async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Completion:
+        from tokentrue.numerics import score
+
+        sampled = [(7 * i) % 300 for i in range(sampling.max_tokens)]
+        with torch.no_grad():
+            values = score(self.model, torch.tensor([[*prompt_ids, *sampled]]))[0, -len(sampled) :]
+        return Completion(token_ids=tuple(sampled), logprobs=tuple(min(0.0, v) for v in values.tolist()), finish=Finish.LENGTH)
+
+
+def probed(*, deaf: bool) -> list[Any]:
+    trainer = trainer_of(steps=3)
+    engine = ScoringEngine(trainer)
+    engine.deaf = deaf
+    publisher = Publisher(engine, probe=Probe(lambda: [engine], vocabulary=300))  # type: ignore[list-item]
+    return asyncio.run(train(trainer, engine, publisher))
+
+
+def test_a_probe_follows_every_publication() -> None:
+    reports = probed(deaf=False)
+    assert [report.metrics["probe/delta"] for report in reports] == [0.0, 0.0, 0.0]
+    assert all(report.metrics["probe/engines"] == 1 for report in reports)
+
+
+def test_an_engine_that_keeps_old_weights_stops_the_run() -> None:
+    with pytest.raises(TrainingError, match="samples from other weights"):
+        probed(deaf=True)
+
+
+def test_versions_of_another_run_are_refused_live_and_train_from_a_file() -> None:
+    groups = groups_for(small_model(), groups=1, size=3, version=7)
+    with pytest.raises(TokenContractError, match="policy version 7, and this run is at 0"):
+        trainer_of().step(groups)
+    offline = trainer_of(offline=True)
+    assert offline.step(groups).agreement.compared == 0
+    offline.version = 7  # these weights sampled nothing of the file, whatever the numbers say
+    assert offline.step(groups).agreement.compared == 0
+
+
+class Half:
+    """Sessions of which every second one fails."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def open(self, plan: Any) -> Any:
+        self.opened += 1
+        raise RuntimeError("the environment broke") if self.opened % 2 else TimeoutError
+
+
+async def test_too_many_failed_rollouts_stop_the_run_and_are_counted() -> None:
+    config = RolloutConfig(tasks=1, group_size=4, options={"stream": False})
+    rounds = RolloutRounds(config, Half())
+    with pytest.raises(EngineError, match=r"4 of 4 rollouts failed .* the first said: RuntimeError: the environment broke"):
+        await rounds.play(0)
+    counts = rounds.counts(0)
+    assert (counts["rollouts/failed"], counts["rollouts/timed_out"], counts["rollouts/groups_lost"]) == (4, 2, 1)
+    assert rounds.counts(0) == {}
+
+
