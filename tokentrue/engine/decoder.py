@@ -211,6 +211,8 @@ def rope_table(body: Any, key: str, positions: int, head_dim: int) -> tuple[Tens
     weight = body.embed_tokens.weight
     like = torch.zeros(1, 1, 1, dtype=weight.dtype, device=weight.device)
     at = torch.arange(positions, device=weight.device)[None]
+    if hasattr(rotary, "mrope_section"):  # text has the same position on all three axes
+        at = at.expand(3, 1, -1)
     with torch.no_grad():
         cos, sin = rotary(like, at, key) if isinstance(rotary.rope_type, dict) else rotary(like, at)
     if cos.shape[-1] > head_dim:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokentrue.numerics.logprob import scale_logits
 from tokentrue.numerics.ops import Ops
 
-PIECE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}
+PIECE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Logits computed at a time."""
 
 
@@ -49,7 +49,7 @@ class HeadScores(torch.autograd.Function):
         for rows in pieces(hidden.shape[0], weight):
             scaled = scaled_logits_of(hidden[rows], weight, bias, settings.of(rows))[0]
             if settings.entropy:
-                table = settings.ops.log_softmax(scaled)
+                table = settings.ops.log_softmax(scaled.float())
                 out[rows, 0] = table.gather(-1, ids[rows, None]).squeeze(-1)
                 out[rows, 1] = -(table.exp() * table).sum(-1)
             else:
@@ -71,7 +71,7 @@ class HeadScores(torch.autograd.Function):
             if d_weight is not None:
                 d_weight += narrow.t() @ hidden[rows]
             if d_bias is not None:
-                d_bias += d_logits.sum(0)
+                d_bias += d_logits.float().sum(0)
         return (
             d_hidden, None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None or bias is None else d_bias.to(bias.dtype), None, None,
@@ -84,27 +84,24 @@ def pieces(rows: int, weight: Tensor) -> Iterator[slice]:
 
 
 def scaled_logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> tuple[Tensor, Tensor | None]:
-    """float32 logits over temperature, and tanh(logits / softcap) where there is a soft cap."""
+    """float32 logits over temperature (as they are, where the operators take them), and tanh(logits / softcap) where that is set."""
     logits, bent = settings.ops.linear(hidden, weight, bias), None
     if settings.softcap is not None:
         bent = torch.tanh(logits / settings.softcap)
         logits = bent * settings.softcap
+    if settings.ops.reads_16bit and settings.temperature == 1.0:
+        return logits, bent
     return scale_logits(logits, settings.temperature), bent
 
 
 def logits_gradient(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, grads_R2: Tensor, settings: HeadSettings
 ) -> Tensor:
-    """float32 [R, V]: of the sum of both scores, each times its gradient, with respect to the logits."""
+    """[R, V]: of the sum of both scores, each times its gradient, with respect to the logits."""
     scaled, bent = scaled_logits_of(hidden, weight, bias, settings)
-    table = settings.ops.log_softmax(scaled)
-    probs = table.exp()
-    gradient = probs * -grads_R2[:, :1]
-    if settings.entropy:
-        entropy = -(probs * table).sum(-1, keepdim=True)
-        gradient -= probs * (table + entropy) * grads_R2[:, 1:]
-    gradient.scatter_add_(1, ids[:, None], grads_R2[:, :1])
-    gradient /= settings.temperature[:, None] if isinstance(settings.temperature, Tensor) else settings.temperature
+    gradient = settings.ops.logits_gradient(scaled, ids, grads_R2, entropy=settings.entropy)
+    if settings.temperature != 1.0:
+        gradient = gradient / settings.temperature
     if bent is not None:
-        gradient *= 1 - bent.float().square()
+        gradient = gradient * (1 - bent.float().square())
     return gradient

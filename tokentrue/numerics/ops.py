@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tokentrue.numerics.scan import scan_sequences
+from tokentrue.numerics.scan import differentiable_scan, scan_sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +114,8 @@ class Ops(ABC):
     block_size: int
     least_rows: int = 1
     """Products of fewer rows cost more than of this many: a lone token may be computed so many times over."""
+    reads_16bit: bool = False
+    """Whether `token_logprobs` and `logits_gradient` take logits in the model's dtype."""
     routes: list[Tensor] | None = None
     """While it is a list, every mixture of experts that runs appends its choice [T,k]."""
 
@@ -160,7 +162,7 @@ class Ops(ABC):
 
         Returns out [T,H,V] and the states [S,H,K,V] after each sequence's last token; `state` None starts from zeros.
         """
-        return scan_sequences(q, k, v, decay, beta, lengths, state)
+        return differentiable_scan(scan_sequences, q, k, v, decay, beta, lengths, state)
 
     # ---- attention ----------------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -226,6 +228,15 @@ class Ops(ABC):
         """(linear of add_rms_norm(h, residual), residual + h); gated_linear where `kind` names an activation. For inference."""
         normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, form=norm.form)
         return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
+
+    def logits_gradient(self, logits: Tensor, ids: Tensor, grads: Tensor, *, entropy: bool) -> Tensor:
+        """[R,V]: gradient of grads[r,0] * logprob(ids[r]) + grads[r,1] * entropy (where wanted), with respect to the logits."""
+        table = self.log_softmax(logits.float())
+        probs = table.exp()
+        gradient = probs * -grads[:, :1]
+        if entropy:
+            gradient -= probs * (table - (probs * table).sum(-1, keepdim=True)) * grads[:, 1:]
+        return gradient.scatter_add_(1, ids[:, None], grads[:, :1])
 
     def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
         """(grad) log_softmax(logits [R,V] float32)[r, ids[r]], float32 [R]."""

@@ -5,7 +5,7 @@ A token's sums run over the key size of its own state, by one multiplication and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,37 +40,57 @@ def recurrent_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor,
 def scan_sequences(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`Ops.delta_scan` in plain torch: sequences of equal length together. Differentiable from zero states."""
-    heads, key_size, value_size = q.shape[1], q.shape[2], v.shape[2]
-    last = q.new_zeros(len(lengths), heads, key_size, value_size) if state is None else state.clone()
-    inputs, pieces = (q, k, v, decay, beta), list[tuple[Tensor, Tensor]]()
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    """`Ops.delta_scan` in plain torch, without gradients: sequences of equal length together."""
+    last = q.new_zeros(len(lengths), q.shape[1], q.shape[2], v.shape[2]) if state is None else state.clone()
+    out = torch.empty_like(v)
     for members, rows in groups(lengths, q.device):
-        together = [x[rows].view(len(members), -1, *x.shape[1:]) for x in inputs]
-        if differentiable:
-            out: Any = DeltaScan.apply(*together)
-        else:
-            out, last[members] = recurrent_scan(*together, last[members])
-        pieces.append((rows, out.flatten(0, 1)))
-    order = torch.cat([rows for rows, _ in pieces]).argsort()
-    return torch.cat([values for _, values in pieces]).index_select(0, order), last
+        together = [x[rows].view(len(members), -1, *x.shape[1:]) for x in (q, k, v, decay, beta)]
+        found, last[members] = recurrent_scan(*together, last[members])
+        out[rows] = found.flatten(0, 1)
+    return out, last
+
+
+Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int], Tensor | None], tuple[Tensor, Tensor]]
 
 
 class DeltaScan(torch.autograd.Function):
-    """Exact forward of whole sequences [S,n,H,·] from zero states; backward by transformers' chunked form."""
+    """Whole sequences from zero states: forward by an exact scan, backward by transformers' chunked form of the same function."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], scan: Scan
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, decay, beta)
-        return recurrent_scan(q, k, v, decay, beta, q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]))[0]
+        ctx.lengths = lengths
+        out, state = scan(q, k, v, decay, beta, lengths, None)
+        ctx.mark_non_differentiable(state)
+        return out, state
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            q, k, v, decay, beta = leaves
-            out, _ = torch_chunk_gated_delta_rule(q, k, v, g=decay, beta=beta)
-            found = torch.autograd.grad(out, leaves, grads[0])
-        return found
+        inputs = ctx.saved_tensors  # read once: checkpointing unpacks it
+        found = [torch.empty_like(x) for x in inputs]
+        for members, rows in groups(ctx.lengths, grads[0].device):
+
+            def together(x: Tensor, rows: Tensor = rows, count: int = len(members)) -> Tensor:
+                return x[rows].view(count, -1, *x.shape[1:])
+
+            with torch.enable_grad():
+                leaves = [together(x).detach().requires_grad_() for x in inputs]
+                q, k, v, decay, beta = leaves
+                out, _ = torch_chunk_gated_delta_rule(q, k, v, g=decay, beta=beta)
+                parts = torch.autograd.grad(out, leaves, together(grads[0]))
+            for whole, part in zip(found, parts, strict=True):
+                whole[rows] = part.flatten(0, 1)
+        return (*found, None, None)
+
+
+def differentiable_scan(
+    scan: Scan, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`scan`, with gradients where the inputs need them (and the sequences start from zero states)."""
+    if state is None and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, decay, beta)):
+        return DeltaScan.apply(q, k, v, decay, beta, tuple(lengths), scan)  # pyright: ignore[reportReturnType]
+    return scan(q, k, v, decay, beta, lengths, state)

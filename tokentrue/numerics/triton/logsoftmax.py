@@ -1,7 +1,7 @@
 """Log-softmax over a vocabulary, and the log-probability of one token a row, from the same two numbers a row.
 
 A row is cut into chunks of fixed size; each gives its maximum and its sum of exponentials, and one program folds them. All after that is
-elementwise, so the whole row (`log_softmax`) and one gathered element (`token_logprobs`) have equal bits. Input is float32, always.
+elementwise, so the whole row (`log_softmax`) and one gathered element (`token_logprobs`) have equal bits. Arithmetic is float32, always.
 Legend: R rows, V vocabulary.
 """
 
@@ -72,6 +72,36 @@ def _gather_kernel(z_ptr, stats_ptr, token_ptr, out_ptr, R, stride, BLOCK: tl.co
     tl.store(out_ptr + row, (z - top) - log_total, mask=ok)
 
 
+@triton.jit
+def _gradient_kernel(z_ptr, stats_ptr, token_ptr, g_ptr, out_ptr, V, stride, stride_g, CHUNK: tl.constexpr):
+    """out = (1 at the token, else 0) - softmax(z), times the row's gradient."""
+    wait_for_inputs()
+    let_next_start()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    top = tl.load(stats_ptr + row * 2)
+    log_total = tl.load(stats_ptr + row * 2 + 1)
+    g = tl.load(g_ptr + row * stride_g)
+    token = tl.load(token_ptr + row)
+    z = tl.load(z_ptr + row * stride + at, mask=at < V, other=0.0).to(tl.float32)
+    d = (tl.where(at == token, 1.0, 0.0) - tl.exp((z - top) - log_total)) * g
+    tl.store(out_ptr + row * V + at, d.to(out_ptr.dtype.element_ty), mask=at < V)
+
+
+def logits_gradient(logits: torch.Tensor, tokens: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+    """Of Σ_r grads[r] · log_softmax(logits)[r, token]: [R, V] in the logits' dtype.
+
+    The sums of a row are taken from float32, as in the forward pass: 16-bit rows would be laid out, and so summed, in another order.
+    """
+    z = rows_of(logits)
+    out = torch.empty_like(z)
+    if z.shape[0]:
+        grid = (z.shape[0], cdiv(z.shape[1], CHUNK))
+        stats = row_stats(z.float())
+        launch(_gradient_kernel, grid, z, stats, tokens, grads, out, z.shape[1], z.stride(0), grads.stride(0), CHUNK=CHUNK, num_warps=4)
+    return out
+
+
 def row_stats(z: torch.Tensor) -> torch.Tensor:
     """[R, 2]: maximum and log-sum of each row of z [R, V] float32."""
     rows, vocabulary = z.shape
@@ -110,15 +140,13 @@ class _TokenLogprobs(torch.autograd.Function):
         if z.shape[0]:
             grid = (cdiv(z.shape[0], 128),)
             launch(_gather_kernel, grid, z, stats, tokens, out, z.shape[0], z.stride(0), BLOCK=128, num_warps=4)
-        ctx.save_for_backward(z, tokens, stats)
+        ctx.save_for_backward(z, tokens)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        z, tokens, stats = ctx.saved_tensors
-        dz = (z - stats[:, :1] - stats[:, 1:]).exp_().mul_(-grads[0][:, None])
-        dz[torch.arange(z.shape[0], device=z.device), tokens] += grads[0]
-        return dz, None
+        z, tokens = ctx.saved_tensors
+        return logits_gradient(z, tokens, grads[0].contiguous()), None
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
@@ -127,5 +155,5 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """log_softmax(logits)[..., token] without writing the rest; logits [..., V] float32, tokens [...]; differentiable."""
+    """log_softmax(logits)[..., token] without writing the rest; logits [..., V], tokens [...]; float32, differentiable."""
     return _TokenLogprobs.apply(rows_of(logits.float()), tokens.reshape(-1)).reshape(tokens.shape)  # type: ignore[union-attr]

@@ -6,7 +6,7 @@ Tiles are free as long as they agree on this machine: `self_test` compares them 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 import tokentrue.numerics.triton.activation as activation
 import tokentrue.numerics.triton.attention as attention
 import tokentrue.numerics.triton.attention_grad as attention_grad
+import tokentrue.numerics.triton.delta as delta
 import tokentrue.numerics.triton.experts as experts
 import tokentrue.numerics.triton.logsoftmax as logsoftmax
 import tokentrue.numerics.triton.matmul as matmul
@@ -25,6 +26,7 @@ import tokentrue.numerics.triton.rope as rope
 import tokentrue.numerics.triton.routing as routing
 import tokentrue.numerics.triton.selftest as selftest
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Norm, NormForm, Ops, Packed, PagedBatch
+from tokentrue.numerics.scan import differentiable_scan
 
 MOST_SHARED = 64
 """Most sequences × key heads of a decode step whose key blocks are shared out to several programs."""
@@ -43,6 +45,7 @@ class TritonOps(selftest.Fallbacks):
 
     name = "triton"
     block_size = 64
+    reads_16bit = True
 
     def __init__(self) -> None:
         self.pinned: dict[tuple[int, int], matmul.Tile] = {}  # (K, N) whose tiles disagree here -> the one tile it may use
@@ -90,6 +93,16 @@ class TritonOps(selftest.Fallbacks):
     def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
         """(grad) log_softmax(logits) at `ids`: its bits, without the memory of the whole."""
         return logsoftmax.token_logprobs(logits, ids)
+
+    def logits_gradient(self, logits: Tensor, ids: Tensor, grads: Tensor, *, entropy: bool) -> Tensor:
+        if entropy:
+            return super().logits_gradient(logits, ids, grads, entropy=True)
+        return logsoftmax.logits_gradient(logits, ids, grads)
+
+    def delta_scan(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return differentiable_scan(delta.scan, q, k, v, decay, beta, lengths, state)
 
     def route(self, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if not routing.fits(logits, top_k):
@@ -186,6 +199,7 @@ class TritonOps(selftest.Fallbacks):
             "activation": "triton, float32, rounded once",
             "rotary": "elementwise, rounded after every step",
             "log_softmax": f"triton, float32, chunks of {logsoftmax.CHUNK} folded by one program",
+            "delta_scan": "triton, recurrent, one program a sequence, head and block of values",
             "route": "triton, one program a token, ties by ascending expert",
             "experts": "triton, stable groups by expert, slots added in order",
             "fused": "residual+norm, head norm+rotary+store, gate-up+activation" if self.fused else "nothing",
@@ -199,6 +213,7 @@ class InexactOps(TritonOps):
     """The same forward with exactness off: cuBLAS products and a quicker decode tile, whose bits depend on the batch. For benchmarks."""
 
     name = "inexact"
+    reads_16bit = False
 
     def __init__(self) -> None:
         super().__init__()

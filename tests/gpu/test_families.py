@@ -1,0 +1,124 @@
+"""Further families and dtypes on CUDA under a random schedule, and adapters; each with the trainer's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 64, "vocab_size": 110000, "max_position_embeddings": 4096,
+}  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 48,
+    "partial_rotary_factor": 0.25, "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
+GLM: dict[str, Any] = {
+    "partial_rotary_factor": 0.5, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 192, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
+}  # fmt: skip
+
+
+def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    import transformers as t
+
+    torch.manual_seed(1)
+    makers = {
+        "glm4_moe": lambda: t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**SIZES, **GLM)),
+        "qwen3_next": lambda: t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**SIZES, **HYBRID, **EXPERTS, shared_expert_intermediate_size=128)),
+        "qwen3_5": lambda: t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(**SIZES, **HYBRID)),
+        "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**SIZES)),
+    }
+    return makers[family]().to(device="cuda", dtype=dtype).eval()
+
+
+def check(family: str) -> None:
+    from tokentrue.bench.engine_gpu import storm
+
+    found = storm(model_of(family), 40, seed=3)
+    assert found.tokens > 1000 and found.preemptions > 0
+    assert found.wrong == 0, f"{family}: {found.wrong} of {found.tokens} log-probabilities differ: {found.first}"
+    assert found.moved == 0, f"{family}: {found.moved} of {found.asked} requests differ when asked alone"
+
+
+def test_glm_under_a_random_schedule() -> None:
+    check("glm4_moe")
+
+
+def test_qwen3_next_under_a_random_schedule() -> None:
+    check("qwen3_next")
+
+
+def test_qwen3_5_under_a_random_schedule() -> None:
+    check("qwen3_5")
+
+
+def test_float16_has_the_trainers_bits() -> None:
+    from tokentrue.bench import engine_gpu
+    from tokentrue.engine import ExactEngine
+
+    model, prompts = model_of("qwen3", torch.float16), engine_gpu.prompts_of(12, 150, seed=1)
+    with ExactEngine(model, "cuda", "float16", max_len=4096, kv_tokens=24_000) as engine:
+        run = engine_gpu.generate(engine, prompts, [engine_gpu.plain(60, seed=i) for i in range(12)])
+    assert engine_gpu.differing(model, run) == (0, 720)
+
+
+def test_adapters_have_the_bits_of_the_adapted_model() -> None:
+    from tokentrue.bench import engine_gpu
+    from tokentrue.engine.adapters import attached
+    from tokentrue.numerics import exact, score
+    from tokentrue.numerics.patch import STATE
+
+    model = model_of("qwen3")
+    generator = torch.Generator().manual_seed(3)
+    state = {
+        f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{part}.weight": torch.randn(shape, generator=generator) * 0.1
+        for i in range(4) for part, shape in (("A", (8, 256)), ("B", (512, 8)))
+    }  # fmt: skip
+    prompts = engine_gpu.prompts_of(6, 100, seed=2)
+    with engine_gpu.engine_of(model, kv_tokens=24_000) as engine:
+        engine.load_adapter("a", state, config={"lora_alpha": 16})
+        names = [None, "a"] * 3
+        requests = [engine.request(p, engine_gpu.plain(40, seed=i), adapter=n) for i, (p, n) in enumerate(zip(prompts, names, strict=True))]
+        for request in requests:
+            engine.core.add(request)
+        while engine.core.busy:
+            engine.core.step()
+        adapter = engine.core.adapters["a"]
+    with exact(model), torch.no_grad():
+        for request in requests:
+            ids = torch.tensor([request.tokens], device="cuda")
+            if request.adapter is None:
+                wanted = score(model, ids)[0]
+            else:
+                with attached(model, model.__dict__[STATE].ops, adapter):
+                    wanted = score(model, ids)[0]
+            found = torch.tensor(request.logprobs, device="cuda")
+            assert torch.equal(wanted[len(request.prompt_ids) - 1 :].view(torch.int32), found.view(torch.int32)), request.adapter
+
+
+def test_scan_does_not_depend_on_cuts() -> None:
+    from tokentrue.numerics.scan import scan_sequences
+    from tokentrue.numerics.triton import TritonOps
+
+    torch.manual_seed(0)
+    heads, tokens = 4, 150
+    q, k = (torch.nn.functional.normalize(torch.randn(tokens, heads, 64, device="cuda"), dim=-1) for _ in range(2))
+    v, decay = torch.randn(tokens, heads, 48, device="cuda"), -torch.rand(tokens, heads, device="cuda")
+    beta = torch.rand(tokens, heads, device="cuda")
+    inputs, ops = (q, k, v, decay, beta), TritonOps()
+    whole, last = ops.delta_scan(*inputs, (tokens,), None)
+    plain, _ = scan_sequences(*inputs, (tokens,), None)
+    assert (whole - plain).abs().max() < 1e-4
+    for cuts in ((1,) * tokens, (77, 73), (64, 64, 22), (3, 147)):
+        state, at, pieces = None, 0, []
+        for cut in cuts:
+            found, state = ops.delta_scan(*(x[at : at + cut] for x in inputs), (cut,), state)
+            pieces.append(found)
+            at += cut
+        assert torch.equal(torch.cat(pieces).view(torch.int32), whole.view(torch.int32)), cuts
+        assert state is not None and torch.equal(state, last)
+    twice, _ = ops.delta_scan(*(torch.cat((x, x[:40])) for x in inputs), (tokens, 40), None)
+    assert torch.equal(twice, torch.cat((whole, whole[:40])))
