@@ -32,8 +32,8 @@ def any_replay_fits(patch: pytest.MonkeyPatch) -> None:
 
 
 def results_without_their_call(patch: pytest.MonkeyPatch) -> None:
-    real = matcher.chain_key
-    for module in (matcher, candidates):
+    real = memo.chain_key
+    for module in (memo, candidates):
         patch.setattr(module, "chain_key", lambda previous, key, reference: real(previous, key, None))
     patch.setattr(matcher, "_restore", lambda tree, node, depth, facts, reference: {**facts.message, "tool_call_id": "x"})
 
@@ -89,9 +89,9 @@ def joins_nobody(patch: pytest.MonkeyPatch) -> None:
 def identity_alone_is_trusted(patch: pytest.MonkeyPatch) -> None:
     real = memo.MessageMemo.facts
 
-    def facts(self: Any, message: Any, field: str = "") -> Any:
+    def facts(self: Any, message: Any, index: int) -> Any:
         known = self._facts.get(id(message))
-        return known if known is not None and known.source is message else real(self, message, field)
+        return known if known is not None and known.source is message else real(self, message, index)
 
     patch.setattr(memo.MessageMemo, "facts", facts)
 

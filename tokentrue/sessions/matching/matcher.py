@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from tokentrue.errors import MessageError, RenderError
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.matching.candidates import CandidateIndex, note_calls
-from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, calls_of, chain_key, tools_key
+from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, calls_of, tools_key
 from tokentrue.sessions.matching.memo import MessageFacts, MessageMemo
 from tokentrue.sessions.matching.projections import format_losses
 from tokentrue.sessions.plain_json import digest
@@ -97,14 +97,16 @@ class Matcher:
         """Copies, checks and keys a request; malformed messages are refused by field."""
         if not messages:
             raise MessageError("at least one message is needed", field="messages")
-        facts = [self._memo.facts(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        find = self._memo.facts
+        facts = [find(message, index) for index, message in enumerate(messages)]
         keys: list[bytes] = []
         references: list[CallRef | str | None] = []
         key, seen = START_KEY, dict[str, CallRef]()
         for index, fact in enumerate(facts):
             reference = None if fact.call_id is None else seen.get(fact.call_id, fact.call_id)
-            key = chain_key(key, fact.key, reference)
-            note_calls(seen, index, fact.call_ids)
+            key = fact.chain_after(key, reference)
+            if fact.call_ids:
+                note_calls(seen, index, fact.call_ids)
             keys.append(key)
             references.append(reference)
         copy, exact = self._memo.tools(tools)
@@ -219,31 +221,31 @@ class _Search:
         return node.outcome != "served", replaced, attempt in self._tree.attempts or bool(self._in_flight.get(attempt)), -node.seq
 
     def _fit(self, node: Node) -> _Fit | None:
-        """None where a turn on the path was edited."""
-        steps: list[Node] = []
-        cursor: Node | None = node
-        while cursor is not None and cursor.id not in self._fits:
-            steps.append(cursor)
-            cursor = self._tree.parent(cursor)
-        fit = _Fit() if cursor is None else self._fits[cursor.id]
-        for step in reversed(steps):
-            fit = None if fit is None else self._fit_step(step, fit)
-            self._fits[step.id] = fit
-        return fit
+        """None where a turn on the path was edited. Siblings share the walk to their parent."""
+        parent = self._tree.parent(node)
+        if parent is None:
+            return self._fit_steps(_Fit(), [node])
+        if parent.id not in self._fits:
+            self._fits[parent.id] = self._fit_steps(_Fit(), self._tree.path(parent))
+        before = self._fits[parent.id]
+        return None if before is None else self._fit_steps(before, [node])
 
-    def _fit_step(self, step: Node, before: _Fit) -> _Fit | None:
-        score, losses, respelled = before.score, before.losses, before.respelled
-        at = self._index.place(step).depth - len(step.given) - 1
-        for facts, item in zip(self._asked.facts[at:], (*step.given, ServedRef(step.id)), strict=False):
-            if not isinstance(item, ServedRef):
-                respelled = respelled or not facts.repeats(item)
-                continue
-            found = facts.losses_of(step.served if item.node == step.id else self._tree.nodes[item.node].served)
-            if found is None:
-                return None
-            if found:
-                score, losses = score + len(found), losses | set(found)
-        return _Fit(score=score, losses=losses, respelled=respelled)
+    def _fit_steps(self, before: _Fit, steps: Sequence[Node]) -> _Fit | None:
+        facts, nodes = self._asked.facts, self._tree.nodes
+        score, losses, respelled = before.score, set(before.losses), before.respelled
+        at = self._index.place(steps[0]).depth - len(steps[0].given) - 1
+        for step in steps:
+            for item in (*step.given, step.served):
+                if item is step.served or isinstance(item, ServedRef):
+                    found = facts[at].losses_of(nodes[item.node].served if isinstance(item, ServedRef) else item)
+                    if found is None:
+                        return None
+                    score += len(found)
+                    losses.update(found)
+                elif not respelled and not facts[at].repeats(item):
+                    respelled = True
+                at += 1
+        return _Fit(score=score, losses=frozenset(losses), respelled=respelled)
 
     def _has_same_tools(self, node: Node) -> bool:
         if digest(node.tools) == self._asked.tools_exact:

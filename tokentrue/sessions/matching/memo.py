@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from tokentrue.sessions.matching.match_keys import call_ids_of, message_key, read_role
+from tokentrue.sessions.matching.match_keys import CallRef, call_ids_of, chain_key, message_key, read_role
 from tokentrue.sessions.matching.projections import find_losses
 from tokentrue.sessions.plain_json import digest, dumps, freeze
 from tokentrue.types import Message, Tools
@@ -20,9 +20,10 @@ _LIMIT = 16_384
 class MessageFacts:
     """`message` is the session's own copy. `exact` names it exactly, `key` loosely."""
 
-    __slots__ = ("_losses", "_repeats", "call_id", "call_ids", "exact", "key", "message", "role", "source")
+    __slots__ = ("_chained", "_losses", "_repeats", "call_id", "call_ids", "exact", "key", "message", "role", "source")
 
-    def __init__(self, source: Message, field: str) -> None:
+    def __init__(self, source: Message, index: int) -> None:
+        field = f"messages[{index}]"
         role = read_role(source, field)
         message = cast("dict[str, Any]", freeze(source, field))
         call_id = message.get("tool_call_id")
@@ -32,6 +33,13 @@ class MessageFacts:
         self.call_id = call_id if isinstance(call_id, str) and role != "assistant" else None
         self._losses: dict[int, tuple[Message, tuple[str, ...] | None]] = {}
         self._repeats: dict[int, tuple[Message, bool]] = {}
+        self._chained: tuple[bytes, CallRef | str | None, bytes] = (b"?", None, b"")
+
+    def chain_after(self, previous: bytes, reference: CallRef | str | None) -> bytes:
+        """The key of a conversation that this message follows."""
+        if self._chained[0] != previous or self._chained[1] != reference:
+            self._chained = (previous, reference, chain_key(previous, self.key, reference))
+        return self._chained[2]
 
     def repeats(self, recorded: Message) -> bool:
         """Is this the given message `recorded`, to the letter? Call ids aside: where a result points is part of the key."""
@@ -72,11 +80,11 @@ class MessageMemo:
         self._facts: dict[int, MessageFacts] = {}
         self._tools: tuple[Tools | None, list[Any] | None, bytes] = (None, None, digest(None))
 
-    def facts(self, message: Message, field: str = "messages[]") -> MessageFacts:
+    def facts(self, message: Message, index: int) -> MessageFacts:
         known = self._facts.get(id(message))
         if known is not None and known.source is message and known.message == message:
             return known
-        facts = MessageFacts(message, field)
+        facts = MessageFacts(message, index)
         if self._enabled:
             if len(self._facts) >= _LIMIT:
                 self._facts.clear()
