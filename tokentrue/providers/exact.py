@@ -11,6 +11,7 @@ from typing import Any
 from tokentrue.engine import ExactEngine, Limits
 from tokentrue.errors import EngineUnreachable
 from tokentrue.ids import TokenIds
+from tokentrue.providers.transport.constraints import refuse_constraints
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling
 
 
@@ -37,10 +38,12 @@ class ExactProvider:
         )
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        refuse_constraints(self.name, sampling.extra)
         ids = TokenIds(prompt_ids)
         return replace(await self.engine.generate(ids, sampling), prompt_digest=ids.sha256())
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+        refuse_constraints(self.name, sampling.extra)
         ids = TokenIds(prompt_ids)
         source: Any = self.engine.stream(ids, sampling)
         async with aclosing(source) as chunks:

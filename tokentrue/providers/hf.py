@@ -14,6 +14,7 @@ import torch
 from tokentrue.errors import ConfigError, SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
+from tokentrue.providers.transport.constraints import refuse_constraints
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
 
 FILTERS = frozenset({"top_k", "top_p", "min_p"})
@@ -83,6 +84,7 @@ class HFProvider:
         pass
 
     def _refuse(self, prompt_ids: Ids, sampling: Sampling) -> None:
+        refuse_constraints(self.name, sampling.extra)
         refuse_unknown_extra(self.name, sampling, frozenset())
         if odd := sorted(set(sampling.filters) - FILTERS):
             raise SamplingError(f"engine 'hf' has no {odd[0]}")

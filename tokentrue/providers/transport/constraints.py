@@ -39,6 +39,13 @@ def for_vllm(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def refuse_constraints(engine: str, extra: Mapping[str, Any]) -> None:
+    """For engines that sample without a mask."""
+    for name in sorted(CONSTRAINTS & extra.keys()):
+        cure = "leave it out, or serve the model with sglang or vllm"
+        raise SamplingError(f"{name}: engine {engine!r} cannot force its output into a format; {cure}")
+
+
 def plain(extra: Mapping[str, Any]) -> dict[str, Any]:
     """What is the engine's own already."""
     return {name: value for name, value in extra.items() if name not in CONSTRAINTS}
