@@ -67,4 +67,4 @@ def test_a_server_that_does_not_load_the_weights_stops_the_run(
 
     monkeypatch.setattr(VLLMProvider, "_reload", only_the_version)
     assert command("train", settings(tmp_path, [servers[0][1]], 3)) == 2
-    assert "samples from other weights" in capsys.readouterr().err
+    assert "does not take published weights" in capsys.readouterr().err

@@ -128,13 +128,13 @@ def test_the_best_version_is_kept_and_patience_ends_the_run(tmp_path: Path) -> N
 
 # ---- engines -----------------------------------------------------------------------------------------------------------------------------
 class ScoringEngine(Engine):
-    """Samples with its own weights, like a remote engine; `deaf` keeps the old ones."""
+    """Samples with its own weights, like a remote engine; from version `deaf_from` on it keeps the old ones."""
 
     name, truthful_filters = "stand-in", frozenset[str]()
-    deaf = False
+    deaf_from = 99
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        if self.deaf:
+        if version >= self.deaf_from:
             weights = []
         await super().publish(weights, version=version)
 
@@ -147,23 +147,32 @@ class ScoringEngine(Engine):
         return Completion(token_ids=tuple(sampled), logprobs=tuple(min(0.0, v) for v in values.tolist()), finish=Finish.LENGTH)
 
 
-def probed(*, deaf: bool) -> list[Any]:
+def probed(*, deaf_from: int) -> list[Any]:
     trainer = trainer_of(steps=3)
     engine = ScoringEngine(trainer)
-    engine.deaf = deaf
+    engine.deaf_from = deaf_from
     publisher = Publisher(engine, probe=Probe(lambda: [engine], vocabulary=300))  # type: ignore[list-item]
     return asyncio.run(train(trainer, engine, publisher))
 
 
 def test_a_probe_follows_every_publication() -> None:
-    reports = probed(deaf=False)
+    reports = probed(deaf_from=99)
     assert [report.metrics["probe/delta"] for report in reports] == [0.0, 0.0, 0.0]
     assert all(report.metrics["probe/engines"] == 1 for report in reports)
 
 
-def test_an_engine_that_keeps_old_weights_stops_the_run() -> None:
-    with pytest.raises(TrainingError, match="samples from other weights"):
-        probed(deaf=True)
+@pytest.mark.parametrize(("deaf_from", "said"), [(0, "does not take published weights"), (2, "version 2: .* samples from other weights")])
+def test_an_engine_that_keeps_old_weights_stops_the_run(deaf_from: int, said: str) -> None:
+    with pytest.raises(TrainingError, match=said):
+        probed(deaf_from=deaf_from)
+
+
+def test_proving_the_path_leaves_the_weights_as_they_were() -> None:
+    trainer = trainer_of()
+    engine = ScoringEngine(trainer)
+    asyncio.run(Publisher(engine, probe=Probe(lambda: [engine], vocabulary=300)).begin(trainer))  # type: ignore[list-item]
+    for model in (trainer.model, engine.model):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), small_model().parameters(), strict=True))
 
 
 def test_versions_of_another_run_are_refused_live_and_train_from_a_file() -> None:

@@ -47,13 +47,23 @@ class Publisher:
         self.metrics: dict[str, float] = {}
 
     async def __call__(self, trainer: Trainer) -> None:
-        weights = list(trainer.weights())  # every rank takes part in the gathering
         began = time.perf_counter()
+        await self.hand_over(trainer)
+        await self.check(trainer)
+        self.seconds = time.perf_counter() - began
+
+    async def hand_over(self, trainer: Trainer) -> None:
+        weights = list(trainer.weights())  # every rank takes part in the gathering
         if trainer.ranks.first:
             for sink in self.sinks:
                 await sink.publish(weights, version=trainer.version)
-        await self.check(trainer)
-        self.seconds = time.perf_counter() - began
+
+    async def begin(self, trainer: Trainer) -> None:
+        """Before the first round: remote engines prove that they take weights, and get the trainer's; so do engines of a resumed run."""
+        if self.probe is not None:
+            await self.probe.prove(trainer, self.hand_over)
+        if self.probe is not None or trainer.version:
+            await self(trainer)
 
     async def check(self, trainer: Trainer) -> None:
         """Whether the engines have the trainer's weights."""
@@ -113,7 +123,7 @@ class Run:
     async def begin(self) -> None:
         """The engines have the trainer's weights before the first round."""
         self.kept = self.trainer.version
-        await (self.publish(self.trainer) if self.trainer.version or self.publish.probe is not None else self.publish.check(self.trainer))
+        await self.publish.begin(self.trainer)
         if self.evaluator is not None and not self.trainer.version:
             await self.evaluator(0)
 

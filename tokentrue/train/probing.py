@@ -1,14 +1,15 @@
 """Do the engines have the trainer's weights? After every publication each of them samples a few tokens, and the trainer scores them.
 
-The prompt is always the same and longer than a block of an engine's prefix cache: stale weights and a stale cache both show. What an
-engine's own arithmetic adds is measured once, at the start, when nothing has been published; a later mean |δ| far above that means that
-the engine samples from other weights, and the run stops.
+The prompt is always the same and longer than a block of an engine's prefix cache: stale weights and a stale cache both show. At the start
+the path is proven: deliberately changed weights are published, and each engine must be nearer to them than to the trainer's own. Then the
+own ones are published, and what an engine's arithmetic adds is measured; a later mean |δ| far above that means that the engine samples
+from other weights, and the run stops.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,8 @@ from tokentrue.types import Completion, Sampling
 PROMPT_TOKENS = 320
 SAMPLED_TOKENS = 24
 FLOOR = 1e-3  # mean |δ| that is never called stale: float32 engines have 2e-5
-START_LIMIT = 0.3  # mean |δ| at the start above which an engine holds another model
 FACTOR = 5.0  # times the start's mean |δ|
+CHANGE = 1.05  # factor on every matrix that proves the path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,27 +45,45 @@ class Probe:
 
     async def __call__(self, trainer: Trainer) -> ProbeResult:
         """Raises TrainingError where an engine's log-probabilities are not those of the trainer's weights."""
-        found = trainer.ranks.from_first(await self._sample(trainer) if trainer.ranks.first else None)
-        deltas = [self._delta(trainer, completion) for completion in found]
-        if not deltas:
-            raise EngineError("no engine answered the probe")
-        worst = max(deltas)
+        found = await self._sampled(trainer)
+        worst = max(self._delta(trainer, completion) for completion in found)
         if self.limit is None:
-            self._start(worst)
+            self.limit = max(FLOOR, FACTOR * worst)
         elif worst > self.limit:
             raise TrainingError(
                 f"policy version {trainer.version}: an engine's log-probabilities are {worst:.3g} away from the trainer's in the mean "
                 f"(limit {self.limit:.3g}): it samples from other weights than those that were published. Restart it and resume the run"
             )
-        return ProbeResult(delta=worst, engines=len(deltas))
+        return ProbeResult(delta=worst, engines=len(found))
 
-    def _start(self, delta: float) -> None:
-        if delta > START_LIMIT:
-            raise TrainingError(
-                f"the engine's log-probabilities are {delta:.3g} away from the trainer's in the mean before the first step: "
-                "it serves another model; start it from the directory or id in model.path"
-            )
-        self.limit = max(FLOOR, FACTOR * delta)
+    async def prove(self, trainer: Trainer, publish: Callable[[Trainer], Awaitable[None]]) -> None:
+        """Raises TrainingError unless every engine follows changed weights. The trainer's own are put back, bit for bit."""
+        own = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(CHANGE if parameter.dim() >= 2 else 1.0)
+        try:
+            await publish(trainer)
+            found = await self._sampled(trainer)
+            changed = [self._delta(trainer, completion) for completion in found]
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(trainer.model.parameters(), own, strict=True):
+                    parameter.copy_(value)
+        for near, completion in zip(changed, found, strict=True):
+            far = self._delta(trainer, completion)
+            if near > far / 2:
+                raise TrainingError(
+                    f"an engine does not take published weights: changed on purpose, they are {near:.3g} away from its log-probabilities, "
+                    f"the unchanged ones {far:.3g}. See docs/engines.md for the server's options"
+                )
+
+    async def _sampled(self, trainer: Trainer) -> list[Completion]:
+        """What each engine sampled, on every rank."""
+        found = trainer.ranks.from_first(await self._sample(trainer) if trainer.ranks.first else None)
+        if not found:
+            raise EngineError("no engine answered the probe")
+        return found
 
     async def _sample(self, trainer: Trainer) -> list[Completion]:
         asked = Sampling(temperature=trainer.config.temperature, max_tokens=SAMPLED_TOKENS, seed=trainer.version)
