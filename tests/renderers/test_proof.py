@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,30 @@ def test_silence_is_not_consent(role: str) -> None:
 def test_hoisted_system_is_refused() -> None:
     text = "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}" + _silent("system")
     assert "message_moved" in tt.load_renderer(parts.standin_dir(text)).proof.why["system"]
+
+
+def test_a_template_that_ignores_tools_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = parts.standin_dir(_silent("system"))
+    assert tt.load_renderer(folder).proof.tools == tt.load_renderer(folder).proof.tools == "ignored"  # the second one is from the cache
+    assert tt.load_renderer(parts.own_dir("qwen3-like")).proof.tools == "rendered"
+    assert tt.verify(folder).to_json()["tools"] == "ignored"
+    run("verify", [str(folder)])
+    assert "the template ignores tools" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_proof_cache_follows_code_and_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any file of the package and any of the three libraries makes an older proof void."""
+    real = cache.hash_code.__wrapped__
+    before = real()
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: "0" if name == "tokenizers" else "1")
+        assert real() != before
+    package = tmp_path / "renderers"
+    shutil.copytree(Path(cache.__file__).parent.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "__file__", str(package / "proving" / "cache.py"))
+    assert real() == before
+    (package / "families" / "glm.py").write_text("# changed")
+    assert real() != before
 
 
 # mutations: the proof must notice

@@ -5,6 +5,7 @@ Everything heavy is imported inside the function that needs it, so a gateway in 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -152,7 +153,9 @@ def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | N
 
     journal = journal_for(config.server.store, durability=config.server.durability, lock=workers is None)
     renderer = renderer_for(config.model)
-    renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
+    loaded: Any = renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
+    for warning in loaded.proof.warnings:
+        logging.getLogger("tokentrue").warning("%s: %s", config.model.shown, warning)
     settings = GatewayConfig(
         model=config.model.shown,
         admin_key=admin_key,

@@ -17,7 +17,8 @@ class Verification:
     """`roles`: "proven", "history" (the real history must be the context) or "refused"; `why` names the refused shapes of a role.
 
     `stops` are token strings per kind of turn; `boundary` the text between a stop and the next turn's content; `rewrites` says whether
-    the template itself writes earlier turns otherwise once such a message follows; `parse` how a rendered turn parses back.
+    the template itself writes earlier turns otherwise once such a message follows; `parse` how a rendered turn parses back; `tools`
+    is "ignored" where the template shows no request's tools to the model.
     """
 
     model: str
@@ -29,6 +30,7 @@ class Verification:
     rewrites: Mapping[str, bool]
     cases: Sequence[Case]
     parse: Mapping[str, str]
+    tools: str
     warnings: Sequence[str]
     family: str
     template_hash: str
@@ -45,6 +47,7 @@ class Verification:
             "rewrites": dict(self.rewrites),
             "parse": dict(self.parse),
             "cases": [case.to_json() for case in self.cases],
+            "tools": self.tools,
             "warnings": list(self.warnings),
             "family": self.family,
             "template_hash": self.template_hash,
@@ -66,6 +69,7 @@ def verify(model: str | Path, chat_template: str | None = None, template_kwargs:
         rewrites=proof.rewrites,
         cases=proof.cases,
         parse=check_roundtrip(renderer),
+        tools=proof.tools,
         warnings=proof.warnings,
         family=renderer.family.name,
         template_hash=proof.template_hash,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ class Proof:
     cases: tuple[Case, ...]
     template_hash: str
     tokenizer_hash: str
+    tools: Literal["rendered", "ignored", ""] = ""  # whether the template shows a request's tools to the model
     warnings: tuple[str, ...] = ()
     inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -51,6 +52,7 @@ class Proof:
             "boundary": dict(self.boundary),
             "rewrites": dict(self.rewrites),
             "cases": [case.to_json() for case in self.cases],
+            "tools": self.tools,
             "warnings": list(self.warnings),
             "inputs": dict(self.inputs),
             "template_hash": self.template_hash,
@@ -59,7 +61,7 @@ class Proof:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Proof:
-        fields = {key: data[key] for key in ("roles", "why", "boundary", "rewrites", "inputs", "template_hash", "tokenizer_hash")}
+        fields = {key: data[key] for key in ("roles", "why", "boundary", "rewrites", "inputs", "tools", "template_hash", "tokenizer_hash")}
         stops = {kind: tuple(texts) for kind, texts in data["stops"].items()}
         return cls(**fields, stops=stops, cases=tuple(Case(**case) for case in data["cases"]), warnings=tuple(data["warnings"]))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
-from tokentrue.renderers.proving.cases import ADDED, ROLES, SHAPES, TOOLS
+from tokentrue.renderers.proving.cases import ADDED, ROLES, SHAPES, SYSTEM, TOOLS
 from tokentrue.renderers.proving.proof import Case, Proof
 from tokentrue.renderers.renderer import Renderer
 from tokentrue.types import Extension, Message, Refusal, Tool
@@ -25,6 +25,7 @@ def prove(renderer: Renderer) -> Proof:
         roles[role], why_role = _judge_role(outcomes)
         if why_role:
             why[role] = why_role
+    shows_tools = _shows_tools(renderer)
     return Proof(
         roles=roles,
         why=why,
@@ -34,7 +35,8 @@ def prove(renderer: Renderer) -> Proof:
         cases=cases,
         template_hash=renderer.template_hash,
         tokenizer_hash=renderer.tokenizer_hash,
-        warnings=tuple(_list_warnings(renderer)),
+        tools="rendered" if shows_tools else "ignored",
+        warnings=tuple(_list_warnings(renderer, shows_tools=shows_tools)),
         inputs=renderer.inputs.to_json(),
     )
 
@@ -120,7 +122,21 @@ def _check_rewrites(renderer: Renderer, role: str, cases: Sequence[Case]) -> boo
         return False
 
 
-def _list_warnings(renderer: Renderer) -> Iterator[str]:
+def _shows_tools(renderer: Renderer) -> bool:
+    """Whether a prompt with tools names any of them, with and without a system message."""
+    for messages in ([{"role": "user", "content": "Ask"}], [SYSTEM, {"role": "user", "content": "Ask"}]):
+        try:
+            text = renderer.decode(renderer.render(messages, TOOLS).token_ids)
+        except TokenTrueError:
+            continue
+        if any(tool["function"]["name"] in text for tool in TOOLS):
+            return True
+    return False
+
+
+def _list_warnings(renderer: Renderer, *, shows_tools: bool) -> Iterator[str]:
+    if not shows_tools:
+        yield "the template ignores tools: no prompt shows a request's tools to the model, calls are only parsed"
     stops = renderer.stops
     derived = {*stops.text, *stops.call}
     if stops.declared and stops.text and not derived & set(stops.declared):
