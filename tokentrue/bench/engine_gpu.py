@@ -3,7 +3,7 @@
 Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an integer, with a plain
 trainer forward over its sequence. Side by side: the same engine with exactness off, and VeXact where TOKENTRUE_VEXACT names a checkout.
 
-    python -m tokentrue.bench.engine_gpu [--quick | --counts 1 32 256]
+    python -m tokentrue.bench.engine_gpu [--quick | --counts 1 32 256 | --large 8B 30B-A3B]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -133,12 +134,12 @@ def batches(indices: list[int]) -> list[list[int]]:
     return [indices[at : at + TRAINER_BATCH] for at in range(0, len(indices), TRAINER_BATCH)]
 
 
-def measured(engine: ExactEngine, count: int, repeats: int) -> Run:
+def measured(engine: ExactEngine, count: int, repeats: int, output: int = OUTPUT) -> Run:
     """The median of `repeats` runs after one that warms up."""
     runs = []
     for i in range(repeats + 1):
         prompts = prompts_of(count, PROMPT, seed=100 * count + i)
-        runs.append(generate(engine, prompts, [plain(OUTPUT if i else 20, seed=s) for s in range(count)]))
+        runs.append(generate(engine, prompts, [plain(output if i else 20, seed=s) for s in range(count)]))
     return sorted(runs[1:], key=lambda r: r.rate)[repeats // 2]
 
 
@@ -317,6 +318,29 @@ def bits(quick: bool) -> list[Report]:
     return [Report(title="Bits under a random schedule, bf16", columns=columns, rows=rows, notes=notes)]
 
 
+LARGE = (("8B", (1, 32, 128)), ("30B-A3B", (1, 32, 128)))
+"""Shapes and numbers of sequences of the larger models."""
+
+
+def large(shapes: Sequence[str]) -> list[Report]:
+    """Speed and bits of larger shapes: output 128."""
+    rows = []
+    for shape, counts in LARGE:
+        if shape not in shapes:
+            continue
+        model = model_of(shape)
+        with engine_of(model, kv_tokens=max(counts) * 640) as engine:
+            for count in counts:
+                run = measured(engine, count, 3, output=128)
+                wrong, total = differing(model, run.first(16))
+                rows.append((shape, count, f"{run.rate:.0f}", f"{wrong} of {total}"))
+        del model, engine
+        gc.collect()
+        torch.cuda.empty_cache()
+    notes = [f"random weights, bf16, prompt {PROMPT}, output 128, temperature 1; bits of the first 16 sequences"]
+    return [Report(title="Larger shapes", columns=("shape", "sequences", "tok/s", "bits differ"), rows=rows, notes=notes)]
+
+
 PARTS = (speed, bits)
 
 
@@ -338,8 +362,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The exact engine on a CUDA device: speed and bits in one job.")
     parser.add_argument("--quick", action="store_true", help="a smoke test")
     parser.add_argument("--counts", type=int, nargs="+", default=(), help="only the speed at these numbers of sequences")
+    parser.add_argument("--large", nargs="+", choices=[shape for shape, _ in LARGE], default=(), help="only the speed of these shapes")
     options = parser.parse_args()
     parts = [lambda quick: speed(quick, options.counts)] if options.counts else PARTS
+    parts = [lambda quick: large(options.large)] if options.large else parts
     for measure in parts:
         for report in measure(options.quick):
             print(text_of(report), flush=True)
