@@ -134,7 +134,7 @@ class Session:
         turn, is_first = self._admit(request, streamed=False)
         if not isinstance(turn, InFlightTurn):
             return turn
-        return await turn.wait() if is_first else as_replayed(await turn.wait())
+        return await turn.wait() if is_first else await self._wait_joined(turn, request)
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The turn as it is sampled. Close the iterator to cancel: what was sampled is kept, labelled "disconnected"."""
@@ -148,12 +148,17 @@ class Session:
             finally:
                 await events.aclose()
             return
-        replies = as_replayed(await turn.wait()) if isinstance(turn, InFlightTurn) else turn
+        replies = await self._wait_joined(turn, request) if isinstance(turn, InFlightTurn) else turn
         for index, reply in enumerate(replies):
             yield TurnEvent(index=index, node=reply.node)
             for delta in split_message(reply.message):
                 yield TurnEvent(index=index, node=reply.node, delta=delta)
             yield TurnEvent(index=index, node=reply.node, reply=reply)
+
+    async def _wait_joined(self, turn: InFlightTurn, request: TurnRequest) -> tuple[Reply, ...]:
+        replies = await turn.wait()
+        self.tree.add_key(request.request_key, [reply.node for reply in replies])
+        return as_replayed(replies)
 
     def _admit(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
         """The turn that answers this request, and whether it was started for it; or the recorded answer of a retry."""

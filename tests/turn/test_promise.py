@@ -298,6 +298,41 @@ async def test_a_whole_answer_is_preferred_to_an_equal_one_that_broke_off() -> N
     assert session.tree.get(follow.node).parent == whole.node
 
 
+async def test_a_served_turn_is_preferred_to_a_failed_one_that_fits_better() -> None:
+    answers = (sampled("door", ""), sampled("", "ok"))
+    engine = FailsInMidStream([sampled("", "")[:1] * 6], EngineError("gone"))
+    session = tt.Session(renderer=Letters(), provider=engine)
+    await stream_until_error(session, TurnRequest(messages=[USER]))
+    engine.trouble, engine.answers = Chunk(), list(answers)
+    served = await session.chat([USER])
+    follow = await session.chat([USER, bare(served.message), {"role": "user", "content": "x"}])
+    assert len(session.tree) == 3 and session.tree.get(follow.node).parent == served.node
+
+
+async def test_a_key_that_joins_while_the_turn_is_written_gets_its_answer_later_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal)
+    writing, go_on, append = asyncio.Event(), asyncio.Event(), Journal.append_nodes
+
+    async def slow(self: Any, session_id: str, rows: Any) -> None:
+        writing.set()
+        await go_on.wait()
+        await append(self, session_id, rows)
+
+    monkeypatch.setattr(Journal, "append_nodes", slow)
+    first = asyncio.create_task(session.turn(TurnRequest(messages=OPENING, request_key="k1")))
+    await writing.wait()
+    second = asyncio.create_task(session.turn(TurnRequest(messages=OPENING, request_key="k2")))
+    await asyncio.sleep(0.02)
+    go_on.set()
+    ((one,), (two,)) = await asyncio.gather(first, second)
+    (again,) = await session.turn(TurnRequest(messages=OPENING, request_key="k2"))
+    assert one.node == two.node == again.node and again.replayed and len(engine.prompts) == 1
+    journal.close()
+
+
 async def test_what_a_caller_does_to_its_objects_changes_nothing_recorded() -> None:
     session, _ = letters_session(*[sampled("r", f"c{i}") for i in range(4)])
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, Protocol, TypeAlias
@@ -211,6 +211,11 @@ class Tree:
             for request_key in (node.request_key, *node.joined_keys):
                 if request_key is not None:
                     self.keyed[request_key].append(node)
+
+    def add_key(self, request_key: str | None, node_ids: Sequence[str]) -> None:
+        """A request that joined after these nodes were written: its retry gets them too, as long as this tree is in memory."""
+        if request_key is not None and request_key not in self.keyed:
+            self.keyed[request_key] = [self.nodes[node_id] for node_id in node_ids]
 
     def snapshot(self) -> Tree:
         """As it is now, for another thread to read while this one grows."""

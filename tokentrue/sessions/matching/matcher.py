@@ -4,8 +4,8 @@ The whole list of messages is matched against the tree as it is now, in four ste
 1. chained loose keys find the nodes whose conversation may be a prefix of the request (deepest first);
 2. every served turn on a candidate's path must be replayed exactly or with a known loss (`projections`);
 3. every given message and the tools must be equal as JSON, or else render to the same ids;
-4. among equal candidates the best exact fit wins, then one that was served whole, then one that was not replaced by a retry, then one
-   whose turn was not asked yet, then the newest; an equal fit is recorded as ambiguous.
+4. turns that were served whole come before those that broke off; among them the best exact fit wins, then one that was not replaced by
+   a retry, then one whose turn was not asked yet, then the newest; an equal fit is recorded as ambiguous.
 Nothing is remembered from one request to the next but facts about single messages (`memo`).
 """
 
@@ -203,6 +203,7 @@ class _Search:
                 continue
             fits = [(node, fit) for node in self._index.ends.get(self._asked.keys[at], ()) if (fit := self._fit(node)) is not None]
             fits = [(node, fit) for node, fit in fits if not fit.respelled or self._renders_alike(node)]
+            fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits  # a whole answer before one that broke off
             same = [(node, fit) for node, fit in fits if self._has_same_tools(node)]
             if fits:
                 return (*self._choose(same or fits), bool(same))
@@ -214,11 +215,11 @@ class _Search:
         node, fit = equal[0] if len(equal) == 1 else min(equal, key=self._rank)
         return node, fit, len(equal) > 1
 
-    def _rank(self, item: tuple[Node, _Fit]) -> tuple[bool, bool, bool, int]:
+    def _rank(self, item: tuple[Node, _Fit]) -> tuple[bool, bool, int]:
         node = item[0]
         replaced = any(other.started > node.seq for other in self._tree.attempts_like(node))
         attempt = attempt_key(node, restore_tail(self._tree, self._index, node, self._asked), self._asked.tools)
-        return node.outcome != "served", replaced, attempt in self._tree.attempts or bool(self._in_flight.get(attempt)), -node.seq
+        return replaced, attempt in self._tree.attempts or bool(self._in_flight.get(attempt)), -node.seq
 
     def _fit(self, node: Node) -> _Fit | None:
         """None where a turn on the path was edited. Siblings share the walk to their parent."""
