@@ -42,13 +42,15 @@ EXTRAS = {"adapter", "ignore_eos", "prompt_logprobs", "routed_experts"}
 
 class ExactEngine:
     def __init__(
-        self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", *, limits: Limits | None = None,
+        self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", pipeline: int = 1, *, limits: Limits | None = None,
         max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
         read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None, chaos: Chaos | None = None,
     ) -> None:  # fmt: skip
         """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes itself."""
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if pipeline != 1:
+            raise ConfigError(f"pipeline={pipeline}: this engine runs on one device in one process; use pipeline=1")
         where = torch.device(device)
         self._undo = ExitStack()
         self.limits = limits or (GPU_LIMITS if where.type == "cuda" else Limits())
