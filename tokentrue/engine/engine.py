@@ -42,8 +42,8 @@ EXTRAS = {"adapter", "ignore_eos", "prompt_logprobs", "routed_experts"}
 
 class ExactEngine:
     def __init__(
-        self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", pipeline: int = 1, *, limits: Limits | None = None,
-        max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
+        self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", pipeline: int = 1, *,
+        limits: Limits | None = None, max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
         read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None, chaos: Chaos | None = None,
     ) -> None:  # fmt: skip
         """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes itself."""
