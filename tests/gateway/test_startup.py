@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import transformers  # noqa: F401  # `serve` in this process must find it loaded, or it would hide torch from all other tests
 
-from tests.gateway.world import ROOT, model_dir, scripted_server, write_script
+from tests.gateway.world import ROOT, TOOLS, model_dir, scripted_server, write_script
 from tokentrue.cli.main import run
 
 
@@ -98,6 +98,24 @@ def test_an_admin_key_is_made_and_printed_once(tmp_path: Path) -> None:
     finally:
         assert server.stop() == 0
     assert server.admin_key not in server.log.read_text()
+
+
+def test_a_template_that_ignores_tools_is_named_at_start_and_at_the_request(tmp_path: Path) -> None:
+    template = tmp_path / "no_tools.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    server = scripted_server(tmp_path, ["ok", "ok"], "--set", f"model.chat_template={template}")
+    try:
+        assert "ignores tools" in server.log.read_text()
+        session = server.session()
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        status, answer = server.ask("POST", "/v1/chat/completions", {**body, "tools": TOOLS}, key=session.api_key)
+        assert status == 422 and "ignores tools" in answer["error"]["message"]
+        assert server.ask("POST", "/v1/chat/completions", body, key=session.api_key)[0] == 200
+    finally:
+        assert server.stop() == 0
 
 
 def test_a_gateway_in_front_of_another_process_never_loads_torch(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIRes
 from tokentrue.gateway.meter import Metered
 from tokentrue.gateway.problems import Refused, problem_from
 from tokentrue.gateway.services import RendererFor, Services, build_services
+from tokentrue.gateway.sessions import ignores_tools
 from tokentrue.gateway.streaming import EventStream
 from tokentrue.gateway.turns import STREAM, TurnHandler
 from tokentrue.gateway.view import LoadPage, view_routes
@@ -101,6 +102,8 @@ class Gateway:
 
     def start(self) -> None:
         self.provider.inner.watch()
+        if ignores_tools(self.services.renderer_for(self.config.history)):
+            LOG.warning("the chat template of this model ignores tools: requests with tools are refused")
         workers = self.services.workers
         if workers is None or workers.me == 0:
             self._background.append(asyncio.create_task(self._purge_by_age()))

@@ -16,12 +16,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-from tokentrue.errors import LimitExceeded, MessageError, SessionConflict
+from tokentrue.errors import LimitExceeded, MessageError, RenderError, SessionConflict, TemplateError
 from tokentrue.gateway.asgi import Scope, header
 from tokentrue.gateway.config import GatewayLimits
 from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, OpenAIChat, OpenAIResponses, RequestHead, Seal
+from tokentrue.gateway.dialects.base import Json
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 from tokentrue.gateway.problems import Refused
+from tokentrue.protocols import Renderer
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal, Reply
 
@@ -46,6 +48,7 @@ class SessionHandle:
         self.cache = MessageCache(limits.message_cache_bytes, budget)
         self._limits = limits
         self._idempotent: OrderedDict[str, str] = OrderedDict()  # Idempotency-Key -> digest of its body
+        self._tools_ignored: bool | None = None  # known after the first request with tools
         self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
         nodes = session.tree.in_order()
         self._record_bytes = sum(NODE_BYTES + TOKEN_BYTES * (len(node.given_ids) + len(node.sampled_ids)) for node in nodes)
@@ -56,9 +59,17 @@ class SessionHandle:
         decoded = dialect.decode(body)
         messages = self.parse_messages(dialect, decoded)
         head = self._enforce_choice(decoded.head)
+        if head.tools and self._ignores_tools():
+            message = "this model's chat template ignores tools: the model would not see them; leave them out, or use another template"
+            raise TemplateError(message)
         if head.continues is not None:
             return head, [*self._continued_history(head), *messages]
         return head, [*head.opening, *messages]
+
+    def _ignores_tools(self) -> bool:
+        if self._tools_ignored is None:
+            self._tools_ignored = ignores_tools(self.session.renderer)
+        return self._tools_ignored
 
     def parse_messages(self, dialect: Dialect, decoded: DecodedBody) -> list[Message]:
         if len(decoded.items) > self._limits.messages:
@@ -155,6 +166,16 @@ class SessionHandle:
         if self._coverage is None or not self.has_coverage:
             self._coverage = (self.session.revision, self.session.coverage())
         return self._coverage[1]
+
+
+def ignores_tools(renderer: Renderer) -> bool:
+    """True where the template renders the same prompt with a tool and without one."""
+    asked: list[Message] = [{"role": "user", "content": "x"}]
+    tool: Json = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
+    try:
+        return renderer.render(asked, [{"type": "function", "function": tool}]).token_ids == renderer.render(asked).token_ids
+    except RenderError:
+        return False  # the request's own rendering says what is wrong
 
 
 def body_digest(body: bytes) -> str:

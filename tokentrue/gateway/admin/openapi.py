@@ -48,8 +48,8 @@ def _operation(
 
 
 def _page_responses() -> Json:
-    asked = {"description": "the admin key is missing or wrong", "content": {"text/plain": {"schema": {}}}}
-    page = {"description": "the page", "content": {"text/html": {"schema": {}}}}
+    asked: Json = {"description": "the admin key is missing or wrong", "content": {"text/plain": {"schema": {}}}}
+    page: Json = {"description": "the page", "content": {"text/html": {"schema": {}}}}
     return {"200": page, "307": {"description": "the page is at /view/"}, "401": asked, "403": asked, "405": {"description": "use GET"}}
 
 
