@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from playwright.sync_api import expect
 from tests.gateway.world import Server, renderer, scripted_server, ten_turns
 from tests.viewer.browser import SIZE, Watched, open_browser
 from tokentrue.errors import ConfigError
+from tokentrue.gateway.auth import ApiKeys
+from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.view import view_routes
 from tokentrue.viewer import GatewaySource, ViewerData
 
 KEY = "the-admin-key"
@@ -106,6 +110,29 @@ def test_a_gateway_is_read_over_its_public_http(server: Server) -> None:
     assert len(data.group("over-http")["rollouts"]) == 1
     with pytest.raises(ConfigError, match="TOKENTRUE_ADMIN_KEY"):
         GatewaySource(server.url, key="wrong")
+
+
+def test_a_page_that_would_change_something_is_never_asked_to() -> None:
+    """A browser repeats a Basic password by itself, also for a form on another site's page."""
+    from starlette.applications import Starlette
+    from starlette.responses import PlainTextResponse
+    from starlette.testclient import TestClient
+
+    routes = view_routes(ApiKeys(admin_key=KEY), lambda: PlainTextResponse("changed"))
+    client = TestClient(Starlette(routes=routes))
+    assert client.get("/view/", headers={"authorization": basic(KEY)}).text == "changed"
+    with pytest.raises(Refused, match="use GET"):
+        client.post("/view/", headers={"authorization": basic(KEY)})
+
+
+def test_a_store_is_read_while_its_server_runs(server: Server, tmp_path: Path) -> None:
+    chat(server, server.session(session_id="both"), [{"role": "user", "content": "Begin."}])
+    target = tmp_path / "page.html"
+    store = f"sqlite:{server.log.parent / 'journal.sqlite'}"
+    command = [sys.executable, "-m", "tokentrue", "view", store, "--export", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert "both" in target.read_text(encoding="utf-8")
 
 
 def test_a_gateway_starts_without_the_viewer() -> None:

@@ -64,9 +64,12 @@ def run(name: str, quick: bool, changes: dict[str, Any], only: str | None, out: 
             advance(f"{result['arm']}, seed {result['seed']}: {note}"[:90])
 
         table = run_experiment(name, scale, quick=quick, out=out, only=only, on_result=heard)
+    from tokentrue.cli.lab_report import write_lab_report
+
+    page = write_lab_report(out, name, table)
     if as_json:
         print(json.dumps({"title": table.title, "columns": list(table.columns), "rows": [list(row) for row in table.rows]}, indent=1))
     else:
         print(table.as_text())
-        print(f"\nnumbers, table and figure in {out}/{name}.*")
+        print(f"\nnumbers, table and figure in {out}/{name}.*; report: {page}")
     return 1 if any("stopped:" in row[0] for row in table.rows) else 0

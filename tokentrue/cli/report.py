@@ -51,7 +51,7 @@ def write_demo_report(path: Path, result: DemoResult, rows: Sequence[Row], *, st
     from tokentrue.app.wiring import journal_for
     from tokentrue.viewer import ChosenSessions, StoreSource, write_report
 
-    source = StoreSource(journal_for(store), name="rollouts of the first and the last step")
+    source = StoreSource(journal_for(store, read_only=True), name="rollouts of the first and the last step")
     try:
         write_report(path, demo_report(result, rows), source=ChosenSessions(source, shown_sessions(samples)), renderer=renderer)
     finally:

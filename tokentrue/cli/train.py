@@ -49,6 +49,7 @@ def command(
 async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: bool = False) -> list[Any]:
     from tokentrue.app.training import file_for, source_for, store_for, trainer_for
     from tokentrue.cli.progress import Costs, progress_bar
+    from tokentrue.cli.train_report import write_training_report
     from tokentrue.train import train
 
     file = file_for(settings, trust=trust)
@@ -76,8 +77,11 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
 
         async with source_for(settings, ranks, file) as (rounds, publish, evaluator):
             reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=heard)
+    page = write_training_report(settings) if ranks.first else None
     if not quiet:
         summed_up(settings, reports, costs)
+        if page is not None:
+            print(f"  report: {page}")
     return reports
 
 

@@ -4,7 +4,7 @@ import { useEffect, useRef } from "./vendor/hooks.js";
 import { colourOf } from "./colours.js";
 import { compact, html } from "./ui.js";
 
-const SERIES = ["--chart-a", "--chart-b", "--chart-c", "--chart-d", "--chart-e"];
+const SERIES = ["--chart-a", "--chart-b", "--chart-c", "--chart-d", "--chart-e", "--chart-f", "--chart-g", "--chart-h"];
 const FONT = "11px system-ui, sans-serif";
 
 // series: [{name, values, bars?, band?}], one value per x; a band fills between this series and the one after it.
@@ -54,12 +54,12 @@ function options({ x, xLabel, yLabel, series, logX, logY, labels, yRange, height
     series: [
       { label: xLabel, value: (u, v) => (v == null ? "–" : (labels?.[v] ?? compact(v))) },
       ...series.map((s, i) => ({
-        label: s.name, stroke: colourOf(SERIES[i % 5]), width: s.thin ? 1 : 1.75, points: { show: !bars && x.length < 40 && !s.thin, size: 5 },
+        label: s.name, stroke: colourOf(SERIES[i % SERIES.length]), width: s.thin ? 1 : 1.75, points: { show: !bars && x.length < 40 && !s.thin, size: 5 },
         value: (u, v) => compact(v), spanGaps: false,
-        ...(s.bars ? { paths: uPlot.paths.bars({ size: [0.85, 64] }), width: 0, fill: shade(SERIES[i % 5], 0.75), points: { show: false } } : {}),
+        ...(s.bars ? { paths: uPlot.paths.bars({ size: [0.85, 64] }), width: 0, fill: shade(SERIES[i % SERIES.length], 0.75), points: { show: false } } : {}),
       })),
     ],
-    bands: series.flatMap((s, i) => (s.band ? [{ series: [i + 1, i + 2], fill: shade(SERIES[i % 5]) }] : [])),
+    bands: series.flatMap((s, i) => (s.band ? [{ series: [i + 1, i + 2], fill: shade(SERIES[i % SERIES.length]) }] : [])),
   };
 }
 

@@ -1,0 +1,107 @@
+"""The report of a training run: its metrics as charts, first and last step side by side, and its rollouts to read where it keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    from tokentrue.app.train_run import TrainRun
+    from tokentrue.viewer import Chart, Report
+    from tokentrue.viewer.records import RecordSource
+
+READABLE_TOKENS = 100_000
+CHARTS = (  # title, label of the axis, {name: metric}, logarithmic
+    ("Reward by step", "mean reward", {"rollouts": "reward", "held-out tasks": "eval/reward"}, False),
+    ("Mismatch by step", "K3 per token", {"K3": "mismatch/k3"}, True),
+    ("Gradient norm", "norm", {"norm": "update/grad_norm"}, True),
+    ("Loss", "loss", {"loss": "update/loss"}, False),
+    ("Staleness", "policy versions behind", {"mean": "staleness_mean", "largest": "staleness_max"}, False),
+    (
+        "Time of a step",
+        "seconds",
+        {"wait": "seconds/wait", "recompute": "seconds/recompute", "update": "seconds/update", "publish": "seconds/publish"},
+        False,
+    ),
+)
+COMPARED = ("reward", "mismatch/k3", "mismatch/delta_abs_mean", "update/grad_norm", "update/loss", "tokens_trained", "seconds/step")
+
+
+def write_training_report(settings: TrainRun) -> Path | None:
+    """`report.html` in the run's directory, of all steps in its metrics; None where it has none."""
+    from tokentrue.app.wiring import renderer_for
+    from tokentrue.viewer import write_report
+
+    rows = read_metrics(settings.out / "metrics.jsonl")
+    if not rows:
+        return None
+    source = _rollouts(settings)
+    renderer: Any = renderer_for(settings.model)(settings.model.history) if source is not None else None
+    path = settings.out / "report.html"
+    try:
+        write_report(path, training_report(settings, rows), source=source, renderer=renderer, most_tokens=READABLE_TOKENS)
+    finally:
+        if source is not None:
+            source.close()
+    return path
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    return [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+
+
+def _rollouts(settings: TrainRun) -> RecordSource | None:
+    """The store of a live run, the samples of one from a file."""
+    from tokentrue.app.wiring import journal_for
+    from tokentrue.viewer import FileSource, StoreSource
+
+    if settings.samples is not None:
+        return FileSource(settings.samples)
+    store = settings.out / "sessions.sqlite"
+    if not store.is_file():
+        return None
+    return StoreSource(journal_for(f"sqlite:{store}", read_only=True), name="newest rollouts first")
+
+
+def training_report(settings: TrainRun, rows: Sequence[dict[str, Any]]) -> Report:
+    from tokentrue.viewer import Report, ReportTable
+
+    first, last = rows[0], rows[-1]
+    compared = sum(row.get("exact_compared", 0) for row in rows)
+    differing = sum(row.get("exact_differing", 0) for row in rows)
+    changes = [(key, first[key], last[key]) for key in COMPARED if key in first and key in last]
+    highlights = [(f"reward at step {row['step']}", f"{row['reward']:.3f}") for row in (first, last)]
+    if compared:
+        highlights.append((f"of {compared:,.0f} log-probabilities differ", f"{differing:,.0f}"))
+    return Report(
+        title=f"Training run {settings.out.name}",
+        highlights=highlights,
+        charts=_charts(rows),
+        tables=[ReportTable(title="First and last step", columns=("metric", "first", "last"), rows=changes)],
+        facts=[
+            ("model", settings.model.shown),
+            ("engine", settings.engine.name),
+            ("loss", settings.loss.name),
+            ("steps", f"{len(rows):,}"),
+            ("policy version", str(last["policy_version"])),
+            ("configuration", str(last.get("run", ""))),
+            ("hardware", str(last.get("hardware", ""))),
+        ],
+    )
+
+
+def _charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
+    from tokentrue.viewer import Chart
+
+    steps = [float(row["step"]) for row in rows]
+    charts: list[Chart] = []
+    for title, label, names, log in CHARTS:
+        series = {name: [row.get(key) for row in rows] for name, key in names.items() if any(row.get(key) for row in rows)}
+        if series:  # a metric that is 0 throughout has no curve to show
+            charts.append(Chart(title=title, x_label="step", y_label=label, x=steps, series=series, log_y=log))
+    return charts
