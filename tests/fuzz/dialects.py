@@ -252,7 +252,20 @@ def comparable(dialect: str, whole: Json) -> Any:
         ]  # fmt: skip
         return whole["id"], whole["model"], rows
     if dialect == RESPONSES:
-        hidden = {"encrypted_content", "logprobs"}
-        items = [{key: value for key, value in item.items() if key not in hidden} for item in whole["output"]]
-        return whole["id"], whole["status"], whole["incomplete_details"], whole["usage"], items
-    return whole["id"], whole["stop_reason"], whole["stop_sequence"], whole["usage"]["output_tokens"], whole["content"]
+        return whole["id"], whole["status"], whole["incomplete_details"], whole["usage"], by_kind(whole["output"])
+    return whole["id"], whole["stop_reason"], whole["stop_sequence"], whole["usage"]["output_tokens"], by_kind(whole["content"])
+
+
+def by_kind(parts: Sequence[Json]) -> tuple[str, str, list[Json]]:
+    """All reasoning, all text, and the calls in order. A message has no order between the three: reasoning that follows text in a stream
+    stands before it in a whole answer."""
+    reasoning = text = ""
+    calls: list[Json] = []
+    for part in parts:
+        if part["type"] in {"reasoning", "thinking"}:
+            reasoning += part.get("thinking") or "".join(piece["text"] for piece in part.get("content", ()))
+        elif part["type"] in {"message", "text"}:
+            text += part.get("text") or "".join(piece["text"] for piece in part.get("content", ()))
+        else:
+            calls.append(part)
+    return reasoning, text, calls
