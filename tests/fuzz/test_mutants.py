@@ -1,0 +1,120 @@
+"""Does the fuzz bite? Defects are put back into a copy of the package, one at a time; each must be found within a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.gateway import ROOT
+from tests.fuzz.run import Settings, run
+
+SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """`changes` are (file, text, text instead); `rules` are those of which one must be reported broken."""
+
+    name: str
+    changes: Sequence[tuple[str, str, str]]
+    rules: Sequence[str]
+
+
+MUTANTS = (
+    Mutant(
+        name="a streamed call is closed under the next call's name",
+        changes=[
+            (
+                "gateway/dialects/responses_events.py",
+                "        out = self._close_finished()\n        item = OutputItem(kind=kind, suffix=suffix)\n",
+                '        if delta is not None and last is not None and last.is_open and last.item.kind == "call":\n'
+                "            last.item = replace(last.item, tool=served_tool(delta.name, self._head.options.served))\n"
+                "        out = self._close_finished()\n        item = OutputItem(kind=kind, suffix=suffix)\n",
+            )
+        ],
+        rules=["a stream is sound"],
+    ),
+    Mutant(
+        name="an older request with the same settings is gone on with, and the turns after it are taken as new messages",
+        changes=[
+            (
+                "turn.py",
+                "        plan = self._matcher.resolve(conversation, self._attempts_in_flight)\n",
+                "        plan = self._matcher.resolve(conversation, self._attempts_in_flight)\n"
+                '        remembered = self.__dict__.setdefault("_remembered", {})\n'
+                "        older = remembered.get(repr(request.sampling))\n"
+                '        if older is not None and hasattr(plan, "node") and older in self.tree.path(plan.node)[:-1]:\n'
+                "            plan = replace(plan, node=older, tail=tuple(conversation.messages[len(self.tree.messages(older)) :]))\n",
+            ),
+            (
+                "turn.py",
+                "            replies = await self._commit(drafts, asked)\n",
+                "            replies = await self._commit(drafts, asked)\n"
+                "            remembered[repr(request.sampling)] = self.tree.get(replies[0].node)\n",
+            ),
+        ],
+        rules=["a replay must be recognised"],
+    ),
+    Mutant(
+        name="among siblings the newest is taken, however well another fits",
+        changes=[
+            (
+                "sessions/matching/matcher.py",
+                "        equal = [(node, fit) for node, fit in fits if fit.score == best]\n",
+                "        equal = [(node, fit) for node, fit in fits if fit.score >= best]\n",
+            )
+        ],
+        rules=["a replay must be recognised"],
+    ),
+    Mutant(
+        name="a loose key names a request in flight",
+        changes=[
+            (
+                "sessions/matching/matcher.py",
+                '        return digest(b"".join([facts.exact for facts in self.facts]), self.tools_exact)\n',
+                "        return digest(self.keys[-1], self.tools_exact)\n",
+            )
+        ],
+        rules=["a request is its exact text"],
+    ),
+    Mutant(
+        name="what the engine reported before it failed is dropped",
+        changes=[
+            (
+                "turn.py",
+                "            await self._commit([draft for draft in partial if draft is not None], asked)\n",
+                '            await self._commit([draft for draft in partial if draft is not None and outcome != "engine_failed"], asked)\n',
+            )
+        ],
+        rules=["every sampled token is in the record"],
+    ),
+    Mutant(
+        name="what was sampled before a session was deleted is dropped",
+        changes=[
+            (
+                "turn.py",
+                "            await self._commit([draft for draft in partial if draft is not None], asked)\n",
+                '            await self._commit([draft for draft in partial if draft is not None and outcome != "deleted"], asked)\n',
+            )
+        ],
+        rules=["what a client was sent is in the record"],
+    ),
+)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_defect_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tokentrue", tmp_path / "tokentrue", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text, instead in mutant.changes:
+        path = tmp_path / "tokentrue" / name
+        source = path.read_text(encoding="utf-8")
+        assert source.count(text) == 1, f"{name}: the text to change is there {source.count(text)} times"
+        path.write_text(source.replace(text, instead), encoding="utf-8")
+    outcome = asyncio.run(run(Settings(seconds=SECONDS, seed=1, tree=tmp_path, minimize=False)))
+    assert {found.rule for found in outcome.found} & set(mutant.rules), outcome.report()
