@@ -149,9 +149,12 @@ def edit_assistant(message: Message, rng: random.Random) -> tuple[str, Message]:
 
 
 def without_dangling_results(messages: Sequence[Message]) -> list[Message]:
+    """Two assistant messages in a row would be one turn in Responses: something stands between them."""
     made: set[str] = set()
     out: list[Message] = []
     for message in messages:
+        if message.role == "assistant" and out and out[-1].role == "assistant":
+            out.append(Message(role="user", text="[removed]"))
         made.update(call.id for call in message.calls)
         if message.role != "tool" or message.answers in made:
             out.append(message)

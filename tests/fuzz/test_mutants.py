@@ -102,7 +102,7 @@ MUTANTS = (
                 '            await self._commit([draft for draft in partial if draft is not None and outcome != "deleted"], asked)\n',
             )
         ],
-        rules=["what a client was sent is in the record"],
+        rules=["every sampled token is in the record"],
     ),
 )
 
