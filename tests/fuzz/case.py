@@ -17,7 +17,7 @@ from tests.fuzz.dialects import ANTHROPIC, CHAT, PATHS, RESPONSES, Tool, Wire
 from tests.fuzz.engine import Engine, Generation, Plan
 from tests.fuzz.gateway import Gateway, Heard
 from tests.fuzz.harness import lose, random_losses, random_wire
-from tests.fuzz.messages import Fit, Message, fit, load_finite
+from tests.fuzz.messages import Fit, Message, fit
 from tests.fuzz.oracle import Judge, Sampled, Turn, Violation, could_be, join_parts, short
 from tests.fuzz.outputs import MARKERS, Output, Writer
 from tests.fuzz.vocabulary import Vocabulary
@@ -100,8 +100,6 @@ class Case:
         rng = self.rng
         sent = lose(messages, random_losses(rng), rng) if lossy else list(messages)
         dialect = rng.choice((CHAT, CHAT, RESPONSES, RESPONSES, ANTHROPIC, ANTHROPIC))
-        if any(not is_object(call.arguments) for message in sent for call in message.calls):
-            dialect = CHAT
         wire = random_wire(rng) if lossy else Wire()
         if dialect == ANTHROPIC and not wire.inline:  # a thinking block needs the signature that it was served with
             sent = [m if m.reasoning in self.signatures else replace(m, reasoning="") for m in sent]
@@ -314,13 +312,6 @@ def rename(path: Sequence[Message], sent: Sequence[Message], tail: Sequence[Mess
     for was, now in zip(path, sent, strict=False):
         names |= {new.id: old.id for old, new in zip(was.calls, now.calls, strict=False)}
     return [replace(message, answers=names.get(message.answers, message.answers), served=False) for message in tail]
-
-
-def is_object(arguments: str) -> bool:
-    try:
-        return isinstance(load_finite(arguments or "{}"), dict)
-    except ValueError:
-        return False
 
 
 def next_messages(case: Case) -> list[Message]:

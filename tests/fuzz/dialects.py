@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.fuzz.messages import Call, Message
+from tests.fuzz.messages import Call, Message, load_finite
 
 Json = dict[str, Any]
 CHAT, RESPONSES, ANTHROPIC = "chat", "responses", "anthropic"
@@ -161,10 +161,24 @@ def anthropic_blocks(message: Message, wire: Wire, signatures: dict[str, str]) -
     if text := visible(message, wire):
         blocks.append({"type": "text", "text": text})
     for call in message.calls:
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments or "{}")})
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": input_of(call.arguments)})
     if len(blocks) == 1 and text and not wire.parts:
         return text
     return blocks or ""
+
+
+def input_of(arguments: str) -> Json:
+    """Arguments that are no JSON object travel as the one that the gateway serves for them."""
+    try:
+        value = load_finite(arguments or "{}")
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"_raw_arguments": arguments}
+
+
+def arguments_of(given: Json) -> str:
+    raw = given.get("_raw_arguments") if len(given) == 1 else None
+    return raw if isinstance(raw, str) else json.dumps(given, ensure_ascii=False)
 
 
 # Answers.
@@ -230,7 +244,7 @@ def anthropic_answers(whole: Json) -> list[Answer]:
         elif block["type"] == "text":
             text += block["text"]
         else:
-            calls.append(Call(id=block["id"], name=block["name"], arguments=json.dumps(block["input"], ensure_ascii=False)))
+            calls.append(Call(id=block["id"], name=block["name"], arguments=arguments_of(block["input"])))
     message = Message(role="assistant", text=text, reasoning=reasoning, calls=tuple(calls), served=True)
     return [Answer(message=message, node=node_of(whole), finish=whole["stop_reason"])]
 
