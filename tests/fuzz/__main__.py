@@ -14,7 +14,7 @@ from tests.fuzz.run import Settings, run
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--turns", type=int, default=2000, help="requests to send before the run ends")
-    parser.add_argument("--seconds", type=float, default=None, help="end after this time instead")
+    parser.add_argument("--seconds", type=float, default=None, help="end after this time, if that comes first")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", type=int, default=None, help="run this case only")
     parser.add_argument("--steps", default=None, help="of the case, only these steps (0,2,5)")

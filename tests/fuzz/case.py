@@ -197,8 +197,19 @@ class Case:
         made = [self._turn(asked, answer, whole, sampled, continued[0]) for answer in answers]
         if asked.n == 1:
             self.world.judge.answer(answers[0].message, sampled[0])
-        self.turns += [turn for turn in made if "Infinity" not in "".join(call.arguments for call in turn.path[-1].calls)]
+        self.turns += [turn for turn in made if self._can_replay(turn)]
         return made
+
+    def _can_replay(self, turn: Turn) -> bool:
+        """A number beyond any double, or what was decoded of a custom tool's broken input, comes back as something else in another dialect."""
+        calls = turn.path[-1].calls
+        custom = {tool.name for tool in turn.tools if tool.custom}
+        is_broken = (
+            turn.output is None or turn.output.expected is None or not any(full[-1] == self.world.vocabulary.stop for full in turn.fulls)
+        )
+        if turn.dialect == RESPONSES and is_broken and any(call.name in custom for call in calls):
+            return False
+        return "Infinity" not in "".join(call.arguments for call in calls)
 
     def whole(self, asked: Asked, heard: Heard) -> dict[str, Any]:
         if heard.whole is not None:

@@ -29,6 +29,8 @@ MINIMIZED = 40  # cases that are run again to find the steps that matter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
+    """A run ends after `turns` requests or `seconds`, whatever comes first."""
+
     turns: int = 2000
     seconds: float | None = None
     seed: int = 1
@@ -159,8 +161,8 @@ class Runner:
         settings = self._settings
         if self._outcome.found and not settings.keep_going:
             return True
-        if settings.seconds is not None:
-            return time.monotonic() - self._began >= settings.seconds
+        if settings.seconds is not None and time.monotonic() - self._began >= settings.seconds:
+            return True
         return self._world.requests >= settings.turns
 
     async def _worker(self) -> None:

@@ -116,5 +116,5 @@ def test_a_defect_is_found(mutant: Mutant, tmp_path: Path) -> None:
         source = path.read_text(encoding="utf-8")
         assert source.count(text) == 1, f"{name}: the text to change is there {source.count(text)} times"
         path.write_text(source.replace(text, instead), encoding="utf-8")
-    outcome = asyncio.run(run(Settings(seconds=SECONDS, seed=1, tree=tmp_path, minimize=False)))
+    outcome = asyncio.run(run(Settings(seconds=SECONDS, turns=10**6, seed=1, tree=tmp_path, minimize=False)))
     assert {found.rule for found in outcome.found} & set(mutant.rules), outcome.report()
