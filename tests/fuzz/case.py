@@ -201,7 +201,7 @@ class Case:
         return made
 
     def _can_replay(self, turn: Turn) -> bool:
-        """A number beyond any double, or what was decoded of a custom tool's broken input, comes back as something else in another dialect."""
+        """A number beyond any double, or the decoded part of a custom tool's broken input, comes back otherwise in another dialect."""
         calls = turn.path[-1].calls
         custom = {tool.name for tool in turn.tools if tool.custom}
         is_broken = (
