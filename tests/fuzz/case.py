@@ -244,7 +244,8 @@ class Case:
             return (*continued.path, *rename(continued.path, asked.messages, tail))
         others = [turn for turn in self.turns if turn.tools != asked.tools and fit(turn.path, asked.messages)[0] is Fit.YES]
         origin = max(others, key=lambda turn: len(turn.path), default=None)
-        if origin is not None:  # the tools changed: the conversation is the same
+        rivals = [turn for turn in others if origin is not None and len(turn.path) == len(origin.path) and turn.path != origin.path]
+        if origin is not None and not rivals:  # the tools changed: the conversation is the same
             tail = asked.messages[len(origin.path) :]
             return (*origin.path, *rename(origin.path, asked.messages, tail))
         return tuple(replace(message, served=False) for message in asked.messages)
