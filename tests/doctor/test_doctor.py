@@ -18,6 +18,7 @@ from tokentrue.doctor.examine import FOLLOWS, settle
 from tokentrue.doctor.findings import cannot_tell, fault, ok
 from tokentrue.doctor.fit import explained, grows_with_position, shifted
 from tokentrue.doctor.layers import first_difference
+from tokentrue.errors import EngineUnreachable
 from tokentrue.providers import load
 from tokentrue.providers.hf import HFProvider
 from tokentrue.renderers import load_renderer
@@ -81,6 +82,20 @@ def test_one_fault_is_one_accusation() -> None:
     assert "follows from off_by_one" in settled[1].detail
     both = [fault("identity", "template", "3 ids"), fault("weights", "rope", "mean 2")]  # neither explains the other
     assert settle(both) == both
+
+
+def test_a_coarser_dtype_explains_that_batches_differ() -> None:
+    """As a real vLLM in bfloat16 does where float32 is expected."""
+    findings = [
+        fault("stability", "batch_variant", "0.07"),
+        fault("stability", "prefix_cache", "0.09"),
+        fault("weights", "dtype_bfloat16", "0.03"),
+    ]
+    assert [finding.fault for finding in settle(findings)] == ["", "", "dtype_bfloat16"]
+
+
+def test_no_two_faults_explain_each_other() -> None:
+    assert not [(one, other) for one, names in FOLLOWS.items() for other in names if one in FOLLOWS.get(other, ())]
 
 
 def test_every_consequence_is_a_known_fault() -> None:
@@ -185,6 +200,15 @@ async def test_experts_of_a_mixture_are_compared_layer_by_layer(tmp_path: Path) 
     report = await examine(load("exact", model=model), renderer, reference)
     (routing,) = [finding for finding in report.findings if finding.probe.startswith("experts")]
     assert routing.fault == "routing" and "replayed" in routing.detail, routing
+
+
+async def test_an_engine_that_goes_away_is_no_fault() -> None:
+    class Gone(e.TamperedProvider):
+        async def generate(self, prompt_ids: Any, sampling: Sampling, *, session: str | None = None) -> Any:
+            raise EngineUnreachable("no engine is reachable at http://127.0.0.1:9")
+
+    with pytest.raises(EngineUnreachable):
+        await examine(Gone(e.calculator()), load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR))
 
 
 async def test_a_model_without_an_uncertain_token_cannot_tell(tmp_path: Path) -> None:

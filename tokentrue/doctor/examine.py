@@ -102,15 +102,19 @@ def settle(findings: Sequence[Finding]) -> list[Finding]:
     return kept
 
 
-NUMBERS = ("other_weights", "rope", "dtype_bfloat16", "dtype_float16", "int8_weights", "fp8_weights", "fp8_kv_cache", "routing")
+DTYPES = ("dtype_bfloat16", "dtype_float16")
+NUMBERS = ("other_weights", "rope", "int8_weights", "fp8_weights", "fp8_kv_cache", "routing")
+REPEATS = ("batch_variant", "prefix_cache", "prefill_decode")
 FOLLOWS: dict[str, tuple[str, ...]] = {
     "tokenizer": ("special_tokens", "template"),
     "special_tokens": ("template",),
-    "off_by_one": (*NUMBERS, "sampled_temperature", "greedy_logprobs", "prefill_decode"),
+    "off_by_one": (*NUMBERS, *DTYPES, "sampled_temperature", "greedy_logprobs", "prefill_decode"),
     "raw_logprobs": ("sampled_temperature",),
     "temperature_ignored": ("raw_logprobs",),
-    "wire_precision": (*NUMBERS, "prefill_decode", "batch_variant"),
-    "unstable": ("batch_variant", "prefix_cache", "prefill_decode", *NUMBERS),
+    "wire_precision": (*NUMBERS, *DTYPES, "prefill_decode", "batch_variant"),
+    "unstable": (*REPEATS, *NUMBERS, *DTYPES),
+    "dtype_bfloat16": REPEATS,  # a coarser dtype rounds differently in every batch
+    "dtype_float16": REPEATS,
     "batch_variant": (*NUMBERS, "prefill_decode"),
     "prefix_cache": (*NUMBERS, "prefill_decode"),
     "sampled_temperature": ("greedy_logprobs",),

@@ -15,7 +15,7 @@ import torch
 from tokentrue.doctor.context import Examination
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.doctor.observations import Observation
-from tokentrue.errors import EngineContractError, EngineError, InputError, SamplingError, TokenContractError
+from tokentrue.errors import EngineContractError, EngineError, EngineUnreachable, InputError, SamplingError, TokenContractError
 from tokentrue.types import Completion, Sampling
 
 CLEAR_GAP = 0.3  # nats between the two likeliest tokens: at temperature 0.02 the second is e^-15 times as likely
@@ -29,6 +29,8 @@ async def gather_observations(exam: Examination) -> Finding:
     prompts = [*exam.prompts(), exam.long_prompt()]
     try:
         completions = await exam.generate(prompts, Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed, top_logprobs=4))
+    except EngineUnreachable:
+        raise  # nothing can be probed
     except (EngineContractError, TokenContractError) as error:
         return _broken_contract(name, str(error))
     except (EngineError, InputError) as error:
