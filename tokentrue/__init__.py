@@ -22,7 +22,7 @@ _LAZY = {
     "rollout": "tokentrue.turn",
     "verify": "tokentrue.renderers",
 }
-_ROOMS = {"comparison", "engine", "integrations", "mismatch", "numerics", "providers", "renderers", "samples", "sessions", "train"}
+_SUBPACKAGES = {"comparison", "engine", "integrations", "mismatch", "numerics", "providers", "renderers", "samples", "sessions", "train"}
 
 __version__ = "0.1.0"
 __all__ = ["Completion", "Extension", "Refusal", "Sample", "Sampling", "__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -31,6 +31,6 @@ __all__ = ["Completion", "Extension", "Refusal", "Sample", "Sampling", "__versio
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return import_module(f"tokentrue.{name}")
     raise AttributeError(f"module 'tokentrue' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The seams. Whoever implements one of these fits; nobody needs to inherit from it."""
+"""Interfaces between packages. A class that has these methods fits; nobody needs to inherit from them."""
 
 from __future__ import annotations
 

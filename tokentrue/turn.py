@@ -1,11 +1,12 @@
 """One turn of an agent, and the first file to read: resolve → prompt → generate → parse → commit.
 
 A `Session` is the record of a conversation, with an engine to continue it. Messages come in, a reply goes out, and everything between
-is kept as exact token ids. `Session._run_turn` is the whole of it:
+is kept as exact token ids. `Session._admit` reads the request and finds out whether it is a retry of a recorded turn or equal to one in
+flight; if not, `Session._run_turn` runs it:
 1. resolve  (`sessions/matching`)    which recorded turn do these messages continue?
 2. prompt   (`sessions/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new messages
 3. generate (`sessions/generation`)  the engine samples n choices; a stream emits events as tokens come
-4. parse    (`sessions/generation`)  sampled ids become the message that is served
+4. parse    (`sessions/generation`)  sampled ids become the message that is served; a stream is parsed while it is generated
 5. commit   (`sessions/commits`)     checked, written to the journal, then added to the tree; only then is the reply returned
 A turn that ends early is committed with its reason, as far as the engine has reported it.
 """
@@ -192,7 +193,7 @@ class Session:
         self, turn: InFlightTurn, request: TurnRequest, conversation: Conversation, sampling: Sampling
     ) -> tuple[Reply, ...]:
         """The turn, in a straight line."""
-        started = self.tree.next_seq
+        started = self.tree.settled_seq
         plan = self._matcher.resolve(conversation, self._attempts_in_flight)
         self._attempts_in_flight[plan.attempt] += 1
         try:
@@ -249,7 +250,11 @@ class Session:
     async def _commit(self, drafts: Sequence[Draft], asked: AskedTurn) -> tuple[Reply, ...]:
         """All or nothing, and to the end even if the client leaves meanwhile: the journal first, then the tree."""
         nodes = nodes_from_drafts(drafts, asked, self.tree)
-        await run_to_completion(self._write(nodes, asked.prompt.parent))
+        try:
+            await run_to_completion(self._write(nodes, asked.prompt.parent))
+        finally:
+            for node in nodes:
+                self.tree.release_seq(node.seq)
         return tuple(reply_from_node(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
 
     async def _write(self, nodes: Sequence[Node], parent: Node | None) -> None:

@@ -1,4 +1,4 @@
-"""The nouns of the house: frozen records, standard library only, importable by every room.
+"""The data types that every package shares: frozen records, standard library only.
 
 Glossary: `token_ids` any ids; `prompt_ids` what the engine was given; `sampled_ids` what the model chose (its stop token included);
 `rollout_logprobs` what the sampler reported; `trainer_logprobs` what the trainer recomputed; `session > branch > turn > node`.

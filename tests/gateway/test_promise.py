@@ -155,3 +155,31 @@ async def test_the_engines_fault_is_502(engine: Odd, streamed: bool) -> None:
     else:
         assert status == 502 and json.loads(answer)["error"]["code"] == "engine_contract", answer
     await app.close()
+
+
+async def test_an_sdks_retry_names_the_request_that_failed_not_an_earlier_one_with_the_same_body() -> None:
+    app, _, session = await begin()
+    first, again = {"headers": [(b"x-stainless-retry-count", b"0")]}, {"headers": [(b"x-stainless-retry-count", b"1")]}
+    async with app.services.sessions.lease(session["session_id"]) as handle:
+        served = handle.request_key(first, b"body")
+        assert served is not None
+        handle.session.tree.keyed[served] = []
+        handle.session.tree.keyed[served].append(object())  # type: ignore[arg-type]  # a recorded turn
+        failed = handle.request_key(first, b"body")  # the same body, meant as a new request; the engine fails
+        assert failed != served and handle.request_key(again, b"body") == failed
+        assert handle.request_key(again, b"another body") == handle.request_key(again, b"another body")
+    await app.close()
+
+
+async def test_an_interrupted_stream_keeps_the_noted_version() -> None:
+    app, engine, session = await begin()
+    app.provider.version = 5
+    engine.hold_at = 3
+    exchange = Exchange(app, session["api_key"], {**HELLO, "stream": True})
+    await until(lambda: exchange.sent.count(b"data:") >= 2)
+    exchange.leave()
+    engine.go_on.set()
+    await asyncio.wait_for(exchange.task, 5)
+    await until(lambda: bool(nodes(app, session)))
+    assert {span.version for node in nodes(app, session) for span in node.versions} == {5}
+    await app.close()

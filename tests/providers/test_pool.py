@@ -137,3 +137,15 @@ async def test_a_refusal_is_not_tried_elsewhere() -> None:
     with pytest.raises(EngineRejected):
         await Pool(replicas).generate([1], Sampling(max_tokens=1))
     assert sum(len(replica.prompts) for replica in replicas) == 1
+
+
+async def test_when_no_replica_took_the_weights_generations_say_so() -> None:
+    class Absent(Counting):
+        async def publish(self, weights: Any, *, version: int) -> None:
+            raise EngineUnreachable("gone")
+
+    pool = Pool([Absent(), Absent()])
+    with pytest.raises(EngineUnreachable, match="no engine took the weights"):
+        await pool.publish([], version=2)
+    with pytest.raises(EngineUnreachable, match="published last"):
+        await run(pool)

@@ -447,3 +447,40 @@ async def test_a_call_that_breaks_off_is_recorded_as_it_was_streamed() -> None:
     assert "".join(delta.arguments for delta in deltas) == call["function"]["arguments"]
     follow = await session.chat([*OPENING, served, *answer_to(served, 0)], TOOLS)
     assert session.tree.get(follow.node).parent == events[-1].reply.node and follow.projection == "exact"
+
+
+# What a turn's place in time says.
+async def test_a_request_that_comes_while_another_is_being_written_did_not_replace_it(tmp_path: Path) -> None:
+    class SlowJournal(Journal):
+        async def append_nodes(self, *arguments: Any) -> None:
+            await asyncio.sleep(0.1)
+            await super().append_nodes(*arguments)
+
+    journal = SlowJournal(tmp_path / "j.db")
+    session, _ = session_of(said("a", "1"), said("b", "2"), journal=journal)
+    first = asyncio.create_task(session.turn(TurnRequest(messages=OPENING, sampling=tt.Sampling(seed=1))))
+    await asyncio.sleep(0.05)  # the first answer is sampled, and its row is being written
+    second = asyncio.create_task(session.turn(TurnRequest(messages=OPENING, sampling=tt.Sampling(seed=2))))
+    (one,), (two,) = await first, await second
+    assert one.node != two.node and two.root == "parallel"
+    assert session.coverage().ratio == 1.0, "neither was given up for the other"
+    journal.close()
+
+
+async def test_a_failed_write_leaves_no_place_open(tmp_path: Path) -> None:
+    class FullDisk(Journal):
+        async def append_nodes(self, *arguments: Any) -> None:
+            raise SessionConflict("the disk is full")
+
+    journal = FullDisk(tmp_path / "j.db")
+    session, _ = session_of(said("a", "1"), journal=journal)
+    with pytest.raises(SessionConflict):
+        await session.chat(OPENING)
+    assert session.tree.settled_seq == session.tree.next_seq
+    journal.close()
+
+
+async def test_each_choice_records_the_seed_it_was_sampled_with() -> None:
+    session, _ = session_of(said("a", "1"), said("b", "2"))
+    replies = await session.turn(TurnRequest(messages=OPENING, n=2, sampling=tt.Sampling(seed=7)))
+    assert [session.tree.get(reply.node).sampling.seed for reply in replies] == [7, 8]

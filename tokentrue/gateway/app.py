@@ -157,7 +157,7 @@ class ModelRequests:
 
     async def _dispatch(self, operation: str, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
         if operation not in GENERATES and operation not in (COUNTS, LISTS):
-            raise Refused(404, "unknown_path", "no such path; nothing here generates untracked")
+            raise Refused(404, "unknown_path", "no such path; docs/gateway.md lists the routes")
         expected = "GET" if operation == LISTS else "POST"
         if scope["method"] != expected:
             raise Refused(405, "method_not_allowed", f"use {expected}")

@@ -56,7 +56,7 @@ class Claim:
 
 
 def invalid_key() -> Refused:
-    return Refused(401, "invalid_key", "this key opens nothing here; POST /sessions returns one that does")
+    return Refused(401, "invalid_key", "invalid API key; POST /sessions returns one")
 
 
 class ApiKeys:

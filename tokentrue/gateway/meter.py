@@ -59,6 +59,8 @@ class Metered:
                     clock.engine_s += time.perf_counter() - started
                 if chunk.token_ids:
                     seen.append((len(chunk.token_ids), self.version))
+                    if chunk.policy_version == UNVERSIONED:
+                        chunk = replace(chunk, policy_version=self.version)
                 yield chunk if chunk.final is None else replace(chunk, final=self._stamp(chunk.final, seen))
                 started = time.perf_counter()
 

@@ -48,6 +48,7 @@ class SessionHandle:
         self.cache = MessageCache(limits.message_cache_bytes, budget)
         self._limits = limits
         self._idempotent: OrderedDict[str, str] = OrderedDict()  # Idempotency-Key -> digest of its body
+        self._numbers: OrderedDict[str, int] = OrderedDict()  # digest of a body -> the number of the last request that had it
         self._tools_ignored: bool | None = None  # known after the first request with tools
         self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
         nodes = session.tree.in_order()
@@ -109,10 +110,13 @@ class SessionHandle:
         if retries is None:
             return None
         digest = body_digest(body)
-        number = self._requests_with(digest)
-        if retries != "0" and number:
-            number -= 1
-        return f"{digest}#{number}"
+        if retries == "0" or digest not in self._numbers:
+            recorded = self._requests_with(digest)
+            self._numbers[digest] = recorded if retries == "0" else max(0, recorded - 1)  # the latter: a retry after a restart
+            self._numbers.move_to_end(digest)
+            while len(self._numbers) > REMEMBERED_KEYS:
+                self._numbers.popitem(last=False)
+        return f"{digest}#{self._numbers[digest]}"
 
     def _given_key(self, given: str, digest: str) -> str:
         if self._idempotent.setdefault(given, digest) != digest:
@@ -134,7 +138,7 @@ class SessionHandle:
 
     # State.
     @contextmanager
-    def generate(self) -> Generator[None, None, None]:
+    def count_in_flight(self) -> Generator[None, None, None]:
         """One generation of this session, if the limit admits it."""
         if self.in_flight >= self._limits.in_flight_per_session:
             raise Refused(429, "too_many_in_flight", f"{self.in_flight} generations of this session are in flight", retry_after_s=1.0)

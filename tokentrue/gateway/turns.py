@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import orjson
@@ -45,14 +45,15 @@ class TurnHandler:
     @asynccontextmanager
     async def open(self, claim: Claim) -> AsyncGenerator[SessionHandle, None]:
         """The session of a claim; a key that fits nothing does not learn whether the session exists."""
-        try:
-            async with self._services.sessions.lease(claim.session_id) as handle:
-                claim.check(handle.session.record.key_hash)
-                yield handle
-        except SessionNotFound:
-            if claim.key_hash is not None:
-                raise invalid_key() from None
-            raise
+        async with AsyncExitStack() as stack:
+            try:
+                handle = await stack.enter_async_context(self._services.sessions.lease(claim.session_id))
+            except SessionNotFound:
+                if claim.key_hash is not None:
+                    raise invalid_key() from None
+                raise
+            claim.check(handle.session.record.key_hash)
+            yield handle
 
     async def serve(self, name: str, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
         clock = TurnClock(time.perf_counter())
@@ -61,7 +62,7 @@ class TurnHandler:
             dialect = handle.dialects[name]
             handle.check_open()
             head, request = await self._read(dialect, handle, scope, receive)
-            with handle.generate():
+            with handle.count_in_flight():
                 async with cancel_on_disconnect(receive), self._services.admission.admit(), self._deadline():
                     if head.stream:
                         replies = await self._stream(handle, dialect, head, request, scope, send, clock)

@@ -155,6 +155,12 @@ class Pool:
         ranked = sorted(current, key=lambda i: _weight(session, i), reverse=True)
         return [i for i in ranked if i not in self._down] + [i for i in ranked if i in self._down]
 
+    def _choose(self, session: str | None) -> int:
+        order = self.order(session)
+        if not order:
+            raise EngineUnreachable("no engine has the weights that were published last; publish again, or restart the engines")
+        return order[0]
+
     async def _resumed(
         self, prompt_ids: TokenIds, sampling: Sampling, session: str | None, *, streamed: bool
     ) -> AsyncGenerator[Chunk]:
@@ -167,7 +173,7 @@ class Pool:
             if rest is None:  # it broke off right at the limit: nothing is left to sample
                 yield Chunk(final=replace(join_pieces(done, prompt_ids), finish=Finish.LENGTH))
                 return
-            index = self.order(session)[0]
+            index = self._choose(session)
             replica, got, final = self._replicas[index], list[Chunk](), None
             try:
                 source: Any = replica.stream(ids, rest, session=session) if streamed else _as_stream(replica, ids, rest, session)

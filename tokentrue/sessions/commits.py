@@ -45,13 +45,15 @@ class AskedTurn:
 
 def nodes_from_drafts(drafts: Sequence[Draft], asked: AskedTurn, tree: Tree) -> list[Node]:
     """Fit to enter the record: the prompt that was sent is the recorded one, and the certificate fits."""
-    nodes = [_node_from_draft(draft, asked, tree) for draft in drafts]
+    nodes = [_node_from_draft(draft, asked, tree, seq=tree.next_seq + index) for index, draft in enumerate(drafts)]
     for node in nodes:
         tree.check(node)
+    for _ in nodes:
+        tree.reserve_seq()
     return nodes
 
 
-def _node_from_draft(draft: Draft, asked: AskedTurn, tree: Tree) -> Node:
+def _node_from_draft(draft: Draft, asked: AskedTurn, tree: Tree, *, seq: int) -> Node:
     prompt, done = asked.prompt, draft.completion
     logprobs = array("d", done.logprobs)
     link = next_link(
@@ -62,7 +64,7 @@ def _node_from_draft(draft: Draft, asked: AskedTurn, tree: Tree) -> Node:
         why, detail = "choice", f"choice {draft.choice} of {asked.request.n}"
     return Node(
         id=draft.node,
-        seq=tree.reserve_seq(),
+        seq=seq,
         started=asked.started,
         parent=None if prompt.parent is None else prompt.parent.id,
         given=prompt.given,
@@ -86,7 +88,7 @@ def _node_from_draft(draft: Draft, asked: AskedTurn, tree: Tree) -> Node:
         outcome=draft.outcome,
         tools=asked.tools if prompt.parent is None else prompt.parent.tools,
         template_kwargs=freeze(asked.request.template_kwargs, "template_kwargs"),
-        sampling=asked.sampling,
+        sampling=draft.sampling,
         request_key=asked.request.request_key,
         joined_keys=tuple(key for key in asked.request_keys if key != asked.request.request_key),
         request_digest=asked.identity,

@@ -46,6 +46,7 @@ class Draft:
     completion: Completion
     parsed: Parsed
     served: Message
+    sampling: Sampling  # of this choice: its own seed
     outcome: Outcome = "served"
 
 
@@ -127,7 +128,7 @@ class Choice:
         except EngineContractError:  # what cannot be parsed is still recorded: the ids are what matters
             empty: Message = {"role": "assistant", "content": ""}
             parsed = Parsed(message=empty)
-            return Draft(node=self.node, choice=self.index, completion=completion, parsed=parsed, served=empty, outcome=outcome)
+            return self._label(completion, parsed, empty, outcome)
 
     def _contradicts(self, completion: Completion) -> bool:
         """Is this an answer that the record cannot hold?"""
@@ -144,7 +145,18 @@ class Choice:
             small = len(completion.token_ids) < INLINE_IDS
             parsed = await run_inline_or_thread(self._parse_whole, small, completion)
             served = serve_message(parsed, self.node, stops=self.sampling.stop)
-        return Draft(node=self.node, choice=self.index, completion=completion, parsed=parsed, served=served, outcome=outcome)
+        return self._label(completion, parsed, served, outcome)
+
+    def _label(self, completion: Completion, parsed: Parsed, served: Message, outcome: Outcome) -> Draft:
+        return Draft(
+            node=self.node,
+            choice=self.index,
+            completion=completion,
+            parsed=parsed,
+            served=served,
+            sampling=self.sampling,
+            outcome=outcome,
+        )
 
     def _parse_whole(self, completion: Completion) -> Parsed:
         return _parse(self._renderer.parse, completion.token_ids, prompt_ids=self._prompt.ids, tools=self._tools)

@@ -39,8 +39,8 @@ Given: TypeAlias = Message | ServedRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One sampled turn. `seq` is the order of commits, `started` the next `seq` when its request was resolved: `a` was over before
-    `b` began if and only if `a.seq < b.started`. `why` is the reason on the edge (None: it continued the newest leaf)."""
+    """One sampled turn. `seq` is the order of commits, `started` the tree's `settled_seq` when its request was resolved: `a` was over
+    before `b` began if and only if `a.seq < b.started`. `why` is the reason on the edge (None: it continued the newest leaf)."""
 
     id: str
     seq: int
@@ -108,6 +108,7 @@ class Tree:
         self.attempts: dict[AttemptKey, list[Node]] = defaultdict(list)
         self.keyed: dict[str, list[Node]] = defaultdict(list)  # request key -> its served nodes
         self.next_seq = 0
+        self._reserved: set[int] = set()  # of nodes that are being written
         self._attempt_keys: dict[str, AttemptKey] = {}
         self._hashes: dict[str, _HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._start = start_link(template=template, tokenizer=tokenizer)
@@ -116,8 +117,18 @@ class Tree:
         return len(self.nodes)
 
     def reserve_seq(self) -> int:
+        """The place of a node that is about to be written; `add` or `release_seq` ends the reservation."""
+        self._reserved.add(self.next_seq)
         self.next_seq += 1
         return self.next_seq - 1
+
+    def release_seq(self, seq: int) -> None:
+        self._reserved.discard(seq)
+
+    @property
+    def settled_seq(self) -> int:
+        """Every node with a smaller `seq` is in the tree. A node that is still being written is not over yet."""
+        return min(self._reserved, default=self.next_seq)
 
     def get(self, node_id: str) -> Node:
         if node_id not in self.nodes:
@@ -207,6 +218,7 @@ class Tree:
         key = self._attempt_keys[node.id] = attempt_key(parent, node.given, node.tools)
         self.attempts[key].append(node)
         self.next_seq = max(self.next_seq, node.seq + 1)
+        self._reserved.discard(node.seq)
         if node.outcome == "served":
             for request_key in (node.request_key, *node.joined_keys):
                 if request_key is not None:
