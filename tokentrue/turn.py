@@ -89,8 +89,9 @@ class Session:
         self._single_flight = SingleFlight()
         self._attempts_in_flight: Counter[AttemptKey] = Counter()
         self._is_ending = False
-        self._claim = None if journal is None else journal.claim(self.record.id, self._single_flight)
         self._created = journal.create(self.record) if journal is not None and _record is None else None
+        # A new session is claimed when it is in the journal: an id that is taken must not revoke the session that has it.
+        self._claim = None if journal is None or self._created is not None else journal.claim(self.record.id, self._single_flight)
 
     @classmethod
     async def open(
@@ -111,9 +112,12 @@ class Session:
 
     async def ready(self) -> None:
         """Returns when the session itself is in the journal."""
-        if self._created is not None:
-            await asyncio.shield(asyncio.wrap_future(self._created))
-            self._created = None
+        created = self._created
+        if created is not None:
+            await asyncio.shield(asyncio.wrap_future(created))
+            if self._created is created and self.journal is not None:  # the first of those who waited
+                self._created = None
+                self._claim = self.journal.claim(self.record.id, self._single_flight)
 
     # The turn.
     async def chat(

@@ -484,3 +484,15 @@ async def test_each_choice_records_the_seed_it_was_sampled_with() -> None:
     session, _ = session_of(said("a", "1"), said("b", "2"))
     replies = await session.turn(TurnRequest(messages=OPENING, n=2, sampling=tt.Sampling(seed=7)))
     assert [session.tree.get(reply.node).sampling.seed for reply in replies] == [7, 8]
+
+
+async def test_a_taken_id_does_not_revoke_the_session_that_has_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, engine = session_of(said("a", "1"), journal=journal, session_id="one")
+    await session.ready()
+    other = tt.Session(renderer=renderer("own"), provider=engine, journal=journal, session_id="one")
+    with pytest.raises(SessionConflict, match="exists already"):
+        await other.ready()
+    await session.chat(OPENING)
+    await session.end()
+    journal.close()

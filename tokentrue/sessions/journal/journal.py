@@ -35,7 +35,7 @@ _INSERT_NODE = f"""
 _DAMAGED = "restore it from a backup"
 
 
-class Claim:
+class SessionClaim:
     """The right to write one session, held by one object at a time."""
 
     def __init__(self, session_id: str, turns: Sized) -> None:
@@ -71,7 +71,7 @@ class Journal:
         self._in_memory = self.path in ("memory", ":memory:")
         self._synchronous, self._read_only, self._closed = synchronous, read_only, False
         self._reading = threading.Lock()
-        self._claims: dict[str, Claim] = {}
+        self._claims: dict[str, SessionClaim] = {}
         self._lock = StoreLock(self.path) if lock and not read_only and not self._in_memory else None
         try:
             self._open(check)
@@ -153,14 +153,14 @@ class Journal:
             self._lock.release()
 
     # One object writes a session at a time.
-    def claim(self, session_id: str, turns: Sized) -> Claim:
+    def claim(self, session_id: str, turns: Sized) -> SessionClaim:
         """Takes a session over. Refused while another object generates for it; otherwise the other object can write no more."""
         held = self._claims.get(session_id)
         if held is not None:
             if len(held.turns):
                 raise SessionConflict(f"session {session_id!r} is in use: another object is generating {len(held.turns)} turn(s) for it")
             held.revoke()
-        claim = self._claims[session_id] = Claim(session_id, turns)
+        claim = self._claims[session_id] = SessionClaim(session_id, turns)
         return claim
 
     # Reading and writing.
