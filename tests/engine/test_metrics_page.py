@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tests.gateway.world import Server
 from tokentrue.gateway.metrics import engine_families
+from tokentrue.providers.pool import Pool
+from tokentrue.providers.scripted import ScriptedProvider
 
 ASSET = Path(__file__).parents[2] / "tokentrue" / "assets" / "calculator"
 TURN = {"model": "calculator", "max_tokens": 8, "messages": [{"role": "user", "content": "what is 12 + 30 ?"}]}
@@ -28,4 +30,4 @@ def test_first_token_time_speed_cache_and_prefix_hits_are_on_the_page(tmp_path: 
 
 
 def test_a_remote_engine_adds_nothing() -> None:
-    assert engine_families(object()) == []
+    assert engine_families(Pool([ScriptedProvider([])])) == []

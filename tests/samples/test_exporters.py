@@ -134,7 +134,7 @@ async def test_the_command_exports_a_journal(tmp_path: Path, capsys: pytest.Capt
     assert run("samples", [str(tmp_path / "none.db"), "-o", str(out)]) == 2
     assert run("samples", [str(tmp_path / "j.db"), "-o", str(out), "--format", "csv"]) == 2
     assert run("samples", ["http://127.0.0.1:9", "-o", str(out)]) == 2
-    assert "is the gateway running?" in capsys.readouterr().err
+    assert "is `tokentrue serve` running?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", EXPORTERS)

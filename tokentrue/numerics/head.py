@@ -89,9 +89,14 @@ def scaled_logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, settin
     if settings.softcap is not None:
         bent = torch.tanh(logits / settings.softcap)
         logits = bent * settings.softcap
-    if settings.ops.reads_16bit and settings.temperature == 1.0:
+    if settings.ops.reads_16bit and is_plain(settings.temperature):
         return logits, bent
     return scale_logits(logits, settings.temperature), bent
+
+
+def is_plain(temperature: float | Tensor) -> bool:
+    """True where dividing by it changes nothing: one temperature for all rows, and it is 1."""
+    return not isinstance(temperature, Tensor) and temperature == 1.0
 
 
 def logits_gradient(
@@ -100,8 +105,9 @@ def logits_gradient(
     """[R, V]: of the sum of both scores, each times its gradient, with respect to the logits."""
     scaled, bent = scaled_logits_of(hidden, weight, bias, settings)
     gradient = settings.ops.logits_gradient(scaled, ids, grads_R2, entropy=settings.entropy)
-    if settings.temperature != 1.0:
-        gradient = gradient / settings.temperature
+    if not is_plain(settings.temperature):
+        divisor = settings.temperature
+        gradient = (gradient / (divisor.unsqueeze(-1) if isinstance(divisor, Tensor) else divisor)).to(gradient.dtype)
     if bent is not None:
         gradient = gradient * (1 - bent.float().square())
     return gradient

@@ -63,7 +63,8 @@ def check_any_ids(name: str, data: st.DataObject, ids: list[int]) -> None:
 
 
 def assert_streamed_is_whole(streamed: Any, whole: Any) -> None:
-    """All is the same, but for calls that broke off after a stream had begun to show them: those are there too, and are no JSON."""
+    """All is the same, but for calls that broke off after a stream had begun to show them: a stream keeps them as calls, which are no
+    JSON, and a whole answer has their text instead."""
     assert streamed.attempts == whole.attempts
     assert (streamed.raw, streamed.ended, streamed.stop_id) == (whole.raw, whole.ended, whole.stop_id)
     calls = streamed.message.get("tool_calls", [])
@@ -72,7 +73,10 @@ def assert_streamed_is_whole(streamed: Any, whole: Any) -> None:
         return
     good = [call["function"] for call in calls if is_json(call["function"]["arguments"])]
     assert good == [call["function"] for call in whole.message.get("tool_calls", [])]
-    assert (streamed.message["content"] or "") == (whole.message["content"] or "")
+    malformed = [attempt for attempt in whole.attempts if attempt.status not in (Status.OK, Status.UNKNOWN_TOOL)]
+    assert 0 < len(calls) - len(good) <= len(malformed)
+    text = iter(whole.message["content"] or "")
+    assert all(character in text for character in (streamed.message["content"] or "").strip()), "text that the whole answer does not have"
     assert streamed.message.get("reasoning_content") == whole.message.get("reasoning_content")
 
 
