@@ -448,7 +448,7 @@ def seals_are_not_read(patch: Patch) -> None:
 
 
 def the_queue_has_no_end(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.sessions.SessionHandle.generate", lambda self: nullcontext())
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.count_in_flight", lambda self: nullcontext())
 
 
 Guard = Callable[[], Awaitable[None]]

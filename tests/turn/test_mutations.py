@@ -112,7 +112,7 @@ def requests_are_named_loosely(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_old_object_may_write(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(claims.Claim, "check", lambda self: None)
+    patch.setattr(claims.SessionClaim, "check", lambda self: None)
 
 
 def any_version_is_taken(patch: pytest.MonkeyPatch) -> None:
