@@ -91,15 +91,16 @@ class TestSGLang(Conformance):
         await provider.close()
 
     async def test_weights_go_through_the_disk_and_raise_the_version(
-        self, standin: tuple[SGLangStandIn, str], provider: SGLangProvider, tiny_model: Any, prompt: list[int], tmp_path: Path
+        self, standin: tuple[SGLangStandIn, str], tiny_model: Any, prompt: list[int], tmp_path: Path
     ) -> None:
+        provider = SGLangProvider(standin[1], weights_dir=tmp_path, timeout_s=5)
         standin[0].engine._model = copy.deepcopy(tiny_model)  # the other tests keep theirs
         before = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=4))
-        provider._weights_dir = tmp_path
         await provider.publish([(name, -tensor) for name, tensor in tiny_model.state_dict().items()], version=12)
         after = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=4))
         assert (before.policy_version, after.policy_version) == (0, 12)
         assert before.logprobs != after.logprobs
+        await provider.close()
 
     async def test_every_prompt_is_sent_whole(
         self, provider: SGLangProvider, standin: tuple[SGLangStandIn, str], prompt: list[int]

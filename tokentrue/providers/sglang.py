@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineRejected
+from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.answers import (
     SGLangAnswer,
@@ -33,6 +33,7 @@ from tokentrue.providers.transport.answers import (
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import CONSTRAINTS, for_sglang, plain
 from tokentrue.providers.transport.http import EngineHttp
+from tokentrue.providers.transport.publishing import DiskPublisher
 from tokentrue.providers.transport.running import RunningRequests
 from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.providers.transport.weights import WrittenWeights
@@ -61,9 +62,7 @@ class SGLangProvider:
     ) -> None:
         self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
         self._running = RunningRequests()
-        self._weights_dir = None if weights_dir is None else Path(weights_dir)
-        self._written: WrittenWeights | None = None
-        self._published: WrittenWeights | None = None
+        self._publisher = DiskPublisher(self, weights_dir, place=self._http.place)
         self._sampling_mask = sampling_mask
         self._routed = routed_experts
 
@@ -113,46 +112,26 @@ class SGLangProvider:
         return await read_tokens(self._http, "/tokenize", {"prompt": text, "add_special_tokens": False})
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Writes the weights below `weights_dir` (which the server must see) and has it load them; running requests are recomputed.
-
-        A server that refuses them gets the version before again and goes on with it; only then does the refusal reach the caller.
-        """
-        from tokentrue.providers.transport.weights import write_weights
-
-        if self._weights_dir is None:
-            raise ConfigError(f"publishing to {self.name} needs weights_dir=, a directory that the server sees")
-        before = self._published
-        keep = () if before is None else (before.directory,)
-        root = self._weights_dir / self._http.place
-        self._written = await asyncio.to_thread(write_weights, list(weights), root, version=version, keep=keep)
-        await self.load(self._written)
+        """Writes the weights below `weights_dir` (which the server must see) and has it load them; running requests are recomputed."""
+        await self._publisher.publish(weights, version=version)
 
     async def rejoin(self) -> None:
         """Loads the weights that were written last: for a server that was away when they were published."""
-        if self._written is not None:
-            await self.load(self._written)
+        await self._publisher.rejoin()
 
-    async def load(self, written: WrittenWeights) -> None:
-        """Loads weights that are on disk already. Running requests are retracted: their keys and values belong to the old weights."""
-        before = self._published
+    async def pause_for_weights(self) -> None:
+        """Running requests are retracted: their keys and values belong to the old weights."""
         await self._http.read("POST", "/pause_generation", {"mode": "retract"}, retry=False)
-        try:
-            await self._reload(written)
-        except EngineError as error:
-            if before is None:
-                raise EngineRejected(f"sglang did not take version {written.version} and is left paused; restart it: {error}") from error
-            await self._reload(before)
-            await self._http.read("POST", "/continue_generation", {}, retry=False)
-            raise EngineRejected(f"sglang did not take version {written.version} and keeps version {before.version}: {error}") from error
-        await self._http.read("POST", "/continue_generation", {}, retry=False)
-        self._published = written
 
-    async def _reload(self, written: WrittenWeights) -> None:
+    async def load_from_disk(self, written: WrittenWeights) -> None:
         update = {"model_path": str(written.directory), "weight_version": str(written.version), "flush_cache": True}
         data = await self._http.read("POST", "/update_weights_from_disk", update, retry=False)
         answer = decode_answer(data, SGLangUpdate, where=f"{self._http.url}/update_weights_from_disk")
         if not answer.success:
             raise EngineRejected(f"sglang did not take the weights: {answer.message}")
+
+    async def resume_with_weights(self) -> None:
+        await self._http.read("POST", "/continue_generation", {}, retry=False)
 
     async def interrupt(self, *, within_s: float = 30.0) -> int:
         """Aborts every generation of ours at the engine; each returns what it has."""

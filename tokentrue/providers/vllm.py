@@ -20,7 +20,7 @@ from uuid import uuid4
 import numpy as np
 import orjson
 
-from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineRejected, SamplingError
+from tokentrue.errors import EngineContractError, EngineError, EngineRejected, SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.answers import (
     VLLMAnswer,
@@ -38,6 +38,7 @@ from tokentrue.providers.transport.answers import (
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import CONSTRAINTS, for_vllm, plain
 from tokentrue.providers.transport.http import EngineHttp
+from tokentrue.providers.transport.publishing import DiskPublisher
 from tokentrue.providers.transport.running import RunningRequests
 from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.providers.transport.weights import WrittenWeights
@@ -73,14 +74,13 @@ class VLLMProvider:
     ) -> None:
         self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
         self._running = RunningRequests()
-        self._weights_dir = None if weights_dir is None else Path(weights_dir)
+        self._publisher = DiskPublisher(self, weights_dir, place=self._http.place)
+        self._loaded = version  # of the weights that the server loaded last
         self._model = model
         self._path: str | None = None  # where the server loaded it from
         self._abilities: Abilities | None = None
         self._probing = asyncio.Lock()
         self.version = version
-        self._written: WrittenWeights | None = None
-        self._published: WrittenWeights | None = None
 
     @property
     def truthful_filters(self) -> frozenset[str]:
@@ -137,47 +137,28 @@ class VLLMProvider:
         return await read_tokens(self._http, "/tokenize", body)
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Writes the weights below `weights_dir` and has the server load them (VLLM_SERVER_DEV_MODE=1), also in mid-generation.
-
-        A server that refuses them gets the version before again and goes on with it; only then does the refusal reach the caller.
-        """
-        from tokentrue.providers.transport.weights import write_weights
-
-        if self._weights_dir is None:
-            raise ConfigError(f"publishing to {self.name} needs weights_dir=, a directory that the server sees")
-        before = self._published
-        keep = () if before is None else (before.directory,)
-        root = self._weights_dir / self._http.place
-        self._written = await asyncio.to_thread(write_weights, list(weights), root, version=version, keep=keep)
-        await self.load(self._written)
+        """Writes the weights below `weights_dir` and has the server load them (VLLM_SERVER_DEV_MODE=1), also in mid-generation."""
+        await self._publisher.publish(weights, version=version)
 
     async def rejoin(self) -> None:
         """Loads the weights that were written last: for a server that was away when they were published."""
-        if self._written is not None:
-            await self.load(self._written)
+        await self._publisher.rejoin()
 
-    async def load(self, written: WrittenWeights) -> None:
-        """Loads weights that are on disk already. While the server holds none or half of them it stays paused."""
-        before = self._published
+    async def pause_for_weights(self) -> None:
         await self._post("/pause?mode=keep")
-        try:
-            await self._reload(written)
-        except EngineError as error:
-            if before is None:
-                raise EngineRejected(f"vllm did not take version {written.version} and is left paused; restart it: {error}") from error
-            await self._reload(before)
-            await self._post("/resume")
-            raise EngineRejected(f"vllm did not take version {written.version} and keeps version {before.version}: {error}") from error
-        await self._post("/resume")
-        self._published, self.version = written, written.version
 
-    async def _reload(self, written: WrittenWeights) -> None:
+    async def load_from_disk(self, written: WrittenWeights) -> None:
         """Reload, recompute every cached key and value, stamp the version. Each answer is required."""
         await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}})
         answer = orjson.loads(await self._http.read("POST", "/reset_prefix_cache?reset_running_requests=true", {}, retry=False) or b"{}")
         if not answer.get("success", False):
             raise EngineRejected("vllm did not clear its prefix cache, which holds keys and values of the old weights")
         await self._post("/update_weight_version", {"new_version": str(written.version)})
+        self._loaded = written.version
+
+    async def resume_with_weights(self) -> None:
+        await self._post("/resume")
+        self.version = self._loaded
 
     async def interrupt(self, *, within_s: float = 30.0) -> int:
         """Aborts every generation of ours at the engine; each returns what it has. Without the token route they go on."""
