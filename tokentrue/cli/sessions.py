@@ -79,21 +79,11 @@ class JournalSource:
         return [{**self._summary(record.id), "group": record.group, "state": record.state, "created": record.created} for record in records]
 
     def read_session(self, session_id: str) -> dict[str, Any]:
+        from tokentrue.sessions.description import describe_node
         from tokentrue.sessions.store import load_tree
 
         record, tree = load_tree(self._journal, session_id)
-        nodes = [
-            {
-                "id": node.id,
-                "parent": node.parent,
-                "why": node.why,
-                "outcome": node.outcome,
-                "projection": node.projection,
-                "prompt_tokens": node.prompt_length,
-                "sampled_tokens": len(node.sampled_ids),
-            }
-            for node in tree.in_order()
-        ]
+        nodes = [describe_node(node) for node in tree.in_order()]
         told = {"group": record.group, "state": record.state, "metadata": dict(record.metadata), "nodes": nodes}
         return {**self._summary(session_id), **told}
 

@@ -15,7 +15,7 @@ import orjson
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.samples import sample_from_json
 from tokentrue.viewer.from_samples import view_from_samples
-from tokentrue.viewer.records import SessionSummary, SessionView, SourceKind, count_forks
+from tokentrue.viewer.records import SessionSummary, SessionView, SourceKind, count_forks, view_node
 
 BUDGET_S = 1.0
 TIMEOUT_S = 60.0
@@ -71,11 +71,7 @@ class GatewaySource:
         samples = [sample_from_json(item, f"session {session_id}") for item in self._get(f"/sessions/{name}/samples")["samples"]]
         summary, metadata = _summary_from_json(shown), dict(shown["metadata"])
         reasons = {item["node"]: item["why"] for item in shown["coverage"]["untrained"]}
-        nodes = tuple(
-            {**node, "policy_versions": [version for _, _, version in node["policy_versions"]], "untrained": reasons.get(node["id"])}
-            | {"malformed_calls": [attempt["status"] for attempt in node["attempts"]]}
-            for node in shown["nodes"]
-        )
+        nodes = tuple(view_node(node, reasons) for node in shown["nodes"])
         branches = view_from_samples(samples).branches if samples else ()
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         if rewards:

@@ -10,13 +10,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tokentrue.samples import Assembly, assemble
 from tokentrue.sessions import Journal, Node, SessionRecord, Tree
+from tokentrue.sessions.description import describe_node
 from tokentrue.sessions.store import load_tree
 from tokentrue.types import Coverage, Sample
-from tokentrue.viewer.records import Branch, SessionSummary, SessionView, SourceKind, TurnMessages, count_forks
+from tokentrue.viewer.records import Branch, SessionSummary, SessionView, SourceKind, TurnMessages, count_forks, view_node
 
 BUDGET_S: Mapping[SourceKind, float] = {"store": 0.5, "gateway": 0.1}  # a gateway has other work to do
 
@@ -81,7 +81,7 @@ def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
             leaf = _leaf(sample)
             if leaf not in trained_leaves:
                 branches.append(_branch(tree, _untrained(sample, tree, reasons), reasons.get(leaf, "trained_elsewhere")))
-    nodes = tuple(_node(node, reasons) for node in tree.in_order())
+    nodes = tuple(view_node(describe_node(node), reasons) for node in tree.in_order())
     metadata = {**record.metadata, **record.rewards.metadata}
     return SessionView(summary=_summarise(record, tree, made), nodes=nodes, branches=tuple(branches), metadata=metadata)
 
@@ -130,26 +130,6 @@ def _entropies(node: Node) -> Sequence[float | None]:
     if not tops:
         return [None] * len(node.sampled_ids)
     return [-sum(math.exp(value) * value for value in top.values()) if len(top) > 1 else None for top in tops]
-
-
-def _node(node: Node, reasons: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "id": node.id,
-        "parent": node.parent,
-        "origin": node.origin,
-        "why": node.why,
-        "detail": node.detail,
-        "projection": node.projection,
-        "dialect": node.dialect,
-        "outcome": node.outcome,
-        "finish": node.finish.value,
-        "given_tokens": len(node.given_ids),
-        "sampled_tokens": len(node.sampled_ids),
-        "policy_versions": [span.version for span in node.versions],
-        "malformed_calls": [attempt.status.value for attempt in node.attempts],
-        "untrained": reasons.get(node.id),
-        "created": node.created,
-    }
 
 
 def _summarise(record: SessionRecord, tree: Tree, made: Assembly) -> SessionSummary:

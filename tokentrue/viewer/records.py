@@ -93,11 +93,6 @@ class TokenSpelling(Protocol):
     def piece(self, token_id: int) -> bytes: ...
 
 
-class TokenCodec(Protocol):
-    @property
-    def spelling(self) -> TokenSpelling: ...
-
-
 class ViewRenderer(Protocol):
     """What the viewer needs of `tokentrue.renderers.Renderer`."""
 
@@ -123,3 +118,13 @@ def count_forks(parents: Mapping[str, str | None]) -> int:
     for parent in parents.values():
         children[parent] = children.get(parent, 0) + 1
     return sum(count - 1 for count in children.values())
+
+
+def view_node(described: Mapping[str, Any], reasons: Mapping[str, str]) -> dict[str, Any]:
+    """A node of `describe_node`, as the page reads it. `reasons` says by node id why its tokens are not trained."""
+    return {
+        **described,
+        "policy_versions": [version for _, _, version in described["policy_versions"]],
+        "malformed_calls": [attempt["status"] for attempt in described["attempts"]],
+        "untrained": reasons.get(described["id"]),
+    }
