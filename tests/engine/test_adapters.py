@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.world import VOCABULARY, build, clone_of, engine_of, nudged
 from tokentrue.engine import ExactEngine
-from tokentrue.engine.request import Phase, Request
+from tokentrue.engine.scheduling.request import Phase, Request
 from tokentrue.errors import EngineError, EngineRejected, ExactnessError
 from tokentrue.numerics import exact, same_bits, score
 from tokentrue.types import Sampling

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokentrue.engine.blocks import BlockPool, block_hash
-from tokentrue.engine.request import Phase, Request, Sampled, spans_of
 from tokentrue.engine.sample import GOLDEN, MASK, child_seed, gumbel, mix, stream_key
-from tokentrue.engine.schedule import Limits, Scheduler
+from tokentrue.engine.scheduling.blocks import BlockPool, block_hash
+from tokentrue.engine.scheduling.request import Phase, Request, Sampled, spans_of
+from tokentrue.engine.scheduling.schedule import Limits, Scheduler
 from tokentrue.numerics import filter_logits, logprobs_of, ops_for, scale_logits
 from tokentrue.types import Sampling, VersionSpan
 

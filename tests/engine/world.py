@@ -12,9 +12,9 @@ import torch
 from tokentrue.engine import ExactEngine, Limits
 from tokentrue.engine.core import Chaos
 from tokentrue.engine.proof import compare
-from tokentrue.engine.request import Phase, Request
+from tokentrue.engine.scheduling.request import Phase, Request
 from tokentrue.numerics import Ops, exact, filter_logits, logits_of, same_bits, scale_logits, score
-from tokentrue.numerics.patch import STATE
+from tokentrue.numerics.patching.patch import STATE
 from tokentrue.types import Finish, Sampling
 
 VOCABULARY = 211

@@ -34,7 +34,7 @@ def test_random_schedule_has_the_trainers_bits() -> None:
 def test_replayed_prefills_have_the_trainers_bits() -> None:
     """Prompts around every captured size, alone and a few together; their first tokens come from a replayed step."""
     from tokentrue.bench import engine_gpu
-    from tokentrue.engine.prefills import SIZES
+    from tokentrue.engine.scheduling.prefills import SIZES
 
     groups = [(2,), (63,), (64,), (65,), (129,), (500,), (512,), (513,), (1000,), (1024,), (3, 100, 20), (60,) * 8, (120, 2, 300, 90)]
     model = model_of("Qwen3")

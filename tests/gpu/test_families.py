@@ -67,9 +67,9 @@ def test_float16_has_the_trainers_bits() -> None:
 
 def test_adapters_have_the_bits_of_the_adapted_model() -> None:
     from tokentrue.bench import engine_gpu
-    from tokentrue.engine.adapters import attached
+    from tokentrue.engine.model.adapters import attached
     from tokentrue.numerics import exact, score
-    from tokentrue.numerics.patch import STATE
+    from tokentrue.numerics.patching.patch import STATE
 
     model = model_of("qwen3")
     generator = torch.Generator().manual_seed(3)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.engine.world import VOCABULARY, build
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import exact, head, logits_of, logprobs_of, same_bits, score, score_with_entropy
-from tokentrue.numerics.patch import STATE
+from tokentrue.numerics.patching.patch import STATE
 
 
 def ids_of(batch: int, length: int) -> Tensor:

@@ -32,7 +32,7 @@ from tokentrue.engine import ExactEngine
 from tokentrue.engine import engine as engine_module
 from tokentrue.engine.core import Chaos
 from tokentrue.engine.proof import compare
-from tokentrue.engine.schedule import Limits
+from tokentrue.engine.scheduling.schedule import Limits
 from tokentrue.numerics import exact, score
 from tokentrue.numerics.triton import InexactOps
 from tokentrue.types import Completion, Sampling

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from tokentrue.engine.adapters import Adapter, check_shapes, linear_modules, shapes_by_dtype
-from tokentrue.engine.blocks import BlockPool
-from tokentrue.engine.bursts import Bursts
-from tokentrue.engine.decoder import Decoder
-from tokentrue.engine.forward import Forward
 from tokentrue.engine.metrics import Meter
-from tokentrue.engine.request import Phase, Request, Routes, Sampled
+from tokentrue.engine.model.adapters import Adapter, check_shapes, linear_modules, shapes_by_dtype
+from tokentrue.engine.model.decoder import Decoder
+from tokentrue.engine.model.forward import Forward
+from tokentrue.engine.model.states import StatePool
+from tokentrue.engine.model.weights import Weights, load_weights
 from tokentrue.engine.sample import not_finite, sample
-from tokentrue.engine.schedule import Limits, Scheduler, Work
-from tokentrue.engine.states import StatePool
-from tokentrue.engine.weights import Weights, load_weights
+from tokentrue.engine.scheduling.blocks import BlockPool
+from tokentrue.engine.scheduling.bursts import Bursts
+from tokentrue.engine.scheduling.request import Phase, Request, Routes, Sampled
+from tokentrue.engine.scheduling.schedule import Limits, Scheduler, Work
 from tokentrue.errors import EngineError
 from tokentrue.numerics import Contract, Ops, logprobs_of
 from tokentrue.numerics.delta import GatedDelta
 from tokentrue.types import Finish
 
 if TYPE_CHECKING:
-    from tokentrue.engine.prefills import PrefillGraphs
+    from tokentrue.engine.scheduling.prefills import PrefillGraphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +316,6 @@ def bursts_of(core: Core) -> Bursts | None:
 def prefills_of(core: Core) -> PrefillGraphs | None:
     if core.forward.device.type != "cuda" or core.forward.states is not None:
         return None
-    from tokentrue.engine.prefills import PrefillGraphs
+    from tokentrue.engine.scheduling.prefills import PrefillGraphs
 
     return PrefillGraphs(core.forward, width=-(-core.capacity // core.pool.block_size))

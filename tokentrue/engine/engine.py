@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokentrue.engine.adapters import AdapterSource, read_adapter
 from tokentrue.engine.core import Chaos, Core
-from tokentrue.engine.decoder import read_decoder
+from tokentrue.engine.model.adapters import AdapterSource, read_adapter
+from tokentrue.engine.model.decoder import read_decoder
+from tokentrue.engine.model.sizing import blocks_for
+from tokentrue.engine.model.weights import Weights, load_model
 from tokentrue.engine.proof import prove, prove_adapter
-from tokentrue.engine.request import Request
 from tokentrue.engine.sample import child_seed
-from tokentrue.engine.schedule import Limits
-from tokentrue.engine.sizing import blocks_for
-from tokentrue.engine.weights import Weights, load_model
+from tokentrue.engine.scheduling.request import Request
+from tokentrue.engine.scheduling.schedule import Limits
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, SamplingError
 from tokentrue.numerics import Contract, Ops, exact
-from tokentrue.numerics.patch import STATE
-from tokentrue.numerics.replacements import is_experts
+from tokentrue.numerics.patching.patch import STATE
+from tokentrue.numerics.patching.replacements import is_experts
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

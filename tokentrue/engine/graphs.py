@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokentrue.engine.forward import Forward, table_of
-from tokentrue.engine.request import Request
+from tokentrue.engine.model.forward import Forward, table_of
 from tokentrue.engine.sample import GOLDEN, MASK, mix, signed
+from tokentrue.engine.scheduling.request import Request
 from tokentrue.numerics import PagedBatch
 
 if TYPE_CHECKING:
-    from tokentrue.numerics.triton.sampling import Rows
+    from tokentrue.numerics.triton.kernels.sampling import Rows
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MOST_STEPS = 16
@@ -61,7 +61,7 @@ class DecodeGraphs:
     """Captured decode steps of one Forward. `width` is the most blocks a sequence can have."""
 
     def __init__(self, forward: Forward, *, width: int) -> None:
-        from tokentrue.numerics.triton.sampling import Rows, advance
+        from tokentrue.numerics.triton.kernels.sampling import Rows, advance
 
         self.forward = forward
         self.width = width

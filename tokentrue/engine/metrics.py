@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokentrue.engine.request import Request
-    from tokentrue.engine.schedule import Scheduler, Work
+    from tokentrue.engine.scheduling.request import Request
+    from tokentrue.engine.scheduling.schedule import Scheduler, Work
 
 WINDOW_S = 10.0
 

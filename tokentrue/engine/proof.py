@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokentrue.engine.adapters import Adapter, attached
-from tokentrue.engine.request import Request
-from tokentrue.engine.schedule import Work
+from tokentrue.engine.model.adapters import Adapter, attached
+from tokentrue.engine.scheduling.request import Request
+from tokentrue.engine.scheduling.schedule import Work
 from tokentrue.engine.trace import Difference, engine_trace, first_difference, model_trace
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import logits_of, same_bits

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tokentrue.engine.request import Request, Sampled
+from tokentrue.engine.scheduling.request import Request, Sampled
 from tokentrue.numerics import Ops, filter_logits, scale_logits
 
 MASK = (1 << 64) - 1

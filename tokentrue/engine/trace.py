@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tokentrue.engine.decoder import LAYOUTS, MIXERS, ROLES
+from tokentrue.engine.model.decoder import LAYOUTS, MIXERS, ROLES
 from tokentrue.numerics import logits_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokentrue.engine.request import Request, Sampled
 from tokentrue.engine.sample import sample
+from tokentrue.engine.scheduling.request import Request, Sampled
 from tokentrue.numerics import logits_of
 from tokentrue.types import Sampling
 

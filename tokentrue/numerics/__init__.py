@@ -6,7 +6,7 @@ from tokentrue.numerics.fingerprint import Contract
 from tokentrue.numerics.gradient import deterministic_grad
 from tokentrue.numerics.logprob import filter_logits, logprobs_of, scale_logits
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, LowRank, NormForm, Ops, Packed, PagedBatch
-from tokentrue.numerics.patch import SWITCHES, exact
+from tokentrue.numerics.patching.patch import SWITCHES, exact
 from tokentrue.numerics.score import logits_of, score, score_with_entropy
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch import nn
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import Ops
-from tokentrue.numerics.replacements import is_experts, is_router
+from tokentrue.numerics.patching.replacements import is_experts, is_router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tokentrue.numerics.patch import exact
+from tokentrue.numerics.patching.patch import exact
 from tokentrue.numerics.score import score
 
 SequenceLoss = Callable[[int, Tensor], Tensor]

@@ -14,7 +14,7 @@ from tokentrue.errors import ExactnessError, InputError
 from tokentrue.numerics.bits import same_bits
 from tokentrue.numerics.head import HeadSettings, score_tokens
 from tokentrue.numerics.ops import Packed
-from tokentrue.numerics.patch import STATE, State, exact
+from tokentrue.numerics.patching.patch import STATE, State, exact
 
 
 def score(model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokentrue.numerics.triton.activation import activate, branch_of
+from tokentrue.numerics.triton.kernels.activation import activate, branch_of
 from tokentrue.numerics.triton.launch import ALIGNMENT_BYTES, cdiv, launch, let_next_start, wait_for_inputs
 from tokentrue.numerics.triton.tiles import NARROW, Tile, tile_at
 

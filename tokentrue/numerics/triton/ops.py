@@ -13,17 +13,17 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-import tokentrue.numerics.triton.activation as activation
-import tokentrue.numerics.triton.attention as attention
-import tokentrue.numerics.triton.attention_grad as attention_grad
-import tokentrue.numerics.triton.delta as delta
-import tokentrue.numerics.triton.experts as experts
-import tokentrue.numerics.triton.logsoftmax as logsoftmax
-import tokentrue.numerics.triton.matmul as matmul
-import tokentrue.numerics.triton.norm as norm
-import tokentrue.numerics.triton.norm_matmul as norm_matmul
-import tokentrue.numerics.triton.rope as rope
-import tokentrue.numerics.triton.routing as routing
+import tokentrue.numerics.triton.kernels.activation as activation
+import tokentrue.numerics.triton.kernels.attention as attention
+import tokentrue.numerics.triton.kernels.attention_grad as attention_grad
+import tokentrue.numerics.triton.kernels.delta as delta
+import tokentrue.numerics.triton.kernels.experts as experts
+import tokentrue.numerics.triton.kernels.logsoftmax as logsoftmax
+import tokentrue.numerics.triton.kernels.matmul as matmul
+import tokentrue.numerics.triton.kernels.norm as norm
+import tokentrue.numerics.triton.kernels.norm_matmul as norm_matmul
+import tokentrue.numerics.triton.kernels.rope as rope
+import tokentrue.numerics.triton.kernels.routing as routing
 import tokentrue.numerics.triton.selftest as selftest
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Norm, NormForm, Ops, Packed, PagedBatch
 from tokentrue.numerics.scan import differentiable_scan

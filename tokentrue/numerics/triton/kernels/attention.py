@@ -19,8 +19,8 @@ import triton.language as tl
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import AttentionSpec
+from tokentrue.numerics.triton.kernels.matmul import precision_of
 from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
-from tokentrue.numerics.triton.matmul import precision_of
 
 LOG2E = 1.4426950408889634
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 import tokentrue.numerics.triton.hopper as hopper
-from tokentrue.numerics.triton.activation import activate, branch_of
+from tokentrue.numerics.triton.kernels.activation import activate, branch_of
 from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, wait_for_inputs
 from tokentrue.numerics.triton.tiles import Tile, tile_at, tile_for
 

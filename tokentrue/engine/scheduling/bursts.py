@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokentrue.engine.forward import Forward
 from tokentrue.engine.graphs import BUCKETS, MOST_STEPS, DecodeGraphs, Pending
-from tokentrue.engine.request import Phase, Request
-from tokentrue.engine.schedule import Scheduler, Work
+from tokentrue.engine.model.forward import Forward
+from tokentrue.engine.scheduling.request import Phase, Request
+from tokentrue.engine.scheduling.schedule import Scheduler, Work
 
 STEPS = 8
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import HeadNorm
+from tokentrue.numerics.triton.kernels.norm import scaled, warps_for
 from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
-from tokentrue.numerics.triton.norm import scaled, warps_for
 
 
 @triton.jit

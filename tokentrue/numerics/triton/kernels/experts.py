@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tokentrue.numerics.triton.activation import activate, activation_grad, branch_of
+from tokentrue.numerics.triton.kernels.activation import activate, activation_grad, branch_of
+from tokentrue.numerics.triton.kernels.matmul import precision_of
 from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
-from tokentrue.numerics.triton.matmul import precision_of
 from tokentrue.numerics.triton.tiles import Tile
 
 

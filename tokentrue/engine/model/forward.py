@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokentrue.engine.adapters import AdaptedRows, Adapter
-from tokentrue.engine.decoder import Attention, Decoder, Dense, Layer, Norm
-from tokentrue.engine.schedule import Work
-from tokentrue.engine.states import StatePool
+from tokentrue.engine.model.adapters import AdaptedRows, Adapter
+from tokentrue.engine.model.decoder import Attention, Decoder, Dense, Layer, Norm
+from tokentrue.engine.model.states import StatePool
+from tokentrue.engine.scheduling.schedule import Work
 from tokentrue.numerics import Ops, PagedBatch
 from tokentrue.numerics.delta import GatedDelta
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import AttentionSpec, HeadNorm, NormForm, Ops
 from tokentrue.numerics.delta import GatedDelta
-from tokentrue.numerics.replacements import activation_kind, norm_kind
+from tokentrue.numerics.patching.replacements import activation_kind, norm_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

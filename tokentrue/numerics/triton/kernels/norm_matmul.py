@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import NormForm
-from tokentrue.numerics.triton.activation import activate, branch_of
+from tokentrue.numerics.triton.kernels.activation import activate, branch_of
+from tokentrue.numerics.triton.kernels.matmul import precision_of
+from tokentrue.numerics.triton.kernels.norm import reciprocal_rms, scaled, warps_for
 from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
-from tokentrue.numerics.triton.matmul import precision_of
-from tokentrue.numerics.triton.norm import reciprocal_rms, scaled, warps_for
 from tokentrue.numerics.triton.tiles import VOCABULARY
 
 WIDE, DEEP, STAGES = 32, 256, 4

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from tokentrue.numerics.triton.kernels.logsoftmax import row_stats
 from tokentrue.numerics.triton.launch import cdiv, launch, let_next_start, power_of_two, wait_for_inputs
-from tokentrue.numerics.triton.logsoftmax import row_stats
 
 CHUNK = 1024
 SLACK, SLACK_OF_SCORE = 1e-3, 1e-6

@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from tokentrue.engine.decoder import Attention, Decoder
-from tokentrue.engine.schedule import Limits
+from tokentrue.engine.model.decoder import Attention, Decoder
+from tokentrue.engine.scheduling.schedule import Limits
 from tokentrue.numerics import Ops
 
 CPU_SHARE, GPU_SHARE = 0.25, 0.85

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tokentrue.engine.decoder import Decoder, Dense
+from tokentrue.engine.model.decoder import Decoder, Dense
 from tokentrue.errors import EngineError, ExactnessError, FileFormatError
 from tokentrue.numerics import LowRank, Ops
 from tokentrue.numerics.functions import unguarded

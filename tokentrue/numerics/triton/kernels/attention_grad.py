@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import AttentionSpec, Packed
-from tokentrue.numerics.triton.attention import LOG2E, Tiles, attend, dense_heads, dense_keys, scores, tiles_of
+from tokentrue.numerics.triton.kernels.attention import LOG2E, Tiles, attend, dense_heads, dense_keys, scores, tiles_of
+from tokentrue.numerics.triton.kernels.matmul import precision_of
 from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
-from tokentrue.numerics.triton.matmul import precision_of
 
 
 @triton.jit

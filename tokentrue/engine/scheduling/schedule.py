@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tokentrue.engine.blocks import BlockPool, block_hash
-from tokentrue.engine.request import Phase, Request
-from tokentrue.engine.states import StatePool
+from tokentrue.engine.model.states import StatePool
+from tokentrue.engine.scheduling.blocks import BlockPool, block_hash
+from tokentrue.engine.scheduling.request import Phase, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

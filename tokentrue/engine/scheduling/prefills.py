@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokentrue.engine.forward import Forward, paged_batch
 from tokentrue.engine.graphs import capture_graph
-from tokentrue.engine.schedule import Work
+from tokentrue.engine.model.forward import Forward, paged_batch
+from tokentrue.engine.scheduling.schedule import Work
 from tokentrue.numerics import PagedBatch
-from tokentrue.numerics.triton.attention import Tiles, tile_starts
+from tokentrue.numerics.triton.kernels.attention import Tiles, tile_starts
 
 SIZES = (64, 128, 256, 512, 1024)
 MOST_SEQUENCES = 8

@@ -19,9 +19,9 @@ from tokentrue.numerics.delta import delta_forward, is_gated_delta
 from tokentrue.numerics.devices import ops_for
 from tokentrue.numerics.fingerprint import Contract, contract_of
 from tokentrue.numerics.functions import guarded, unguarded
-from tokentrue.numerics.hf_attention import attach_attention
 from tokentrue.numerics.ops import Ops
-from tokentrue.numerics.replacements import CONTAINERS, HARMLESS, Replacement, is_router, own_parameters, replacement_of
+from tokentrue.numerics.patching.hf_attention import attach_attention
+from tokentrue.numerics.patching.replacements import CONTAINERS, HARMLESS, Replacement, is_router, own_parameters, replacement_of
 
 SWITCHES = ("linear", "rms_norm", "activation", "rotary", "router", "experts", "functions", "linear_attention", "attention")
 STATE = "_tokentrue_exact"

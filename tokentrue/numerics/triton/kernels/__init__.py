@@ -1,0 +1,1 @@
+"""The Triton kernels, one operation per file; `tokentrue.numerics.triton.ops` calls them."""
