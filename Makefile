@@ -53,6 +53,10 @@ test-gpu: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/codespell
+	$(BIN)/python scripts/check_prose.py
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench_render

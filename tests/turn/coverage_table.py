@@ -315,7 +315,7 @@ BEHAVIOURS: dict[str, Callable[[], Awaitable[Any]]] = {
     "retries the first turn": lambda: retried(0),
     "sends every request twice, in flight": twice_in_flight,
     "runs five requests on one prefix at once": parallel,
-    "asks for n = 4 and goes on with one": best_of_n,
+    "asks for n = 4 and continues one": best_of_n,
     "runs sub-agents in the session": sub_agents,
     "compacts its history to a summary": compaction,
     "writes a reminder into an old message": reminders,

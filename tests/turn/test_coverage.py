@@ -20,7 +20,7 @@ EXPECTED = {
     "retries the first turn": (2100, 2000, 1, {"retried": 100}),
     "sends every request twice, in flight": (2000, 2000, 1, {}),
     "runs five requests on one prefix at once": (2000, 2000, 5, {}),
-    "asks for n = 4 and goes on with one": (8000, 2300, 4, {"not_chosen": 5700}),
+    "asks for n = 4 and continues one": (8000, 2300, 4, {"not_chosen": 5700}),
     "runs sub-agents in the session": (2000, 2000, 5, {}),
     "compacts its history to a summary": (2000, 2000, 2, {}),
     "writes a reminder into an old message": (2000, 2000, 2, {}),
@@ -54,5 +54,5 @@ async def test_row(name: str, tmp_path: Path) -> None:
 async def test_the_page_shows_what_is_measured() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert "| " + " | ".join(COLUMNS) + " |" in page
-    for name in ("drops the reasoning", "asks for n = 4 and goes on with one", "changes its tools"):
+    for name in ("drops the reasoning", "asks for n = 4 and continues one", "changes its tools"):
         assert "| " + " | ".join((await row(name)).cells) + " |" in page

@@ -1,4 +1,4 @@
-"""tokentrue demo: the whole loop on one desk. Serve → agent over HTTP, streaming → samples → GRPO steps → report.
+"""tokentrue demo: the whole loop on one machine. Serve → agent over HTTP, streaming → samples → GRPO steps → report.
 
 Nothing is staged: the gateway is the one that `tokentrue serve` runs, the agent holds the real OpenAI client, the engine is the exact
 one, and the numbers that are printed are those that the run measured.

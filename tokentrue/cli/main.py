@@ -18,7 +18,7 @@ COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`; the modu
     "view": "the viewer in a browser: sessions, tokens, what would have broken, mismatch plots; --export writes one file",
     "doctor": "probe an engine against a model directory and name what is wrong with it: cause, cure, confidence",
     "bench": "measure ratios in one run on this machine: render, samples, gateway, engine, mismatch",
-    "demo": "the whole loop on one desk: agent over HTTP, exact engine, GRPO, report; under three minutes on two cores",
+    "demo": "the whole loop on one machine: agent over HTTP, exact engine, GRPO, report; under three minutes on two cores",
     "rollout": "an environment's tasks through a gateway, in groups, scored, written as samples",
     "train": "the reference trainer, one process or under torchrun (FSDP2)",
     "lab": "experiments that show where mismatch hurts, and what cures it: list, run NAME",
