@@ -18,7 +18,7 @@ import pytest
 
 from tests import parts
 from tokentrue.bench import Report
-from tokentrue.cli.bench import show
+from tokentrue.cli.run.bench import show
 
 PEER = "renderers==0.1.12"
 

@@ -177,7 +177,7 @@ def test_only_renderers_encode_or_decode(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["tokentrue", "tokentrue.gateway", "tokentrue.turn", "tokentrue.samples", "tokentrue.cli.main", "tokentrue.app.train_run"],
+    ["tokentrue", "tokentrue.gateway", "tokentrue.turn", "tokentrue.samples", "tokentrue.cli.main", "tokentrue.app.training.settings"],
 )
 def test_starts_without_torch(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules)"

@@ -27,15 +27,15 @@ from tokentrue.errors import ConfigError, InputError, SessionConflict
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import Client
-from tokentrue.sessions.commits import AskedTurn, nodes_from_drafts, replies_from_record, reply_from_node, rows_from_nodes
-from tokentrue.sessions.generation import Choice, Draft, generate_all
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord
 from tokentrue.sessions.limits import Limits
 from tokentrue.sessions.matching.matcher import Conversation, Matcher
-from tokentrue.sessions.prompts import build_prompt
-from tokentrue.sessions.requests import PinnedSampling, format_identity, identify_request, is_same_request, settle_sampling
-from tokentrue.sessions.serving import split_message
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, as_replayed, run_to_completion
+from tokentrue.sessions.stages.commits import AskedTurn, nodes_from_drafts, replies_from_record, reply_from_node, rows_from_nodes
+from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
+from tokentrue.sessions.stages.prompts import build_prompt
+from tokentrue.sessions.stages.requests import PinnedSampling, format_identity, identify_request, is_same_request, settle_sampling
+from tokentrue.sessions.stages.serving import split_message
 from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import AttemptKey, Node, Outcome, Tree
 from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest

@@ -17,7 +17,7 @@ import pytest
 from outside_reasons import reason
 
 from tokentrue.errors import TokenTrueError
-from tokentrue.renderers.families.harmony import corrected
+from tokentrue.renderers.families.token_calls.harmony import corrected
 from tokentrue.renderers.load import renderer_of
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.types import Extension

@@ -18,7 +18,7 @@ import tokentrue as tt
 from tests import carriers, parts
 from tests.contract import dialects as d
 from tests.contract.dialects import Dialect, Harmony, Inkling
-from tokentrue.renderers.families.harmony import corrected
+from tokentrue.renderers.families.token_calls.harmony import corrected
 from tokentrue.renderers.load import renderer_of
 
 CHATML = "<|im_end|>"

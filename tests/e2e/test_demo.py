@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tokentrue.cli.demo import DemoResult, run
 from tokentrue.cli.report import shown_sessions
+from tokentrue.cli.run.demo import DemoResult, run
 from tokentrue.samples import audit, read_samples
 
 pytestmark = pytest.mark.timeout(280)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tokentrue.app.rollout_run import RolloutRun, planned
+from tokentrue.app.rollout.settings import RolloutRun, planned
 from tokentrue.environments import Rollout, RolloutConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own: unclosed sockets, a future default
@@ -75,7 +75,7 @@ def undisturbed(config: RolloutConfig, out: Path) -> dict[str, list[list[int]]]:
     """The same rollouts in one process, without Ray."""
     import asyncio
 
-    from tokentrue.cli.rollout import play
+    from tokentrue.cli.run.rollout import play
 
     ended: list[Rollout] = []
     asyncio.run(play(RolloutRun(rollout=config, out=out, store="memory"), planned(config), ended.append))

@@ -369,7 +369,7 @@ def a_path_around_the_record(patch: Patch) -> None:
 
 
 def streams_are_generated_twice(patch: Patch) -> None:
-    from tokentrue.gateway.meter import Metered
+    from tokentrue.gateway.metrics.meter import Metered
 
     stream = Metered.stream
 
@@ -387,7 +387,7 @@ def text_is_encoded_as_engines_do(patch: Patch) -> None:
 
 
 def partial_turns_are_dropped(patch: Patch) -> None:
-    patch.setattr("tokentrue.sessions.generation._Received.completion", lambda self, prompt_tokens: None)
+    patch.setattr("tokentrue.sessions.stages.generation._Received.completion", lambda self, prompt_tokens: None)
 
 
 def nobody_watches_the_client(patch: Patch) -> None:
@@ -411,7 +411,7 @@ def one_big_chunk(patch: Patch) -> None:
 
 
 def logprobs_with_four_decimals(patch: Patch) -> None:
-    from tokentrue.gateway.meter import Metered
+    from tokentrue.gateway.metrics.meter import Metered
 
     generate = Metered.generate
 
@@ -427,7 +427,7 @@ def pauses_hold_nothing(patch: Patch) -> None:
 
 
 def versions_are_forgotten(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.meter.Metered._stamp", lambda self, completion, seen: completion)
+    patch.setattr("tokentrue.gateway.metrics.meter.Metered._stamp", lambda self, completion, seen: completion)
 
 
 def messages_are_cached_by_length(patch: Patch) -> None:

@@ -104,7 +104,7 @@ async def test_retold_samples_carry_the_engines_own_log_probabilities() -> None:
     """Nothing is invented for ids that nobody sampled: the engine is asked for them, and the trainer's operators give the same bits."""
     from transformers import AutoModelForCausalLM
 
-    from tokentrue.app.rollouts import LocalSessions, RolloutRounds
+    from tokentrue.app.rollout.rollouts import LocalSessions, RolloutRounds
     from tokentrue.lab.arms import provider_for, rollout_config
     from tokentrue.numerics import score
     from tokentrue.renderers import load_renderer

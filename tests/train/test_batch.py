@@ -9,7 +9,7 @@ import torch
 
 from tests.train.rows import sample_of
 from tokentrue.errors import TokenContractError
-from tokentrue.train.batch import row_of, session_advantages
+from tokentrue.train.data.batch import row_of, session_advantages
 from tokentrue.types import Sample
 
 

@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.train.rows import groups_for, small_model
 from tests.train.test_loop import Engine, from_json, to_json
-from tokentrue.app.rollouts import RolloutRounds
+from tokentrue.app.rollout.rollouts import RolloutRounds
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
 from tokentrue.errors import EngineError, FileFormatError, TokenContractError, TrainingError
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import found, load, save
+from tokentrue.train.checks.evaluating import Evaluator, pass_at_k
+from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import EvaluationConfig
-from tokentrue.train.evaluating import Evaluator, pass_at_k
-from tokentrue.train.probing import Probe
 from tokentrue.types import Completion, Finish
 
 

@@ -17,7 +17,7 @@ from tokentrue.errors import FileFormatError
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, SourceRounds, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import found
-from tokentrue.train.rounds import Groups
+from tokentrue.train.data.rounds import Groups
 from tokentrue.types import Certificate, Sample, Span
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from tests.train import test_batch, test_loop, test_trainer
 from tests.train.rows import small_model
 from tokentrue.errors import ExactnessError
-from tokentrue.train import checkpoint, exactness, loop, trainer
-from tokentrue.train.batch import Row, row_of
-from tokentrue.train.exactness import Agreement, ulps
+from tokentrue.train import checkpoint, loop, trainer
+from tokentrue.train.checks import exactness
+from tokentrue.train.checks.exactness import Agreement, ulps
+from tokentrue.train.data.batch import Row, row_of
 from tokentrue.train.trainer import Trainer
 
 CAUGHT = (AssertionError, ExactnessError, pytest.fail.Exception)
@@ -139,7 +140,7 @@ def test_samples_that_carry_a_stale_version(monkeypatch: pytest.MonkeyPatch) -> 
         row = row_of(sample, group, temperature)
         return replace(row, versions=torch.where(row.sampled, row.versions - 1, row.versions))
 
-    from tokentrue.train import batch
+    from tokentrue.train.data import batch
 
     monkeypatch.setattr(batch, "row_of", stale)
     caught(lambda: test_loop.test_round_j_is_played_by_version_j_minus_lag(0))

@@ -18,7 +18,7 @@ import torch
 from tests.train.rows import groups_for, sample_of, small_model
 from tokentrue.mismatch import LOSSES, PRESETS, Correction, LossConfig, Normalise, Penalty, Reject, Weights, loss_named, policy_loss
 from tokentrue.train import OptimConfig, PlainScorer, Ranks, TrainConfig, Trainer
-from tokentrue.train.batch import rows_of, session_advantages
+from tokentrue.train.data.batch import rows_of, session_advantages
 from tokentrue.types import Sample
 
 KEPT = Correction(reject=(Reject(estimator="k3", aggregate="seq_mean", upper=0.0565),), loss_counts="kept")

@@ -164,7 +164,7 @@ def test_whatever_is_acknowledged_comes_back_bit_for_bit(completion: Completion,
 
 def test_attempts_with_arguments_beyond_json_are_kept_as_text() -> None:
     """A model may write 1e400 into a call that is malformed in another way: the turn is recorded all the same."""
-    from tokentrue.sessions.commits import _storable
+    from tokentrue.sessions.stages.commits import _storable
     from tokentrue.types import Status
 
     attempt = Attempt(status=Status.UNKNOWN_TOOL, raw='{"a": 1e400}', start=0, end=3, name="f", arguments={"a": float("inf")})

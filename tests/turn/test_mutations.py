@@ -17,11 +17,12 @@ from tests.sessions import test_bit_rot
 from tests.turn import test_matching, test_promise, test_turn
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
-from tokentrue.sessions import commits, generation, prompts, singleflight
+from tokentrue.sessions import singleflight
 from tokentrue.sessions import tree as trees
 from tokentrue.sessions.journal import Journal, records
 from tokentrue.sessions.journal import journal as claims
 from tokentrue.sessions.matching import candidates, matcher, memo
+from tokentrue.sessions.stages import commits, generation, prompts
 
 assembling, auditing = (import_module(f"tokentrue.samples.{name}") for name in ("assemble", "audit"))  # functions hide the modules
 Patch = Callable[[pytest.MonkeyPatch], None]

@@ -421,7 +421,7 @@ async def test_messages_that_json_cannot_hold_are_refused_before_anything_is_gen
 @pytest.mark.parametrize("stops", [("abc", "b"), ("bc", "abc"), ("c x", "abc"), ("b",)])
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
 async def test_overlapping_stop_strings_cut_a_stream_where_they_cut_the_record(stops: tuple[str, ...], size: int) -> None:
-    from tokentrue.sessions.serving import StreamedMessage, find_stop
+    from tokentrue.sessions.stages.serving import StreamedMessage, find_stop
     from tokentrue.types import Delta
 
     text = "xxabcabc xyz"

@@ -24,7 +24,7 @@ from tokentrue.errors import (
 )
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.sessions import Journal, Limits
-from tokentrue.sessions.prompts import Prompt, build_prompt
+from tokentrue.sessions.stages.prompts import Prompt, build_prompt
 from tokentrue.types import Completion, Finish, RoutedExperts, TurnEvent, TurnRequest
 
 

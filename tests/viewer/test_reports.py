@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tokentrue.app.train_run import TrainRun
-from tokentrue.cli.lab_report import curves, mean_of, write_lab_report
-from tokentrue.cli.train_report import write_training_report
+from tokentrue.app.training.settings import TrainRun
+from tokentrue.cli.run.lab_report import curves, mean_of, write_lab_report
+from tokentrue.cli.run.train_report import write_training_report
 
 
 def answers_of(page: Path) -> Any:

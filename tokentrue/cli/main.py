@@ -8,7 +8,7 @@ from importlib import import_module
 from tokentrue.cli.extras import extra_with
 from tokentrue.errors import TokenTrueError
 
-COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`; the module is tokentrue.cli.NAME, its function `command`
+COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`
     "serve": "the gateway: OpenAI Chat Completions, OpenAI Responses, Anthropic Messages; every token recorded",
     "verify": "prove or refute, in id space, that a model's chat template can be extended",
     "samples": "export training samples of a journal or a running gateway: jsonl, parquet, safetensors, verl, trl, slime, prime-rl, tinker",
@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`; the modu
     "train": "the reference trainer, one process or under torchrun (FSDP2)",
     "lab": "experiments that show where mismatch hurts, and what cures it: list, run NAME",
 }
+INSPECT = {"verify", "samples", "sessions", "audit", "diagnose", "view", "doctor"}  # in cli/inspect; the others are in cli/run
 
 
 def usage() -> str:
@@ -53,7 +54,7 @@ def run(name: str, rest: list[str]) -> int:
     import typer
 
     try:
-        module = import_module(f"tokentrue.cli.{name}")
+        module = import_module(f"tokentrue.cli.{'inspect' if name in INSPECT else 'run'}.{name}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         app.command(name)(module.command)
         result = app(rest, prog_name=f"tokentrue {name}", standalone_mode=False)

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokentrue.app.rollout_run import RolloutRun
+from tokentrue.app.rollout.settings import RolloutRun
 from tokentrue.app.wiring import ServeConfig, ServerConfig
 from tokentrue.environments import Plan, Rollout
 from tokentrue.errors import ConfigError, EngineError

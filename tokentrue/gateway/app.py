@@ -17,7 +17,7 @@ from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send, problem_hea
 from tokentrue.gateway.auth import Claim
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Seal
-from tokentrue.gateway.meter import Metered
+from tokentrue.gateway.metrics.meter import Metered
 from tokentrue.gateway.problems import Refused, problem_from
 from tokentrue.gateway.services import RendererFor, Services, build_services
 from tokentrue.gateway.sessions import ignores_tools

@@ -11,8 +11,8 @@ from tokentrue.gateway.admission import AdmissionGate
 from tokentrue.gateway.asgi import BodyBudget
 from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.config import GatewayConfig
-from tokentrue.gateway.meter import Metered
-from tokentrue.gateway.metrics import Metrics
+from tokentrue.gateway.metrics.meter import Metered
+from tokentrue.gateway.metrics.registry import Metrics
 from tokentrue.gateway.sessions import SessionRegistry
 from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.protocols import EngineControl, Renderer

@@ -19,7 +19,7 @@ from tokentrue.errors import EngineTimeout, SessionNotFound
 from tokentrue.gateway.asgi import RawHeaders, Receive, Scope, Send, read_body, send_json
 from tokentrue.gateway.auth import Claim, invalid_key
 from tokentrue.gateway.dialects import Anthropic, Dialect, RequestHead
-from tokentrue.gateway.meter import CLOCK
+from tokentrue.gateway.metrics.meter import CLOCK
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.gateway.streaming import EventStream, cancel_on_disconnect

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from tokentrue.app.rollouts import LocalSessions, RolloutRounds, evaluate
+from tokentrue.app.rollout.rollouts import LocalSessions, RolloutRounds, evaluate
 from tokentrue.environments import SMALL_MODEL, RolloutConfig, Sessions
 from tokentrue.errors import ConfigError
 from tokentrue.lab.retelling import Retelling, RetoldRounds, TranscribedSessions
@@ -192,7 +192,7 @@ def trainer_for(arm: Arm, scale: Scale) -> Trainer:
         exact=arm.exact,
         micro_tokens=4096 if scale.device == "cpu" else 8192,
     )
-    from tokentrue.train.scoring import ExactScorer, PlainScorer
+    from tokentrue.train.update.scoring import ExactScorer, PlainScorer
 
     scorer = ExactScorer() if arm.scorer == "exact" else PlainScorer()
     optim = OptimConfig(lr=scale.lr * arm.lr_factor)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tokentrue.app.rollouts import LocalSessions, RolloutRounds
+from tokentrue.app.rollout.rollouts import LocalSessions, RolloutRounds
 from tokentrue.lab.arms import Arm, Scale, loss_of, provider_for, rollout_config, trainer_for
 from tokentrue.lab.sources import SourceSink
 from tokentrue.lab.study import save, spread

@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokentrue.train.config import Baseline, OptimConfig, TrainConfig, config_hash
+    from tokentrue.train.data.rounds import Groups, Rounds, SourceRounds
     from tokentrue.train.loop import Publisher, Store, train
     from tokentrue.train.ranks import Ranks, join, leave, shard
     from tokentrue.train.reporting import StepReport
-    from tokentrue.train.rounds import Groups, Rounds, SourceRounds
-    from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer
     from tokentrue.train.trainer import Trainer
+    from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer
     from tokentrue.train.writer import MetricsWriter
 
 _HOME = {
     "Baseline": "tokentrue.train.config",
-    "ExactScorer": "tokentrue.train.scoring",
-    "Groups": "tokentrue.train.rounds",
+    "ExactScorer": "tokentrue.train.update.scoring",
+    "Groups": "tokentrue.train.data.rounds",
     "MetricsWriter": "tokentrue.train.writer",
     "OptimConfig": "tokentrue.train.config",
-    "PlainScorer": "tokentrue.train.scoring",
+    "PlainScorer": "tokentrue.train.update.scoring",
     "Publisher": "tokentrue.train.loop",
     "Ranks": "tokentrue.train.ranks",
-    "Rounds": "tokentrue.train.rounds",
-    "Scorer": "tokentrue.train.scoring",
-    "SourceRounds": "tokentrue.train.rounds",
+    "Rounds": "tokentrue.train.data.rounds",
+    "Scorer": "tokentrue.train.update.scoring",
+    "SourceRounds": "tokentrue.train.data.rounds",
     "StepReport": "tokentrue.train.reporting",
     "Store": "tokentrue.train.loop",
     "TrainConfig": "tokentrue.train.config",

@@ -17,11 +17,11 @@ from typing import Any
 from tokentrue.errors import TrainingError
 from tokentrue.protocols import WeightSink
 from tokentrue.train import checkpoint
+from tokentrue.train.checks.evaluating import Evaluator
+from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import TrainConfig
-from tokentrue.train.evaluating import Evaluator
-from tokentrue.train.probing import Probe
+from tokentrue.train.data.rounds import CountingRounds, Groups, Rounds
 from tokentrue.train.reporting import StepReport
-from tokentrue.train.rounds import CountingRounds, Groups, Rounds
 from tokentrue.train.trainer import Trainer
 from tokentrue.types import Sample
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tokentrue.train.batch import Row
-from tokentrue.train.exactness import Agreement
+from tokentrue.train.checks.exactness import Agreement
+from tokentrue.train.data.batch import Row
 
 MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
     "delta_abs_mean": "delta/abs_mean",

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, ExactnessError, TokenContractError, TrainingError
 from tokentrue.mismatch import LossConfig, Metrics, diagnose, policy_loss
-from tokentrue.train.batch import Row, rows_of, session_advantages
+from tokentrue.train.checks.exactness import Agreement, agreement, require_exact
 from tokentrue.train.config import OptimConfig, TrainConfig, learning_rate
-from tokentrue.train.correcting import MinibatchCorrection, correct_minibatch, in_one_call, per_token
-from tokentrue.train.exactness import Agreement, agreement, require_exact
-from tokentrue.train.planning import Minibatch, Packing, plan_minibatches, shuffled
-from tokentrue.train.precision import LossScale, MasterWeights
+from tokentrue.train.data.batch import Row, rows_of, session_advantages
+from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches, shuffled
 from tokentrue.train.ranks import Ranks, whole, whole_weights
 from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics
-from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer, Scores
+from tokentrue.train.update.correcting import MinibatchCorrection, correct_minibatch, in_one_call, per_token
+from tokentrue.train.update.precision import LossScale, MasterWeights
+from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer, Scores
 from tokentrue.types import Sample
 
 NO_ROW = torch.zeros(2, dtype=torch.int64)  # stands in where a rank has no row for a forward pass that all ranks must join

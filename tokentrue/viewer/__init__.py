@@ -3,11 +3,11 @@
 from tokentrue.viewer.app import create_app
 from tokentrue.viewer.data import ViewerData
 from tokentrue.viewer.export import write_export
-from tokentrue.viewer.from_gateway import GatewaySource
-from tokentrue.viewer.from_samples import ChosenSessions, FileSource, SampleList
-from tokentrue.viewer.from_store import StoreSource
 from tokentrue.viewer.report import Chart, Report, ReportTable, write_report
-from tokentrue.viewer.trainer_file import TrainerColumns, read_trainer_file
+from tokentrue.viewer.sources.gateway import GatewaySource
+from tokentrue.viewer.sources.samples import ChosenSessions, FileSource, SampleList
+from tokentrue.viewer.sources.store import StoreSource
+from tokentrue.viewer.sources.trainer_file import TrainerColumns, read_trainer_file
 
 __all__ = [
     "Chart",

@@ -23,7 +23,7 @@ from tokentrue.viewer.blocks import cut_blocks, read_turns
 from tokentrue.viewer.breaks import breaks_to_json
 from tokentrue.viewer.plots import compare_tokens, plots_to_json
 from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer, own_metadata
-from tokentrue.viewer.trainer_file import TrainerColumns
+from tokentrue.viewer.sources.trainer_file import TrainerColumns
 
 FORMAT = 1
 PAGE = 500

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from tokentrue.viewer.data import ViewerData
 from tokentrue.viewer.export import MOST_TOKENS, write_export
-from tokentrue.viewer.from_samples import SampleList
 from tokentrue.viewer.records import RecordSource, ViewRenderer
-from tokentrue.viewer.trainer_file import TrainerColumns
+from tokentrue.viewer.sources.samples import SampleList
+from tokentrue.viewer.sources.trainer_file import TrainerColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ import tokentrue as tt
 from tests import parts
 from tests.renderers.parsing.test_parsing import TOOLS, add_up, as_streamed
 from tokentrue.renderers.families import Clues, Family
-from tokentrue.renderers.families import llama as llama_family
-from tokentrue.renderers.families import mistral as mistral_family
-from tokentrue.renderers.families import qwen3_coder as coder_family
+from tokentrue.renderers.families.json_calls import llama as llama_family
+from tokentrue.renderers.families.json_calls import mistral as mistral_family
+from tokentrue.renderers.families.xml_calls import qwen3_coder as coder_family
 from tokentrue.renderers.parsing.grammar import compile_grammar
 from tokentrue.renderers.parsing.parser import Parser
 from tokentrue.types import Delta, Status

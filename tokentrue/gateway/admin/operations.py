@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tokentrue.errors import EngineError, InputError
 from tokentrue.gateway.admin.bodies import Pause, Version, decode_admin
 from tokentrue.gateway.admin.routing import is_forwarded, json_response, request_body
-from tokentrue.gateway.metrics import CONTENT_TYPE, build_page, engine_families
+from tokentrue.gateway.metrics.registry import CONTENT_TYPE, build_page, engine_families
 from tokentrue.gateway.problems import Refused
 from tokentrue.gateway.services import Services
 

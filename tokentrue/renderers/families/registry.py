@@ -6,23 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.renderers.families import (
-    deepseek,
-    gemma,
-    generic,
-    glm,
-    harmony,
-    hermes,
-    inkling,
-    k2v3,
-    kimi,
-    llama,
-    minimax,
-    mistral,
-    qwen3,
-    qwen3_coder,
-)
+from tokentrue.renderers.families import gemma, generic
 from tokentrue.renderers.families.base import Clues, Family, Recognise
+from tokentrue.renderers.families.json_calls import hermes, inkling, k2v3, llama, mistral, qwen3
+from tokentrue.renderers.families.token_calls import deepseek, harmony, kimi
+from tokentrue.renderers.families.xml_calls import glm, minimax, qwen3_coder
 
 FAMILIES: tuple[Recognise, ...] = (
     harmony.recognise,

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields, replace
 from tokentrue.errors import EngineContractError, MessageError, TokenContractError
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.certificate import next_link
-from tokentrue.sessions.generation import Draft
 from tokentrue.sessions.journal.rows import Row, node_from_row, row_from_node
 from tokentrue.sessions.plain_json import freeze
-from tokentrue.sessions.prompts import Prompt
+from tokentrue.sessions.stages.generation import Draft
+from tokentrue.sessions.stages.prompts import Prompt
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Attempt, Completion, Parsed, Reply, Sampling, Status, Tools, TurnRequest
 

@@ -64,7 +64,7 @@ def run(name: str, quick: bool, changes: dict[str, Any], only: str | None, out: 
             advance(f"{result['arm']}, seed {result['seed']}: {note}"[:90])
 
         table = run_experiment(name, scale, quick=quick, out=out, only=only, on_result=heard)
-    from tokentrue.cli.lab_report import write_lab_report
+    from tokentrue.cli.run.lab_report import write_lab_report
 
     page = write_lab_report(out, name, table)
     if as_json:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import ExactnessError
-from tokentrue.train.batch import Row
+from tokentrue.train.data.batch import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

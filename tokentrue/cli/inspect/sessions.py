@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokentrue.cli.samples import count_of
+from tokentrue.cli.inspect.samples import count_of
 from tokentrue.errors import ConfigError, FileFormatError
 
 ACTIONS = ("list", "show", "delete")

@@ -45,7 +45,7 @@ def command(
 
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say: Any) -> DemoResult:
     from tokentrue.app.embedded import embedded_gateway
-    from tokentrue.app.rollouts import RolloutRounds
+    from tokentrue.app.rollout.rollouts import RolloutRounds
     from tokentrue.app.wiring import ServeConfig, ServerConfig, renderer_for
     from tokentrue.cli.progress import Costs, progress_bar
     from tokentrue.environments import SMALL_MODEL, RolloutConfig
@@ -114,7 +114,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
 
 async def judged(rollout: RolloutConfig, sessions: Sessions, when: str, heldout: int, *, quiet: bool) -> float:
     """Mean reward over the fixed held-out tasks, with a bar: it takes a few seconds."""
-    from tokentrue.app.rollouts import evaluate
+    from tokentrue.app.rollout.rollouts import evaluate
     from tokentrue.cli.progress import progress_bar
 
     with progress_bar(f"judging {when}", heldout, quiet=quiet) as advance:

@@ -14,8 +14,8 @@ import orjson
 
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.samples import sample_from_json
-from tokentrue.viewer.from_samples import view_from_samples
 from tokentrue.viewer.records import SessionSummary, SessionView, SourceKind, count_forks, view_node
+from tokentrue.viewer.sources.samples import view_from_samples
 
 BUDGET_S = 1.0
 TIMEOUT_S = 60.0

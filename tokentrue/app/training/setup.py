@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.app.embedded import Embedded, embedded_gateway
-from tokentrue.app.rollouts import RolloutRounds
-from tokentrue.app.sample_files import FileSource, vocabulary_of
-from tokentrue.app.train_run import TrainRun, loss_for
+from tokentrue.app.rollout.rollouts import RolloutRounds
+from tokentrue.app.training.sample_files import FileSource, vocabulary_of
+from tokentrue.app.training.settings import TrainRun, loss_for
 from tokentrue.app.wiring import REMOTE, EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments import RolloutConfig, load_environment, plan_groups, run_groups
 from tokentrue.environments.http import GatewaySessions
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig
-    from tokentrue.train.evaluating import Evaluator
-    from tokentrue.train.probing import Probe
+    from tokentrue.train.checks.evaluating import Evaluator
+    from tokentrue.train.checks.probing import Probe
 
 
 def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
@@ -119,7 +119,7 @@ async def source_for(settings: TrainRun, ranks: Any, file: FileSource | None) ->
 
 def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Evaluator | None:
     """Held-out tasks through the run's own gateway."""
-    from tokentrue.train.evaluating import Evaluator
+    from tokentrue.train.checks.evaluating import Evaluator
 
     wanted = settings.evaluation
     if not wanted.every:
@@ -149,7 +149,7 @@ def engine_for(settings: TrainRun) -> EngineConfig:
 
 def probe_for(settings: TrainRun, pool: Any) -> Probe | None:
     """Remote engines are probed after every publication; the exact engine is compared in every token of every step."""
-    from tokentrue.train.probing import Probe
+    from tokentrue.train.checks.probing import Probe
 
     if settings.engine.name not in REMOTE:
         return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 if TYPE_CHECKING:
-    from tokentrue.app.train_run import TrainRun
+    from tokentrue.app.training.settings import TrainRun
     from tokentrue.viewer import Chart, Report
     from tokentrue.viewer.records import RecordSource
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokentrue.app.configuration import as_mapping, read
-from tokentrue.app.train_run import TrainRun
+from tokentrue.app.training.settings import TrainRun
 
 if TYPE_CHECKING:
     from tokentrue.cli.progress import Costs
@@ -47,9 +47,9 @@ def command(
 
 
 async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: bool = False) -> list[Any]:
-    from tokentrue.app.training import file_for, source_for, store_for, trainer_for
+    from tokentrue.app.training.setup import file_for, source_for, store_for, trainer_for
     from tokentrue.cli.progress import Costs, progress_bar
-    from tokentrue.cli.train_report import write_training_report
+    from tokentrue.cli.run.train_report import write_training_report
     from tokentrue.train import train
 
     file = file_for(settings, trust=trust)

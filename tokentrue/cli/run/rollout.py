@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 from tokentrue.app.configuration import read
-from tokentrue.app.rollout_files import Recorder, finished, lines_of
-from tokentrue.app.rollout_run import RolloutRun, planned, remember
+from tokentrue.app.rollout.files import Recorder, finished, lines_of
+from tokentrue.app.rollout.settings import RolloutRun, planned, remember
 from tokentrue.environments import Plan, Rollout, load_environment, run_plans
 from tokentrue.errors import ConfigError
 
@@ -54,7 +54,7 @@ def command(
 
 
 async def play(settings: RolloutRun, plans: list[Plan], heard: Heard) -> None:
-    from tokentrue.app.rollouts import open_sessions
+    from tokentrue.app.rollout.rollouts import open_sessions
 
     config = settings.rollout
     environment = load_environment(config.environment, config.options)

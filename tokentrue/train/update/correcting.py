@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tokentrue.mismatch import Corrected, Correction, LossConfig, Metrics, correct
-from tokentrue.train.batch import Row
-from tokentrue.train.planning import Minibatch
+from tokentrue.train.data.batch import Row
+from tokentrue.train.data.planning import Minibatch
 from tokentrue.train.ranks import Ranks
 
 

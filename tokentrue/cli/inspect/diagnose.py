@@ -75,7 +75,7 @@ def command(
     if left_out:
         facts["left out"] = f"{left_out} samples without trained tokens or without the trainer's log-probabilities"
     if output is not None:
-        from tokentrue.cli.diagnose_report import write_diagnosis
+        from tokentrue.cli.inspect.diagnose_report import write_diagnosis
 
         compared = [(row.sample, row.columns) for row in rows]
         renderer = None if tokenizer is None else _renderer(tokenizer)
@@ -91,7 +91,7 @@ def command(
 def _load(
     samples: Path, trainer: str | None, logprobs: Path | None, *, plain: bool, dtype: str, device: str, quiet: bool
 ) -> tuple[list[Row], int]:
-    from tokentrue.app.sample_files import require_samples_of
+    from tokentrue.app.training.sample_files import require_samples_of
     from tokentrue.samples import read_samples
 
     found = list(read_samples(samples))

@@ -10,8 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokentrue.train.batch import Row
-from tokentrue.train.packing import pack, share, split_even
+from tokentrue.train.data.batch import Row
+from tokentrue.train.data.packing import pack, share, split_even
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

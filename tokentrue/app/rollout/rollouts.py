@@ -30,7 +30,7 @@ from tokentrue.turn import Session
 from tokentrue.types import Sample
 
 if TYPE_CHECKING:
-    from tokentrue.app.rollout_run import RolloutRun
+    from tokentrue.app.rollout.settings import RolloutRun
 
 
 @contextlib.asynccontextmanager

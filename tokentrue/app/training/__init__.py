@@ -1,0 +1,1 @@
+"""A training run: its settings, its source of samples, and how it is set up."""

@@ -1,0 +1,1 @@
+"""What the gateway measures, and the Prometheus page that shows it."""

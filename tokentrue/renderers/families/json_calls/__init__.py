@@ -1,0 +1,1 @@
+"""Families whose calls are JSON in the text."""

@@ -1,0 +1,1 @@
+"""Families whose calls stand between special tokens."""

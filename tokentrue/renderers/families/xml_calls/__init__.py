@@ -1,0 +1,1 @@
+"""Families whose calls are tags with one tag per argument."""

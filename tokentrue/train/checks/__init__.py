@@ -1,0 +1,1 @@
+"""What is checked between updates: exactness, the engines' weights, held-out reward."""
