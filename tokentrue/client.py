@@ -115,6 +115,7 @@ class _SessionRequests:
         self.api_key: str = made["api_key"]
         self.base_url: str = made["base_url"]
         self.anthropic_base_url: str = self.base_url.removesuffix("/v1")
+        self.google_base_url: str = self.anthropic_base_url
         self._sdks: list[Any] = []  # closed with the session
 
     def _reward(self, reward: float, leaf: str | None, metadata: Mapping[str, Any] | None) -> _Request:

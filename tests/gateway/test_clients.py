@@ -143,6 +143,47 @@ def _anthropic_turn(client: Any, settings: dict[str, Any], streamed: bool) -> An
         return stream.get_final_message()
 
 
+GOOGLE_TOOLS = [
+    {"name": t["function"]["name"], "description": t["function"]["description"], "parameters_json_schema": t["function"]["parameters"]}
+    for t in TOOLS
+]
+
+
+@STREAMED
+@pytest.mark.parametrize("thoughts", [False, True], ids=["thoughts-hidden", "thoughts-shown"])
+def test_google(server: Server, streamed: bool, thoughts: bool) -> None:
+    """`client.chats` keeps every chunk as a content of its own; results go back without ids."""
+    from google import genai
+    from google.genai import types
+
+    session = server.session()
+    client = genai.Client(api_key=session.api_key, http_options=types.HttpOptions(base_url=session.google_base_url))
+    assert (client.models.count_tokens(model="m", contents=QUESTION).total_tokens or 0) > 5
+    config = types.GenerateContentConfig(
+        system_instruction=SYSTEM,
+        tools=[types.Tool(function_declarations=[types.FunctionDeclaration(**tool) for tool in GOOGLE_TOOLS])],
+        automatic_function_calling=types.AutomaticFunctionCallingConfig(disable=True),
+        thinking_config=types.ThinkingConfig(include_thoughts=thoughts),
+    )
+    chat = client.chats.create(model="m", config=config)
+    said: Any = QUESTION
+    turns = shown = 0
+    while True:
+        turns += 1
+        chunks = list(chat.send_message_stream(said)) if streamed else [chat.send_message(said)]
+        parts = [part for chunk in chunks for part in chunk.candidates[0].content.parts]
+        shown += any(part.thought for part in parts)
+        calls = [part.function_call for part in parts if part.function_call]
+        if not calls:
+            break
+        said = [types.Part.from_function_response(name=c.name, response={"output": result_of(c.name, c.args)}) for c in calls]
+    client.close()
+    assert (turns, chunks[-1].candidates[0].finish_reason) == (10, types.FinishReason.STOP)
+    assert "".join(part.text or "" for part in parts if not part.thought) == "Done: it is *4*.\n\n```py\nx = 4\n```"
+    assert (shown > 3) is thoughts
+    check(server, session.session_id)
+
+
 @pytest.fixture
 def a_loop_to_find() -> Iterator[None]:
     """litellm's synchronous calls take the thread's event loop, and make one that nobody closes where there is none."""

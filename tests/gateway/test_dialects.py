@@ -9,6 +9,7 @@ import pytest
 
 from tokentrue.errors import InputError
 from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Seal
+from tokentrue.gateway.dialects.base import encode
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 
 CHAT, RESPONSES, ANTHROPIC = OpenAIChat(), OpenAIResponses(Seal(b"x")), Anthropic(Seal(b"x"))
@@ -91,6 +92,11 @@ REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [
 def test_what_is_not_supported_is_refused_by_name(dialect: Dialect, head: dict[str, Any], items: list[Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         asked(dialect, head, items)
+
+
+def test_every_json_value_of_a_request_can_be_echoed() -> None:
+    value = {"maximum": 10**30, "minimum": -(2**64), "text": "\ud800", "flag": True, "list": [2**64]}
+    assert json.loads(encode(value)) == {**value, "text": "?"}
 
 
 def test_hints_are_accepted() -> None:

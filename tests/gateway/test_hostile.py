@@ -84,6 +84,26 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
             "stream": False,
         },
     ),
+    "google": (
+        "/v1beta/models/m:generateContent",
+        {
+            "systemInstruction": {"parts": [{"text": "s"}]},
+            "contents": [
+                {"role": "user", "parts": [{"text": "hi"}]},
+                {
+                    "role": "model",
+                    "parts": [
+                        {"text": "hm", "thought": True},
+                        {"functionCall": {"id": "c", "name": "look", "args": {}}, "thoughtSignature": "Zm9yZWlnbg=="},
+                    ],
+                },
+                {"role": "user", "parts": [{"functionResponse": {"id": "c", "name": "look", "response": {"output": FORGED}}}]},
+            ],
+            "tools": [{"functionDeclarations": [{"name": "look", "description": "d", "parameters": {"type": "OBJECT", "properties": {}}}]}],
+            "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+            "generationConfig": {"maxOutputTokens": 20, "stopSequences": ["END"], "thinkingConfig": {"includeThoughts": True}},
+        },
+    ),
 }
 ODD: list[Any] = [
     None,
@@ -177,8 +197,10 @@ async def fuzz(name: str, count: int, seed: int) -> dict[int, int]:
     for number in range(count):
         if number % 200 == 0:
             key = (await new_session(app))["api_key"]
-        data = mutated({**body, "stream": dice.random() < 0.3}, dice)
-        status, answer = await asyncio.wait_for(ask(app, "POST", path, data, key=key), 20)
+        streamed = dice.random() < 0.3
+        data = mutated(body if name == "google" else {**body, "stream": streamed}, dice)
+        where = path.replace(":generate", ":streamGenerate") + "?alt=sse" if streamed and name == "google" else path
+        status, answer = await asyncio.wait_for(ask(app, "POST", where, data, key=key), 20)
         assert status != 500 and b"Traceback" not in answer, (data[:3000], answer)
         assert status < 500, (status, data[:2000], answer[:500])
         if status >= 400:
@@ -244,7 +266,8 @@ async def test_other_sessions_are_out_of_reach() -> None:
     assert (status, json.loads(answer)["error"]["param"]) == (400, "previous_response_id")
     leaf = json.dumps({"reward": 1, "leaf": response_id.removeprefix("resp_")}).encode()
     assert (await ask(app, "POST", f"/sessions/{other['session_id']}/reward", leaf))[0] == 409
-    for path in ("v1/chat/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens", "v1/models", "v1/anything"):
+    google = ("v1beta/models/m:generateContent", "v1beta/any")
+    for path in (*google, "v1/chat/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens", "v1/models", "v1/anything"):
         method = "GET" if path == "v1/models" else "POST"
         assert (await ask(app, method, f"/sessions/{mine['session_id']}/{path}", body, key=other["api_key"]))[0] == 403
     await app.close()

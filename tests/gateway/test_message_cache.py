@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokentrue.errors import InputError
-from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Seal
+from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, Seal
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 
 SEAL = Seal(b"x")
@@ -38,6 +38,16 @@ ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {
             st.builds(lambda text: {"type": "custom_tool_call", "call_id": "c", "name": "g", "input": text}, TEXT),
             st.builds(lambda text: {"type": "function_call_output", "call_id": "c", "output": text}, TEXT),
             st.just({"type": "nothing"}),
+        ),
+    ),
+    "google": (
+        Google(SEAL),
+        st.one_of(
+            st.builds(lambda text: {"role": "user", "parts": [{"text": text}]}, TEXT),
+            st.builds(lambda text: {"role": "model", "parts": [{"text": text}, {"functionCall": {"name": "f"}}]}, TEXT),
+            st.builds(lambda text: {"role": "model", "parts": [{"text": text, "thought": True}]}, TEXT),
+            st.builds(lambda text: {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"output": text}}}]}, TEXT),
+            st.just({"role": "nobody"}),
         ),
     ),
     "anthropic": (
@@ -94,9 +104,14 @@ def test_the_same_bytes_are_the_same_object(name: str) -> None:
     first = [b'{"role": "user", "content": "hi"}', b'{"role": "assistant", "content": "ho"}', b'{"role": "user", "content": "hi"}']
     if name == "responses":
         first.insert(1, b'{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}')
+    more = b'{"role": "user", "content": "more"}'
+    if name == "google":
+        hi = b'{"role": "user", "parts": [{"text": "hi"}]}'
+        first = [hi, b'{"role": "model", "parts": [{"text": "ho"}]}', hi]
+        more = b'{"parts": [{"text": "more"}]}'
     before = cache.parse_items(dialect, first)
     kept = copy.deepcopy(before)
-    after = cache.parse_items(dialect, [*first, b'{"role": "user", "content": "more"}'])
+    after = cache.parse_items(dialect, [*first, more])
     assert all(one is other for one, other in zip(before, after, strict=False))
     assert before == kept and len(after) == len(before) + 1
 

@@ -77,6 +77,7 @@ class Made:
     api_key: str
     base_url: str
     anthropic_base_url: str
+    google_base_url: str
 
 
 class Server:

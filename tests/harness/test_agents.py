@@ -223,6 +223,27 @@ def test_pi(folders: tuple[Path, Path, Path]) -> None:
         server.stop()
 
 
+def test_gemini_cli(folders: tuple[Path, Path, Path]) -> None:
+    """It drops thoughts and keeps their signatures: no turn loses its reasoning. Its own top_p and top_k are overridden by the session."""
+    folder, home, work = folders
+    gemini = program("@google/gemini-cli", "gemini")
+    turns = played("run_shell_command", "command", description="a step")
+    server = scripted_server(folder, turns)
+    try:
+        session = server.session(sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0})
+        (home / ".gemini").mkdir()
+        (home / ".gemini" / "settings.json").write_text(json.dumps({"security": {"auth": {"selectedType": "gemini-api-key"}}}))
+        environment = {"GEMINI_API_KEY": session.api_key, "GOOGLE_GEMINI_BASE_URL": session.google_base_url}
+        environment["GEMINI_CLI_TRUST_WORKSPACE"] = "true"
+        done = run([str(gemini), "-m", "m", "--yolo", "-p", TASK], home=home, cwd=work, env=environment)
+        assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+        check_chain(server, session, turns, work)
+        nodes = server.ask("GET", f"/sessions/{session.session_id}")[1]["nodes"]
+        assert not any("reasoning" in node["projection"] for node in nodes)
+    finally:
+        server.stop()
+
+
 @pytest.fixture
 def played_server(folders: tuple[Path, Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[Server, Player]]:
     """An engine that reads its prompt, for harnesses that ask beside the conversation."""

@@ -1,14 +1,17 @@
 """The ASGI application: routes, the one place where errors become answers, and start-up and shutdown.
 
-Invariant: `GENERATES` is the whole list of generating paths, and each of them runs a recorded turn. Any other path is refused.
+Invariant: `GENERATES` and `GOOGLE_STREAMS` are the whole list of generating paths, and each of them runs a recorded turn. Any other path is
+refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.routing import Route, Router
 
@@ -16,7 +19,7 @@ from tokentrue.gateway.admin.routes import admin_routes
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send, problem_headers, send_json
 from tokentrue.gateway.auth import Claim
 from tokentrue.gateway.config import GatewayConfig
-from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Seal
+from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, PathFields, Seal
 from tokentrue.gateway.metrics.meter import Metered
 from tokentrue.gateway.problems import Refused, problem_from
 from tokentrue.gateway.services import RendererFor, Services, build_services
@@ -30,12 +33,18 @@ from tokentrue.sessions.journal import Journal
 
 LOG = logging.getLogger("tokentrue.gateway")
 GENERATES: Mapping[str, str] = {"chat/completions": "openai_chat", "responses": "openai_responses", "messages": "anthropic"}
+# Google generates under models/{model}:{verb}.
+GOOGLE_STREAMS: Mapping[str, bool] = {"generateContent": False, "streamGenerateContent": True}
+GOOGLE_COUNTS = "countTokens"
 COUNTS = "messages/count_tokens"
 LISTS = "models"
+VERSIONS = ("v1", "v1beta")  # of Google's API; every other dialect is under v1 alone
+MODEL_PATH = re.compile(r"(?:/sessions/[^/]+)?/(v1|v1beta)/(.*)", re.DOTALL)
 PURGE_EVERY_S = 3600.0
 EVICT_EVERY_S = 60.0
 UNSIGNED = Seal(b"")  # errors carry no reasoning
-ERROR_DIALECTS: Mapping[str, Dialect] = {d.name: d for d in (OpenAIChat(), OpenAIResponses(UNSIGNED), Anthropic(UNSIGNED))}
+EVERY_DIALECT: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(UNSIGNED), Anthropic(UNSIGNED), Google(UNSIGNED))
+ERROR_DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in EVERY_DIALECT}
 
 
 class Gateway:
@@ -53,7 +62,8 @@ class Gateway:
     ) -> None:
         self.services = build_services(config=config, renderer_for=renderer_for, provider=provider, journal=journal, workers=workers)
         model_requests = ModelRequests(self.services.config, TurnHandler(self.services), self.services)
-        model_routes = [Route(f"{root}/v1/{{operation:path}}", model_requests) for root in ("", "/sessions/{session_id}")]
+        roots = [f"{root}/{version}" for root in ("", "/sessions/{session_id}") for version in VERSIONS]
+        model_routes = [Route(f"{root}/{{operation:path}}", model_requests) for root in roots]
         pages = view_routes(self.services.keys, view) if view is not None else []
         self._router = Router(routes=[*model_routes, *pages, *admin_routes(self.services)], redirect_slashes=False)
         self._background: list[asyncio.Task[None]] = []
@@ -141,14 +151,15 @@ class Gateway:
 
 
 class ModelRequests:
-    """The endpoint of every `/v1/…` path, with or without a session in the URL."""
+    """The endpoint of every `/v1/…` and `/v1beta/…` path, with or without a session in the URL."""
 
     def __init__(self, config: GatewayConfig, turns: TurnHandler, services: Services) -> None:
         self._config, self._turns, self._services = config, turns, services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parameters: Mapping[str, str] = scope["path_params"]
-        claim = self._services.keys.claim(scope["headers"], parameters.get("session_id"))
+        in_url = url_key(scope) if dialect_name(scope["path"]) == "google" else None
+        claim = self._services.keys.claim(scope["headers"], parameters.get("session_id"), in_url)
         workers: WorkerLinks | None = self._services.workers
         if workers is not None and not workers.is_owner(claim.session_id, scope):
             await workers.forward(claim.session_id, scope, receive, send)
@@ -156,15 +167,24 @@ class ModelRequests:
             await self._dispatch(parameters["operation"].rstrip("/"), claim, scope, receive, send)
 
     async def _dispatch(self, operation: str, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
-        if operation not in GENERATES and operation not in (COUNTS, LISTS):
+        model, verb = google_call(operation)
+        in_google = dialect_name(scope["path"]) == "google"
+        known = verb in GOOGLE_STREAMS or verb == GOOGLE_COUNTS if in_google else operation in GENERATES or operation in (COUNTS, LISTS)
+        if not known:
             raise Refused(404, "unknown_path", "no such path; docs/gateway.md lists the routes")
         expected = "GET" if operation == LISTS else "POST"
         if scope["method"] != expected:
             raise Refused(405, "method_not_allowed", f"use {expected}")
-        if operation in GENERATES:
+        if verb in GOOGLE_STREAMS:
+            in_path = PathFields(model=model, stream=GOOGLE_STREAMS[verb])
+            check_streamed_as_events(in_path, scope)
+            await self._turns.serve("google", claim, scope, receive, send, in_path)
+        elif verb == GOOGLE_COUNTS:
+            await self._turns.count_tokens("google", claim, scope, receive, send)
+        elif operation in GENERATES:
             await self._turns.serve(GENERATES[operation], claim, scope, receive, send)
         elif operation == COUNTS:
-            await self._turns.count_tokens(claim, scope, receive, send)
+            await self._turns.count_tokens("anthropic", claim, scope, receive, send)
         else:
             async with self._turns.open(claim):
                 await send_json(send, 200, list_models(self._config.model))
@@ -172,8 +192,28 @@ class ModelRequests:
 
 def dialect_name(path: str) -> str:
     """The dialect in which a path's errors are answered; OpenAI's for every path that is no model request."""
-    operation = path.partition("/v1/")[2].rstrip("/")
+    found = MODEL_PATH.fullmatch(path)
+    version, operation = found.groups() if found else ("", "")
+    operation = operation.rstrip("/")
+    if version == "v1beta" or google_call(operation)[1]:
+        return "google"
     return GENERATES.get(operation, "anthropic" if operation == COUNTS else "openai_chat")
+
+
+def google_call(operation: str) -> tuple[str, str]:
+    """Model and verb of `models/{model}:{verb}`; an empty verb where the path is not of that form."""
+    model, colon, verb = operation.removeprefix("models/").rpartition(":")
+    return (model, verb) if colon and model and operation.startswith("models/") else ("", "")
+
+
+def url_key(scope: Scope) -> str | None:
+    """Google's clients may send their key as `?key=`."""
+    return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"))).get("key") or None
+
+
+def check_streamed_as_events(in_path: PathFields, scope: Scope) -> None:
+    if in_path.stream and ("alt", "sse") not in parse_qsl(scope.get("query_string", b"").decode("latin-1")):
+        raise Refused(400, "not_supported", "streams are server-sent events here; add ?alt=sse", field="alt")
 
 
 def list_models(name: str) -> dict[str, Any]:

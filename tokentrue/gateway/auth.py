@@ -1,6 +1,7 @@
 """Keys. A session's key names the session, so that any worker knows its owner, and ends in a secret of which only the hash is stored.
 
-Nothing else opens anything: no default key, no key in a URL. Comparisons take constant time, and keys are never logged.
+Nothing else opens anything: no default key, and no key in a URL but the `?key=` of Google's protocol. Comparisons take constant time,
+and keys are never logged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tokentrue.gateway.problems import Refused
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 SHORTEST_KEY = 16
+KEY_HEADERS = (b"x-api-key", b"x-goog-api-key")
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -66,11 +68,12 @@ class ApiKeys:
     def is_admin(self, presented: str) -> bool:
         return hmac.compare_digest(presented.encode(), self._admin)
 
-    def claim(self, headers: Headers, named: str | None) -> Claim:
-        """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one that the key names."""
-        presented = presented_key(headers)
+    def claim(self, headers: Headers, named: str | None, in_url: str | None = None) -> Claim:
+        """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one that the key names.
+        `in_url` is a key from the query, where the dialect has one there; a header wins over it."""
+        presented = presented_key(headers) or in_url
         if presented is None:
-            raise Refused(401, "missing_key", "send the session's api_key as Authorization: Bearer or x-api-key")
+            raise Refused(401, "missing_key", "send the session's api_key as Authorization: Bearer, x-api-key or x-goog-api-key")
         if self.is_admin(presented):
             if named is None:
                 raise Refused(400, "no_session", "the admin key names no session; use /sessions/{id}/v1/… or the session's api_key")
@@ -102,6 +105,6 @@ def presented_key(headers: Headers) -> str | None:
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             bearer = value[7:].strip()
-        elif name == b"x-api-key" and value:
+        elif name in KEY_HEADERS and value:
             return value.strip().decode("latin-1")
     return bearer.decode("latin-1") if bearer else None

@@ -19,7 +19,7 @@ from typing import Any, cast
 from tokentrue.errors import LimitExceeded, MessageError, RenderError, SessionConflict, TemplateError
 from tokentrue.gateway.asgi import Scope, header
 from tokentrue.gateway.config import GatewayLimits
-from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, OpenAIChat, OpenAIResponses, RequestHead, Seal
+from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, Google, OpenAIChat, OpenAIResponses, RequestHead, Seal
 from tokentrue.gateway.dialects.base import Json
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 from tokentrue.gateway.problems import Refused
@@ -43,7 +43,7 @@ class SessionHandle:
         self.in_flight = 0
         self.last_used = time.monotonic()
         seal = Seal((session.record.key_hash or session.id).encode())
-        every: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(seal), Anthropic(seal))
+        every: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(seal), Anthropic(seal), Google(seal))
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
         self.cache = MessageCache(limits.message_cache_bytes, budget)
         self._limits = limits

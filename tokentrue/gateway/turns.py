@@ -11,14 +11,15 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import orjson
 
 from tokentrue.errors import EngineTimeout, SessionNotFound
 from tokentrue.gateway.asgi import RawHeaders, Receive, Scope, Send, read_body, send_json
 from tokentrue.gateway.auth import Claim, invalid_key
-from tokentrue.gateway.dialects import Anthropic, Dialect, RequestHead
+from tokentrue.gateway.dialects import CountingDialect, Dialect, PathFields, RequestHead
 from tokentrue.gateway.metrics.meter import CLOCK
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
@@ -55,13 +56,17 @@ class TurnHandler:
             claim.check(handle.session.record.key_hash)
             yield handle
 
-    async def serve(self, name: str, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(
+        self, name: str, claim: Claim, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None = None
+    ) -> None:
         clock = TurnClock(time.perf_counter())
         CLOCK.set(clock)
         async with self.open(claim) as handle:
             dialect = handle.dialects[name]
             handle.check_open()
             head, request = await self._read(dialect, handle, scope, receive)
+            if in_path is not None:
+                head = replace(head, model=in_path.model, stream=in_path.stream)
             with handle.count_in_flight():
                 async with cancel_on_disconnect(receive), self._services.admission.admit(), self._deadline():
                     if head.stream:
@@ -128,15 +133,14 @@ class TurnHandler:
         await stream.finish()
         return replies
 
-    async def count_tokens(self, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
+    async def count_tokens(self, name: str, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.open(claim) as handle:
-            dialect = handle.dialects["anthropic"]
-            assert isinstance(dialect, Anthropic)
+            dialect = cast("CountingDialect", handle.dialects[name])
             with self._services.bodies.reserve() as take:
                 decoded = dialect.decode_count(await read_body(scope, receive, self._services.config.limits.body_bytes, take))
                 messages = [*decoded.head.opening, *handle.parse_messages(dialect, decoded)]
             rendered = await asyncio.to_thread(handle.session.renderer.render, messages, decoded.head.tools)
-            await send_json(send, 200, {"input_tokens": len(rendered.token_ids)})
+            await send_json(send, 200, dialect.build_count(len(rendered.token_ids)))
 
     def _note(self, dialect: Dialect, session_id: str, head: RequestHead, replies: Sequence[Reply], clock: TurnClock) -> None:
         """The metrics and the log line of a committed turn."""

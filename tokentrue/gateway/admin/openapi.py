@@ -22,7 +22,7 @@ def document() -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "tokentrue gateway", "version": __version__, "description": "Token-in, token-out model calls for agents."},
-        "paths": {**_model_paths(), **_session_paths(), **_admin_paths(), **_health_paths()},
+        "paths": {**_model_paths(), **_google_paths(), **_session_paths(), **_admin_paths(), **_health_paths()},
         "components": {
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
             "schemas": {"Error": {"type": "object", "required": ["error"], "properties": {"error": FREE}}},
@@ -107,6 +107,45 @@ MESSAGES: Json = _object(
     "messages",
 )
 COUNT: Json = _object({"model": TEXT, "messages": MESSAGES["properties"]["messages"], "system": TEXT}, "messages")
+CONTENT: Json = {
+    "type": "object",
+    "required": ["role", "parts"],
+    "properties": {
+        "role": {"enum": ["user", "model"]},
+        "parts": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["text"], "properties": {"text": TEXT}}},
+    },
+}
+CONTENTS: Json = {"type": "array", "minItems": 1, "items": CONTENT}
+GENERATION_CONFIG: Json = _object(
+    {
+        "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+        "maxOutputTokens": {"type": "integer", "minimum": 1, "maximum": 1024},
+        "candidateCount": {"type": "integer", "minimum": 1, "maximum": 4},
+        "seed": {"type": "integer", "minimum": 0, "maximum": 2**31},
+        "stopSequences": {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 4},
+        "responseLogprobs": {"type": "boolean"},
+    }
+)
+GENERATE: Json = _object(
+    {"contents": CONTENTS, "systemInstruction": CONTENT, "tools": {"type": "array", "items": FREE}, "generationConfig": GENERATION_CONFIG},
+    "contents",
+)
+MODEL: Json = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]+$"}}
+EVENTS: Json = {"name": "alt", "in": "query", "required": True, "schema": {"enum": ["sse"]}}
+
+
+def _google_paths() -> Json:
+    calls: list[tuple[str, Json, str, tuple[Json, ...]]] = [
+        ("generateContent", GENERATE, "json", ()),
+        ("streamGenerateContent", GENERATE, "either", (EVENTS,)),
+        ("countTokens", _object({"contents": CONTENTS}, "contents"), "json", ()),
+    ]
+    paths: Json = {}
+    for verb, body, media, more in calls:
+        for root, parameters in (("", (MODEL,)), ("/sessions/{session_id}", (SESSION, MODEL))):
+            operation = _operation(f"Google {verb}", body=body, parameters=(*parameters, *more), media=media)
+            paths[f"{root}/v1beta/models/{{model}}:{verb}"] = {"post": operation}
+    return paths
 
 
 def _model_paths() -> Json:

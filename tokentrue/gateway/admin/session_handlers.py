@@ -42,7 +42,8 @@ class SessionHandlers:
         await session.ready()
         self._services.sessions.add(session)
         own = f"{config.base_url or str(request.base_url).rstrip('/')}/sessions/{session_id}"
-        return json_response(201, {"session_id": session_id, "api_key": key, "base_url": f"{own}/v1", "anthropic_base_url": own})
+        made = {"session_id": session_id, "api_key": key, "base_url": f"{own}/v1", "anthropic_base_url": own, "google_base_url": own}
+        return json_response(201, made)
 
     def _new_id(self) -> str:
         """An id that this worker owns, so that the request need not be forwarded."""

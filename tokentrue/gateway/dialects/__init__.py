@@ -1,9 +1,23 @@
 """The wire dialects: foreign JSON in, `RequestHead` and messages out; replies in, that dialect's JSON and events out."""
 
 from tokentrue.gateway.dialects.anthropic import Anthropic
-from tokentrue.gateway.dialects.base import DecodedBody, Dialect, Encoder, Problem, RequestHead
+from tokentrue.gateway.dialects.base import CountingDialect, DecodedBody, Dialect, Encoder, PathFields, Problem, RequestHead
+from tokentrue.gateway.dialects.google import Google
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat
 from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
 from tokentrue.gateway.dialects.seal import Seal
 
-__all__ = ["Anthropic", "DecodedBody", "Dialect", "Encoder", "OpenAIChat", "OpenAIResponses", "Problem", "RequestHead", "Seal"]
+__all__ = [
+    "Anthropic",
+    "CountingDialect",
+    "DecodedBody",
+    "Dialect",
+    "Encoder",
+    "Google",
+    "OpenAIChat",
+    "OpenAIResponses",
+    "PathFields",
+    "Problem",
+    "RequestHead",
+    "Seal",
+]

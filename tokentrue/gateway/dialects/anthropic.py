@@ -99,6 +99,9 @@ class Anthropic:
         head = RequestHead(model=decoded.model, tools=tools, opening=opening_from(decoded.system))
         return DecodedBody(head=head, items=raw_items(decoded.messages, self.items_key))
 
+    def build_count(self, tokens: int) -> Json:
+        return {"input_tokens": tokens}
+
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         fields = object_of(item, path)
         role, content = fields.get("role"), fields.get("content")

@@ -40,6 +40,14 @@ class ContinuedResponse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PathFields:
+    """What a dialect names in the path and not in the body."""
+
+    model: str
+    stream: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHead:
     """A request without its conversation.
 
@@ -119,6 +127,14 @@ class Dialect(Protocol):
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> Encoder: ...
 
     def build_error(self, problem: Problem) -> Json: ...
+
+
+class CountingDialect(Dialect, Protocol):
+    """A dialect that has a request for the number of tokens of a prompt."""
+
+    def decode_count(self, body: bytes) -> DecodedBody: ...
+
+    def build_count(self, tokens: int) -> Json: ...
 
 
 # Foreign JSON, checked.
@@ -210,21 +226,23 @@ def echo(value: Any) -> str:
 
 # Our own JSON, written.
 def encode(value: Any) -> bytes:
-    """JSON bytes; a lone surrogate, which no JSON text can carry, becomes U+FFFD."""
+    """JSON bytes; a lone surrogate, which no JSON text can carry, becomes `?`. Integers keep all their digits."""
     try:
         return orjson.dumps(value)
     except (TypeError, orjson.JSONEncodeError):
-        return orjson.dumps(_replace_surrogates(value))
+        return orjson.dumps(_make_encodable(value))
 
 
-def _replace_surrogates(value: Any) -> Any:
+def _make_encodable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8") if not value.isascii() else value
+    if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**64:
+        return orjson.Fragment(str(value))
     if isinstance(value, Mapping):
         pairs = cast("Mapping[Any, Any]", value)
-        return {str(key): _replace_surrogates(item) for key, item in pairs.items()}
+        return {str(key): _make_encodable(item) for key, item in pairs.items()}
     if isinstance(value, list | tuple):
-        return [_replace_surrogates(item) for item in cast("Sequence[Any]", value)]
+        return [_make_encodable(item) for item in cast("Sequence[Any]", value)]
     return value
 
 

@@ -1,0 +1,191 @@
+"""Google GenerateContent: answers and chunks. The parts of both are built here and nowhere else.
+
+Reasoning is shown as parts with `thought` where the request asked for it (`thinkingConfig.includeThoughts`). The part that follows it
+carries it sealed, as `thoughtSignature`: clients drop thoughts from their history and keep signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, TextOf, arguments_object, encode, is_cut
+from tokentrue.gateway.dialects.google.signatures import sign_reasoning
+from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.types import Delta, Message, Reply, TurnEvent
+
+STATUSES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    413: "INVALID_ARGUMENT",
+    422: "FAILED_PRECONDITION",
+    429: "RESOURCE_EXHAUSTED",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+
+
+class GoogleOptions(msgspec.Struct, frozen=True):
+    logprobs: bool
+    thoughts: bool  # shown, and not only sealed
+
+
+def build_response(head: RequestHead, replies: Sequence[Reply], text_of: TextOf, seal: Seal) -> Json:
+    candidates: list[Json] = []
+    for index, reply in enumerate(replies):
+        end = candidate_end(head, reply, text_of)
+        candidates.append(build_candidate(index, build_parts(reply.message, seal, thoughts=head.options.thoughts), end))
+    return {"candidates": candidates, "usageMetadata": usage_of(replies), **response_base(head, replies[0].node)}
+
+
+def response_base(head: RequestHead, node: str) -> Json:
+    return {"modelVersion": head.model, "responseId": node}
+
+
+def build_candidate(index: int, parts: Sequence[Json], end: Mapping[str, Any]) -> Json:
+    return {"content": {"role": "model", "parts": list(parts)}, "index": index, **end}
+
+
+def build_parts(message: Message, seal: Seal, *, thoughts: bool) -> list[Json]:
+    reasoning: str = message.get("reasoning_content") or ""
+    parts: list[Json] = []
+    if message.get("content"):
+        parts.append({"text": message["content"]})
+    calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
+    parts += [call_part(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    parts = parts or [{"text": ""}]  # SDKs take a content without parts for an error
+    if reasoning:
+        parts[0]["thoughtSignature"] = sign_reasoning(seal, reasoning)
+    return [thought_part(reasoning), *parts] if reasoning and thoughts else parts
+
+
+def thought_part(text: str) -> Json:
+    return {"text": text, "thought": True}
+
+
+def call_part(call_id: str, name: str, arguments: str) -> Json:
+    return {"functionCall": {"id": call_id, "name": name, "args": arguments_object(arguments)}}
+
+
+def candidate_end(head: RequestHead, reply: Reply, text_of: TextOf) -> Json:
+    """The fields of a candidate that are known only when it is complete."""
+    end: Json = {"finishReason": "MAX_TOKENS" if is_cut(reply.completion.finish) else "STOP"}
+    if head.options.logprobs:
+        end |= logprobs_of(reply, text_of)
+    return end
+
+
+def logprobs_of(reply: Reply, text_of: TextOf) -> Json:
+    done = reply.completion
+    chosen = [token_entry(token, value, text_of) for token, value in zip(done.token_ids, done.logprobs, strict=True)]
+    result: Json = {"chosenCandidates": chosen}
+    if done.top_logprobs is not None:
+        ranked = [sorted(top.items(), key=lambda pair: -pair[1]) for top in done.top_logprobs]
+        result["topCandidates"] = [{"candidates": [token_entry(token, value, text_of) for token, value in top]} for top in ranked]
+    mean = {"avgLogprobs": sum(done.logprobs) / len(done.logprobs)} if done.logprobs else {}
+    return {"logprobsResult": result, **mean}
+
+
+def token_entry(token: int, logprob: float, text_of: TextOf) -> Json:
+    return {"token": text_of((token,)), "tokenId": token, "logProbability": logprob}
+
+
+def usage_of(replies: Sequence[Reply]) -> Json:
+    prompt = replies[0].prompt_tokens
+    sampled = sum(len(reply.completion.token_ids) for reply in replies)
+    return {"promptTokenCount": prompt, "candidatesTokenCount": sampled, "totalTokenCount": prompt + sampled}
+
+
+def build_error(problem: Problem) -> Json:
+    """`code` is the HTTP status in this protocol; the gateway's own code and the field are in `details`."""
+    metadata = {"field": problem.field} if problem.field else {}
+    info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": problem.code, "domain": "tokentrue", "metadata": metadata}
+    status = STATUSES.get(problem.status, "INTERNAL" if problem.status >= 500 else "INVALID_ARGUMENT")
+    return {"error": {"code": problem.status, "message": problem.message, "status": status, "details": [info]}}
+
+
+class OpenCandidate:
+    """What of one candidate is not sent yet: reasoning that is not sealed, and a call whose arguments are not complete."""
+
+    def __init__(self) -> None:
+        self.reasoning = ""
+        self.call: int | None = None
+        self.call_id = self.name = self.arguments = ""
+
+
+class GoogleEncoder:
+    """Chunks, each a whole response of its own; the finish reason and the usage come with the last chunk of a candidate.
+
+    A call goes out when it is complete: the protocol has no partial arguments. A keep-alive is an empty line, because Google's SDKs take
+    a comment for JSON; an error is bare JSON, as Google's own server sends it.
+    """
+
+    ping = b"\n"
+
+    def __init__(self, head: RequestHead, text_of: TextOf, seal: Seal) -> None:
+        self._head, self._text_of, self._seal = head, text_of, seal
+        self._open: dict[int, OpenCandidate] = {}
+        self._replies: list[Reply] = []
+        self._node = ""  # of the first candidate
+
+    def feed(self, event: TurnEvent) -> bytes:
+        candidate = self._open.setdefault(event.index, OpenCandidate())
+        self._node = self._node or event.node
+        out = b""
+        if event.delta is not None:
+            parts = self._feed_delta(candidate, event.delta)
+            out += self._chunk(event.index, parts, {}) if parts else b""
+        if event.reply is not None:
+            self._replies.append(event.reply)
+            parts = [*self._close_call(candidate), *self._seal_rest(candidate)] or [{"text": ""}]
+            out += self._chunk(event.index, parts, candidate_end(self._head, event.reply, self._text_of))
+        return out
+
+    def _feed_delta(self, candidate: OpenCandidate, delta: Delta) -> list[Json]:
+        parts: list[Json] = []
+        if candidate.call is not None and delta.call != candidate.call:
+            parts += self._close_call(candidate)
+        if delta.reasoning:
+            candidate.reasoning += delta.reasoning
+            parts += [thought_part(delta.reasoning)] if self._head.options.thoughts else []
+        if delta.content:
+            parts.append(self._sign(candidate, {"text": delta.content}))
+        if delta.call is not None:
+            if candidate.call is None:
+                candidate.call, candidate.call_id, candidate.name = delta.call, delta.call_id or "", delta.name or ""
+            candidate.arguments += delta.arguments
+        return parts
+
+    def _close_call(self, candidate: OpenCandidate) -> list[Json]:
+        if candidate.call is None:
+            return []
+        part = call_part(candidate.call_id, candidate.name, candidate.arguments)
+        candidate.call, candidate.arguments = None, ""
+        return [self._sign(candidate, part)]
+
+    def _sign(self, candidate: OpenCandidate, part: Json) -> Json:
+        """The part that follows reasoning carries it, sealed."""
+        if candidate.reasoning:
+            part["thoughtSignature"], candidate.reasoning = sign_reasoning(self._seal, candidate.reasoning), ""
+        return part
+
+    def _seal_rest(self, candidate: OpenCandidate) -> list[Json]:
+        return [self._sign(candidate, {"text": ""})] if candidate.reasoning else []
+
+    def _chunk(self, index: int, parts: Sequence[Json], end: Mapping[str, Any]) -> bytes:
+        chunk: Json = {"candidates": [build_candidate(index, parts, end)], **response_base(self._head, self._node)}
+        if end:
+            chunk["usageMetadata"] = usage_of(self._replies)
+        return b"data: " + encode(chunk) + b"\n\n"
+
+    def finish(self) -> bytes:
+        return b""
+
+    def error(self, problem: Problem) -> bytes:
+        return encode(build_error(problem)) + b"\n\n"
