@@ -145,7 +145,7 @@ def make_models(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
 # ---- the runs --------------------------------------------------------------------------------------------------------------------------
 def planned(options: argparse.Namespace, steps: int) -> list[Job]:
     from tokentrue.lab.arms import Arm, Scale
-    from tokentrue.lab.registry import chosen, module_of
+    from tokentrue.lab.registry import module_of, select_arms
 
     size = {"groups": 1, "size": 2, "heldout": 2, "steps": 1} if options.tiny else {"steps": steps}
     base = replace(Scale(), model=str(options.models), device=options.device, jobs=1, **size)
@@ -154,7 +154,7 @@ def planned(options: argparse.Namespace, steps: int) -> list[Job]:
     jobs = [Job(experiment=WARM, arms=(arm,), together=False, scale=first, seed=0) for arm in warm]
     for name, only, share in PLAN:
         module = module_of(name)
-        arms = chosen(module, quick=False, only=only)
+        arms = select_arms(module, quick=False, only=only)
         together = hasattr(module, "run_arms")
         scale = replace(base, lr=options.lr * share, seeds=tuple(range(options.seeds)))
         for parts in [tuple(arms)] if together else [(arm,) for arm in arms]:
@@ -168,18 +168,18 @@ def worker(asked: Any, answers: Any, number: int) -> None:
     from transformers.utils import logging
 
     from tokentrue.lab.registry import module_of
-    from tokentrue.lab.study import guarded, guarded_together
+    from tokentrue.lab.study import run_arms_guarded, run_guarded
 
     logging.disable_progress_bar()
     answers.put((number, None, []))
     while (job := asked.get()) is not None:
         if job.together:
             try:
-                results = guarded_together(module_of(job.experiment).run_arms, job.arms, job.scale, job.seed)
+                results = run_arms_guarded(module_of(job.experiment).run_arms, job.arms, job.scale, job.seed)
             except Exception as error:
                 results = [{"arm": job.arms[0].name, "seed": job.seed, "error": repr(error), "rows": []}]
         else:
-            results = [guarded(job.arms[0], job.scale, job.seed)]
+            results = [run_guarded(job.arms[0], job.scale, job.seed)]
         gc.collect()
         empty_cache(job.scale.device)
         answers.put((number, job.experiment, results))

@@ -44,7 +44,7 @@ class TokenIds(Sequence[int]):
         if len(data) % _SIZE:
             raise TokenContractError(f"{len(data)} bytes are not a whole number of token ids ({_SIZE} bytes each)")
         if sys.byteorder == "big":
-            data = _swapped(data)
+            data = _swap_bytes(data)
         return cls._of(_view_of_bytes(data))
 
     @classmethod
@@ -66,7 +66,7 @@ class TokenIds(Sequence[int]):
     def tobytes(self) -> bytes:
         """Little-endian int32."""
         data = self._view.tobytes()
-        return data if sys.byteorder == "little" else _swapped(data)
+        return data if sys.byteorder == "little" else _swap_bytes(data)
 
     def tolist(self) -> list[int]:
         return self._view.tolist()
@@ -173,7 +173,7 @@ def _bytes_of(view: memoryview) -> bytes:
     return whole if isinstance(whole, bytes) and len(whole) == view.nbytes else view.tobytes()
 
 
-def _swapped(data: bytes) -> bytes:
+def _swap_bytes(data: bytes) -> bytes:
     swapped = array("i", data)
     swapped.byteswap()
     return swapped.tobytes()

@@ -30,7 +30,7 @@ from tokentrue.sessions.client import Client
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord
 from tokentrue.sessions.limits import Limits
 from tokentrue.sessions.matching.matcher import Conversation, Matcher
-from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, as_replayed, run_to_completion
+from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
 from tokentrue.sessions.stages.commits import AskedTurn, nodes_from_drafts, replies_from_record, reply_from_node, rows_from_nodes
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
 from tokentrue.sessions.stages.prompts import build_prompt
@@ -163,7 +163,7 @@ class Session:
     async def _wait_joined(self, turn: InFlightTurn, request: TurnRequest) -> tuple[Reply, ...]:
         replies = await turn.wait()
         self.tree.add_key(request.request_key, [reply.node for reply in replies])
-        return as_replayed(replies)
+        return mark_replayed(replies)
 
     def _admit(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
         """The turn that answers this request, and whether it was started for it; or the recorded answer of a retry."""

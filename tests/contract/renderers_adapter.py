@@ -17,7 +17,7 @@ import pytest
 from outside_reasons import reason
 
 from tokentrue.errors import TokenTrueError
-from tokentrue.renderers.families.token_calls.harmony import corrected
+from tokentrue.renderers.families.token_calls.harmony import correct_template
 from tokentrue.renderers.load import renderer_of
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.types import Extension
@@ -99,7 +99,7 @@ class Adapter:
 def _template(tokenizer: Any) -> str:
     """The model's own; gpt-oss's as its own library writes it, which is what the suite compares with."""
     own = tokenizer.chat_template
-    return corrected(own) or own
+    return correct_template(own) or own
 
 
 def _defaults(model: str) -> dict[str, Any]:

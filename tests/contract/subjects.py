@@ -18,7 +18,7 @@ import tokentrue as tt
 from tests import carriers, parts
 from tests.contract import dialects as d
 from tests.contract.dialects import Dialect, Harmony, Inkling
-from tokentrue.renderers.families.token_calls.harmony import corrected
+from tokentrue.renderers.families.token_calls.harmony import correct_template
 from tokentrue.renderers.load import renderer_of
 
 CHATML = "<|im_end|>"
@@ -68,7 +68,7 @@ class Subject:
 def _templates() -> dict[str, str]:
     found = dict(carriers.all_templates())
     if shipped := found.get("trl/gptoss.jinja"):
-        found["ours/gpt-oss"] = corrected(shipped) or ""
+        found["ours/gpt-oss"] = correct_template(shipped) or ""
     return found
 
 

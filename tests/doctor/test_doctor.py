@@ -16,7 +16,7 @@ from tokentrue.cli.main import run
 from tokentrue.doctor import CAUSES, Finding, Reference, Report, Verdict, examine, report_page
 from tokentrue.doctor.examine import FOLLOWS, settle
 from tokentrue.doctor.findings import cannot_tell, fault, ok
-from tokentrue.doctor.fit import explained, grows_with_position, shifted
+from tokentrue.doctor.fit import explained_share, grows_with_position, shift
 from tokentrue.doctor.layers import first_difference
 from tokentrue.errors import EngineUnreachable
 from tokentrue.providers import load
@@ -110,11 +110,11 @@ def test_the_page_escapes_what_an_engine_says() -> None:
 
 def test_explained_shifted_and_growth() -> None:
     difference = torch.tensor([1.0, -2.0, 0.5])
-    assert explained(difference, difference) == 1.0
-    assert explained(difference, torch.zeros(3)) == 0.0
-    places, values = shifted(torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0]), [3, 2], 1)
+    assert explained_share(difference, difference) == 1.0
+    assert explained_share(difference, torch.zeros(3)) == 0.0
+    places, values = shift(torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0]), [3, 2], 1)
     assert (places.tolist(), values.tolist()) == ([0, 1, 3], [2.0, 3.0, 20.0])
-    places, values = shifted(torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0]), [3, 2], -1)
+    places, values = shift(torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0]), [3, 2], -1)
     assert (places.tolist(), values.tolist()) == ([1, 2, 4], [1.0, 2.0, 10.0])
     assert grows_with_position(torch.tensor([1.0, 1.0, 8.0]), torch.tensor([1, 2, 3])) == 8.0
 

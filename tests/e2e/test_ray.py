@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tokentrue.app.rollout.settings import RolloutRun, planned
+from tokentrue.app.rollout.settings import RolloutRun, plan_rollouts
 from tokentrue.environments import Rollout, RolloutConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own: unclosed sockets, a future default
@@ -32,7 +32,7 @@ def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: P
 
     config = RolloutConfig(environment="tests.e2e.slow:SlowCalculator", tasks=4, group_size=3, concurrency=4, timeout_s=200)
     settings = RolloutRun(rollout=config, out=tmp_path)
-    plans = planned(config)
+    plans = plan_rollouts(config)
     fleet = Fleet(settings, gateways=2, workers=2)
     ended: list[Rollout] = []
     victims = ray.get([fleet.workers[0].pid.remote(), fleet.gateways[1].pid.remote()])
@@ -78,5 +78,5 @@ def undisturbed(config: RolloutConfig, out: Path) -> dict[str, list[list[int]]]:
     from tokentrue.cli.run.rollout import play
 
     ended: list[Rollout] = []
-    asyncio.run(play(RolloutRun(rollout=config, out=out, store="memory"), planned(config), ended.append))
+    asyncio.run(play(RolloutRun(rollout=config, out=out, store="memory"), plan_rollouts(config), ended.append))
     return {rollout.plan.key: tokens(rollout) for rollout in ended}

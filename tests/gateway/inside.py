@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.gateway.world import renderer
 from tokentrue.gateway import Gateway, GatewayConfig, GatewayLimits
-from tokentrue.providers.scripted import made_up
+from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling
 
@@ -28,7 +28,7 @@ class Parrot:
 
     def _completion(self, prompt_ids: Ids, sampling: Sampling) -> Completion:
         ids = self.ids[: sampling.max_tokens]
-        logprobs = tuple(made_up(index, token) for index, token in enumerate(ids))
+        logprobs = tuple(invent_logprob(index, token) for index, token in enumerate(ids))
         finish = self.finish if len(ids) == len(self.ids) else Finish.LENGTH
         return Completion(token_ids=ids, logprobs=logprobs, finish=finish, prompt_tokens=len(prompt_ids))
 

@@ -144,15 +144,15 @@ def test_a_gateway_in_front_of_another_process_never_loads_torch(tmp_path: Path)
 def test_torch_is_hidden_only_while_transformers_is_loaded() -> None:
     program = (
         "import sys\n"
-        "from tokentrue.app.torchless import torch_kept_out\n"
-        "with torch_kept_out('exact'):\n"
+        "from tokentrue.app.torchless import without_torch\n"
+        "with without_torch('exact'):\n"
         "    assert 'torch' not in sys.modules, 'an engine of this process needs it'\n"
-        "with torch_kept_out('vllm'):\n"
+        "with without_torch('vllm'):\n"
         "    from transformers import AutoTokenizer\n"
         "assert 'torch' not in sys.modules\n"
         "import transformers.utils as t\n"
         "assert not t.is_torch_available()\n"
-        "with torch_kept_out('vllm'):\n"
+        "with without_torch('vllm'):\n"
         "    assert 'torch' not in sys.modules, 'too late: nothing is hidden'\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT)

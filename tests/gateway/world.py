@@ -20,7 +20,7 @@ import pytest
 
 import tokentrue as tt
 from tests.parts import own_dir, tokenizer_dir
-from tokentrue.providers.scripted import made_up
+from tokentrue.providers.scripted import invent_logprob
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}, "depth": {"type": "integer"}}, "required": ["at"]}
@@ -180,7 +180,7 @@ def sampled_by(texts: Sequence[str]) -> tuple[list[int], list[float]]:
     for text in texts:
         turn = [*renderer().encode_sampled(text), renderer().stop_token_ids[0]]
         ids += turn
-        logprobs += [made_up(index, token) for index, token in enumerate(turn)]
+        logprobs += [invent_logprob(index, token) for index, token in enumerate(turn)]
     return ids, logprobs
 
 

@@ -48,7 +48,7 @@ def test_replayed_prefills_have_the_trainers_bits() -> None:
             while core.busy:
                 core.step()
             completions = [request.completion("") for request in requests]
-            wrong, tokens = engine_gpu.differing(model, engine_gpu.Run(prompts, completions, 1.0, [1.0] * len(prompts)))
+            wrong, tokens = engine_gpu.count_differing(model, engine_gpu.Run(prompts, completions, 1.0, [1.0] * len(prompts)))
             assert tokens == 3 * len(lengths) and wrong == 0, f"prompts of {lengths}: {wrong} of {tokens} log-probabilities differ"
         assert core.prefills is not None and set(core.prefills.sizes) == set(SIZES), "every size was captured"
 
@@ -61,7 +61,7 @@ def test_without_exact_operators_bits_differ() -> None:
     prompts = engine_gpu.prompts_of(24, 200, seed=1)
     with engine_gpu.engine_of(model, inexact=True, kv_tokens=24_000) as engine:
         run = engine_gpu.generate(engine, prompts, [engine_gpu.plain(60, seed=i) for i in range(24)])
-    wrong, _ = engine_gpu.differing(model, run)
+    wrong, _ = engine_gpu.count_differing(model, run)
     assert wrong > 0
 
 

@@ -62,12 +62,12 @@ def test_float16_has_the_trainers_bits() -> None:
     model, prompts = model_of("qwen3", torch.float16), engine_gpu.prompts_of(12, 150, seed=1)
     with ExactEngine(model, "cuda", "float16", max_len=4096, kv_tokens=24_000) as engine:
         run = engine_gpu.generate(engine, prompts, [engine_gpu.plain(60, seed=i) for i in range(12)])
-    assert engine_gpu.differing(model, run) == (0, 720)
+    assert engine_gpu.count_differing(model, run) == (0, 720)
 
 
 def test_adapters_have_the_bits_of_the_adapted_model() -> None:
     from tokentrue.bench import engine_gpu
-    from tokentrue.engine.model.adapters import attached
+    from tokentrue.engine.model.adapters import attach_adapter
     from tokentrue.numerics import exact, score
     from tokentrue.numerics.patching.patch import STATE
 
@@ -93,7 +93,7 @@ def test_adapters_have_the_bits_of_the_adapted_model() -> None:
             if request.adapter is None:
                 wanted = score(model, ids)[0]
             else:
-                with attached(model, model.__dict__[STATE].ops, adapter):
+                with attach_adapter(model, model.__dict__[STATE].ops, adapter):
                     wanted = score(model, ids)[0]
             found = torch.tensor(request.logprobs, device="cuda")
             assert torch.equal(wanted[len(request.prompt_ids) - 1 :].view(torch.int32), found.view(torch.int32)), request.adapter

@@ -15,10 +15,10 @@ from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.lab import EXPERIMENTS, SOURCES, Arm, Scale, run_experiment
 from tokentrue.lab.arms import run_arm
-from tokentrue.lab.registry import chosen, module_of, shown
-from tokentrue.lab.retelling import RetoldRounds, TranscribedSessions, compact, given, reencode, rerender, sampled, stringify
+from tokentrue.lab.registry import module_of, select_arms, show_results
+from tokentrue.lab.retelling import RetoldRounds, TranscribedSessions, compact, given_span, reencode, rerender, sampled_span, stringify
 from tokentrue.lab.routing import routing_flips
-from tokentrue.lab.sources import quantised, rollout_weights
+from tokentrue.lab.sources import quantise, rollout_weights
 from tokentrue.types import Certificate, Sample
 
 pytestmark = pytest.mark.timeout(280)
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(280)
 def test_quick_runs_end_with_a_table(name: str, tmp_path: Path) -> None:
     table = run_experiment(name, Scale(), quick=True, out=tmp_path)
     assert not [row for row in table.rows if "stopped" in row[0]]
-    assert len(table.rows) == len(chosen(module_of(name), quick=True, only=None))
+    assert len(table.rows) == len(select_arms(module_of(name), quick=True, only=None))
     saved = json.loads((tmp_path / f"{name}.json").read_text())
     assert saved["results"] and saved["machine"]
     assert (tmp_path / f"{name}.png").stat().st_size > 5_000
@@ -43,7 +43,7 @@ def test_runs_on_file_are_shown(tmp_path: Path) -> None:
     row = {"reward": 0.5, "update/grad_norm": 1.0, "mismatch/log_ppl_trainer": 0.1}
     run = {"arm": "text encoded again", "seed": 4, "before": 0.4, "after": 0.75, "seconds": 1.0, "rows": [row, row]}
     (tmp_path / "retokenize.runs.jsonl").write_text(json.dumps(run) + "\n")
-    table = shown("retokenize", out=tmp_path)
+    table = show_results("retokenize", out=tmp_path)
     assert table.rows == [["text encoded again", "0.75", "0.50", "0.100", "1.00"]]
 
 
@@ -56,8 +56,8 @@ def test_every_source_keeps_norms_and_errs_within_its_step() -> None:
         assert torch.equal(changed["a.weight"], weight) == (source == "none")
     for bits in (3, 4, 8):
         step = weight.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-        assert bool(((quantised(weight, bits) - weight).abs() <= step / 2 + 1e-6).all())
-        assert len(np.unique((quantised(weight, bits) / step).round().numpy())) <= 2**bits - 1
+        assert bool(((quantise(weight, bits) - weight).abs() <= step / 2 + 1e-6).all())
+        assert len(np.unique((quantise(weight, bits) / step).round().numpy())) <= 2**bits - 1
 
 
 def recorded(renderer: object) -> Sample:
@@ -68,7 +68,7 @@ def recorded(renderer: object) -> Sample:
     prompt = list(renderer.render([question], tools=[CALCULATOR]).token_ids)  # type: ignore[attr-defined]
     encode = renderer.encode_sampled  # type: ignore[attr-defined]
     said = [*encode("<think>\ndone\n</think>\n\nThe answer is "), *encode("1"), *encode("2"), *encode(".<|im_end|>")]
-    spans = (given(0, len(prompt), 0), sampled(len(prompt), len(prompt) + len(said), 0, 0))
+    spans = (given_span(0, len(prompt), 0), sampled_span(len(prompt), len(prompt) + len(said), 0, 0))
     answer = {"role": "assistant", "content": "The answer is 12.", "reasoning_content": "done"}
     return Sample(
         sample_id="s",
@@ -163,7 +163,7 @@ def test_all_of_the_lab_by_a_deadline(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent.parent
     subprocess.run([*command, "--models", str(tmp_path / "m"), "--out", str(tmp_path / "out")], cwd=root, check=True, timeout=290)
     for name in EXPERIMENTS:
-        table = shown(name, out=tmp_path / "out")
+        table = show_results(name, out=tmp_path / "out")
         assert table.rows and not [row for row in table.rows if "stopped" in row[0]]
 
 

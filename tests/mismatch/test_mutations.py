@@ -187,7 +187,7 @@ MUTANTS = [
     ),
     (
         "batch/chunks.py",
-        "return self.clear_padding(_chunked(grid).index_select(0, self.picked).to(dtype))",
+        "return self.clear_padding(_to_chunks(grid).index_select(0, self.picked).to(dtype))",
         "return _chunked(grid).index_select(0, self.picked).to(dtype)",
     ),
     ("batch/chunks.py", "return self.valid & per_row.index_select", "return torch.ones_like(self.valid) & per_row.index_select"),
@@ -250,7 +250,7 @@ def test_the_probe_holds_for_the_code_as_it_is() -> None:
 
 GUARDS = [  # any one of them keeps gradient out of weights; the mutant lacks all three
     ("correction/correct.py", "    with torch.no_grad():\n        for rows in batch", "    if True:\n        for rows in batch"),
-    ("correction/signals.py", "rows.read(_detached(batch.current))", "rows.read(batch.current)"),
+    ("correction/signals.py", "rows.read(_detach(batch.current))", "rows.read(batch.current)"),
     ("loss/policy_loss.py", "current.detach() if isinstance(current, Tensor) else [row.detach() for row in current]", "current"),
 ]
 

@@ -10,7 +10,7 @@ import torch
 
 from tokentrue.errors import SamplingError
 from tokentrue.protocols import Provider
-from tokentrue.providers.hf import filtered
+from tokentrue.providers.hf import filter_logprobs
 from tokentrue.types import Completion, Finish, Sampling
 
 
@@ -24,7 +24,7 @@ class Truth:
     def logprobs(self, prompt: list[int], sampled: tuple[int, ...], sampling: Sampling) -> list[float]:
         logits = self.model(torch.tensor([[*prompt, *sampled]])).logits[0].float()
         rows = logits[len(prompt) - 1 : -1] / (sampling.temperature or 1.0)
-        return [float(filtered(torch.log_softmax(row, -1), sampling)[token]) for row, token in zip(rows, sampled, strict=True)]
+        return [float(filter_logprobs(torch.log_softmax(row, -1), sampling)[token]) for row, token in zip(rows, sampled, strict=True)]
 
 
 async def collected(provider: Provider, prompt: list[int], sampling: Sampling) -> tuple[list[int], list[float], Completion, int]:

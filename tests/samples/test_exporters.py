@@ -12,7 +12,7 @@ import pytest
 from tests.samples.test_audit import forest
 from tokentrue.cli.main import run
 from tokentrue.errors import FileFormatError
-from tokentrue.samples import audit, exported, read_samples, write_samples
+from tokentrue.samples import audit, export_bytes, read_samples, write_samples
 from tokentrue.samples.exporters import EXPORTERS
 from tokentrue.samples.files import format_of
 from tokentrue.types import RoutedExperts, Sample
@@ -139,7 +139,7 @@ async def test_the_command_exports_a_journal(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("name", EXPORTERS)
 async def test_a_file_may_be_made_in_memory(samples: list[Sample], name: str, tmp_path: Path) -> None:
-    content, media_type = exported(samples, format=name)
+    content, media_type = export_bytes(samples, format=name)
     (tmp_path / "s").write_bytes(content)
     assert list(read_samples(tmp_path / "s")) == samples and "/" in media_type
 

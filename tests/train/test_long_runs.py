@@ -20,7 +20,7 @@ from tokentrue.environments import SMALL_MODEL, RolloutConfig
 from tokentrue.errors import EngineError, FileFormatError, TokenContractError, TrainingError
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
-from tokentrue.train.checkpoint import found, load, save
+from tokentrue.train.checkpoint import find_checkpoints, load, save
 from tokentrue.train.checks.evaluating import Evaluator, pass_at_k
 from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import EvaluationConfig
@@ -91,7 +91,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_step(tmp_path: Path) -> No
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(interrupted())
-    (kept,) = found(tmp_path)
+    (kept,) = find_checkpoints(tmp_path)
     assert json.loads((kept / "state.json").read_text())["version"] == trainer.version >= 2
 
 
@@ -123,7 +123,7 @@ def test_the_best_version_is_kept_and_patience_ends_the_run(tmp_path: Path) -> N
     assert [report.metrics["eval/reward"] for report in reports] == [0.75, 0.5, 0.7]
     assert reports[0].metrics["eval/pass@1"] == 0.5 and reports[0].metrics["eval/pass@2"] == 1.0
     assert evaluator.best_version == 1
-    assert [path.name for path in found(tmp_path)] == ["step-000001", "step-000003"], "the best one is gone"
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000001", "step-000003"], "the best one is gone"
 
 
 # ---- engines -----------------------------------------------------------------------------------------------------------------------------

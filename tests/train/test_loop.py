@@ -16,7 +16,7 @@ from tests.train.rows import groups_for, small_model
 from tokentrue.errors import FileFormatError
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, SourceRounds, Store, TrainConfig, Trainer, train
-from tokentrue.train.checkpoint import found
+from tokentrue.train.checkpoint import find_checkpoints
 from tokentrue.train.data.rounds import Groups
 from tokentrue.types import Certificate, Sample, Span
 
@@ -91,7 +91,7 @@ def test_round_j_is_played_by_version_j_minus_lag(lag: int) -> None:
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, lag: int) -> None:
     whole, _, reports = run(tmp_path / "whole", steps=6, lag=lag)
     run(tmp_path / "broken", steps=4, lag=lag)  # dies in step 5, after the checkpoint of step 4
-    assert [path.name for path in found(tmp_path / "broken")] == ["step-000002", "step-000004"]
+    assert [path.name for path in find_checkpoints(tmp_path / "broken")] == ["step-000002", "step-000004"]
     resumed, engine, rest = run(tmp_path / "broken", steps=6, lag=lag)
     assert [r.step for r in rest] == [4, 5]
     assert [r.metrics for r in rest] == [r.metrics for r in reports[4:]]
@@ -102,7 +102,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, lag: int) -> None:
 
 def test_a_checkpoint_is_a_model_directory_and_refuses_another_configuration(tmp_path: Path) -> None:
     run(tmp_path, steps=6, lag=0)
-    path = found(tmp_path)[-1]
+    path = find_checkpoints(tmp_path)[-1]
     assert json.loads((path / "state.json").read_text())["version"] == 6
     trainer = Trainer(small_model(), config=TrainConfig(steps=6), optim=OptimConfig(), loss=loss_named("dapo"))
     from tokentrue.train import checkpoint
@@ -122,10 +122,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     model.lm_head = torch.nn.Linear(128, 7, bias=False)  # type: ignore[assignment]
     other = Trainer(model, config=TrainConfig(steps=6), optim=OptimConfig(), loss=loss_named("dapo"))
     with pytest.raises(FileFormatError, match="another model"):
-        checkpoint.load(other, found(tmp_path)[-1], run_hash="h")
-    (found(tmp_path)[-1] / "rounds.jsonl").write_text("{")
+        checkpoint.load(other, find_checkpoints(tmp_path)[-1], run_hash="h")
+    (find_checkpoints(tmp_path)[-1] / "rounds.jsonl").write_text("{")
     with pytest.raises(FileFormatError, match="not a whole checkpoint"):
-        checkpoint.load(other, found(tmp_path)[-1], run_hash="h")
+        checkpoint.load(other, find_checkpoints(tmp_path)[-1], run_hash="h")
 
 
 async def test_a_source_is_read_in_one_pass_and_found_again_from_any_place() -> None:

@@ -45,7 +45,7 @@ def oldest_sibling_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_given_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(assembling, "given_up", lambda tree, rewarded: {})
+    patch.setattr(assembling, "find_left_out", lambda tree, rewarded: {})
 
 
 def hash_without_logprobs(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import tokentrue as tt
 from tests.parts import own_dir, tokenizer_dir
 from tokentrue.ids import TokenIds
-from tokentrue.providers.scripted import made_up
+from tokentrue.providers.scripted import invent_logprob
 from tokentrue.types import Chunk, Completion, Finish, Ids, Message, Sampling, VersionSpan
 
 ANY = {"type": "object", "properties": {}}
@@ -53,7 +53,7 @@ class Engine:
             ids, finish = ids[: sampling.max_tokens], Finish.LENGTH
         return Completion(
             token_ids=ids,
-            logprobs=tuple(made_up(i + len(prompt_ids), token) for i, token in enumerate(ids)),
+            logprobs=tuple(invent_logprob(i + len(prompt_ids), token) for i, token in enumerate(ids)),
             finish=finish,
             versions=(VersionSpan(start=0, end=len(ids), version=self.version),),
             prompt_tokens=len(prompt_ids),

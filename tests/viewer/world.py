@@ -14,7 +14,7 @@ from typing import Any
 
 import tokentrue as tt
 from tests.gateway.world import model_dir
-from tokentrue.providers.scripted import made_up
+from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions import Journal
 from tokentrue.types import Certificate, Completion, Finish, Ids, Sample, Sampling, Span, VersionSpan
 
@@ -49,7 +49,7 @@ class Told:
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         ids = tuple(self.answers.pop(0))
-        logprobs = tuple(made_up(i + len(prompt_ids), token) for i, token in enumerate(ids))
+        logprobs = tuple(invent_logprob(i + len(prompt_ids), token) for i, token in enumerate(ids))
         middle = len(ids) // 2
         return Completion(
             token_ids=ids,

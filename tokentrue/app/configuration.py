@@ -23,12 +23,12 @@ def read(type_: type[T], path: Path | None = None, sets: Sequence[str] = (), ove
     values = _file(path) if path is not None else {}
     for dotted, value in (overrides or {}).items():
         if value is not None:
-            put(values, dotted, value)
+            set_dotted(values, dotted, value)
     for text in sets:
         dotted, equals, value = text.partition("=")
         if not equals or not dotted.strip():
             raise ConfigError(f"--set {text!r}: write key.path=value")
-        put(values, dotted.strip(), literal(value.strip()))
+        set_dotted(values, dotted.strip(), literal(value.strip()))
     return build(type_, values)
 
 
@@ -49,7 +49,7 @@ def literal(text: str) -> Any:
         return text
 
 
-def put(values: dict[str, Any], dotted: str, value: Any) -> None:
+def set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
     *folders, name = dotted.split(".")
     for folder in folders:
         values = values.setdefault(folder, {})

@@ -29,7 +29,7 @@ def identify_model(config: ServeConfig) -> ServeConfig:
     if not config.engine.urls:
         raise ConfigError(f"engine {config.engine.name!r} needs --url (one for each replica)")
     facts = [asyncio.run(_ask(config.engine, url, None)) for url in config.engine.urls]
-    model = config.model if config.model.path is not None else _reported(config.model, config.engine, facts)
+    model = config.model if config.model.path is not None else _config_from_engine(config.model, config.engine, facts)
     settled = replace(config, model=model)
     renderer = renderer_for(model)(model.history)
     for url in config.engine.urls:
@@ -68,7 +68,7 @@ async def _compare_tokens(provider: Provider, renderer: Renderer, url: str) -> N
         )
 
 
-def _reported(model: ModelConfig, engine: EngineConfig, facts: list[Mapping[str, Any]]) -> ModelConfig:
+def _config_from_engine(model: ModelConfig, engine: EngineConfig, facts: list[Mapping[str, Any]]) -> ModelConfig:
     """Without --model: the model that the engine reports, where it is a directory here, or the shipped one under its own name."""
     names = {str(fact.get("path") or fact.get("model")) for fact in facts}
     if len(names) > 1:

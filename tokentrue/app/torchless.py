@@ -16,7 +16,7 @@ NEEDS_NO_TORCH = frozenset({"sglang", "vllm", "scripted"})
 
 
 @contextmanager
-def torch_kept_out(engine: str) -> Iterator[None]:
+def without_torch(engine: str) -> Iterator[None]:
     """Within the block transformers is loaded without torch, where `engine` runs elsewhere and torch is not loaded already."""
     if engine not in NEEDS_NO_TORCH or "torch" in sys.modules or "transformers" in sys.modules:
         yield

@@ -23,7 +23,7 @@ def run(*, quick: bool) -> list[Report]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    reports = [generation(quick), training(quick)]
+    reports = [generation(quick), measure_training(quick)]
     if torch.cuda.is_available():
         from tokentrue.bench.engine_gpu import run as run_gpu
 
@@ -145,7 +145,7 @@ def check(engine: Any, prompts: list[list[int]], completions: list[Any]) -> tupl
 
 
 # ---- training ----------------------------------------------------------------------------------------------------
-def training(quick: bool) -> Report:
+def measure_training(quick: bool) -> Report:
     rows = []
     for name, model in models(quick):
         shapes = ((8, 256), (2, 128)) if "100M" not in name else ((2, 256),)

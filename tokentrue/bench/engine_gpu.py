@@ -110,7 +110,7 @@ def generate(engine: ExactEngine, prompts: Prompts, samplings: Sequence[Sampling
     return Run(prompts, completions, time.perf_counter() - start, [s.temperature or 1.0 for s in samplings])
 
 
-def differing(model: Any, run: Run) -> tuple[int, int]:
+def count_differing(model: Any, run: Run) -> tuple[int, int]:
     """(tokens whose log-probability differs in any bit from a plain trainer forward, tokens)."""
     order = sorted(range(len(run.prompts)), key=lambda i: (run.temperatures[i], len(run.prompts[i]) + len(run.completions[i].token_ids)))
     wrong = total = 0
@@ -134,7 +134,7 @@ def batches(indices: list[int]) -> list[list[int]]:
     return [indices[at : at + TRAINER_BATCH] for at in range(0, len(indices), TRAINER_BATCH)]
 
 
-def measured(engine: ExactEngine, count: int, repeats: int, output: int = OUTPUT) -> Run:
+def measure_median(engine: ExactEngine, count: int, repeats: int, output: int = OUTPUT) -> Run:
     """The median of `repeats` runs after one that warms up."""
     runs = []
     for i in range(repeats + 1):
@@ -197,19 +197,19 @@ def bandwidth_limit(model: Any) -> float:
     return 2 * source.numel() / statistics.median(times) / weights
 
 
-def speed(quick: bool, counts: Sequence[int] = ()) -> list[Report]:
+def measure_speed(quick: bool, counts: Sequence[int] = ()) -> list[Report]:
     counts = counts or ((1, 8) if quick else COUNTS)
     repeats = 1 if quick else 3
     model = model_of("0.6B")
     limit = bandwidth_limit(model)
     peer = vexact(model, counts)
     with engine_of(model) as engine:
-        ours = {count: measured(engine, count, repeats) for count in counts}
-        shared = sharing(engine, quick)
-    bits = {count: differing(model, run) for count, run in ours.items()}
+        ours = {count: measure_median(engine, count, repeats) for count in counts}
+        shared = measure_sharing(engine, quick)
+    bits = {count: count_differing(model, run) for count, run in ours.items()}
     with engine_of(model, inexact=True) as engine:
-        off = {count: measured(engine, count, repeats) for count in counts}
-    off_bits = {count: differing(model, run.first(32)) for count, run in off.items()}
+        off = {count: measure_median(engine, count, repeats) for count in counts}
+    off_bits = {count: count_differing(model, run.first(32)) for count, run in off.items()}
     rows = []
     for count in counts:
         rate, wrong, total = ours[count].rate, *bits[count]
@@ -234,7 +234,7 @@ class Shared:
     hits: float
 
 
-def sharing(engine: ExactEngine, quick: bool) -> Shared:
+def measure_sharing(engine: ExactEngine, quick: bool) -> Shared:
     """32 prompts × 8 samples of 1,024 prompt tokens, against as many distinct prompts."""
     prompts, samples, output = (4, 4, 16) if quick else (32, 8, 128)
     count = prompts * samples
@@ -250,7 +250,7 @@ def sharing(engine: ExactEngine, quick: bool) -> Shared:
 def replace_bits(shared: Shared, model: Any) -> Report:
     rows = []
     for name, run in (("32 prompts × 8 samples", shared.groups), ("256 distinct prompts", shared.distinct)):
-        wrong, total = differing(model, run)
+        wrong, total = count_differing(model, run)
         rows.append((name, f"{run.rate:.0f}", f"{run.seconds:.2f}", f"{wrong} of {total}"))
     gain = shared.groups.rate / shared.distinct.rate
     notes = [f"prompt 1,024 tokens; sharing gains {gain:.2f}x; {100 * shared.hits:.0f}% of prompt tokens came from the cache"]
@@ -282,7 +282,7 @@ def storm(model: Any, count: int, seed: int) -> Storm:
         run = generate(engine, prompts, samplings)
         scheduler = engine.core.scheduler
         preemptions, hits = scheduler.preemptions, scheduler.prefix_hits
-        wrong, total = differing(model, run)
+        wrong, total = count_differing(model, run)
         first = where_they_part(engine, model, run) if wrong else ""
         alone = range(0, count, max(1, count // 8))
         moved = 0
@@ -295,7 +295,7 @@ def storm(model: Any, count: int, seed: int) -> Storm:
 def where_they_part(engine: ExactEngine, model: Any, run: Run) -> str:
     """The first token, layer and operator that differ in the first completion that has a differing log-probability."""
     for prompt, completion, temperature in zip(run.prompts, run.completions, run.temperatures, strict=True):
-        if differing(model, Run([prompt], [completion], run.seconds, [temperature]))[0]:
+        if count_differing(model, Run([prompt], [completion], run.seconds, [temperature]))[0]:
             return str(
                 compare(engine.core, [*prompt, *completion.token_ids]) or "the operators agree in a plain step: look at the decode graphs"
             )
@@ -331,8 +331,8 @@ def large(shapes: Sequence[str]) -> list[Report]:
         model = model_of(shape)
         with engine_of(model, kv_tokens=max(counts) * 640) as engine:
             for count in counts:
-                run = measured(engine, count, 3, output=128)
-                wrong, total = differing(model, run.first(16))
+                run = measure_median(engine, count, 3, output=128)
+                wrong, total = count_differing(model, run.first(16))
                 rows.append((shape, count, f"{run.rate:.0f}", f"{wrong} of {total}"))
         del model, engine
         gc.collect()
@@ -341,7 +341,7 @@ def large(shapes: Sequence[str]) -> list[Report]:
     return [Report(title="Larger shapes", columns=("shape", "sequences", "tok/s", "bits differ"), rows=rows, notes=notes)]
 
 
-PARTS = (speed, bits)
+PARTS = (measure_speed, bits)
 
 
 def run(*, quick: bool) -> list[Report]:
@@ -364,7 +364,7 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=(), help="only the speed at these numbers of sequences")
     parser.add_argument("--large", nargs="+", choices=[shape for shape, _ in LARGE], default=(), help="only the speed of these shapes")
     options = parser.parse_args()
-    parts = [lambda quick: speed(quick, options.counts)] if options.counts else PARTS
+    parts = [lambda quick: measure_speed(quick, options.counts)] if options.counts else PARTS
     parts = [lambda quick: large(options.large)] if options.large else parts
     for measure in parts:
         for report in measure(options.quick):

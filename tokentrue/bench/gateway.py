@@ -155,7 +155,7 @@ async def measure(servers: dict[str, ServerProcess], marks: Sequence[int], *, ag
         await play(measured, marks, figures, tokens)
         await play_streamed(measured, [mark for mark in marks if mark <= 128], figures)
     for name, server in measured.items():
-        figures[name].turns_per_s = await throughput(server)
+        figures[name].turns_per_s = await measure_throughput(server)
     return figures, tokens
 
 
@@ -216,7 +216,7 @@ async def play_streamed(servers: dict[str, ServerProcess], marks: Sequence[int],
         talk.client.close()
 
 
-async def throughput(server: ServerProcess) -> float:
+async def measure_throughput(server: ServerProcess) -> float:
     """Turns per second of many agents at once."""
     talks = [await open_conversation(server) for _ in range(CONCURRENT_AGENTS)]
 

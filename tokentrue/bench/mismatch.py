@@ -28,7 +28,7 @@ def run(*, quick: bool) -> list[Report]:
     helper, why = _verl_helper()
     calls = _calls(rows, width, helper)
     agree = _agreement(calls) if helper is not None else "not compared"
-    taken = _interleaved(calls, rounds)
+    taken = _time_interleaved(calls, rounds)
     peaks = {name: _peak(name, rows, width) for name in calls}
     lines = [(name, *_figures(taken, name), peaks[name]) for name in taken]
     notes = [
@@ -57,7 +57,7 @@ def on_device(device: str, *, quick: bool) -> Report:
     def timed(call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: (call(), wait())
 
-    taken = _interleaved({name: timed(call) for name, call in calls.items()}, rounds, time.perf_counter)
+    taken = _time_interleaved({name: timed(call) for name, call in calls.items()}, rounds, time.perf_counter)
     lines = [(name, *_figures(taken, name), _device_peak(calls[name], device)) for name in taken]
     notes = [f"{rows} rows of up to {width:,} tokens, float32; peak: the allocator's, over one call, in MiB, inputs not counted"]
     if helper is None:
@@ -127,7 +127,7 @@ def _calls(rows: int, width: int, helper: Any | None, device: str = "cpu") -> di
     return calls
 
 
-def _interleaved(
+def _time_interleaved(
     calls: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, list[float]]:
     taken: dict[str, list[float]] = {name: [] for name in calls}
@@ -168,15 +168,15 @@ def measure(name: str, rows: int, width: int) -> None:
     call = _calls(rows, width, _verl_helper()[0])[name]
     small = _calls(2, 256, _verl_helper()[0])[name]
     small()
-    before = _resident("VmRSS")
+    before = _read_resident_kib("VmRSS")
     if before is not None:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     call()
-    peak = _resident("VmHWM")
+    peak = _read_resident_kib("VmHWM")
     print(json.dumps(0.0 if before is None or peak is None else max(0.0, (peak - before) / 1024)))
 
 
-def _resident(field: str) -> int | None:
+def _read_resident_kib(field: str) -> int | None:
     """KiB, from the kernel."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -34,7 +34,7 @@ def run(*, quick: bool) -> list[Report]:
     renderer = load_renderer(model)
     rounds = 20 if quick else 100
     short, long = _conversation(renderer, 2_700), _conversation(renderer, 14_400 if quick else 144_000)
-    first, second = _interleaved([_extender(renderer, short), _extender(renderer, long)], rounds)
+    first, second = _time_interleaved([_extender(renderer, short), _extender(renderer, long)], rounds)
     rows: list[tuple[Any, ...]] = [
         ("extend", len(short["prefix"]), first * 1e3, ""),
         ("extend", len(long["prefix"]), second * 1e3, f"{second / first:.2f}× of the short one"),
@@ -43,10 +43,10 @@ def run(*, quick: bool) -> list[Report]:
     if peer is None:
         rows.append(("renderers 0.1.12 bridge", len(long["prefix"]), "not measured", why))
     else:
-        ours, theirs = _interleaved([_extender(renderer, long), peer], max(5, rounds // 5))
+        ours, theirs = _time_interleaved([_extender(renderer, long), peer], max(5, rounds // 5))
         rows.append(("renderers 0.1.12 bridge", len(long["prefix"]), theirs * 1e3, f"{theirs / ours:.1f}× of extend"))
     whole, same = _whole(model, renderer, long)
-    ours, again = _interleaved([_extender(renderer, long), whole], 2 if quick else 5)
+    ours, again = _time_interleaved([_extender(renderer, long), whole], 2 if quick else 5)
     rows.append(("apply_chat_template", len(long["prefix"]), again * 1e3, f"{again / ours:.0f}× of extend"))
     notes = (
         f"model: {Path(model).name}; every call appends a tool result of about 2.2 kB that was not seen before; medians",
@@ -152,7 +152,7 @@ def _whole(model: str, renderer: Renderer, talk: dict[str, Any]) -> tuple[Callab
     return once, bool(added) and ids(new)[-len(added) :] == added
 
 
-def _interleaved(calls: list[Callable[[], float]], rounds: int) -> list[float]:
+def _time_interleaved(calls: list[Callable[[], float]], rounds: int) -> list[float]:
     """Medians of calls that take turns, so that another job on the machine slows all of them alike; two rounds are not counted."""
     times = [[call() for call in calls] for _ in range(rounds + 2)][2:]
     return [statistics.median(column) for column in zip(*times, strict=True)]

@@ -53,12 +53,12 @@ def write_demo_report(path: Path, result: DemoResult, rows: Sequence[Row], *, st
 
     source = StoreSource(journal_for(store, read_only=True), name="rollouts of the first and the last step")
     try:
-        write_report(path, demo_report(result, rows), source=ChosenSessions(source, shown_sessions(samples)), renderer=renderer)
+        write_report(path, demo_report(result, rows), source=ChosenSessions(source, pick_sessions(samples)), renderer=renderer)
     finally:
         source.close()
 
 
-def shown_sessions(samples: Path) -> list[str]:
+def pick_sessions(samples: Path) -> list[str]:
     """The sessions of the first and of the last groups in the file."""
     from tokentrue.samples import read_samples
 

@@ -106,18 +106,18 @@ async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], A
                 session_id = session.session_id
                 reward = float(await environment.run(session.client, plan.task))
                 samples, coverage = await session.finish(reward)
-            return done(plan, session_id, reward, None, began, samples, coverage)
+            return make_rollout(plan, session_id, reward, None, began, samples, coverage)
         except TimeoutError:
-            return done(plan, session_id, None, f"timed out after {config.timeout_s:g} s", began)
+            return make_rollout(plan, session_id, None, f"timed out after {config.timeout_s:g} s", began)
         except Exception as trouble:  # an agent may raise anything
             if not is_absence(trouble):
-                return done(plan, session_id, None, f"{type(trouble).__name__}: {trouble}", began)
+                return make_rollout(plan, session_id, None, f"{type(trouble).__name__}: {trouble}", began)
             error = f"the gateway was away for {PATIENCE_S:g} s: {trouble}"
         await asyncio.sleep(0.5)
-    return done(plan, session_id, None, error, began)
+    return make_rollout(plan, session_id, None, error, began)
 
 
-def done(
+def make_rollout(
     plan: Plan,
     session_id: str,
     reward: float | None,

@@ -23,7 +23,7 @@ class Fleet:
     """The actors of one run. `gateways` and `workers` are Ray handles."""
 
     def __init__(self, settings: RolloutRun, *, gateways: int, workers: int) -> None:
-        ray = needed_ray()
+        ray = import_ray()
         from tokentrue.cluster.actors import GatewayActor, RolloutActor
 
         self._ray = ray
@@ -62,7 +62,7 @@ class Fleet:
 
 
 def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on_rollout: Callable[[Rollout], None]) -> None:
-    ray = needed_ray()
+    ray = import_ray()
     mine = not ray.is_initialized()
     if mine:
         quiet = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
@@ -98,7 +98,7 @@ def serve_config(settings: RolloutRun, number: int) -> ServeConfig:
     return ServeConfig(model=settings.model, engine=settings.engine, server=ServerConfig(port=0, store=store))
 
 
-def needed_ray() -> Any:
+def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:

@@ -32,7 +32,7 @@ def align(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[Pair]:
 def _script(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[Pair]:
     trace = _search(left, right) if left and right else None
     if trace is not None:
-        return _walked_back(trace, len(left), len(right))
+        return _backtrack(trace, len(left), len(right))
     replaced: list[Pair] = [(n, None) for n in range(len(left))]
     return replaced + [(None, n) for n in range(len(right))]
 
@@ -55,7 +55,7 @@ def _search(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[dict[in
     return None
 
 
-def _walked_back(trace: list[dict[int, int]], x: int, y: int) -> list[Pair]:
+def _backtrack(trace: list[dict[int, int]], x: int, y: int) -> list[Pair]:
     pairs: list[Pair] = []
     for edits in range(len(trace) - 1, -1, -1):
         reach, diagonal = trace[edits], x - y

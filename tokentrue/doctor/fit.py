@@ -54,7 +54,7 @@ def spread_of(e: Tensor) -> Spread:
     return Spread(mean=float(e.abs().mean()), largest=float(e.abs().amax())) if e.numel() else Spread(mean=0.0, largest=0.0)
 
 
-def explained(e: Tensor, prediction: Tensor) -> float:
+def explained_share(e: Tensor, prediction: Tensor) -> float:
     total = float(e.abs().sum())
     return 1.0 - float((e - prediction).abs().sum()) / total if total else 0.0
 
@@ -81,7 +81,7 @@ def grows_with_position(e: Tensor, positions: Tensor) -> float:
     return float(last / first.clamp(min=1e-12))
 
 
-def shifted(values: Tensor, lengths: Sequence[int], by: int) -> tuple[Tensor, Tensor]:
+def shift(values: Tensor, lengths: Sequence[int], by: int) -> tuple[Tensor, Tensor]:
     """Which entries have a neighbour `by` places on in the same sequence, and that neighbour's value."""
     inside = torch.zeros(values.shape, dtype=torch.bool)
     start = 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.engine.model.forward import Forward, table_of
-from tokentrue.engine.sample import GOLDEN, MASK, mix, signed
+from tokentrue.engine.sample import GOLDEN, MASK, mix, to_signed
 from tokentrue.engine.scheduling.request import Request
 from tokentrue.numerics import PagedBatch
 
@@ -124,7 +124,7 @@ class DecodeGraphs:
         state[0, :count] = [r.tokens[-1] for r in requests]
         state[1, :count] = last
         state[2, :count] = [r.blocks[at // page] * page + at % page for r, at in zip(requests, last, strict=True)]
-        state[3, :count] = [signed(mix((r.seed * GOLDEN + 1) & MASK)) for r in requests]
+        state[3, :count] = [to_signed(mix((r.seed * GOLDEN + 1) & MASK)) for r in requests]
         numbers[0, :count] = [r.sampling.temperature or 1.0 for r in requests]
         numbers[1, :count] = [r.sampling.temperature > 0 for r in requests]
         state_d, numbers_d = (torch.from_numpy(a).pin_memory().to(rows.ids.device, non_blocking=True) for a in (state, numbers))

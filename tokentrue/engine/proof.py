@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokentrue.engine.model.adapters import Adapter, attached
+from tokentrue.engine.model.adapters import Adapter, attach_adapter
 from tokentrue.engine.scheduling.request import Request
 from tokentrue.engine.scheduling.schedule import Work
 from tokentrue.engine.trace import Difference, engine_trace, first_difference, model_trace
@@ -43,7 +43,7 @@ def prove_adapter(core: Core, adapter: Adapter) -> None:
     ids = torch.randint(0, core.forward.decoder.vocabulary, (length,), generator=torch.Generator().manual_seed(6))
     core.free_blocks(length)
     with torch.inference_mode():
-        with attached(core.model, core.forward.ops, adapter):
+        with attach_adapter(core.model, core.forward.ops, adapter):
             wanted = logits_of(core.model, ids[None].to(core.forward.device))[0]
         found = paged_logits(core, ids.tolist(), adapter=adapter)
     if not same_bits(found, wanted):

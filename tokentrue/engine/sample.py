@@ -36,22 +36,22 @@ def child_seed(seed: int, index: int) -> int:
     return seed if index == 0 else mix((seed ^ (index * GOLDEN)) & MASK)
 
 
-def signed(value: int) -> int:
+def to_signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 @lru_cache(maxsize=8)
 def counters(vocabulary: int, device: torch.device) -> Tensor:
     """Token t's place in every stream: (t + 1) * GOLDEN. Read only."""
-    return torch.arange(1, vocabulary + 1, device=device)[None, :] * signed(GOLDEN)
+    return torch.arange(1, vocabulary + 1, device=device)[None, :] * to_signed(GOLDEN)
 
 
 def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torch.device) -> Tensor:
     """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash (`mix`, on signed integers, so shifts are masked)."""
-    keys = torch.tensor([signed(stream_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
+    keys = torch.tensor([to_signed(stream_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
     z = keys[:, None] + counters(vocabulary, device)
-    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(signed(MIX[0]))
-    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(signed(MIX[1]))
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(to_signed(MIX[0]))
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(to_signed(MIX[1]))
     z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
     uniform = z.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
     return uniform.log_().neg_().log_().neg_()

@@ -23,23 +23,23 @@ async def ask(
     if not stream:
         answer = await client.chat.completions.create(**request)
         return message_of(answer.choices[0].message)
-    return await folded(await client.chat.completions.create(**request, stream=True))
+    return await message_from_stream(await client.chat.completions.create(**request, stream=True))
 
 
 def message_of(message: Any) -> dict[str, Any]:
     calls = message.tool_calls or ()
     plain = [{"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}} for c in calls]
-    return shaped(message.content or "", plain)
+    return make_message(message.content or "", plain)
 
 
-def shaped(content: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+def make_message(content: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-async def folded(stream: Any) -> dict[str, Any]:
+async def message_from_stream(stream: Any) -> dict[str, Any]:
     content: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
     async for chunk in stream:
@@ -54,7 +54,7 @@ async def folded(stream: Any) -> dict[str, Any]:
             if piece.function is not None:
                 call["function"]["name"] += piece.function.name or ""
                 call["function"]["arguments"] += piece.function.arguments or ""
-    return shaped("".join(content), [calls[index] for index in sorted(calls)])
+    return make_message("".join(content), [calls[index] for index in sorted(calls)])
 
 
 async def work(

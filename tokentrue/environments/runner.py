@@ -84,17 +84,17 @@ async def run_one(environment: Environment, plan: Plan, sessions: Sessions, *, t
             reward = float(await environment.run(session.client, plan.task))
             samples, coverage = await session.finish(reward)
     except TimeoutError:
-        return failed(plan, session_id, f"timed out after {timeout_s:g} s", began)
+        return failed_rollout(plan, session_id, f"timed out after {timeout_s:g} s", began)
     except asyncio.CancelledError:
         raise
     except Exception as error:  # an agent may raise anything; it costs this rollout alone
-        return failed(plan, session_id, f"{type(error).__name__}: {error}", began)
+        return failed_rollout(plan, session_id, f"{type(error).__name__}: {error}", began)
     return Rollout(
         plan=plan, session_id=session_id, reward=reward, error=None, seconds=time.perf_counter() - began, samples=samples, coverage=coverage
     )
 
 
-def failed(plan: Plan, session_id: str, error: str, began: float) -> Rollout:
+def failed_rollout(plan: Plan, session_id: str, error: str, began: float) -> Rollout:
     return Rollout(plan=plan, session_id=session_id, reward=None, error=error, seconds=time.perf_counter() - began)
 
 

@@ -71,14 +71,14 @@ class ApiKeys:
     def claim(self, headers: Headers, named: str | None, in_url: str | None = None) -> Claim:
         """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one that the key names.
         `in_url` is a key from the query, where the dialect has one there; a header wins over it."""
-        presented = presented_key(headers) or in_url
+        presented = read_key(headers) or in_url
         if presented is None:
             raise Refused(401, "missing_key", "send the session's api_key as Authorization: Bearer, x-api-key or x-goog-api-key")
         if self.is_admin(presented):
             if named is None:
                 raise Refused(400, "no_session", "the admin key names no session; use /sessions/{id}/v1/… or the session's api_key")
             return Claim(session_id=named, key_hash=None)
-        owner = claimed_session(presented)
+        owner = session_from_key(presented)
         if owner is None:
             raise invalid_key()
         if named is not None and named != owner:
@@ -86,21 +86,21 @@ class ApiKeys:
         return Claim(session_id=owner, key_hash=hash_key(presented))
 
     def require_admin(self, headers: Headers) -> None:
-        presented = presented_key(headers)
+        presented = read_key(headers)
         if presented is None:
             raise Refused(401, "missing_key", "send the admin key as Authorization: Bearer")
         if not self.is_admin(presented):
-            of_session = claimed_session(presented) is not None
+            of_session = session_from_key(presented) is not None
             raise Refused(403 if of_session else 401, "not_admin" if of_session else "invalid_key", "this needs the admin key")
 
 
-def claimed_session(presented: str) -> str | None:
+def session_from_key(presented: str) -> str | None:
     mark, _, rest = presented.partition("-")
     session_id, _, secret = rest.rpartition("-")
     return session_id if mark == "tt" and len(secret) == 40 and SESSION_ID.fullmatch(session_id) else None
 
 
-def presented_key(headers: Headers) -> str | None:
+def read_key(headers: Headers) -> str | None:
     bearer = None
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":

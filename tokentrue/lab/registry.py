@@ -11,7 +11,7 @@ from typing import Any
 
 from tokentrue.errors import ConfigError
 from tokentrue.lab.arms import Scale
-from tokentrue.lab.study import Table, guarded_many, run_study, table_of, write
+from tokentrue.lab.study import Table, run_seeds_guarded, run_study, table_of, write
 
 EXPERIMENTS: Mapping[str, str] = {
     "retokenize": "tokentrue.lab.retokenize",
@@ -29,7 +29,7 @@ def module_of(name: str) -> Any:
     return import_module(EXPERIMENTS[name])
 
 
-def chosen(module: Any, *, quick: bool, only: str | None) -> list[Any]:
+def select_arms(module: Any, *, quick: bool, only: str | None) -> list[Any]:
     """`only` is a list of texts with commas between them; an arm whose name holds one of them stays."""
     return [arm for arm in module.arms(quick=quick) if only is None or any(text.strip() in arm.name for text in only.split(","))]
 
@@ -41,7 +41,7 @@ def run_experiment(
     module = module_of(name)
     out.mkdir(parents=True, exist_ok=True)
     scale = replace(scale, **QUICK) if quick else scale
-    arms = chosen(module, quick=quick, only=only)
+    arms = select_arms(module, quick=quick, only=only)
     if not arms:
         raise ConfigError(f"--only {only!r} fits no arm of {name}; they are {', '.join(a.name for a in module.arms(quick=quick))}")
 
@@ -53,13 +53,13 @@ def run_experiment(
 
     (out / f"{name}.runs.jsonl").unlink(missing_ok=True)
     together = hasattr(module, "run_arms")
-    results = guarded_many(module.run_arms, arms, scale, heard) if together else run_study(arms, scale, on_result=heard)
+    results = run_seeds_guarded(module.run_arms, arms, scale, heard) if together else run_study(arms, scale, on_result=heard)
     table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=[f"claim: {module.CLAIM}", f"command: `{module.COMMAND}`"])
     write(out, name, arms, results, table, module)
     return table
 
 
-def shown(name: str, *, out: Path) -> Table:
+def show_results(name: str, *, out: Path) -> Table:
     """The table and the figure of the runs that are on file: of a study that was stopped, or while it runs."""
     module = module_of(name)
     path = out / f"{name}.runs.jsonl"
@@ -75,6 +75,6 @@ def shown(name: str, *, out: Path) -> Table:
 
 def runs_of(name: str, scale: Scale, *, quick: bool, only: str | None = None) -> int:
     module = module_of(name)
-    arms = chosen(module, quick=quick, only=only)
+    arms = select_arms(module, quick=quick, only=only)
     seeds = len(QUICK["seeds"]) if quick else len(scale.seeds)  # type: ignore[arg-type]
     return len(arms) * seeds

@@ -67,7 +67,7 @@ def reencode(sample: Sample, renderer: Any) -> Sample:
             piece = list(renderer.encode_sampled(renderer.decode(piece)))
         spans.append(replace(span, start=len(ids), end=len(ids) + len(piece)))
         ids += piece
-    return retold(sample, ids, spans)
+    return replace_ids(sample, ids, spans)
 
 
 def rerender(sample: Sample, renderer: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Sample:
@@ -82,22 +82,22 @@ def rerender(sample: Sample, renderer: Any, change: Callable[[dict[str, Any]], d
         start = len(renderer.render(messages[:number], tools=[CALCULATOR]).token_ids)
         after = list(renderer.render(messages[: number + 1], tools=[CALCULATOR]).token_ids)
         end = max((i for i, token in enumerate(after) if token in renderer.stop_token_ids), default=len(after) - 1) + 1
-        spans += [given(len(ids), start, number), sampled(start, end, number, version)]
+        spans += [given_span(len(ids), start, number), sampled_span(start, end, number, version)]
         ids = after[:end]
-    return retold(sample, ids, [span for span in spans if span.end > span.start])
+    return replace_ids(sample, ids, [span for span in spans if span.end > span.start])
 
 
-def retold(sample: Sample, ids: list[int], spans: Sequence[Span]) -> Sample:
+def replace_ids(sample: Sample, ids: list[int], spans: Sequence[Span]) -> Sample:
     """Other ids in the sample's place, not yet scored: no log-probability, so that nothing can train on it unscored."""
     mask = [int(span.kind == "sampled") for span in spans for _ in range(span.start, span.end)]
     return replace(sample, token_ids=ids, loss_mask=mask, rollout_logprobs=[None] * len(ids), spans=tuple(spans))
 
 
-def given(start: int, end: int, turn: int) -> Span:
+def given_span(start: int, end: int, turn: int) -> Span:
     return Span(start=start, end=end, kind="given", role="user", turn=turn, policy_version=None, trainable=False, why="prompt")
 
 
-def sampled(start: int, end: int, turn: int, version: int | None) -> Span:
+def sampled_span(start: int, end: int, turn: int, version: int | None) -> Span:
     return Span(start=start, end=end, kind="sampled", role="assistant", turn=turn, policy_version=version, trainable=True, why="sampled")
 
 

@@ -17,7 +17,7 @@ from tokentrue.protocols import WeightSink
 Weights = Iterable[tuple[str, Tensor]]
 
 
-def quantised(weight: Tensor, bits: int) -> Tensor:
+def quantise(weight: Tensor, bits: int) -> Tensor:
     """Symmetric rounding to `bits` bits with one scale per output row, as weight-only quantised engines do."""
     top = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / top
@@ -38,11 +38,11 @@ SOURCES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda weight: weight,
     "bf16": bf16,
     "fp8": fp8,
-    "int8": lambda weight: quantised(weight, 8),
-    "int6": lambda weight: quantised(weight, 6),
-    "int5": lambda weight: quantised(weight, 5),
-    "int4": lambda weight: quantised(weight, 4),
-    "int3": lambda weight: quantised(weight, 3),
+    "int8": lambda weight: quantise(weight, 8),
+    "int6": lambda weight: quantise(weight, 6),
+    "int5": lambda weight: quantise(weight, 5),
+    "int4": lambda weight: quantise(weight, 4),
+    "int3": lambda weight: quantise(weight, 3),
 }
 
 

@@ -53,14 +53,14 @@ def run_study(arms: Sequence[Arm], scale: Scale, *, on_result: Callable[[Result]
 def _each(plan: Sequence[tuple[Arm, int]], scale: Scale) -> Iterator[Result]:
     if scale.jobs == 1:
         for arm, seed in plan:
-            yield guarded(arm, scale, seed)
+            yield run_guarded(arm, scale, seed)
         return
     with ProcessPoolExecutor(max_workers=scale.jobs, mp_context=get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(guarded, arm, scale, seed) for arm, seed in plan]):
+        for done in as_completed([pool.submit(run_guarded, arm, scale, seed) for arm, seed in plan]):
             yield done.result()
 
 
-def guarded(arm: Arm, scale: Scale, seed: int) -> Result:
+def run_guarded(arm: Arm, scale: Scale, seed: int) -> Result:
     facts = {"arm": arm.name, "seed": seed, **provenance(scale)}
     try:
         return {**facts, **run_arm(arm, scale, seed)}
@@ -68,13 +68,13 @@ def guarded(arm: Arm, scale: Scale, seed: int) -> Result:
         return {**facts, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "rows": []}
 
 
-def guarded_together(
+def run_arms_guarded(
     run: Callable[[Sequence[Arm], Scale, int], list[Result]], arms: Sequence[Arm], scale: Scale, seed: int
 ) -> list[Result]:
     return [{**provenance(scale), **result} for result in run(arms, scale, seed)]
 
 
-def guarded_many(
+def run_seeds_guarded(
     run: Callable[[Sequence[Arm], Scale, int], list[Result]], arms: Sequence[Arm], scale: Scale, on_result: Callable[[Result], None] | None
 ) -> list[Result]:
     """For experiments whose arms share their rollouts: one process per seed."""
@@ -88,10 +88,10 @@ def guarded_many(
 
     if scale.jobs == 1:
         for seed in scale.seeds:
-            take(guarded_together(run, arms, scale, seed))
+            take(run_arms_guarded(run, arms, scale, seed))
     else:
         with ProcessPoolExecutor(max_workers=scale.jobs, mp_context=get_context("spawn")) as pool:
-            for done in as_completed([pool.submit(guarded_together, run, arms, scale, seed) for seed in scale.seeds]):
+            for done in as_completed([pool.submit(run_arms_guarded, run, arms, scale, seed) for seed in scale.seeds]):
                 take(done.result())
     order = {arm.name: number for number, arm in enumerate(arms)}
     return sorted(results, key=lambda result: (order[result["arm"]], result["seed"]))
@@ -110,7 +110,7 @@ def table_of(title: str, arms: Sequence[Arm], results: Sequence[Result], columns
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------------------------
-def spread(values: Sequence[float], form: str = ".3f") -> str:
+def format_mean_range(values: Sequence[float], form: str = ".3f") -> str:
     """Mean and range over seeds; one number where there is no range to show."""
     if not values:
         return "–"
@@ -128,11 +128,11 @@ def curves_of(results: Sequence[Result], name: str) -> list[list[float]]:
 
 
 def after(results: Sequence[Result]) -> str:
-    return spread([result["after"] for result in results], ".2f")
+    return format_mean_range([result["after"] for result in results], ".2f")
 
 
 def before(results: Sequence[Result]) -> str:
-    return spread([result["before"] for result in results], ".2f")
+    return format_mean_range([result["before"] for result in results], ".2f")
 
 
 def late(name: str, form: str = ".2f", share: float = 0.25) -> Callable[[Sequence[Result]], str]:
@@ -140,7 +140,7 @@ def late(name: str, form: str = ".2f", share: float = 0.25) -> Callable[[Sequenc
 
     def show(results: Sequence[Result]) -> str:
         found = curves_of(results, name)
-        return spread([statistics.fmean(curve[-max(1, int(len(curve) * share)) :]) for curve in found], form)
+        return format_mean_range([statistics.fmean(curve[-max(1, int(len(curve) * share)) :]) for curve in found], form)
 
     return show
 
@@ -150,14 +150,14 @@ def worst(name: str, form: str = ".2g", low: bool = False) -> Callable[[Sequence
 
     def show(results: Sequence[Result]) -> str:
         pick = min if low else max
-        return spread([pick(curve) for curve in curves_of(results, name)], form)
+        return format_mean_range([pick(curve) for curve in curves_of(results, name)], form)
 
     return show
 
 
 def average(name: str, form: str = ".2g") -> Callable[[Sequence[Result]], str]:
     def show(results: Sequence[Result]) -> str:
-        return spread([statistics.fmean(curve) for curve in curves_of(results, name)], form)
+        return format_mean_range([statistics.fmean(curve) for curve in curves_of(results, name)], form)
 
     return show
 

@@ -18,7 +18,7 @@ import torch
 from tokentrue.app.rollout.rollouts import LocalSessions, RolloutRounds
 from tokentrue.lab.arms import Arm, Scale, loss_of, provider_for, rollout_config, trainer_for
 from tokentrue.lab.sources import SourceSink
-from tokentrue.lab.study import save, spread
+from tokentrue.lab.study import format_mean_range, save
 from tokentrue.mismatch import Correction, Reject, Weights
 from tokentrue.renderers import load_renderer
 from tokentrue.train import Publisher, Trainer
@@ -57,7 +57,7 @@ def corrected_arm(source: str, name: str, correction: Correction) -> Arm:
 
 
 def cell(name: str, form: str) -> Any:
-    return lambda results: spread([result[name] for result in results], form)
+    return lambda results: format_mean_range([result[name] for result in results], form)
 
 
 COLUMNS = (
@@ -92,14 +92,14 @@ async def _run(made: Sequence[Arm], scale: Scale, seed: int) -> list[dict[str, A
             played = await rounds.play(0)  # the same tasks and seeds whatever the source: only the mismatch differs
             for arm in made:
                 if arm.source == source:
-                    results.append({"arm": arm.name, "seed": seed, **judged(trainer, arm, played, reference), "rows": []})
+                    results.append({"arm": arm.name, "seed": seed, **compare_gradient(trainer, arm, played, reference), "rows": []})
                     results[-1]["seconds"] = time.perf_counter() - began
     finally:
         await provider.close()
     return results
 
 
-def judged(trainer: Trainer, arm: Arm, played: Any, reference: torch.Tensor) -> dict[str, float]:
+def compare_gradient(trainer: Trainer, arm: Arm, played: Any, reference: torch.Tensor) -> dict[str, float]:
     """The arm's gradient of the batch against the reference."""
     trainer.loss = loss_of(arm)
     found, metrics = trainer.gradient(played)

@@ -17,7 +17,7 @@ def grpo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, std
 
     A group of one, or one whose rewards are all equal, has nothing to compare: exactly 0.
     """
-    values, index, counts = _grouped(rewards, groups)
+    values, index, counts = _group_rows(rewards, groups)
     centred = values - (_per_group(values, index, counts) / counts)[index]
     centred = torch.where(_all_equal(values, index, counts)[index], 0.0, centred)
     if not std:
@@ -29,7 +29,7 @@ def grpo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, std
 
 def rloo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> Tensor:
     """Reward less the mean of the other members of its group; 0 in a group of one, which has no others."""
-    values, index, counts = _grouped(rewards, groups)
+    values, index, counts = _group_rows(rewards, groups)
     centred = values - (_per_group(values, index, counts) / counts)[index]
     centred = torch.where(_all_equal(values, index, counts)[index], 0.0, centred)
     return (centred * (counts / (counts - 1).clamp(min=1))[index]).to(_kind(rewards))
@@ -89,7 +89,7 @@ def _scan(reward: Tensor, value: Tensor, gamma: float, lam: float, last: float) 
     return torch.tensor(out, dtype=reward.dtype, device=reward.device)
 
 
-def _grouped(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _group_rows(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if rewards.dim() != 1 or len(groups) != rewards.shape[0]:
         raise InputError(f"groups: {len(groups)} for rewards of shape {list(rewards.shape)}; pass one reward and one group per row")
     if not bool(torch.isfinite(rewards).all()):

@@ -244,7 +244,7 @@ class Metrics(Mapping[str, float]):
         statistics: dict[str, Statistic] = {}
         for name, fields in json.loads(text).items():
             kind = fields.pop("kind")
-            statistics[name] = _KINDS[kind](**{field: _restored(field, value) for field, value in fields.items()})
+            statistics[name] = _KINDS[kind](**{field: _restore(field, value) for field, value in fields.items()})
         return Metrics(statistics)
 
 
@@ -254,7 +254,7 @@ def _plain(value: Any) -> Any:
     return value if not isinstance(value, int) or abs(value) < 1 << 53 else hex(value)
 
 
-def _restored(field: str, value: Any) -> Any:
+def _restore(field: str, value: Any) -> Any:
     if field == "counts":
         return {int(key): int(count) for key, count in value}
     return int(value, 16) if isinstance(value, str) else value

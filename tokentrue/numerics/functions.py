@@ -93,7 +93,7 @@ class ExactFunctions(TorchFunctionMode):
 Forward = Callable[..., Any]
 
 
-def guarded(name: str, ops: Ops, forward: Forward) -> Forward:
+def guard(name: str, ops: Ops, forward: Forward) -> Forward:
     """`forward` of a module with the list applied; inside another guarded module it is applied already."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def guarded(name: str, ops: Ops, forward: Forward) -> Forward:
     return checked
 
 
-def unguarded(forward: Forward) -> Forward:
+def unguard(forward: Forward) -> Forward:
     """`forward` of an exact operator: its own torch calls are not looked at."""
 
     def free(*args: Any, **kwargs: Any) -> Any:

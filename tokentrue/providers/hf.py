@@ -124,14 +124,14 @@ def pick(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator)
         logprobs_V = torch.log_softmax(logits_V, dim=-1)
         token = int(logprobs_V.argmax())
     else:
-        logprobs_V = filtered(torch.log_softmax(logits_V / sampling.temperature, dim=-1), sampling)
+        logprobs_V = filter_logprobs(torch.log_softmax(logits_V / sampling.temperature, dim=-1), sampling)
         token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
     top = torch.topk(logprobs_V, min(sampling.top_logprobs, logprobs_V.numel())) if sampling.top_logprobs else None
     chosen = {} if top is None else dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     return token, float(logprobs_V[token]), chosen
 
 
-def filtered(logprobs_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def filter_logprobs(logprobs_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Top-k, then top-p, then min-p, renormalised; what is filtered out has log-probability -inf."""
     keep = torch.ones_like(logprobs_V, dtype=torch.bool)
     ordered, order = torch.sort(logprobs_V, descending=True, stable=True)

@@ -42,7 +42,7 @@ class ScriptedProvider:
         version: int = UNVERSIONED,
         loop: bool = False,
     ) -> None:
-        turns = read_script(script) if isinstance(script, str | Path) else [checked(turn, f"turn {i}") for i, turn in enumerate(script)]
+        turns = read_script(script) if isinstance(script, str | Path) else [check_turn(turn, f"turn {i}") for i, turn in enumerate(script)]
         if encode is None and any("text" in turn for turn in turns):
             raise ConfigError("a script with texts needs a tokenizer: pass encode= (a renderer's encode_sampled), or write token_ids")
         self._turns, self._left = turns, deque(turns)
@@ -100,7 +100,7 @@ class ScriptedProvider:
             ids = tuple(self._encode(turn["text"]))
             if finish is Finish.STOP and self._stop_id is not None and ids[-1:] != (self._stop_id,):
                 ids = (*ids, self._stop_id)
-        logprobs = tuple(turn["logprobs"]) if "logprobs" in turn else tuple(made_up(i, token) for i, token in enumerate(ids))
+        logprobs = tuple(turn["logprobs"]) if "logprobs" in turn else tuple(invent_logprob(i, token) for i, token in enumerate(ids))
         if sampling.max_tokens is not None and len(ids) > sampling.max_tokens:
             ids, logprobs, finish = ids[: sampling.max_tokens], logprobs[: sampling.max_tokens], Finish.LENGTH
         return Completion(
@@ -114,7 +114,7 @@ class ScriptedProvider:
         )
 
 
-def made_up(position: int, token_id: int) -> float:
+def invent_logprob(position: int, token_id: int) -> float:
     return -(1 + zlib.crc32(f"{position}:{token_id}".encode()) % 4096) / 2048
 
 
@@ -131,11 +131,11 @@ def read_script(path: str | Path) -> list[Mapping[str, Any]]:
             turn = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise FileFormatError(f"{path}:{number}: not JSON: {error}") from error
-        turns.append(checked(turn, f"{path}:{number}"))
+        turns.append(check_turn(turn, f"{path}:{number}"))
     return turns
 
 
-def checked(turn: Any, where: str) -> Mapping[str, Any]:
+def check_turn(turn: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(turn, Mapping):
         raise FileFormatError(f"{where}: a turn is an object, not {type(turn).__name__}")
     if unknown := set(turn) - KEYS:

@@ -2,9 +2,9 @@
 
 from tokentrue.samples.assemble import Assembly, assemble, coverage_of, coverage_to_json
 from tokentrue.samples.audit import Audit, Finding, audit
-from tokentrue.samples.files import exported, read_samples, write_samples
+from tokentrue.samples.files import export_bytes, read_samples, write_samples
 from tokentrue.samples.shape import sample_from_json, sample_to_json
-from tokentrue.samples.survivors import given_up
+from tokentrue.samples.survivors import find_left_out
 
 __all__ = [
     "Assembly",
@@ -14,8 +14,8 @@ __all__ = [
     "audit",
     "coverage_of",
     "coverage_to_json",
-    "exported",
-    "given_up",
+    "export_bytes",
+    "find_left_out",
     "read_samples",
     "sample_from_json",
     "sample_to_json",

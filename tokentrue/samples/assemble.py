@@ -13,7 +13,7 @@ from typing import Any
 from tokentrue.errors import InputError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.samples.seal import node_rows, seal
-from tokentrue.samples.survivors import given_up
+from tokentrue.samples.survivors import find_left_out
 from tokentrue.sessions.certificate import format_digest
 from tokentrue.sessions.journal import SessionRecord
 from tokentrue.sessions.tree import Node, ServedRef, Tree
@@ -57,12 +57,12 @@ def _drafts(
     """Which sample trains a node, the leaf and path of each sample, and what was given up."""
     if max_tokens is not None and max_tokens <= 0:
         raise InputError(f"max_tokens must be positive, got {max_tokens}")
-    abandoned = given_up(tree, record.rewards.leaves)
+    abandoned = find_left_out(tree, record.rewards.leaves)
     kept = set(tree.nodes) if include_abandoned else set(tree.nodes) - set(abandoned)
     owner: dict[str, str] = {}  # node -> the sample that trains it
     drafts: list[tuple[Node, list[Node]]] = []
     for leaf in _leaves(tree, kept):
-        path = _fitting(tree.path(leaf), max_tokens)
+        path = _cut_to_fit(tree.path(leaf), max_tokens)
         fresh = [node for node in path if node.id not in owner]
         if fresh:
             owner.update((node.id, leaf.id) for node in fresh)
@@ -81,7 +81,7 @@ def _leaves(tree: Tree, kept: set[str]) -> list[Node]:
     return [node for node in tree.in_order() if node.id in kept and not any(child.id in kept for child in tree.children.get(node.id, ()))]
 
 
-def _fitting(path: list[Node], max_tokens: int | None) -> list[Node]:
+def _cut_to_fit(path: list[Node], max_tokens: int | None) -> list[Node]:
     return path if max_tokens is None else [node for node in path if node.length <= max_tokens]
 
 
@@ -135,7 +135,7 @@ class _Builder:
             finish_reason=end.finish.value,
             metadata=self._metadata(leaf, path),
             certificate=certificate,
-            routed_experts=_routed(path),
+            routed_experts=_join_routing(path),
         )
         own = dict(sample.metadata["tokentrue"])
         return replace(sample, metadata={**sample.metadata, "tokentrue": {**own, "seal": seal(sample)}})
@@ -210,7 +210,7 @@ def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
         yield at, length, "structure"
 
 
-def _routed(path: Sequence[Node]) -> RoutedExperts | None:
+def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
     """Routing of the sampled tokens, in their order; present only where every turn has it."""
     parts = [node.routed_experts for node in path]
     if not parts or any(part is None for part in parts):

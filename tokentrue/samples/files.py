@@ -34,7 +34,7 @@ def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = 
 MEDIA_TYPES = {".jsonl": "application/x-ndjson", ".parquet": "application/vnd.apache.parquet", ".safetensors": "application/octet-stream"}
 
 
-def exported(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]:
+def export_bytes(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]:
     """The bytes of such a file, and their media type: for an HTTP answer."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples"

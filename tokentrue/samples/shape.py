@@ -64,7 +64,7 @@ def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: st
             finish_reason=head["finish_reason"],
             metadata=head.get("metadata") or {},
             certificate=Certificate(**{name: head["certificate"][name] for name in ("chain", "template", "tokenizer")}),
-            routed_experts=None if routed is None else _routed(routed),
+            routed_experts=None if routed is None else _routing_from_json(routed),
         )
     except TokenContractError as error:
         raise FileFormatError(f"{where}: {error}") from error
@@ -72,6 +72,6 @@ def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: st
         raise FileFormatError(f"{where}: not a sample: {error!r}") from error
 
 
-def _routed(value: Mapping[str, Any]) -> RoutedExperts:
+def _routing_from_json(value: Mapping[str, Any]) -> RoutedExperts:
     first, second, third = value["shape"]
     return RoutedExperts(shape=(first, second, third), data=base64.b64decode(value["data"], validate=True))

@@ -17,7 +17,7 @@ from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Finish
 
 
-def given_up(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
+def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
     """Node id -> reason, for every node that is left out of training."""
     rewarded_paths = {node.id for leaf in rewarded if leaf in tree.nodes for node in tree.path(tree.nodes[leaf])}
     newest = tree.last_activity()

@@ -112,7 +112,7 @@ class SingleFlight:
         await asyncio.gather(*(turn.cancel(outcome) for turn in list(self._running)))
 
 
-def as_replayed(replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+def mark_replayed(replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
     """For callers that joined: nothing was added for them."""
     return tuple(replace(reply, replayed=True) for reply in replies)
 

@@ -78,7 +78,7 @@ def save(
     (partial / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
-    for old in found(directory)[:-keep]:
+    for old in find_checkpoints(directory)[:-keep]:
         if best is None or old.name != f"step-{best:06d}":
             shutil.rmtree(old)
     point_to(directory / "latest", target)
@@ -121,7 +121,7 @@ def require_digests(path: Path) -> None:
             raise FileFormatError(f"{path}: not a whole checkpoint ({name} is missing or changed); remove it to resume from an earlier one")
 
 
-def found(directory: Path) -> list[Path]:
+def find_checkpoints(directory: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
     if not directory.is_dir():
         return []
@@ -200,5 +200,5 @@ def place(target: Tensor, value: Tensor) -> Tensor:
 
 
 def latest(directory: Path) -> Path | None:
-    paths: Sequence[Path] = found(directory)
+    paths: Sequence[Path] = find_checkpoints(directory)
     return paths[-1] if paths else None

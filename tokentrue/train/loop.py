@@ -131,7 +131,7 @@ class Run:
         trainer = self.trainer
         start(self.playing, self.played, self.rounds, trainer, first=number)
         began = time.perf_counter()
-        groups = await taken(trainer, self.playing, self.played, number)
+        groups = await take_round(trainer, self.playing, self.played, number)
         waited = time.perf_counter() - began
         report = await finish(asyncio.ensure_future(asyncio.to_thread(trainer.step, groups)))
         for task in list(self.playing.values()):  # rounds that older weights must play
@@ -203,7 +203,7 @@ def start(playing: dict[int, asyncio.Task[Groups]], played: Mapping[int, Groups]
             playing[number] = asyncio.create_task(rounds.play(number))
 
 
-async def taken(trainer: Trainer, playing: dict[int, asyncio.Task[Groups]], played: dict[int, Groups], number: int) -> Groups:
+async def take_round(trainer: Trainer, playing: dict[int, asyncio.Task[Groups]], played: dict[int, Groups], number: int) -> Groups:
     """Round `number`, on every rank."""
     groups: Groups | None = None
     if trainer.ranks.first:

@@ -23,7 +23,7 @@ from tokentrue.mismatch import LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.train.checks.exactness import Agreement, agreement, require_exact
 from tokentrue.train.config import OptimConfig, TrainConfig, learning_rate
 from tokentrue.train.data.batch import Row, rows_of, session_advantages
-from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches, shuffled
+from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches, shuffle
 from tokentrue.train.ranks import Ranks, whole, whole_weights
 from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics
 from tokentrue.train.update.correcting import MinibatchCorrection, correct_minibatch, in_one_call, per_token
@@ -112,7 +112,7 @@ class Trainer:
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> Tensor:
         """Log-probability of each id under the current weights; entry 0 is 0. Every rank calls it."""
-        with self.scorer.active(self.model), evaluating(self.model):
+        with self.scorer.active(self.model), evaluation_mode(self.model):
             heat = torch.full((len(ids),), self.config.temperature)
             return self.scorer(self.model, [torch.tensor(ids, dtype=torch.int64)], [heat]).logprobs[0]
 
@@ -141,7 +141,7 @@ class Trainer:
         packing = Packing(
             budget=self.config.micro_tokens, padded=self.scorer.is_padded, rank=self.ranks.rank, world=self.ranks.world
         )
-        order = shuffled(len(rows), self.config.seed, self.version) if self.config.shuffle else range(len(rows))
+        order = shuffle(len(rows), self.config.seed, self.version) if self.config.shuffle else range(len(rows))
         parts = plan_minibatches(rows, trained, packing, parts=self.config.minibatches, order=order)
         return [parts] * self.config.epochs
 
@@ -151,7 +151,7 @@ class Trainer:
         """Log-probabilities of this rank's rows under the weights before the step, and under the reference model if there is one."""
         mine: dict[int, Tensor] = {}
         reference: dict[int, Tensor] = {}
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             for bin_ in (bin_ for part in parts for bin_ in (*part.active, *part.idle)):
                 mine |= zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)
                 if self.reference is not None:
@@ -247,7 +247,7 @@ class Trainer:
         """The minibatch's correction; from a forward pass of its own where it looks at weights that have moved."""
         current = values.recomputed
         if not is_first and self.loss.correction.needs_current:
-            with torch.no_grad(), evaluating(self.model):
+            with torch.no_grad(), evaluation_mode(self.model):
                 bins = (*part.active, *part.idle)
                 current = {i: value for bin_ in bins for i, value in zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)}
         return correct_minibatch(
@@ -322,7 +322,7 @@ def require_own_versions(rows: Sequence[Row], config: TrainConfig, version: int)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Without dropout: what is recomputed must be the policy that samples."""
     was_training = model.training
     model.eval()

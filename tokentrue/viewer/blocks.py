@@ -52,13 +52,13 @@ def _attach(blocks: list[dict[str, Any]], turns: Sequence[TurnMessages] | None) 
         given = [block for block in blocks if block["turn"] == number and block["kind"] == "given"]
         if len(given) == len(turn.given):
             for block, message in zip(given, turn.given, strict=True):
-                block["message"] = shown_message(message)
+                block["message"] = readable_message(message)
         sampled = [block for block in blocks if block["turn"] == number and block["kind"] == "sampled"]
         if sampled and turn.served is not None:
-            sampled[0]["message"] = shown_message(turn.served)
+            sampled[0]["message"] = readable_message(turn.served)
 
 
-def shown_message(message: Message) -> dict[str, Any]:
+def readable_message(message: Message) -> dict[str, Any]:
     """The parts of a message that are read: role, content as text, reasoning, calls."""
     shown: dict[str, Any] = {"role": message.get("role", ""), "content": text_of(message.get("content"))}
     if reasoning := message.get("reasoning_content"):

@@ -58,7 +58,7 @@ def rerender(branch: Branch, renderer: ViewRenderer) -> Rerender:
     ids = branch.sample.token_ids
     turns, why = branch.turns, ""
     if turns is None:
-        turns, why = _recovered(branch, renderer)
+        turns, why = _recover_turns(branch, renderer)
     if turns is not None:
         try:
             dropped = "reasoning_dropped" in branch.projection
@@ -80,7 +80,7 @@ def _prompt(turns: Sequence[TurnMessages], *, dropped: bool) -> list[Any]:
     return messages
 
 
-def _recovered(branch: Branch, renderer: ViewRenderer) -> tuple[tuple[TurnMessages, ...] | None, str]:
+def _recover_turns(branch: Branch, renderer: ViewRenderer) -> tuple[tuple[TurnMessages, ...] | None, str]:
     """Messages read back from the tokens, if the first prompt that they render to is the recorded one."""
     turns = read_turns(branch, renderer)
     sampled = next((span.start for span in branch.sample.spans if span.kind == "sampled"), len(branch.sample.token_ids))

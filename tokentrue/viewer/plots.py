@@ -41,10 +41,10 @@ def compare_tokens(
             deltas.append(values[:, 1] - values[:, 0])
             positions.append(np.arange(len(pairs), dtype=np.float64))
             advantages.append(np.full(len(pairs), np.nan if advantage is None else advantage))
-    return ComparedTokens(delta=_joined(deltas), position=_joined(positions), advantage=_joined(advantages))
+    return ComparedTokens(delta=_join(deltas), position=_join(positions), advantage=_join(advantages))
 
 
-def _joined(parts: Sequence[Floats]) -> Floats:
+def _join(parts: Sequence[Floats]) -> Floats:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 

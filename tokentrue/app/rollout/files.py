@@ -71,7 +71,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def finished(out: Path, plans: Sequence[Plan], *, again: bool = False) -> set[str]:
+def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = False) -> set[str]:
     """The groups on file, of which every rollout is there (and, with `again`, none failed); all else is cut off both files."""
     sizes = Counter(plan.group for plan in plans)
     lines = lines_of(out / "rollouts.jsonl")

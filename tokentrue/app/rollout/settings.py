@@ -31,7 +31,7 @@ class RolloutRun:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} must be at least 1")
 
 
-def planned(config: RolloutConfig) -> list[Plan]:
+def plan_rollouts(config: RolloutConfig) -> list[Plan]:
     """Every rollout of the run; the same for the same configuration, in every process."""
     environment = load_environment(config.environment, config.options)
     return plan_groups(environment.tasks(config.tasks, seed=config.seed, split=config.split), n=config.group_size, seed=config.seed)

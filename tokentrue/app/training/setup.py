@@ -40,7 +40,8 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     wants_reference = loss.penalty is not None and loss.penalty.against == "reference"
     reference = load().requires_grad_(False) if wants_reference else None
     trainer = Trainer(shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference)
-    return trainer, config_hash(identity(config, optim), optim, loss, played_alike(settings.rollout), settings.model, RunFacts.of(settings))
+    rollout = comparable_config(settings.rollout)
+    return trainer, config_hash(identity(config, optim), optim, loss, rollout, settings.model, RunFacts.of(settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class RunFacts:
         return RunFacts(dtype=settings.dtype, device=settings.device.partition(":")[0], engine=engine, samples=samples)
 
 
-def played_alike(rollout: RolloutConfig) -> RolloutConfig:
+def comparable_config(rollout: RolloutConfig) -> RolloutConfig:
     """Rollouts do not depend on what runs beside them: how many at once, and for how long, may change."""
     return replace(rollout, concurrency=1, timeout_s=1.0, max_failed=1.0)
 

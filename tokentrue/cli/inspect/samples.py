@@ -38,7 +38,7 @@ def command(
         samples = _from_journal(source, session, group, total, max_tokens=max_tokens, abandoned=abandoned)
     elif max_tokens is not None or abandoned:
         raise ConfigError("--max-tokens and --abandoned need the journal itself, not a URL")
-    count = write_samples(_shown(_at_least_one(samples, total, group)), out, format=format)
+    count = write_samples(_count_with_bar(_at_least_one(samples, total, group)), out, format=format)
     _report(total, count, out, as_json=as_json)
     return 0
 
@@ -65,7 +65,7 @@ def _at_least_one(samples: Iterator[Any], total: Totals, group: str | None) -> I
         raise SessionNotFound(f"no session of group {group!r}; `tokentrue sessions` lists them")
 
 
-def _shown(samples: Iterator[Any]) -> Iterator[Any]:
+def _count_with_bar(samples: Iterator[Any]) -> Iterator[Any]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -64,7 +64,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
         trainer = Trainer(load_model(SMALL_MODEL), config=config, optim=optim, loss=loss)
         greedy = {**replace(rollout, temperature=0.0).sampling}
         async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
-            before = await judged(rollout, sessions, "before", heldout, quiet=say is not print)
+            before = await mean_reward(rollout, sessions, "before", heldout, quiet=say is not print)
         say(f"  held-out reward before   {before:.2f}   ({heldout} tasks, greedy)")
         provenance = {"run": config_hash(config, optim, loss, rollout), "model": "calculator", "engine": "exact"}
         writer = MetricsWriter(out, provenance=provenance)
@@ -84,7 +84,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
                 await train(trainer, rounds, Publisher(here.provider), on_step=heard)
         writer.close()
         async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
-            after = await judged(rollout, sessions, "after", heldout, quiet=say is not print)
+            after = await mean_reward(rollout, sessions, "after", heldout, quiet=say is not print)
     result = DemoResult(
         model="calculator",
         parameters=sum(p.numel() for p in trainer.model.parameters()),
@@ -112,12 +112,12 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
     return result
 
 
-async def judged(rollout: RolloutConfig, sessions: Sessions, when: str, heldout: int, *, quiet: bool) -> float:
+async def mean_reward(rollout: RolloutConfig, sessions: Sessions, when: str, heldout: int, *, quiet: bool) -> float:
     """Mean reward over the fixed held-out tasks, with a bar: it takes a few seconds."""
     from tokentrue.app.rollout.rollouts import evaluate
     from tokentrue.cli.progress import progress_bar
 
-    with progress_bar(f"judging {when}", heldout, quiet=quiet) as advance:
+    with progress_bar(f"evaluating {when}", heldout, quiet=quiet) as advance:
         reward, _, _ = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))
     return reward
 

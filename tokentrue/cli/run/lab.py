@@ -41,7 +41,7 @@ def command(
     if action not in {"run", "show"} or name is None:
         raise ConfigError("say `tokentrue lab list`, `tokentrue lab run NAME`, or `tokentrue lab show NAME` for runs on file")
     if action == "show":
-        from tokentrue.lab.registry import shown as shown_table
+        from tokentrue.lab.registry import show_results as shown_table
 
         print(shown_table(name, out=out).as_text())
         return 0

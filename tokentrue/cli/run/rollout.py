@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 from tokentrue.app.configuration import read
-from tokentrue.app.rollout.files import Recorder, finished, lines_of
-from tokentrue.app.rollout.settings import RolloutRun, planned, remember
+from tokentrue.app.rollout.files import Recorder, lines_of, trim_to_whole_groups
+from tokentrue.app.rollout.settings import RolloutRun, plan_rollouts, remember
 from tokentrue.environments import Plan, Rollout, load_environment, run_plans
 from tokentrue.errors import ConfigError
 
@@ -38,19 +38,19 @@ def command(
     settings = read(RolloutRun, config, sets or (), {"out": out, "url": url})
     if ray is not None and settings.url is not None:
         raise ConfigError("--ray starts gateways of its own; leave --url out")
-    plans = planned(settings.rollout)
+    plans = plan_rollouts(settings.rollout)
     settings.out.mkdir(parents=True, exist_ok=True)
     remember(settings)
-    done = finished(settings.out, plans, again=again)
+    done = trim_to_whole_groups(settings.out, plans, again=again)
     left = [plan for plan in plans if plan.group not in done]
-    with recording(settings.out, plans, len(left), quiet=as_json) as heard:
+    with record_rollouts(settings.out, plans, len(left), quiet=as_json) as heard:
         if left and ray is not None:
             from tokentrue.cluster.rollout import play_on_ray
 
             play_on_ray(settings, left, address=ray, on_rollout=heard)
         elif left:
             asyncio.run(play(settings, left, heard))
-    return summed_up(settings.out, plans, as_json=as_json)
+    return print_summary(settings.out, plans, as_json=as_json)
 
 
 async def play(settings: RolloutRun, plans: list[Plan], heard: Heard) -> None:
@@ -64,7 +64,7 @@ async def play(settings: RolloutRun, plans: list[Plan], heard: Heard) -> None:
 
 
 @contextmanager
-def recording(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Iterator[Heard]:
+def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Iterator[Heard]:
     """Writes what it is told, with a progress bar around it."""
     from tokentrue.cli.progress import progress_bar
 
@@ -86,7 +86,7 @@ def recording(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Itera
         recorder.close()
 
 
-def summed_up(out: Path, plans: list[Plan], *, as_json: bool) -> int:
+def print_summary(out: Path, plans: list[Plan], *, as_json: bool) -> int:
     rows = lines_of(out / "rollouts.jsonl")
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     sampled, trained = sum(row["sampled"] for row in rows), sum(row["trained"] for row in rows)

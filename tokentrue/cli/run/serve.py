@@ -12,7 +12,7 @@ import typer
 
 from tokentrue.app.configuration import read
 from tokentrue.app.identity import identify_model
-from tokentrue.app.torchless import torch_kept_out
+from tokentrue.app.torchless import without_torch
 from tokentrue.app.wiring import ADMIN_KEY, REMOTE, ServeConfig, gateway_for
 from tokentrue.errors import ConfigError, TokenTrueError
 
@@ -48,7 +48,7 @@ def command(
     }
     settings = read(ServeConfig, config, sets or (), flags)
     check(settings)
-    with torch_kept_out(settings.engine.name):
+    with without_torch(settings.engine.name):
         settings = identify_model(settings)
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker
@@ -59,7 +59,7 @@ def command(
     admin_key = os.environ[ADMIN_KEY] = os.environ.get(ADMIN_KEY) or new_admin_key()  # in the environment, for worker processes
     with listen(settings.server.host, settings.server.port, admin_key=admin_key) as public:
         port_bound = public.getsockname()[1]
-        base = settings.server.base_url.rstrip("/") or f"http://{shown_host(settings.server.host)}:{port_bound}"
+        base = settings.server.base_url.rstrip("/") or f"http://{host_for_url(settings.server.host)}:{port_bound}"
 
         def say_hello() -> None:
             greet(settings, base, admin_key if is_new_key else None)
@@ -71,7 +71,7 @@ def command(
             finally:
                 lock.release()
         log_to_stderr(enabled=settings.server.log == "json")
-        with torch_kept_out(settings.engine.name):
+        with without_torch(settings.engine.name):
             gateway = gateway_for(settings, admin_key=admin_key)
         run_worker(gateway, public, ready=say_hello)
     return 0
@@ -96,7 +96,7 @@ def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers:
     log_to_stderr(enabled=settings.server.log == "json")
     try:
         links = WorkerLinks(me=me, workers=workers, folder=folder)
-        with torch_kept_out(settings.engine.name):
+        with without_torch(settings.engine.name):
             gateway = gateway_for(settings, admin_key=os.environ[ADMIN_KEY], workers=links)
     except TokenTrueError as error:
         print(f"tokentrue serve: {error}", file=sys.stderr)
@@ -104,7 +104,7 @@ def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers:
     run_worker(gateway, public, worker_socket=str(socket_path(folder, me)), ready=up.release)
 
 
-def shown_host(host: str) -> str:
+def host_for_url(host: str) -> str:
     if host in {"0.0.0.0", "::"}:
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host

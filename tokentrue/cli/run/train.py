@@ -62,7 +62,7 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
         print(f"  resuming at step {first}")
     costs = Costs()
     with (
-        written(settings, ranks, run_hash, first) as write,
+        open_metrics(settings, ranks, run_hash, first) as write,
         progress_bar("training", max(0, trainer.config.steps - first), quiet=quiet) as advance,
     ):
 
@@ -79,14 +79,14 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
             reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=heard)
     page = write_training_report(settings) if ranks.first else None
     if not quiet:
-        summed_up(settings, reports, costs)
+        print_summary(settings, reports, costs)
         if page is not None:
             print(f"  report: {page}")
     return reports
 
 
 @contextlib.contextmanager
-def written(settings: TrainRun, ranks: Any, run_hash: str, first: int) -> Iterator[Callable[[Any, Mapping[str, float]], None]]:
+def open_metrics(settings: TrainRun, ranks: Any, run_hash: str, first: int) -> Iterator[Callable[[Any, Mapping[str, float]], None]]:
     """The resolved configuration, then a row of metrics per step; rank 0 alone writes."""
     if not ranks.first:
         yield lambda report, seconds: None
@@ -103,7 +103,7 @@ def written(settings: TrainRun, ranks: Any, run_hash: str, first: int) -> Iterat
         writer.close()
 
 
-def summed_up(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
+def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
     if not reports:
         print(f"  nothing left to do: {settings.out} has all {settings.train.steps} steps")
         return

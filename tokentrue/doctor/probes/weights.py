@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokentrue.doctor.context import Examination
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
-from tokentrue.doctor.fit import BAND, Explanation, best, explained, grows_with_position, shifted, spread_of, until_certain
+from tokentrue.doctor.fit import BAND, Explanation, best, explained_share, grows_with_position, shift, spread_of, until_certain
 from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.reference import Reference, variants_of
 
@@ -90,21 +90,21 @@ def _unexplained(name: str, figure: str, seen: Difference, explanations: Sequenc
 def explain_alignment(seen: Difference) -> Iterator[Explanation]:
     """Each log-probability belongs to the token before or after."""
     for by in (-1, 1):
-        places, neighbours = shifted(seen.reference, seen.lengths, by)
+        places, neighbours = shift(seen.reference, seen.lengths, by)
         if places.numel():
-            share = explained(seen.e[places], neighbours - seen.reference[places])
+            share = explained_share(seen.e[places], neighbours - seen.reference[places])
             yield Explanation(fault="off_by_one", label=f"the log-probability of the {'next' if by > 0 else 'previous'} token", share=share)
 
 
 def explain_inputs(exam: Examination, seen: Difference) -> Iterator[Explanation]:
     """The engine processed other ids than it was sent, or sampled at another temperature."""
     for temperature, row in zip(TEMPERATURES, exam.reference.logprobs_at(seen.observations, TEMPERATURES), strict=True):
-        share = explained(seen.e, row - seen.reference)
+        share = explained_share(seen.e, row - seen.reference)
         yield Explanation(fault="sampled_temperature", label=f"temperature {temperature:g}", share=share)
     bos = getattr(exam.reference.config, "bos_token_id", None)
     if isinstance(bos, int):
         prediction = exam.reference.logprobs([_prefix(one, bos) for one in seen.observations]) - seen.reference
-        yield Explanation(fault="bos_added", label=f"token {bos} before the prompt", share=explained(seen.e, prediction))
+        yield Explanation(fault="bos_added", label=f"token {bos} before the prompt", share=explained_share(seen.e, prediction))
     yield from _explain_truncation(exam, seen)
 
 
@@ -118,7 +118,7 @@ def _explain_truncation(exam: Examination, seen: Difference) -> Iterator[Explana
             rows = seen.reference.split(seen.lengths)
             pairs = zip(seen.observations, rows, strict=True)
             cut = [exam.reference.logprobs([_cut(one, kept)]) if one.prompt_tokens > kept else row for one, row in pairs]
-            share = explained(seen.e, torch.cat(cut) - seen.reference)
+            share = explained_share(seen.e, torch.cat(cut) - seen.reference)
             yield Explanation(fault="context_truncated", label=f"the last {kept} prompt tokens only", share=share)
 
 
@@ -126,7 +126,7 @@ def explain_weights(exam: Examination, seen: Difference) -> Iterator[Explanation
     for variant in variants_of(exam.reference, previous=exam.previous):
         prediction = exam.reference.predict(variant, seen.observations) - seen.reference
         size = float(prediction.abs().mean())
-        yield Explanation(fault=variant.fault, label=variant.label, share=explained(seen.e, prediction), size=size)
+        yield Explanation(fault=variant.fault, label=variant.label, share=explained_share(seen.e, prediction), size=size)
 
 
 def _prefix(seen: Observation, token: int) -> Observation:

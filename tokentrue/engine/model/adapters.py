@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tokentrue.engine.model.decoder import Decoder, Dense
 from tokentrue.errors import EngineError, ExactnessError, FileFormatError
 from tokentrue.numerics import LowRank, Ops
-from tokentrue.numerics.functions import unguarded
+from tokentrue.numerics.functions import unguard
 
 TARGETS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp",
            "down_proj": "mlp"}  # fmt: skip
@@ -125,13 +125,13 @@ def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
 
 
 @contextmanager
-def attached(model: Any, ops: Ops, adapter: Adapter) -> Iterator[None]:
+def attach_adapter(model: Any, ops: Ops, adapter: Adapter) -> Iterator[None]:
     """Inside the block the model's own forward computes with the adapter, as `exact` makes a peft model do."""
     modules = linear_modules(model)
     before = {at: modules[at].__dict__.get("forward") for at in adapter.weights}
 
     def forward_of(module: nn.Linear, low: LowRank) -> Any:
-        return unguarded(lambda x: ops.add_low_rank(ops.linear(x, module.weight, module.bias), x, low))
+        return unguard(lambda x: ops.add_low_rank(ops.linear(x, module.weight, module.bias), x, low))
 
     try:
         for at, low in adapter.weights.items():

@@ -72,15 +72,15 @@ class PrefillGraphs:
         ids = [token for work in batch for token in work.request.tokens[work.start : work.start + work.count]]
         host, to = paged_batch(batch, self.forward.ops.block_size, HOST), prefill.batch
         starts = torch.tensor(self.tile_starts(host.q_lens), dtype=torch.int32).t()
-        put(prefill.ids, torch.tensor(ids))
-        put(prefill.rows, torch.tensor(rows, dtype=torch.int64))
-        put(to.positions, host.positions)
-        put(to.slots, host.slots)
-        put(to.cu_q, host.cu_q, rest=len(ids))
-        put(to.context_lens, host.context_lens)
-        put(to.block_tables, host.block_tables[:, : self.width])
-        put(to.plan.sequence, starts[0], rest=MOST_SEQUENCES)
-        put(to.plan.query, starts[1])
+        copy_rows(prefill.ids, torch.tensor(ids))
+        copy_rows(prefill.rows, torch.tensor(rows, dtype=torch.int64))
+        copy_rows(to.positions, host.positions)
+        copy_rows(to.slots, host.slots)
+        copy_rows(to.cu_q, host.cu_q, rest=len(ids))
+        copy_rows(to.context_lens, host.context_lens)
+        copy_rows(to.block_tables, host.block_tables[:, : self.width])
+        copy_rows(to.plan.sequence, starts[0], rest=MOST_SEQUENCES)
+        copy_rows(to.plan.query, starts[1])
 
     def tile_starts(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         heads, key_heads, _ = self.forward.decoder.heads
@@ -104,7 +104,7 @@ class PrefillGraphs:
         return Prefill(ids=ids, batch=batch, rows=rows, logits=logits, graph=graph)
 
 
-def put(target: Tensor, source: Tensor, *, rest: int = 0) -> None:
+def copy_rows(target: Tensor, source: Tensor, *, rest: int = 0) -> None:
     """`source` into the first rows (and columns) of `target`; `rest` everywhere else."""
     padded = torch.full(target.shape, rest, dtype=target.dtype)
     padded[tuple(slice(n) for n in source.shape)] = source

@@ -125,12 +125,12 @@ class Request:
             top_logprobs=tuple(self.tops) if self.sampling.top_logprobs else None,
             raw_logprobs=tuple(self.raw_logprobs) if self.shaped else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt else None,
-            routed_experts=routed(self.routes) if self.wants_routes else None,
+            routed_experts=join_routing(self.routes) if self.wants_routes else None,
             fingerprint=fingerprint,
         )
 
 
-def routed(rows: Sequence[Routes]) -> RoutedExperts | None:
+def join_routing(rows: Sequence[Routes]) -> RoutedExperts | None:
     if not rows:
         return None
     return RoutedExperts(shape=(len(rows), rows[0].layers, rows[0].top_k), data=b"".join(row.data for row in rows))

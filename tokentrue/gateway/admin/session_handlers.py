@@ -14,7 +14,7 @@ from tokentrue.gateway.admin.routing import forward_to_owner, json_response, req
 from tokentrue.gateway.admin.views import record_json, session_json
 from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
 from tokentrue.gateway.services import Services
-from tokentrue.samples import Assembly, coverage_to_json, exported, sample_to_json
+from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
 
 MOST_LISTED = 1000
 
@@ -92,7 +92,7 @@ class SessionHandlers:
             assembly = await handle.session.assembly()
         format_ = request.query_params.get("format", "json")
         if format_ != "json":
-            content, media_type = await asyncio.to_thread(exported, assembly.samples, format=format_[:40])
+            content, media_type = await asyncio.to_thread(export_bytes, assembly.samples, format=format_[:40])
             return Response(content, media_type=media_type)
         return await asyncio.to_thread(samples_response, handle.session.id, assembly)
 

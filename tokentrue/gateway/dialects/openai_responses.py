@@ -167,7 +167,7 @@ def head_from_responses(asked: ResponsesHead) -> RequestHead:
         sampling=Sampling(extra=extra, **present),
         tools=tools,
         opening=({"role": "system", "content": asked.instructions},) if asked.instructions else (),
-        continues=continued_from(asked.previous_response_id),
+        continues=read_response_id(asked.previous_response_id),
         options=ResponsesOptions(
             stored=asked.store is not False,
             logprobs="message.output_text.logprobs" in (asked.include or ()),
@@ -185,7 +185,7 @@ def format_from_text(text: TextConfig | None) -> Json | None:
     return {"type": "json_schema", "json_schema": {name: value for name, value in format_.items() if name != "type"}}
 
 
-def continued_from(response_id: str | None) -> ContinuedResponse | None:
+def read_response_id(response_id: str | None) -> ContinuedResponse | None:
     if response_id is None:
         return None
     if response_id.startswith(UNSTORED):

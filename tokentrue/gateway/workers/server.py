@@ -119,7 +119,7 @@ async def serve(
         if worker_socket is not None:
             inside = listen_to_workers(worker_socket)
             inner = EmbeddedServer(server_config(FromWorker(gateway), gateway, drain_s=drain_s, lifespan="off"))
-            await stack.enter_async_context(running(inner, inside))
+            await stack.enter_async_context(run_server(inner, inside))
         server = SignalledServer(server_config(gateway, gateway, drain_s=drain_s))
         serving = asyncio.create_task(server.serve(sockets=[public]))
         while not server.started and not serving.done():
@@ -139,7 +139,7 @@ def listen_to_workers(path: str) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def running(server: uvicorn.Server, bound: socket.socket) -> AsyncGenerator[None, None]:
+async def run_server(server: uvicorn.Server, bound: socket.socket) -> AsyncGenerator[None, None]:
     """Serves on `bound` while the block runs."""
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     while not server.started and not serving.done():
@@ -157,7 +157,7 @@ async def running(server: uvicorn.Server, bound: socket.socket) -> AsyncGenerato
 @contextlib.asynccontextmanager
 async def serve_embedded(gateway: Gateway, public: socket.socket, *, drain_s: float) -> AsyncGenerator[None, None]:
     """The same server inside a running event loop; signals stay with the caller."""
-    async with running(EmbeddedServer(server_config(gateway, gateway, drain_s=drain_s)), public):
+    async with run_server(EmbeddedServer(server_config(gateway, gateway, drain_s=drain_s)), public):
         yield
 
 

@@ -113,7 +113,7 @@ class ChunkedRows:
             return slots.index_copy(0, self.target, flat.index_select(0, self.source).to(dtype)).view(-1, CHUNK)
         assert self.picked is not None
         grid = flat.view(self.num_rows, self.place.width)
-        return self.clear_padding(_chunked(grid).index_select(0, self.picked).to(dtype))
+        return self.clear_padding(_to_chunks(grid).index_select(0, self.picked).to(dtype))
 
     def read_rows(self, values: Tensor) -> Tensor:
         """One value per row of the batch, spread over the row's slots."""
@@ -131,7 +131,7 @@ class ChunkedRows:
         if self.place.width % CHUNK == 0:
             grid.view(-1, CHUNK).index_copy_(0, self.picked, slots)
             return
-        whole = _chunked(grid).index_copy_(0, self.picked, slots)
+        whole = _to_chunks(grid).index_copy_(0, self.picked, slots)
         grid.copy_(whole.view(self.num_rows, -1)[:, : self.place.width])
 
     def clear_padding(self, slots: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class PrefixRows:
     @staticmethod
     def of(grid: Tensor) -> PrefixRows | None:
         """None where a valid token stands behind an invalid one; `grid` is bool `[b, T]`."""
-        whole, rows = _chunked(grid), grid.shape[0]
+        whole, rows = _to_chunks(grid), grid.shape[0]
         filled = chunk_counts(whole)
         lengths = filled.view(rows, -1).sum(dim=1)
         chunks = (lengths + CHUNK - 1) // CHUNK
@@ -249,7 +249,7 @@ def _before(counts: Iterable[int]) -> list[int]:
     return [0, *accumulate(counts)]
 
 
-def _chunked(grid: Tensor) -> Tensor:
+def _to_chunks(grid: Tensor) -> Tensor:
     """`[b, T]` as chunks, rows filled up to whole ones."""
     fill = -grid.shape[1] % CHUNK
     return (torch.nn.functional.pad(grid, (0, fill)) if fill else grid).reshape(-1, CHUNK)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch.correction import importers
-from tokentrue.mismatch.correction.explain import RATIO, between, rule_text, weights_text
+from tokentrue.mismatch.correction.explain import RATIO, describe_interval, rule_text, weights_text
 from tokentrue.mismatch.correction.rules import (
     OffPolicyMask,
     Outlier,
@@ -108,7 +108,7 @@ class Correction:
         if self.veto is not None:
             lines.append(f"drop rows with a token below probability {self.veto.below:g} under the {self.veto.of} policy")
         if self.outlier is not None:
-            bounds = between("r", self.outlier.lower, self.outlier.upper)
+            bounds = describe_interval("r", self.outlier.lower, self.outlier.upper)
             lines.append(f"drop rows unless every token has {bounds}, r = {RATIO[self.outlier.signal]}")
         if self.off_policy_mask is not None:
             mask = self.off_policy_mask

@@ -41,7 +41,7 @@ class Corrected:
     def normalised(self, total: float, count: int) -> Corrected:
         """These weights over the step's mean."""
         mean = total / count if count else 0.0
-        return replace(self, weights=_scaled(self.weights, mean), pending=False)
+        return replace(self, weights=_scale(self.weights, mean), pending=False)
 
 
 def correct(
@@ -158,7 +158,7 @@ def _total(parts: Sequence[Tensor]) -> int:
     return exact_totals(torch.cat(list(parts)).unsqueeze(0))[0] if parts else 0
 
 
-def _scaled(weights: Values, mean: float) -> Values:
+def _scale(weights: Values, mean: float) -> Values:
     if mean <= 1e-8:
         return weights
     return weights / mean if isinstance(weights, Tensor) else [row / mean for row in weights]

@@ -13,7 +13,7 @@ def weights_text(weights: Weights) -> str:
     how = {
         "truncate": f"min({what}, {weights.upper})",
         "clip": f"clip({what}, {weights.lower}, {weights.upper})",
-        "mask": f"{what} where {between('it', weights.lower, weights.upper)}, else 0",
+        "mask": f"{what} where {describe_interval('it', weights.lower, weights.upper)}, else 0",
         "raw": what,
     }[weights.mode]
     if weights.mix is not None:
@@ -33,10 +33,10 @@ def rule_text(rule: Reject) -> str:
         "seq_max": ("rows", f"max_t {name}"),
         "geometric": ("rows", f"(Π_t {name})^(1/T)"),
     }[rule.aggregate]
-    return f"{shape[0]} with {between(shape[1], rule.lower, rule.upper)}"
+    return f"{shape[0]} with {describe_interval(shape[1], rule.lower, rule.upper)}"
 
 
-def between(name: str, lower: float | None, upper: float | None) -> str:
+def describe_interval(name: str, lower: float | None, upper: float | None) -> str:
     left = "" if lower is None else f"{lower:g} <= "
     right = "" if upper is None else f" <= {upper:g}"
     return f"{left}{name}{right}"

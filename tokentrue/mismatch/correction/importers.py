@@ -37,7 +37,7 @@ def from_verl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
         "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
         "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip",
     }  # fmt: skip
-    given = _known("verl", config, keys)
+    given = _check_keys("verl", config, keys)
     notes: list[str] = []
     bypass, reinforce = bool(given["bypass_mode"]), given["loss_type"] == "reinforce"
     if given["loss_type"] not in ("ppo_clip", "reinforce"):
@@ -113,7 +113,7 @@ def from_miles(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
         "rs_veto_threshold": 1e-4, "tis_batch_normalize": True, "use_rollout_logprobs": False, "use_opsm": False, "opsm_delta": 1e-4,
         "tis_clip": None, "tis_clip_low": None, "custom_tis_function_path": None,
     }  # fmt: skip
-    given = _known("miles", config, keys)
+    given = _check_keys("miles", config, keys)
     if given["use_rollout_logprobs"] and given["use_tis"] and "use_tis" in config:
         raise ConfigError("miles: use_rollout_logprobs and use_tis exclude each other")
     opsm = None
@@ -185,7 +185,7 @@ def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
         "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None, "off_policy_mask_threshold": None,
     }  # fmt: skip
     mine = {key: value for key, value in config.items() if key in keys or key.startswith("vllm_importance_sampling")}
-    given = _known("trl", mine, keys)
+    given = _check_keys("trl", mine, keys)
     threshold = given["off_policy_mask_threshold"]
     opsm = None if threshold is None else OffPolicyMask(threshold=threshold, signal="ppo_rollout")
     if not given["vllm_importance_sampling_correction"]:
@@ -206,7 +206,7 @@ def from_areal(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
     other keys may be present.
     """
     keys: dict[str, Any] = {"use_decoupled_loss": False, "recompute_logprob": False, "rejection_sampling": None, "m2_threshold": None}
-    given = _known("areal", _mine("areal", config, keys), keys)
+    given = _check_keys("areal", _mine("areal", config, keys), keys)
     fields = _areal_fields(given, faithful)
     if given["m2_threshold"] is not None:
         fields["second_moment"] = SecondMoment(threshold=given["m2_threshold"], signal="corr", tokens="all")
@@ -222,7 +222,7 @@ def _areal_fields(given: Mapping[str, Any], faithful: bool) -> Fields:
         note = "decoupled without rejection_sampling applies no behaviour weight in AReaL: plain PPO on the recomputed policy"
         return dict(non_finite="unit", log_clamp=80.0, notes=(note,))
     keys = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None}
-    rule = _known("areal.rejection_sampling", given["rejection_sampling"], keys)
+    rule = _check_keys("areal.rejection_sampling", given["rejection_sampling"], keys)
     if rule["action"] not in ("mask", "clamp"):
         raise ConfigError(f"areal.rejection_sampling.action: {rule['action']!r} is not one of 'mask', 'clamp'")
     if rule["action"] == "clamp":
@@ -262,7 +262,7 @@ def from_skyrl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
         "outlier_token_is_threshold_low": None, "outlier_token_is_threshold_high": None,
         "token_mask_is_threshold_low": None, "token_mask_is_threshold_high": None,
     }  # fmt: skip
-    given = _known("skyrl", config, keys)
+    given = _check_keys("skyrl", config, keys)
     rules: list[Reject] = []
     low, high = given["token_mask_is_threshold_low"], given["token_mask_is_threshold_high"]
     if (low is None) != (high is None):
@@ -297,7 +297,7 @@ def _mine(owner: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dic
     return {key: value for key, value in config.items() if key in keys}
 
 
-def _known(owner: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def _check_keys(owner: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(config) - set(keys))
     if unknown:
         raise ConfigError(f"{owner}: unknown keys {', '.join(unknown)}; known are {', '.join(keys)}")

@@ -98,7 +98,7 @@ class Signals:
 
 def read_signals(batch: Batch, rows: ChunkedRows, config: Correction) -> Signals:
     trainer, rollout = rows.read(batch.trainer), rows.read(batch.rollout)
-    current = None if batch.current is None else rows.read(_detached(batch.current))
+    current = None if batch.current is None else rows.read(_detach(batch.current))
     if config.align_support:
         if batch.support is None:
             raise InputError("support_log_mass: align_support needs the log of the trainer's mass on the sampler's support, per token")
@@ -134,7 +134,7 @@ def _where(rows: ChunkedRows, bad: Tensor) -> str:
     )
 
 
-def _detached(values: Values) -> Values:
+def _detach(values: Values) -> Values:
     return values.detach() if isinstance(values, Tensor) else [row.detach() for row in values]
 
 

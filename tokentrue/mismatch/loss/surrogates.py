@@ -32,19 +32,19 @@ class Tokens:
 
 
 def _ppo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
-    return _clipped(t, t.log_ratio.exp(), config)
+    return _clip(t, t.log_ratio.exp(), config)
 
 
 def _gspo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
     limit = config.correction.log_clamp
     mean = t.rows.mean(t.current - t.base).clamp(-limit, limit)
     if config.gspo_gradient == "sequence":
-        return _clipped(t, t.rows.spread(mean).exp(), config)
+        return _clip(t, t.rows.spread(mean).exp(), config)
     carrier = t.current - t.current.detach()  # zero in value, each token's own gradient
-    return _clipped(t, (carrier + t.rows.spread(mean.detach())).exp(), config)
+    return _clip(t, (carrier + t.rows.spread(mean.detach())).exp(), config)
 
 
-def _clipped(t: Tokens, ratio: Tensor, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
+def _clip(t: Tokens, ratio: Tensor, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]:
     assert config.clip_low is not None and config.clip_high is not None
     plain = -t.advantages * ratio
     bounded = -t.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)

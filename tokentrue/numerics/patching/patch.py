@@ -18,7 +18,7 @@ from tokentrue.errors import ExactnessError
 from tokentrue.numerics.delta import delta_forward, is_gated_delta
 from tokentrue.numerics.devices import ops_for
 from tokentrue.numerics.fingerprint import Contract, contract_of
-from tokentrue.numerics.functions import guarded, unguarded
+from tokentrue.numerics.functions import guard, unguard
 from tokentrue.numerics.ops import Ops
 from tokentrue.numerics.patching.hf_attention import attach_attention
 from tokentrue.numerics.patching.replacements import CONTAINERS, HARMLESS, Replacement, is_router, own_parameters, replacement_of
@@ -80,11 +80,11 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
             continue
         if is_gated_delta(module):
             whole.append(name)
-            plan.append((module, "linear_attention", unguarded(delta_forward(name, module, ops))))
+            plan.append((module, "linear_attention", unguard(delta_forward(name, module, ops))))
             continue
         known = replacement_of(name, module, ops)
         if known is not None:
-            plan.append((known[0], known[1], known[2] if known[1] == "router" else unguarded(known[2])))
+            plan.append((known[0], known[1], known[2] if known[1] == "router" else unguard(known[2])))
         elif own_parameters(module) and not isinstance(module, nn.Embedding) and not is_router(module):
             raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form; its parameters are {own_parameters(module)}")
         elif isinstance(module, nn.Dropout) and module.p > 0 and module.training:
@@ -93,7 +93,7 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
             if not any(module.children()) and not is_router(module):
                 raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form")
             if ".layers." in f".{name}":
-                plan.append((module, "functions", guarded(name, ops, module.forward)))
+                plan.append((module, "functions", guard(name, ops, module.forward)))
     return plan
 
 

@@ -95,7 +95,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ti
     (rows, inputs), outputs = x.shape, weight.shape[0]
     programs = min(_tiles(rows, outputs, tile), _multiprocessors(x.device) * 8 // tile.warps)
     launch(
-        _product_kernel, (programs,), _described(x, tile.m, tile.k), _described(weight, tile.n, tile.k), _described(out, tile.m, tile.n),
+        _product_kernel, (programs,), _describe(x, tile.m, tile.k), _describe(weight, tile.n, tile.k), _describe(out, tile.m, tile.n),
         bias if bias is not None else x, rows, outputs, inputs, BM=tile.m, BN=tile.n, BK=tile.k, BIAS=bias is not None, GROUP=8,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -105,11 +105,11 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor, act: str, tile: Tile, o
     """out = act(x @ gate.T) * (x @ up.T) for weight = [gate; up]."""
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     launch(
-        _gated_kernel, (_tiles(rows, outputs, tile),), _described(x, tile.m, tile.k), _described(weight, tile.n, tile.k),
-        _described(out, tile.m, tile.n), rows, outputs, inputs, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, ACT=branch_of(act),
+        _gated_kernel, (_tiles(rows, outputs, tile),), _describe(x, tile.m, tile.k), _describe(weight, tile.n, tile.k),
+        _describe(out, tile.m, tile.n), rows, outputs, inputs, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, ACT=branch_of(act),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _describe(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])

@@ -65,7 +65,7 @@ def _form(value: Any) -> Any:
     return value.base.dtype, *value.block_shape  # a tensor descriptor
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
+def align_rows(x: torch.Tensor) -> torch.Tensor:
     """`x` itself when its last dimension is dense and every row starts at a 16-byte boundary, else a copy for which that is so."""
     size = x.element_size()
     dense = x.is_contiguous() or (x.stride(-1) == 1 and all(s * size % ALIGNMENT_BYTES == 0 for s in x.stride()[:-1]))
@@ -76,7 +76,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """`x` as an aligned, contiguous [rows, last] matrix."""
-    return aligned(x.reshape(-1, x.shape[-1]).contiguous())
+    return align_rows(x.reshape(-1, x.shape[-1]).contiguous())
 
 
 def cdiv(a: int, b: int) -> int:

@@ -53,7 +53,7 @@ def _run(ops: Fallbacks, linears: set[tuple[int, int, bool]], heads: set[tuple[i
             notes += _linear(ops, inputs, outputs, bias, dtype, random)
         for h, j, d in sorted(heads):
             notes += _attention(ops, h, j, d, dtype, random)
-        notes += _fused(ops, sorted(linears), sorted(heads), dtype, random)
+        notes += _check_fused(ops, sorted(linears), sorted(heads), dtype, random)
     return notes
 
 
@@ -138,7 +138,7 @@ def _attention(ops: Fallbacks, h: int, j: int, d: int, dtype: torch.dtype, rando
     return []
 
 
-def _fused(
+def _check_fused(
     ops: Fallbacks, linears: list[tuple[int, int, bool]], heads: list[tuple[int, int, int]], dtype: torch.dtype, random: torch.Generator
 ) -> list[str]:
     """Fused launches against their parts."""

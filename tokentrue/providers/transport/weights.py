@@ -37,7 +37,7 @@ def write_weights(weights: Iterable[tuple[str, Any]], root: Path, *, version: in
     partial = root / f".{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(checked(weights, version=version), partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(check_weights(weights, version=version), partial / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
     spared = {target, *keep}
@@ -47,7 +47,7 @@ def write_weights(weights: Iterable[tuple[str, Any]], root: Path, *, version: in
     return WrittenWeights(directory=target, version=version)
 
 
-def checked(weights: Iterable[tuple[str, Any]], *, version: int) -> dict[str, Any]:
+def check_weights(weights: Iterable[tuple[str, Any]], *, version: int) -> dict[str, Any]:
     """By name, each with memory of its own; weights that are not finite are refused before any engine sees them."""
     kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
     for name, tensor in kept.items():

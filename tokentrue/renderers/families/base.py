@@ -60,7 +60,7 @@ _KEEPING = {
 }
 
 
-def keeping(clues: Clues) -> dict[str, Any]:
+def keep_reasoning(clues: Clues) -> dict[str, Any]:
     """The switches that this template offers against dropping earlier reasoning, set to keep it.
 
     A template shows that it has such a switch, not which way a recorded history wants it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokentrue.renderers.families.base import Clues, Family, keeping
+from tokentrue.renderers.families.base import Clues, Family, keep_reasoning
 from tokentrue.renderers.families.shapes import HERMES, THINK, response
 
 _OPENERS = (
@@ -23,5 +23,5 @@ def recognise(clues: Clues) -> Family | None:
         response_template=response(
             HERMES if clues.has("<tool_call>") else {}, anchors=_OPENERS, reasoning=THINK if clues.has("<think>", "</think>") else None
         ),
-        template_kwargs=keeping(clues),
+        template_kwargs=keep_reasoning(clues),
     )

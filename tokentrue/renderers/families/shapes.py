@@ -58,7 +58,7 @@ ARG_PAIRS: Fields = {
 """`<tool_call>NAME⏎<arg_key>KEY</arg_key>⏎<arg_value>VALUE</arg_value>⏎</tool_call>`, with or without the line breaks"""
 
 
-def invocations(block: str, *, tag: str = "", attribute: str = "") -> Fields:
+def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> Fields:
     """`<BLOCK>⏎<invoke name="NAME">⏎<parameter name="KEY">VALUE</parameter>⏎</invoke>⏎</BLOCK>`: several calls share one block.
 
     `tag` stands before each tag's word (DeepSeek's `｜DSML｜`), `attribute` is a pattern for further attributes of a parameter.
@@ -77,7 +77,7 @@ def invocations(block: str, *, tag: str = "", attribute: str = "") -> Fields:
     }
 
 
-def bracketed(
+def calls_between_tokens(
     *, section: tuple[str, str], call: tuple[str, str], head: str, tail: str = "", transform: Mapping[str, Any] = NAMED
 ) -> Fields:
     """Calls in JSON between two marker tokens, all of them between two section tokens that belong to the first and the last call.

@@ -106,23 +106,23 @@ def _is_named(text: str, declared: str) -> bool:
 
 def _list_delimiters(template: ForeignTemplate) -> dict[str | None, tuple[Delimiter, ...]]:
     """Outside explicit regions every opening counts, and the implicit field's own closing; inside one only its closing."""
-    outside = [_opening(field) for field in template.fields.values() if field.open_re is not None]
+    outside = [_read_opening(field) for field in template.fields.values() if field.open_re is not None]
     implicit = template.fields.get(template.implicit or "")
     if implicit is not None and implicit.close_re is not None:
-        outside.append(_closing(implicit))
+        outside.append(_read_closing(implicit))
     found: dict[str | None, tuple[Delimiter, ...]] = {None: tuple(outside)}
     for name, field in template.fields.items():
-        inside = (_closing(field),) if field.close_re is not None else ()
+        inside = (_read_closing(field),) if field.close_re is not None else ()
         found[name] = tuple(outside) if name == template.implicit else inside
     return found
 
 
-def _opening(field: ForeignField) -> Delimiter:
+def _read_opening(field: ForeignField) -> Delimiter:
     is_final = field.open_literals is not None and not field.open_literal_can_extend
     return Delimiter(opens=True, field=field.name, pattern=field.open_re, is_final=is_final)
 
 
-def _closing(field: ForeignField) -> Delimiter:
+def _read_closing(field: ForeignField) -> Delimiter:
     is_final = field.close_literals is not None and not field.close_literal_can_extend
     return Delimiter(opens=False, field=field.name, pattern=field.close_re, is_final=is_final)
 

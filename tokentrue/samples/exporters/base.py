@@ -53,7 +53,7 @@ def split(sample: Sample) -> Split:
         prompt_ids=list(sample.token_ids[:at]),
         response_ids=list(sample.token_ids[at:]),
         response_mask=list(sample.loss_mask[at:]),
-        response_logprobs=filled(sample.rollout_logprobs[at:]),
+        response_logprobs=fill_logprobs(sample.rollout_logprobs[at:]),
     )
 
 
@@ -64,11 +64,11 @@ def first_sampled(sample: Sample) -> int:
     return found
 
 
-def filled(logprobs: Iterable[float | None]) -> list[float]:
+def fill_logprobs(logprobs: Iterable[float | None]) -> list[float]:
     return [0.0 if value is None else value for value in logprobs]
 
 
-def unfilled(logprobs: Sequence[float], spans: Sequence[Mapping[str, Any]], *, length: int) -> list[float | None]:
+def unfill_logprobs(logprobs: Sequence[float], spans: Sequence[Mapping[str, Any]], *, length: int) -> list[float | None]:
     """The way back: None where the spans say that nothing was sampled. `logprobs` may leave out a given prefix."""
     whole: list[float | None] = [*([None] * (length - len(logprobs))), *logprobs]
     for span in spans:

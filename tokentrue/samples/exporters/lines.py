@@ -45,10 +45,10 @@ class TrainerLines:
 
     def read(self, path: Path) -> Iterator[Sample]:
         for where, row in read_lines(path):
-            yield restored(row, self.columns, where)
+            yield sample_from_row(row, self.columns, where)
 
 
-def restored(row: Mapping[str, Any], columns: Callable[[Mapping[str, Any], Mapping[str, Any]], Columns], where: str) -> Sample:
+def sample_from_row(row: Mapping[str, Any], columns: Callable[[Mapping[str, Any], Mapping[str, Any]], Columns], where: str) -> Sample:
     head = cast("Mapping[str, Any]", row.get("tokentrue") or {})
     try:
         found = columns(row, head)

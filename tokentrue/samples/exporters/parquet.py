@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from tokentrue.errors import FileFormatError
 from tokentrue.samples.exporters.base import Columns
-from tokentrue.samples.exporters.lines import restored
+from tokentrue.samples.exporters.lines import sample_from_row
 from tokentrue.samples.shape import head_to_json, sample_from_json, sample_to_json
 from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
@@ -58,7 +58,7 @@ class TrainerParquet:
 
     def read(self, path: Path) -> Iterator[Sample]:
         for where, row in read_table(path):
-            yield restored({**row, "tokentrue": loads(row["tokentrue"].encode())}, self.columns, where)
+            yield sample_from_row({**row, "tokentrue": loads(row["tokentrue"].encode())}, self.columns, where)
 
 
 def native_types() -> dict[str, str]:

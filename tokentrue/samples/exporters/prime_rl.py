@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, filled, unfilled
+from tokentrue.samples.exporters.base import Columns, fill_logprobs, unfill_logprobs
 from tokentrue.types import Sample
 
 
@@ -13,7 +13,7 @@ def row(sample: Sample) -> dict[str, Any]:
     return {
         "token_ids": list(sample.token_ids),
         "mask": [bool(bit) for bit in sample.loss_mask],
-        "logprobs": filled(sample.rollout_logprobs),
+        "logprobs": fill_logprobs(sample.rollout_logprobs),
         "temperatures": temperatures(sample),
         "env_name": str(sample.metadata.get("env_name") or sample.group or "tokentrue"),
         "trace_id": sample.sample_id,
@@ -31,4 +31,4 @@ def temperatures(sample: Sample) -> list[float]:
 
 def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
     ids = row["token_ids"]
-    return ids, [int(bit) for bit in row["mask"]], unfilled(row["logprobs"], head["spans"], length=len(ids))
+    return ids, [int(bit) for bit in row["mask"]], unfill_logprobs(row["logprobs"], head["spans"], length=len(ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, split, unfilled, versions_of
+from tokentrue.samples.exporters.base import Columns, split, unfill_logprobs, versions_of
 from tokentrue.types import Sample
 
 _STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
@@ -29,4 +29,4 @@ def row(sample: Sample) -> dict[str, Any]:
 def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
     ids = row["tokens"]
     mask = [*([0] * (len(ids) - row["response_length"])), *row["loss_mask"]]
-    return ids, mask, unfilled(row["rollout_log_probs"], head["spans"], length=len(ids))
+    return ids, mask, unfill_logprobs(row["rollout_log_probs"], head["spans"], length=len(ids))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, filled, unfilled
+from tokentrue.samples.exporters.base import Columns, fill_logprobs, unfill_logprobs
 from tokentrue.types import Sample
 
 
@@ -18,7 +18,7 @@ def row(sample: Sample) -> dict[str, Any]:
         "model_input": {"chunks": [{"type": "encoded_text", "tokens": ids[:-1]}]},
         "loss_fn_inputs": {
             "target_tokens": _tensor(ids[1:], "int64"),
-            "logprobs": _tensor(filled(sample.rollout_logprobs)[1:], "float32"),
+            "logprobs": _tensor(fill_logprobs(sample.rollout_logprobs)[1:], "float32"),
             "mask": _tensor([float(bit) for bit in sample.loss_mask[1:]], "float32"),
         },
         "reward": sample.reward,
@@ -36,4 +36,4 @@ def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
         raise IndexError("model_input and target_tokens are not one sequence shifted by one")
     ids = [*shown[:1], *targets]
     mask = [0, *(int(bit) for bit in inputs["mask"]["data"])]
-    return ids, mask, unfilled(inputs["logprobs"]["data"], head["spans"], length=len(ids))
+    return ids, mask, unfill_logprobs(inputs["logprobs"]["data"], head["spans"], length=len(ids))

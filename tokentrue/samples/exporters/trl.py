@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, split, unfilled
+from tokentrue.samples.exporters.base import Columns, split, unfill_logprobs
 from tokentrue.types import Sample
 
 
@@ -23,4 +23,4 @@ def row(sample: Sample) -> dict[str, Any]:
 def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
     ids = [*row["prompt_ids"], *row["completion_ids"]]
     mask = [*([0] * len(row["prompt_ids"])), *row["env_mask"]]
-    return ids, mask, unfilled(row["logprobs"], head["spans"], length=len(ids))
+    return ids, mask, unfill_logprobs(row["logprobs"], head["spans"], length=len(ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, split, turns_of, unfilled
+from tokentrue.samples.exporters.base import Columns, split, turns_of, unfill_logprobs
 from tokentrue.types import Sample
 
 
@@ -25,4 +25,4 @@ def row(sample: Sample) -> dict[str, Any]:
 def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
     ids = [*row["prompt_ids"], *row["response_ids"]]
     mask = [*([0] * len(row["prompt_ids"])), *row["response_mask"]]
-    return ids, mask, unfilled(row["response_logprobs"], head["spans"], length=len(ids))
+    return ids, mask, unfill_logprobs(row["response_logprobs"], head["spans"], length=len(ids))

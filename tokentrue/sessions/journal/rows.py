@@ -100,7 +100,7 @@ def _node(row: Row, body: dict[str, Any], parent: Node | None, prompt_digest: by
         seq=row.seq,
         started=body["started"],
         parent=row.parent,
-        given=tuple(_given(item) for item in body["given"]),
+        given=tuple(_given_from_json(item) for item in body["given"]),
         given_ids=TokenIds.from_bytes(row.given_ids),
         given_spans=tuple(PromptSpan(start=s, end=e, role=r, message=m) for s, e, r, m in body["spans"]),
         sampled_ids=TokenIds.from_bytes(row.sampled_ids),
@@ -145,7 +145,7 @@ def _attempt(item: Mapping[str, Any]) -> Attempt:
     return replace(Attempt(**item), status=Status(item["status"]))
 
 
-def _given(item: Mapping[str, Any]) -> Given:
+def _given_from_json(item: Mapping[str, Any]) -> Given:
     return ServedRef(item["served"]) if "served" in item else cast("Message", item["message"])
 
 

@@ -63,7 +63,7 @@ def plan_minibatches(
     return made
 
 
-def shuffled(count: int, *seed: object) -> list[int]:
+def shuffle(count: int, *seed: object) -> list[int]:
     """An order of `count` rows that depends on the seed alone."""
     order = list(range(count))
     random.Random(repr(seed)).shuffle(order)

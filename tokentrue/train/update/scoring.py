@@ -51,9 +51,9 @@ class ExactScorer:
         heat = one_temperature(temperatures) or torch.cat(list(temperatures))[1:].to(device)
         packed, bounds = torch.cat(list(ids)).to(device), bounds.to(device)
         if not entropy:
-            return Scores(logprobs=aligned(score(model, packed, heat, bounds), lengths))
+            return Scores(logprobs=split_rows(score(model, packed, heat, bounds), lengths))
         flat, spread = score_with_entropy(model, packed, heat, bounds)
-        return Scores(logprobs=aligned(flat, lengths), entropy=aligned(spread, lengths))
+        return Scores(logprobs=split_rows(flat, lengths), entropy=split_rows(spread, lengths))
 
     @contextmanager
     def active(self, model: nn.Module) -> Iterator[object]:
@@ -79,7 +79,7 @@ class PlainScorer:
         values_BT = logp_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
         spread_BT = -(logp_BTV.exp() * logp_BTV).sum(-1) if entropy else None
         lengths = [int(row.shape[0]) for row in ids]
-        return Scores(logprobs=unpadded(values_BT, lengths), entropy=None if spread_BT is None else unpadded(spread_BT, lengths))
+        return Scores(logprobs=unpad(values_BT, lengths), entropy=None if spread_BT is None else unpad(spread_BT, lengths))
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]:
         return nullcontext()
@@ -91,10 +91,10 @@ def one_temperature(temperatures: Sequence[Tensor]) -> float | None:
     return first if all(bool((row == first).all()) for row in temperatures) else None
 
 
-def unpadded(values_BT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+def unpad(values_BT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     return [nn.functional.pad(values_BT[i, : length - 1], (1, 0)) for i, length in enumerate(lengths)]
 
 
-def aligned(flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+def split_rows(flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     """Rows of a packed score of N-1 entries; the one that would predict a row's first token is already 0, but for the first row's."""
     return list(nn.functional.pad(flat, (1, 0)).split(list(lengths)))

@@ -118,7 +118,7 @@ def _projection(own: Mapping[str, Any]) -> str:
 def summary_from_samples(samples: Sequence[Sample]) -> SessionSummary:
     first = samples[0]
     parents = {node["id"]: node["parent"] for node in nodes_from_samples(samples)}
-    coverage = _coverage_of(first) or _counted(samples)
+    coverage = _coverage_of(first) or _count_coverage(samples)
     untrained: dict[str, int] = {}
     for item in coverage["untrained"]:
         untrained[item["why"]] = untrained.get(item["why"], 0) + item["tokens"]
@@ -146,7 +146,7 @@ def _coverage_of(sample: Sample) -> Mapping[str, Any] | None:
     return found if {"sampled", "trained", "untrained"} <= found.keys() else None
 
 
-def _counted(samples: Sequence[Sample]) -> Mapping[str, Any]:
+def _count_coverage(samples: Sequence[Sample]) -> Mapping[str, Any]:
     """Coverage of samples that carry none: a sampled token is one with a log-probability."""
     sampled = sum(value is not None for sample in samples for value in sample.rollout_logprobs)
     trained = sum(sum(sample.loss_mask) for sample in samples)

@@ -80,7 +80,7 @@ def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
         for sample in assemble(tree, record, include_abandoned=True).samples:
             leaf = _leaf(sample)
             if leaf not in trained_leaves:
-                branches.append(_branch(tree, _untrained(sample, tree, reasons), reasons.get(leaf, "trained_elsewhere")))
+                branches.append(_branch(tree, _mark_untrained(sample, tree, reasons), reasons.get(leaf, "trained_elsewhere")))
     nodes = tuple(view_node(describe_node(node), reasons) for node in tree.in_order())
     metadata = {**record.metadata, **record.rewards.metadata}
     return SessionView(summary=_summarise(record, tree, made), nodes=nodes, branches=tuple(branches), metadata=metadata)
@@ -90,7 +90,7 @@ def _leaf(sample: Sample) -> str:
     return sample.metadata["tokentrue"]["leaf"]
 
 
-def _untrained(sample: Sample, tree: Tree, reasons: Mapping[str, str]) -> Sample:
+def _mark_untrained(sample: Sample, tree: Tree, reasons: Mapping[str, str]) -> Sample:
     """An abandoned branch as it is: nothing of it is trained, and its sampled spans say why."""
     path = tree.path(tree.get(_leaf(sample)))
     spans = tuple(

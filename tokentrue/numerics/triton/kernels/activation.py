@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, wait_for_inputs
+from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, wait_for_inputs
 
 # Name in a model's configuration -> branch of `activate`.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -80,7 +80,7 @@ def activation_grad(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Ten
 class _Act(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
-        x = aligned(x.contiguous())
+        x = align_rows(x.contiguous())
         ctx.save_for_backward(x)
         ctx.kind = kind
         y = torch.empty_like(x)
@@ -104,7 +104,7 @@ def act_mul(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return activation(gate, kind) * up
     width = gate.shape[-1]
-    flat_gate, flat_up = aligned(gate.reshape(-1, width)), aligned(up.reshape(-1, width))
+    flat_gate, flat_up = align_rows(gate.reshape(-1, width)), align_rows(up.reshape(-1, width))
     y = torch.empty(flat_gate.shape, dtype=gate.dtype, device=gate.device)
     if y.numel():
         launch(

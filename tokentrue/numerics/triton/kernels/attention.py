@@ -20,7 +20,7 @@ import triton.language as tl
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import AttentionSpec
 from tokentrue.numerics.triton.kernels.matmul import precision_of
-from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
+from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
 
 LOG2E = 1.4426950408889634
 
@@ -91,7 +91,7 @@ def _fold(top, total, out, m, length, o):
 
 
 @triton.jit
-def divided(out, total, kind: tl.constexpr):
+def divide_rows(out, total, kind: tl.constexpr):
     """out / total; zero for a padding row, which has seen no key."""
     return (out / tl.where(total == 0.0, 1.0, total)[:, None]).to(kind)
 
@@ -114,7 +114,7 @@ def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, lowest, num_block
         top, total, out = _fold(top, total, out, m, partial, o)
     at_out = s * H + j * G + g
     tl.store(
-        o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :]
+        o_ptr + at_out[:, None] * D + d[None, :], divide_rows(out, total, o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :]
     )
 
 
@@ -205,7 +205,9 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
     else:
         at_out = token * H + j * G + g
         tl.store(
-            o_ptr + at_out[:, None] * D + d[None, :], divided(out, total, o_ptr.dtype.element_ty), mask=row_ok[:, None] & (d < D)[None, :]
+            o_ptr + at_out[:, None] * D + d[None, :],
+            divide_rows(out, total, o_ptr.dtype.element_ty),
+            mask=row_ok[:, None] & (d < D)[None, :],
         )
         if LSE:
             tl.store(lse_ptr + at_out, top + tl.log2(total), mask=row_ok)
@@ -274,15 +276,15 @@ class Keys:
 
 
 def dense_keys(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> Keys:
-    k, v = aligned(k), aligned(v)
+    k, v = align_rows(k), align_rows(v)
     if v.stride() != k.stride():
-        k, v = aligned(k.contiguous()), aligned(v.contiguous())
+        k, v = align_rows(k.contiguous()), align_rows(v.contiguous())
     return Keys(k=k, v=v, starts=starts)
 
 
 def dense_heads(q: torch.Tensor) -> torch.Tensor:
     """q [T, H, D] with the heads of a token side by side."""
-    return aligned(q if q.stride(-1) == 1 and q.stride(1) == q.shape[2] else q.contiguous())
+    return align_rows(q if q.stride(-1) == 1 and q.stride(1) == q.shape[2] else q.contiguous())
 
 
 def attend(

@@ -15,7 +15,7 @@ import triton.language as tl
 from tokentrue.numerics.ops import AttentionSpec, Packed
 from tokentrue.numerics.triton.kernels.attention import LOG2E, Tiles, attend, dense_heads, dense_keys, scores, tiles_of
 from tokentrue.numerics.triton.kernels.matmul import precision_of
-from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
+from tokentrue.numerics.triton.launch import align_rows, launch, let_next_start, power_of_two, wait_for_inputs
 
 
 @triton.jit
@@ -116,7 +116,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles
     ) -> torch.Tensor:
         keys = dense_keys(k, v, packed.cu_seqlens)
-        q = aligned(q.contiguous())
+        q = align_rows(q.contiguous())
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out = torch.empty_like(q)
         attend(q, keys, out, spec, tiles=tiles, sequences=len(packed.lengths), lse=lse)
@@ -128,7 +128,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         packed, spec = ctx.packed, ctx.spec
-        do = aligned(grads[0].contiguous())
+        do = align_rows(grads[0].contiguous())
         delta = (do.float() * out.float()).sum(-1)
         heads, key_heads, size = q.shape[1], k.shape[1], q.shape[2]
         side = 64 if q.dtype != torch.float32 else 16

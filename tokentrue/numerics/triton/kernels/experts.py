@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tokentrue.numerics.triton.kernels.activation import activate, activation_grad, branch_of
 from tokentrue.numerics.triton.kernels.matmul import precision_of
-from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
+from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
 from tokentrue.numerics.triton.tiles import Tile
 
 
@@ -219,7 +219,7 @@ def experts(
     x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str
 ) -> torch.Tensor:
     """x [T, K], index and weight [T, k], gate_up [E, 2I, K], down [E, K, I] -> [T, K]; differentiable."""
-    x = aligned(x.contiguous())
+    x = align_rows(x.contiguous())
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, gate_up, down)):
         return _Experts.apply(x, index, weight, gate_up, down, kind)  # type: ignore[return-value]
     return _forward(x, index, weight, gate_up, down, kind)

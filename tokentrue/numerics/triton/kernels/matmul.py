@@ -17,7 +17,7 @@ import triton.language as tl
 
 import tokentrue.numerics.triton.hopper as hopper
 from tokentrue.numerics.triton.kernels.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, wait_for_inputs
+from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, wait_for_inputs
 from tokentrue.numerics.triton.tiles import Tile, tile_at, tile_for
 
 
@@ -100,7 +100,7 @@ def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: Tile | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [M, K] @ weight[N, K].T + bias, without autograd."""
-    x, weight = aligned(x), aligned(weight)
+    x, weight = align_rows(x), align_rows(weight)
     (rows, inputs), outputs = x.shape, weight.shape[0]
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
@@ -120,7 +120,7 @@ def product(
 
 def gated_product(x: torch.Tensor, weight: torch.Tensor, *, act: str = "silu", tile: Tile | None = None) -> torch.Tensor:
     """act(x @ gate.T) * (x @ up.T) for weight = [gate; up]; the bits of the two products and the two elementwise operators apart."""
-    x, weight = aligned(x), aligned(weight)
+    x, weight = align_rows(x), align_rows(weight)
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if rows == 0:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import NormForm
-from tokentrue.numerics.triton.launch import aligned, cdiv, launch, let_next_start, power_of_two, rows_of, wait_for_inputs
+from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, rows_of, wait_for_inputs
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def reciprocal_rms(x, D: tl.constexpr, eps):
 
 
 @triton.jit
-def scaled(x, rstd, w, FORM: tl.constexpr, kind: tl.constexpr):
+def scale_row(x, rstd, w, FORM: tl.constexpr, kind: tl.constexpr):
     """The normed row in the model's dtype; x is float32, w the weight as stored."""
     if FORM == 1:
         return (x * rstd * (1.0 + w.to(tl.float32))).to(kind)
@@ -58,7 +58,7 @@ def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.con
     rstd = reciprocal_rms(x, D, eps)
     if SAVE:
         tl.store(rstd_ptr + row, rstd)
-    tl.store(y_ptr + row * D + at, scaled(x, rstd, w, FORM, kind), mask=at < D)
+    tl.store(y_ptr + row * D + at, scale_row(x, rstd, w, FORM, kind), mask=at < D)
 
 
 def warps_for(width: int) -> int:
@@ -75,7 +75,7 @@ def _launch(
     rstd = torch.empty(rows if save else 1, dtype=torch.float32, device=x.device)
     if rows:
         launch(
-            _norm_kernel, (rows,), x, residual if residual is not None else x, aligned(weight), y, total, rstd, eps,
+            _norm_kernel, (rows,), x, residual if residual is not None else x, align_rows(weight), y, total, rstd, eps,
             D=width, BLOCK=power_of_two(width), RESIDUAL=residual is not None, FORM=int(form), SAVE=save,
             num_warps=warps_for(width),
         )  # fmt: skip
@@ -117,7 +117,7 @@ def _gradients(
     programs = cdiv(rows, per)
     dw = torch.empty((programs, width), dtype=torch.float32, device=x.device)
     launch(
-        _norm_grad_kernel, (programs,), x, aligned(weight), rstd, rows_of(dy), dx, dw, rows, per, D=width, BLOCK=power_of_two(width),
+        _norm_grad_kernel, (programs,), x, align_rows(weight), rstd, rows_of(dy), dx, dw, rows, per, D=width, BLOCK=power_of_two(width),
         FORM=int(form), num_warps=warps_for(width),
     )  # fmt: skip
     return dx, dw.sum(0)

@@ -15,8 +15,8 @@ import triton.language as tl
 from tokentrue.numerics.ops import NormForm
 from tokentrue.numerics.triton.kernels.activation import activate, branch_of
 from tokentrue.numerics.triton.kernels.matmul import precision_of
-from tokentrue.numerics.triton.kernels.norm import reciprocal_rms, scaled, warps_for
-from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
+from tokentrue.numerics.triton.kernels.norm import reciprocal_rms, scale_row, warps_for
+from tokentrue.numerics.triton.launch import align_rows, launch, let_next_start, power_of_two, wait_for_inputs
 from tokentrue.numerics.triton.tiles import VOCABULARY
 
 WIDE, DEEP, STAGES = 32, 256, 4
@@ -48,7 +48,7 @@ def _norm_product_kernel(h_ptr, res_ptr, norm_ptr, w_ptr, b_ptr, y_ptr, sum_ptr,
     up = tl.zeros((16, BN), tl.float32)
     for k in range(0, K, BK):
         x = (tl.load(res_ptr + k + ks).to(tl.float32) + tl.load(h_ptr + k + ks).to(tl.float32)).to(kind)
-        x = scaled(x.to(tl.float32), rstd, tl.load(norm_ptr + k + ks), FORM, kind)
+        x = scale_row(x.to(tl.float32), rstd, tl.load(norm_ptr + k + ks), FORM, kind)
         row = tl.where(first, x[None, :], 0.0).to(kind)
         acc = tl.dot(row, tl.load(w_cols[None, :] + k + ks[:, None]), acc, input_precision=PRECISION)
         if GATED:
@@ -75,7 +75,7 @@ def norm_product(
     *, form: NormForm = NormForm.PLAIN, act: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(product of the normed residual + h, residual + h) for one row; with `act` the product is gated, weight = [gate; up]."""
-    h, residual, weight, norm = aligned(h), aligned(residual), aligned(weight), aligned(norm)
+    h, residual, weight, norm = align_rows(h), align_rows(residual), align_rows(weight), align_rows(norm)
     inputs = weight.shape[1]
     outputs = weight.shape[0] // (1 if act is None else 2)
     y = torch.empty((1, outputs), dtype=h.dtype, device=h.device)

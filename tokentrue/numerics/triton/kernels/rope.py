@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import HeadNorm
-from tokentrue.numerics.triton.kernels.norm import scaled, warps_for
-from tokentrue.numerics.triton.launch import aligned, launch, let_next_start, power_of_two, wait_for_inputs
+from tokentrue.numerics.triton.kernels.norm import scale_row, warps_for
+from tokentrue.numerics.triton.launch import align_rows, launch, let_next_start, power_of_two, wait_for_inputs
 
 
 @triton.jit
@@ -43,8 +43,8 @@ def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_p
                 w_ptr = kw_ptr
             z = x.to(tl.float32)
             rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)[:, None]
-            x = scaled(z, rstd, tl.load(w_ptr + at, mask=at < D, other=0.0), FORM, kind)
-            xp = scaled(xp.to(tl.float32), rstd, tl.load(w_ptr + partner, mask=at < D, other=0.0), FORM, kind)
+            x = scale_row(z, rstd, tl.load(w_ptr + at, mask=at < D, other=0.0), FORM, kind)
+            xp = scale_row(xp.to(tl.float32), rstd, tl.load(w_ptr + partner, mask=at < D, other=0.0), FORM, kind)
         cos = tl.load(cos_ptr + t * D + at, mask=at < D, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + t * D + at, mask=at < D, other=0.0).to(tl.float32)
         turned = tl.where(at < D // 2, -xp.to(tl.float32), xp.to(tl.float32))
@@ -72,12 +72,12 @@ def prepare_qkv(
 ) -> torch.Tensor:
     """Queries [T, H, D] of qkv [T, (H+2J)·D]; keys and values go to `slots` of the pages."""
     h, j, d = heads
-    qkv, tokens = aligned(qkv), qkv.shape[0]
+    qkv, tokens = align_rows(qkv), qkv.shape[0]
     q = torch.empty((tokens, h, d), dtype=qkv.dtype, device=qkv.device)
     if tokens:
         together = math.gcd(h, j, 8)
         launch(
-            _prepare_kernel, (tokens, (h + 2 * j) // together), qkv, aligned(cos), aligned(sin), norm.q_weight if norm else qkv,
+            _prepare_kernel, (tokens, (h + 2 * j) // together), qkv, align_rows(cos), align_rows(sin), norm.q_weight if norm else qkv,
             norm.k_weight if norm else qkv, q, k_cache, v_cache, slots, qkv.stride(0), norm.eps if norm else 0.0, H=h, J=j, D=d,
             BD=power_of_two(d), PAGE=k_cache.shape[2], NORM=norm is not None, FORM=int(norm.form) if norm else 0,
             HEADS=together, num_warps=together * warps_for(d),

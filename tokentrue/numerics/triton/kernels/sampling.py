@@ -24,7 +24,7 @@ SLACK, SLACK_OF_SCORE = 1e-3, 1e-6
 
 
 @triton.jit
-def _mixed(z):
+def _mix(z):
     """The finaliser of splitmix64 on uint64."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -35,8 +35,8 @@ def _mixed(z):
 def _noise_bits(key, context, token):
     """The 53 random bits of each token of one row."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-    stream = _mixed(key.to(tl.uint64) + context.to(tl.uint64) * golden)
-    return _mixed(stream + (token + 1).to(tl.uint64) * golden) >> 11
+    stream = _mix(key.to(tl.uint64) + context.to(tl.uint64) * golden)
+    return _mix(stream + (token + 1).to(tl.uint64) * golden) >> 11
 
 
 @triton.jit

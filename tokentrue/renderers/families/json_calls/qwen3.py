@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokentrue.renderers.families.base import Clues, Family, keeping
+from tokentrue.renderers.families.base import Clues, Family, keep_reasoning
 from tokentrue.renderers.families.shapes import CHATML, HERMES, HERMES_FORM, THINK, response
 
 
@@ -13,6 +13,6 @@ def recognise(clues: Clues) -> Family | None:
     return Family(
         name="qwen3" if thinks else "qwen2.5",
         response_template=response(HERMES, anchors=CHATML, reasoning=THINK if thinks else None),
-        template_kwargs=keeping(clues),
+        template_kwargs=keep_reasoning(clues),
         call_form=HERMES_FORM,
     )

@@ -94,7 +94,7 @@ _TALK = """\
 """
 
 
-def corrected(template: str) -> str | None:
+def correct_template(template: str) -> str | None:
     """The shipped template with the conversation as the library writes it; None where the template is not that one."""
     head, found, _ = template.partition(_BEGIN)
     if not found or head.count(_BLANK_LINES) != 1 or head.count(_TODAY) != 1:
@@ -106,4 +106,4 @@ def corrected(template: str) -> str | None:
 def recognise(clues: Clues) -> Family | None:
     if not clues.has("<|start|>", "<|channel|>", "<|message|>"):
         return None
-    return Family(name="harmony", response_template=_TEMPLATE, chat_template=corrected(clues.template))
+    return Family(name="harmony", response_template=_TEMPLATE, chat_template=correct_template(clues.template))

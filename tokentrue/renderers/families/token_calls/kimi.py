@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tokentrue.renderers.families.base import Clues, Family, keeping
-from tokentrue.renderers.families.shapes import bracketed, response
+from tokentrue.renderers.families.base import Clues, Family, keep_reasoning
+from tokentrue.renderers.families.shapes import calls_between_tokens, response
 
 _ID = r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)"
-_CALLS = bracketed(
+_CALLS = calls_between_tokens(
     section=(r"<\|tool_calls_section_begin\|>", r"<\|tool_calls_section_end\|>"),
     call=(r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>"),
     head=rf"\s*{_ID}\s*<\|tool_call_argument_begin\|>",
@@ -20,5 +20,5 @@ def recognise(clues: Clues) -> Family | None:
     return Family(
         name="kimi-k2",
         response_template=response(_CALLS, anchors=("<|im_assistant|>assistant<|im_middle|>",)),
-        template_kwargs=keeping(clues),
+        template_kwargs=keep_reasoning(clues),
     )

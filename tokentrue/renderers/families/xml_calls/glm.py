@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokentrue.renderers.families.base import Clues, Family, keeping
+from tokentrue.renderers.families.base import Clues, Family, keep_reasoning
 from tokentrue.renderers.families.shapes import ARG_PAIRS, response
 
 
@@ -10,4 +10,4 @@ def recognise(clues: Clues) -> Family | None:
     if not clues.has("<tool_call>", "<arg_key>", "<arg_value>"):
         return None
     anchors = ("<|assistant|>",) if clues.has("<|assistant|>") else ("<assistant>", "<|im_start|>assistant\n", "<role>ASSISTANT</role>")
-    return Family(name="glm", response_template=response(ARG_PAIRS, anchors=anchors), template_kwargs=keeping(clues))
+    return Family(name="glm", response_template=response(ARG_PAIRS, anchors=anchors), template_kwargs=keep_reasoning(clues))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokentrue.renderers.families.base import Clues, Family, keeping
-from tokentrue.renderers.families.shapes import invocations, response
+from tokentrue.renderers.families.base import Clues, Family, keep_reasoning
+from tokentrue.renderers.families.shapes import calls_as_invocations, response
 
 
 def recognise(clues: Clues) -> Family | None:
@@ -11,6 +11,6 @@ def recognise(clues: Clues) -> Family | None:
         return None
     return Family(
         name="minimax-m2",
-        response_template=response(invocations("minimax:tool_call"), anchors=("]~b]ai\n",)),
-        template_kwargs=keeping(clues),
+        response_template=response(calls_as_invocations("minimax:tool_call"), anchors=("]~b]ai\n",)),
+        template_kwargs=keep_reasoning(clues),
     )

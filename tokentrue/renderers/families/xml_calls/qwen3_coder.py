@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokentrue.renderers.families.base import Clues, Family, keeping
+from tokentrue.renderers.families.base import Clues, Family, keep_reasoning
 from tokentrue.renderers.families.shapes import CHATML, FUNCTION_XML, THINK, response
 
 
@@ -14,5 +14,5 @@ def recognise(clues: Clues) -> Family | None:
     return Family(
         name=name,
         response_template=response(FUNCTION_XML, anchors=CHATML, reasoning=THINK if thinks else None),
-        template_kwargs=keeping(clues),
+        template_kwargs=keep_reasoning(clues),
     )
