@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
-SHARED = {"ids", "types", "protocols", "errors"}  # every package may import these
+SHARED = {"ids", "replay", "types", "protocols", "errors"}  # every package may import these
 SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
 # Who may import whom, besides SHARED and itself. Imports inside functions and under TYPE_CHECKING count.
 ALLOWED: Mapping[str, set[str]] = {
     "errors": set(),
     "ids": {"errors"},
-    "types": {"errors", "ids"},
+    "replay": {"errors", "ids"},
+    "types": {"errors", "ids", "replay"},
     "protocols": {"types", "ids"},
     "__init__": {"types"},  # `import tokentrue` loads the rest by name, when it is first used
     "renderers": set(),

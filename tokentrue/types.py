@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import SamplingError, TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.replay import RoutedExperts as RoutedExperts
+from tokentrue.replay import SamplingMask as SamplingMask
 
 Ids: TypeAlias = Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
@@ -36,6 +38,14 @@ def is_logprob(value: float) -> bool:
 def are_logprobs(values: Sequence[float]) -> bool:
     """`is_logprob` of every one, at the cost of a few."""
     return not values or (all(map(math.isfinite, values)) and min(values) > -9000.0 and max(values) <= 0.0)
+
+
+def require_mask(mask: SamplingMask, token_ids: Sequence[int]) -> None:
+    """One row for each token, which must be among the ids that were kept for it."""
+    if len(mask) != len(token_ids):
+        raise TokenContractError(f"the sampling mask has {len(mask)} rows for {len(token_ids)} tokens")
+    if (index := mask.first_missing(token_ids)) is not None:
+        raise TokenContractError(f"token {token_ids[index]} at {index} is not among the ids that its sampling mask kept")
 
 
 class Finish(StrEnum):
@@ -83,6 +93,11 @@ class Sampling:
                 raise SamplingError(f"{rule}, got {value!r}")
 
     @property
+    def truncates(self) -> bool:
+        """Whether top-p, top-k or min-p may remove ids."""
+        return self.top_p != 1.0 or self.top_k != 0 or self.min_p != 0.0
+
+    @property
     def filters(self) -> tuple[str, ...]:
         """The settings that make the sampled distribution differ from softmax(logits / temperature)."""
         at_rest = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
@@ -96,17 +111,6 @@ class VersionSpan:
     start: int
     end: int
     version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedExperts:
-    """MoE routing for replay: `data` is little-endian int16 of shape `[tokens, layers, top_k]`.
-
-    Row i is the routing at the position that predicted sampled token i.
-    """
-
-    shape: tuple[int, int, int]
-    data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +129,8 @@ class Completion:
     stopped_by: int | str | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     raw_logprobs: tuple[float, ...] | None = None  # of softmax(logits / temperature) before filters, where the engine has them
-    routed_experts: RoutedExperts | None = None
+    routed_experts: RoutedExperts | None = None  # rows for positions of prompt and sampled ids, up to the last input
+    sampling_mask: SamplingMask | None = None  # a row for each sampled token, where filters removed ids and the engine says which it kept
     fingerprint: str | None = None  # of the exact engine's numerics
     prompt_logprobs: tuple[float, ...] | None = None  # of prompt_ids[1:], where they were asked for and the engine has them
     prompt_digest: bytes | None = None  # sha256 of the prompt ids, taken where the request to the engine was built
@@ -144,6 +149,8 @@ class Completion:
             end = span.end
         if self.versions and end != len(self.token_ids):
             raise TokenContractError(f"version spans end at {end} of {len(self.token_ids)} sampled tokens")
+        if self.sampling_mask is not None:
+            require_mask(self.sampling_mask, self.token_ids)
 
     @property
     def finish_reason(self) -> str:
@@ -367,12 +374,16 @@ class Sample:
     finish_reason: str
     metadata: Mapping[str, Any]
     certificate: Certificate
-    routed_experts: RoutedExperts | None = None
+    routed_experts: RoutedExperts | None = None  # of positions 0 to the last input
+    sampling_mask: SamplingMask | None = None  # a row for each token; empty where nothing was removed or sampled
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs))
         if len(set(lengths)) != 1:
             raise TokenContractError(f"sample {self.sample_id}: ids, mask and logprobs differ in length: {lengths}")
+        if self.sampling_mask is not None and len(self.sampling_mask) != lengths[0]:
+            rows = len(self.sampling_mask)
+            raise TokenContractError(f"sample {self.sample_id}: the sampling mask has {rows} rows for {lengths[0]} tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,20 +7,20 @@ import torch
 
 from tests.engine.world import VOCABULARY, build, engine_of
 from tokentrue.errors import SamplingError
-from tokentrue.mismatch.routing import FREE, from_routed, record_routing, replay_routing
+from tokentrue.mismatch.routing import from_routed, record_routing, replay_routing
 from tokentrue.numerics import exact, same_bits, score
+from tokentrue.replay import FREE
 from tokentrue.types import Completion, Sampling
 
 ASKED = {"ignore_eos": True, "routed_experts": True}
 
 
 def whole_routing(prompt: list[int], completion: Completion) -> torch.Tensor:
-    """[tokens, layers, top_k] of the whole sequence, free where nothing was sampled from the position."""
+    """[tokens, layers, top_k] of the whole sequence, given positions too; free at the last token, which is no input."""
     assert completion.routed_experts is not None
     rows = from_routed(completion.routed_experts)
-    whole = torch.full((len(prompt) + len(completion.token_ids), *rows.shape[1:]), FREE, dtype=torch.int16)
-    whole[len(prompt) - 1 : -1] = rows
-    return whole
+    assert (completion.routed_experts.start, rows.shape[0]) == (0, len(prompt) + len(completion.token_ids) - 1)
+    return torch.cat((rows, torch.full((1, *rows.shape[1:]), FREE, dtype=torch.int16)))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])

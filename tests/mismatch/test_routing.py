@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.routing import FREE, from_routed, record_routing, replay_routing, routers, routing_of, to_routed
+from tokentrue.mismatch.routing import from_routed, record_routing, replay_routing, routers, routing_of, routing_weights_of, to_routed
+from tokentrue.replay import FREE
 from tokentrue.types import Certificate, Sample
 
 SMALL = {
@@ -117,9 +120,10 @@ def test_what_does_not_fit_is_refused() -> None:
         routers(nn.Linear(2, 2))
 
 
-def test_routing_of_a_sample_stands_where_the_token_was_predicted() -> None:
-    experts = torch.arange(3 * 2 * 2, dtype=torch.int16).view(3, 2, 2)
-    routed = to_routed(experts)
+def test_routing_of_a_sample_covers_every_input() -> None:
+    experts = torch.arange(5 * 2 * 2, dtype=torch.int16).view(5, 2, 2)
+    weights = torch.rand(5, 2, 2)
+    routed = to_routed(experts, weights=weights)
     assert torch.equal(from_routed(routed), experts)
     assert routed.data[:4] == b"\x00\x00\x01\x00"  # little-endian
     sample = Sample(
@@ -127,6 +131,33 @@ def test_routing_of_a_sample_stands_where_the_token_was_predicted() -> None:
         rollout_logprobs=[None, None, -0.1, -0.2, None, -0.3], spans=(), reward=None, finish_reason="stop", metadata={},
         certificate=Certificate(chain="", template="", tokenizer=""), routed_experts=routed,
     )  # fmt: skip
-    whole = routing_of(sample)
-    assert torch.equal(whole[[1, 2, 4]], experts)
-    assert (whole[[0, 3, 5]] == FREE).all()
+    whole, scales = routing_of(sample), routing_weights_of(sample)
+    assert torch.equal(whole[:5], experts) and (whole[5] == FREE).all()
+    assert scales is not None and torch.equal(scales[:5], weights)
+    with pytest.raises(InputError, match="routing of positions"):
+        routing_of(replace(sample, routed_experts=routed.cut(1, 5)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_weights_and_order_of_the_slots_are_needed_too(family: str) -> None:
+    """A router that drifted without flipping: experts alone leave a difference, with their weights the output has the same bits."""
+    model = build(family)
+    weights: list[torch.Tensor] = []
+    handles = [router.register_forward_hook(lambda m, i, out: weights.append(out[1].detach())) for _, router in routers(model)]
+    with record_routing(model) as record, torch.no_grad():
+        rollout = model(IDS).logits
+    for handle in handles:
+        handle.remove()
+    with torch.no_grad():
+        for _, router in routers(model):
+            router.weight.add_(torch.randn_like(router.weight), alpha=0.05)
+    scales = torch.stack(weights, 1).float()
+    with replay_routing(model, record.experts), torch.no_grad():
+        by_experts = model(IDS).logits
+    with replay_routing(model, record.experts, scales):
+        whole = model(IDS).logits
+        whole.logsumexp(-1).sum().backward()
+    assert torch.equal(whole.detach(), rollout) and not torch.equal(by_experts, rollout)
+    assert all(bool(router.weight.grad.abs().sum() > 0) for _, router in routers(model)), "the gradient is still the router's"
+    with replay_routing(model, record.experts.flip(-1), scales), torch.no_grad():
+        assert not torch.equal(model(IDS).logits, rollout), "weights of other slots are other weights"

@@ -27,6 +27,13 @@ class Truth:
         return [float(filter_logprobs(torch.log_softmax(row, -1), sampling)[token]) for row, token in zip(rows, sampled, strict=True)]
 
 
+    @torch.no_grad()
+    def kept(self, prompt: list[int], sampled: tuple[int, ...], sampling: Sampling) -> list[list[int]]:
+        logits = self.model(torch.tensor([[*prompt, *sampled]])).logits[0].float()
+        rows = logits[len(prompt) - 1 : -1] / (sampling.temperature or 1.0)
+        return [(filter_logprobs(torch.log_softmax(row, -1), sampling) > -torch.inf).nonzero().squeeze(-1).tolist() for row in rows]
+
+
 async def collected(provider: Provider, prompt: list[int], sampling: Sampling) -> tuple[list[int], list[float], Completion, int]:
     ids, logprobs, chunks, final = [], [], 0, None
     async for chunk in provider.stream(prompt, sampling):
@@ -99,6 +106,10 @@ class Conformance:
         completion = await provider.generate(prompt, sampling)
         expected = truth.logprobs(prompt, completion.token_ids, sampling)
         assert completion.logprobs == pytest.approx(expected, abs=self.tolerance)
+        if completion.sampling_mask is not None:
+            mask = completion.sampling_mask
+            kept = truth.kept(prompt, completion.token_ids, sampling)
+            assert [mask.row(i).tolist() for i in range(len(mask))] == kept, "the recorded mask is what the filters kept"
 
     async def test_top_logprobs(self, provider: Provider, prompt: list[int]) -> None:
         completion = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=4, top_logprobs=3))

@@ -126,6 +126,7 @@ class SGLangStandIn:
                 finish=finish,
                 stopped_by=chunk.final.stopped_by if chunk.final else None,
                 prompt_tokens=len(body["input_ids"]),
+                sampling_mask=chunk.final.sampling_mask if chunk.final else None,
             )
             event = self._event(body, so_far, new, fault, ended=ended)
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -157,6 +158,8 @@ class SGLangStandIn:
             meta["output_token_logprobs"] = rows[first:]
         if body.get("return_sampling_mask"):
             meta["output_token_sampling_logprobs"] = list(completion.logprobs[first:])
+            if completion.sampling_mask is not None:
+                meta["output_token_sampling_mask"] = [completion.sampling_mask.row(i).tolist() for i in range(first, len(ids))]
         if body.get("top_logprobs_num") and completion.top_logprobs:
             meta["output_top_logprobs"] = [[[x, token, None] for token, x in top.items()] for top in completion.top_logprobs[first:]]
         return {"text": None, "output_ids": ids[first:], "meta_info": meta}

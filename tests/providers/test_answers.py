@@ -17,7 +17,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.protocols import Provider
 from tokentrue.providers.sglang import SGLangProvider
 from tokentrue.providers.vllm import VLLMProvider
-from tokentrue.types import Sampling
+from tokentrue.types import Completion, Sampling, SamplingMask
 
 PROMPT = TokenIds([3, 1, 4])
 
@@ -183,3 +183,20 @@ async def test_tokens_before_garbage_are_handed_over(engine: tuple[Engine, Provi
         async for chunk in provider.stream(PROMPT, Sampling(max_tokens=4)):
             got += chunk.token_ids
     assert got == [8]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+async def test_a_sampling_mask_is_kept_or_refused(engine: tuple[Engine, Provider], streamed: bool) -> None:
+    server, provider = engine
+
+    async def ask(mask: Any) -> Completion:
+        server.answer = vllm(sampling_mask=mask)
+        sampling = Sampling(max_tokens=4, top_k=5)
+        return (await collected(provider, list(PROMPT), sampling))[2] if streamed else await provider.generate(PROMPT, sampling)
+
+    assert (await ask([[8, 3], [9]])).sampling_mask == SamplingMask.from_rows([[3, 8], [9]])
+    assert (await ask(None)).sampling_mask is None
+    for wrong in ([[8], [7]], [[8]], [[8], [9, -4]], [[8], [2**40]], "x"):
+        with pytest.raises(EngineError):
+            await ask(wrong)

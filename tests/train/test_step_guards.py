@@ -36,9 +36,9 @@ class Watching(PlainScorer):
     def __init__(self) -> None:
         self.costs: list[int] = []
 
-    def __call__(self, model: Any, ids: Any, temperatures: Any, *, entropy: bool = False) -> Any:
+    def __call__(self, model: Any, ids: Any, temperatures: Any, **settings: Any) -> Any:
         self.costs.append(len(ids) * max(len(row) for row in ids))
-        return super().__call__(model, ids, temperatures, entropy=entropy)
+        return super().__call__(model, ids, temperatures, **settings)
 
 
 def test_padding_counts_in_the_budget(base: torch.nn.Module) -> None:

@@ -23,6 +23,7 @@ from tokentrue.errors import (
     TokenContractError,
 )
 from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.samples import audit
 from tokentrue.sessions import Journal, Limits
 from tokentrue.sessions.stages.prompts import Prompt, build_prompt
 from tokentrue.types import Completion, Finish, RoutedExperts, TurnEvent, TurnRequest
@@ -286,20 +287,29 @@ async def test_template_history_forks_where_the_template_rewrites_it() -> None:
         tt.Session(renderer=renderer("qwen3"), provider=engine, history="template")
 
 
-async def test_routed_experts_ride_along() -> None:
+@pytest.mark.parametrize("start", [0, 3])
+async def test_each_turn_records_the_routing_of_the_positions_that_it_added(start: int) -> None:
+    """The engine reports all positions at every turn; positions before `start` are not known."""
+
     class Mixture(Engine):
         def _next(self, prompt_ids: Any, sampling: Any) -> Completion:
             done = super()._next(prompt_ids, sampling)
-            size = len(done.token_ids)
-            return replace(done, routed_experts=RoutedExperts(shape=(size, 2, 1), data=bytes([len(self.prompts)]) * (size * 4)))
+            size = len(prompt_ids) + len(done.token_ids) - 1 - start
+            data = bytes([len(self.prompts)]) * (size * 4)
+            return replace(done, routed_experts=RoutedExperts(shape=(size, 2, 1), data=data, start=start, weights=data + data))
 
     session = tt.Session(renderer=renderer("own"), provider=Mixture([said("a", "1"), said("b", "2")]))
     first = await session.chat(OPENING)
     await session.chat([*OPENING, first.message, USER])
     (sample,) = session.samples()
-    size = sum(sample.loss_mask)
-    assert sample.routed_experts is not None and sample.routed_experts.shape == (size, 2, 1)
-    assert len(sample.routed_experts.data) == size * 4 and set(sample.routed_experts.data) == {1, 2}
+    routed, known = sample.routed_experts, len(session.tree.nodes[first.node].sampled_ids) + first.prompt_tokens - 1
+    assert routed is not None and routed.shape == (len(sample.token_ids) - 1, 2, 1) and routed.start == 0
+    rest = routed.shape[0] - known
+    assert routed.data == b"\xff" * (4 * start) + bytes([1]) * (4 * (known - start)) + bytes([2]) * (4 * rest)
+    assert routed.weights == bytes(8 * start) + bytes([1]) * (8 * (known - start)) + bytes([2]) * (8 * rest)
+    assert audit([sample]).findings == []
+    broken = replace(sample, routed_experts=replace(routed, data=bytes([3]) + routed.data[1:]))
+    assert "seal" in str(audit([broken]).findings[0])
 
 
 async def test_limits_are_settings() -> None:

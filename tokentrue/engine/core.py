@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,8 +148,8 @@ class Core:
     def run(self, batch: list[Work]) -> None:
         rows, sampling, scoring, routing, start = [], [], [], [], 0
         for work in batch:
-            if work.samples and work.request.wants_routes:
-                routing.append((work.request, start + work.count - 1))
+            if work.request.wants_routes:
+                routing.append((work, start))
             if work.request.wants_prompt and work.start + 1 < len(work.request.prompt_ids):
                 scoring.append((work, len(rows)))
                 rows.extend(range(start, start + work.count))
@@ -158,7 +158,7 @@ class Core:
             if work.samples:
                 sampling.append((work.request, len(rows) - 1))
             start += work.count
-        logits, routes = self.compute_logits(batch, rows, routing)
+        logits = self.compute_logits(batch, rows, routing)
         for work in batch:
             self.scheduler.record(work)
         for work, at in scoring:
@@ -168,23 +168,22 @@ class Core:
             chosen = logits if len(index) == logits.shape[0] else logits.index_select(0, index)
             results = sample(self.forward.ops, chosen, [request for request, _ in sampling])
             for (request, _), result in zip(sampling, results, strict=True):
-                if request in routes and isinstance(result, Sampled):
-                    result = replace(result, routes=routes[request])
                 self.take(request, result)
 
-    def compute_logits(
-        self, batch: list[Work], rows: list[int], routing: list[tuple[Request, int]]
-    ) -> tuple[torch.Tensor, dict[Request, Routes]]:
-        """Logits of `rows`, and the experts chosen at the token rows of `routing`."""
+    def compute_logits(self, batch: list[Work], rows: list[int], routing: list[tuple[Work, int]]) -> torch.Tensor:
+        """Logits of `rows`; the works of `routing`, each with its first token row, keep the experts of new positions."""
         if not routing:
             replayed = self.prefills.step(batch, rows) if self.prefills is not None else None
-            return self.forward.step(batch, rows, self.adapters) if replayed is None else replayed, {}
+            return self.forward.step(batch, rows, self.adapters) if replayed is None else replayed
         with self.forward.routes() as chosen:
             logits = self.forward.step(batch, rows, self.adapters)
-            found = chosen([row for _, row in routing])
-        _, layers, top_k = found.shape
-        data = [row.numpy().astype("<i2").tobytes() for row in found]
-        return logits, {request: Routes(layers, top_k, each) for (request, _), each in zip(routing, data, strict=True)}
+            for work, first in routing:
+                known = max(0, work.request.num_routed - work.start)  # a preempted request computes positions again
+                if known < work.count:
+                    experts, weights = chosen(range(first + known, first + work.count))
+                    data, scales = experts.numpy().astype("<i2").tobytes(), weights.numpy().astype("<f4").tobytes()
+                    work.request.add_routes(Routes((work.count - known, experts.shape[1], experts.shape[2]), data, scales))
+        return logits
 
     def score_prompt(self, work: Work, logits: torch.Tensor) -> None:
         request = work.request

@@ -86,8 +86,15 @@ def sample(ops: Ops, logits_RV: Tensor, requests: list[Request]) -> list[Sampled
         top = None
         if request.sampling.top_logprobs:  # the sampled one is always among them
             top = {**top_logprobs(table[i], request.sampling.top_logprobs), token: logprobs[i]}
-        results.append(Sampled(token_id=token, logprob=logprobs[i], raw_logprob=raws[i], top=top))
+        kept = kept_ids(scaled[i]) if request.shaped else b""
+        results.append(Sampled(token_id=token, logprob=logprobs[i], raw_logprob=raws[i], top=top, kept=kept))
     return results
+
+
+def kept_ids(filtered_V: Tensor) -> bytes:
+    """Ascending, as little-endian int32; none where no id was removed."""
+    kept = (filtered_V > -torch.inf).nonzero().squeeze(-1)
+    return b"" if len(kept) == len(filtered_V) else kept.to(torch.int32).cpu().numpy().astype("<i4").tobytes()
 
 
 def not_finite() -> Exception:

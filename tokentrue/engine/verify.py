@@ -23,6 +23,7 @@ class Draw:
     logprob: float
     raw_logprob: float
     top: dict[int, float]
+    kept: bytes = b""
 
 
 @torch.no_grad()
@@ -40,7 +41,11 @@ def redraw(core: Core, ids: Sequence[int], proposed: Sequence[int], sampling: Sa
     for count, result in enumerate(sample(core.forward.ops, logits, requests)):
         if not isinstance(result, Sampled):
             raise result
-        draws.append(Draw(token_id=result.token_id, logprob=result.logprob, raw_logprob=result.raw_logprob, top=result.top or {}))
+        draws.append(
+            Draw(
+                token_id=result.token_id, logprob=result.logprob, raw_logprob=result.raw_logprob, top=result.top or {}, kept=result.kept
+            )
+        )
         if count == len(proposed) or result.token_id != proposed[count]:
             break
     return draws

@@ -20,7 +20,7 @@ from tokentrue.mismatch.loss.config import LOSSES, LossConfig, Penalty, SapoTemp
 from tokentrue.mismatch.loss.policy_loss import policy_loss
 from tokentrue.mismatch.metrics import Metrics
 from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of
-from tokentrue.mismatch.support import support_log_mass
+from tokentrue.mismatch.support import support_log_mass, support_log_mass_of
 from tokentrue.mismatch.updates import LengthDecay, UpdateCheck, check_update
 
 __all__ = [
@@ -58,5 +58,6 @@ __all__ = [
     "rloo_advantages",
     "routing_of",
     "support_log_mass",
+    "support_log_mass_of",
     "whitened_advantages",
 ]

@@ -1,12 +1,12 @@
 """Routing replay for mixture-of-experts models of transformers: record which experts each token took, and make a later pass take them.
 
 R3: recorded at the rollout (`Completion.routed_experts`), replayed in the trainer. R2: recorded in the trainer's own pass for the old
-policy, replayed in its updates. Only the choice is replayed: the experts' weights come from the current router, with gradient.
+policy, replayed in its updates. The experts' weights come from the current router, with gradient; where the rollout's weights are given
+too, they are the values, and the gradient is still the router's.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tokentrue.errors import InputError
+from tokentrue.replay import FREE
 from tokentrue.types import RoutedExperts, Sample
-
-FREE = -1
-"""In a replay tensor: this token's experts are the router's own choice."""
 
 
 def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -73,18 +71,21 @@ def _recorder(router: nn.Module, calls: list[Tensor]) -> Any:
 
 
 @contextmanager
-def replay_routing(model: nn.Module, experts: Tensor) -> Iterator[None]:
+def replay_routing(model: nn.Module, experts: Tensor, weights: Tensor | None = None) -> Iterator[None]:
     """Makes each router take `experts[:, layer]`: `[tokens, layers, top_k]`, for all tokens of a pass, batch rows end to end.
 
-    A token whose entries are `FREE` chooses for itself. Recomputed passes (gradient checkpointing) replay the same.
+    A token whose entries are `FREE` chooses for itself. `weights` of the same shape stand in for the router's own values. Recomputed
+    passes (gradient checkpointing) replay the same.
     """
     found = routers(model)
     if experts.dim() != 3 or experts.shape[1] != len(found):
         raise InputError(f"experts: shape {list(experts.shape)} for a model with {len(found)} routers; pass [tokens, layers, top_k]")
+    if weights is not None and weights.shape != experts.shape:
+        raise InputError(f"weights: shape {list(weights.shape)} for experts of shape {list(experts.shape)}")
     replaced: list[tuple[nn.Module, Any]] = []
     try:
         for layer, (name, router) in enumerate(found):
-            replayer = _replayer(name, router, experts[:, layer].long())
+            replayer = _replayer(name, router, experts[:, layer].long(), None if weights is None else weights[:, layer])
             replaced.append((router, router.__dict__.get("forward")))  # one of the object's own, where `exact` is active
             router.forward = replayer  # type: ignore[method-assign]
         yield
@@ -96,7 +97,7 @@ def replay_routing(model: nn.Module, experts: Tensor) -> Iterator[None]:
                 router.forward = own  # type: ignore[method-assign]
 
 
-def _replayer(name: str, router: Any, chosen: Tensor) -> Any:
+def _replayer(name: str, router: Any, chosen: Tensor, weights: Tensor | None) -> Any:
     original = router.forward
     if chosen.shape[-1] != router.top_k or int(chosen.max()) >= router.num_experts or int(chosen.min()) < FREE:
         raise InputError(f"experts: do not fit router {name} with {router.num_experts} experts, {router.top_k} a token")
@@ -106,9 +107,19 @@ def _replayer(name: str, router: Any, chosen: Tensor) -> Any:
             output = original(*args, **kwargs)
         if choice.made != 1:
             raise InputError(f"router {name} chose its experts {choice.made} times in one pass; this family cannot be replayed")
-        return output
+        return output if weights is None else _with_weights(name, output, chosen, weights)
 
     return forward
+
+
+def _with_weights(name: str, output: Any, chosen: Tensor, weights: Tensor) -> Any:
+    """The router's output with the recorded weights as values; the gradient passes to the router's own."""
+    if not isinstance(output, tuple) or len(output) != 3 or output[1].shape != chosen.shape:
+        raise InputError(f"router {name} does not return (logits, weights, experts); its weights cannot be replayed")
+    logits, own, indices = output
+    taken = torch.where((chosen == FREE).any(dim=-1, keepdim=True).to(own.device), own.detach(), weights.to(own.device, own.dtype))
+    # taken - own.detach() is not exactly what own lacks; adding zero with a gradient keeps the recorded bits.
+    return logits, taken + (own - own.detach()), indices
 
 
 class _Choice(TorchFunctionMode):
@@ -133,33 +144,45 @@ class _Choice(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, taken), taken))
 
 
-def to_routed(experts: Tensor) -> RoutedExperts:
-    """`[tokens, layers, top_k]` as it is kept in completions and samples."""
-    tokens, layers, top_k = experts.shape
-    plain = experts.to(torch.int16).contiguous().cpu().numpy()
-    return RoutedExperts(shape=(tokens, layers, top_k), data=(plain if sys.byteorder == "little" else plain.byteswap()).tobytes())
+def to_routed(experts: Tensor, *, start: int = 0, weights: Tensor | None = None) -> RoutedExperts:
+    """`[positions, layers, top_k]` as it is kept in completions and samples."""
+    positions, layers, top_k = experts.shape
+    scales = None if weights is None else weights.float().contiguous().cpu().numpy().astype("<f4").tobytes()
+    data = experts.to(torch.int16).contiguous().cpu().numpy().astype("<i2").tobytes()
+    return RoutedExperts(shape=(positions, layers, top_k), data=data, start=start, weights=scales)
 
 
 def from_routed(routed: RoutedExperts) -> Tensor:
     """int16 `[tokens, layers, top_k]`."""
-    if len(routed.data) != 2 * routed.shape[0] * routed.shape[1] * routed.shape[2]:
-        raise InputError(f"routed experts: {len(routed.data)} bytes do not make int16 of shape {routed.shape}")
     flat = torch.frombuffer(bytearray(routed.data), dtype=torch.int16) if routed.data else torch.zeros(0, dtype=torch.int16)
     return flat.view(routed.shape)
 
 
-def routing_of(sample: Sample) -> Tensor:
-    """A sample's routing for `replay_routing`: `[len(token_ids), layers, top_k]`.
+def weights_from_routed(routed: RoutedExperts) -> Tensor | None:
+    """float32 `[tokens, layers, top_k]`; None where the engine did not report them."""
+    if routed.weights is None:
+        return None
+    flat = torch.frombuffer(bytearray(routed.weights), dtype=torch.float32) if routed.weights else torch.zeros(0)
+    return flat.view(routed.shape)
 
-    The engine's row for a sampled token is the routing of the position that predicted it, one before the token's own; every
-    other position is `FREE`.
-    """
-    if sample.routed_experts is None:
+
+def routing_of(sample: Sample) -> Tensor:
+    """A sample's experts for `replay_routing`: `[len(token_ids), layers, top_k]`; the last token is no input, its row is `FREE`."""
+    rows = from_routed(_required_routing(sample))
+    return torch.cat((rows, torch.full((1, *rows.shape[1:]), FREE, dtype=torch.int16)))
+
+
+def routing_weights_of(sample: Sample) -> Tensor | None:
+    """The weights of the experts of `routing_of`, where the engine reported them."""
+    rows = weights_from_routed(_required_routing(sample))
+    return None if rows is None else torch.cat((rows, torch.zeros(1, *rows.shape[1:])))
+
+
+def _required_routing(sample: Sample) -> RoutedExperts:
+    routed = sample.routed_experts
+    if routed is None:
         raise InputError(f"sample {sample.sample_id}: has no routed experts; ask the engine for them when rolling out")
-    rows = from_routed(sample.routed_experts)
-    sampled = [index for index, value in enumerate(sample.rollout_logprobs) if value is not None]
-    if len(sampled) != rows.shape[0] or (sampled and sampled[0] == 0):
-        raise InputError(f"sample {sample.sample_id}: {rows.shape[0]} rows of routing for {len(sampled)} sampled tokens")
-    whole = torch.full((len(sample.token_ids), *rows.shape[1:]), FREE, dtype=torch.int16)
-    whole[torch.tensor(sampled, dtype=torch.long) - 1] = rows
-    return whole
+    if (routed.start, routed.end) != (0, len(sample.token_ids) - 1):
+        where = f"positions [{routed.start}, {routed.end})"
+        raise InputError(f"sample {sample.sample_id}: routing of {where} for {len(sample.token_ids)} tokens; record it again")
+    return routed

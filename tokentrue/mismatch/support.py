@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
+from tokentrue.types import Sample
 
 
 def support_log_mass(logits: Tensor, kept: Tensor) -> Tensor:
@@ -31,3 +32,24 @@ def support_log_mass(logits: Tensor, kept: Tensor) -> Tensor:
     if not bool(some.all()):
         raise InputError("kept: a position keeps no token; the sampled one at least must be among them")
     return inside.logsumexp(dim=-1) - whole
+
+
+def support_log_mass_of(sample: Sample, logits: Tensor) -> Tensor:
+    """`support_log_mass` of a sample's recorded sampling mask, `[T]`: 0 where no filter removed an id.
+
+    `logits` `[T, V]` after temperature, row i being the distribution that token i was drawn from (a model's output, moved by one).
+    """
+    mask = sample.sampling_mask
+    if mask is None:
+        raise InputError(f"sample {sample.sample_id} has no sampling mask; have the engine return it when rolling out")
+    if logits.shape[0] != len(sample.token_ids):
+        raise InputError(f"sample {sample.sample_id}: {logits.shape[0]} rows of logits for {len(sample.token_ids)} tokens")
+    rows = [mask.row(index).tolist() for index in range(len(mask))]
+    filtered = [index for index, row in enumerate(rows) if row]
+    found = torch.zeros(len(rows), dtype=torch.float64, device=logits.device)
+    if not filtered:
+        return found
+    ids = [torch.tensor(rows[index]) for index in filtered]
+    kept = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1).to(logits.device)
+    at = torch.tensor(filtered, device=logits.device)
+    return found.index_put((at,), support_log_mass(logits[at], kept))

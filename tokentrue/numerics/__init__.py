@@ -4,7 +4,7 @@ from tokentrue.numerics.bits import same_bits
 from tokentrue.numerics.devices import ops_for
 from tokentrue.numerics.fingerprint import Contract
 from tokentrue.numerics.gradient import deterministic_grad
-from tokentrue.numerics.logprob import filter_logits, logprobs_of, scale_logits
+from tokentrue.numerics.logprob import KeptRows, filter_logits, logprobs_of, remove_filtered, scale_logits
 from tokentrue.numerics.ops import AttentionSpec, HeadNorm, LowRank, NormForm, Ops, Packed, PagedBatch
 from tokentrue.numerics.patching.patch import SWITCHES, exact
 from tokentrue.numerics.score import logits_of, score, score_with_entropy
@@ -14,6 +14,7 @@ __all__ = [
     "AttentionSpec",
     "Contract",
     "HeadNorm",
+    "KeptRows",
     "LowRank",
     "NormForm",
     "Ops",
@@ -25,6 +26,7 @@ __all__ = [
     "logits_of",
     "logprobs_of",
     "ops_for",
+    "remove_filtered",
     "same_bits",
     "scale_logits",
     "score",

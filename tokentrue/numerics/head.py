@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokentrue.numerics.logprob import scale_logits
+from tokentrue.numerics.logprob import KeptRows, remove_filtered, scale_logits
 from tokentrue.numerics.ops import Ops
 
 PIECE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 28}
@@ -29,10 +29,12 @@ class HeadSettings:
     temperature: float | Tensor  # one, or one per row
     softcap: float | None
     entropy: bool
+    kept: KeptRows | None = None  # what the sampler's filters kept for each row
 
     def of(self, rows: slice) -> HeadSettings:
         """The settings of some rows."""
-        return replace(self, temperature=self.temperature[rows]) if isinstance(self.temperature, Tensor) else self
+        temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
+        return replace(self, temperature=temperature, kept=None if self.kept is None else self.kept.of(rows))
 
 
 def score_tokens(hidden_RK: Tensor, weight_VK: Tensor, bias: Tensor | None, ids_R: Tensor, settings: HeadSettings) -> Tensor:
@@ -51,7 +53,7 @@ class HeadScores(torch.autograd.Function):
             if settings.entropy:
                 table = settings.ops.log_softmax(scaled.float())
                 out[rows, 0] = table.gather(-1, ids[rows, None]).squeeze(-1)
-                out[rows, 1] = -(table.exp() * table).sum(-1)
+                out[rows, 1] = -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
             else:
                 out[rows, 0] = settings.ops.token_logprobs(scaled, ids[rows])
         return out
@@ -89,9 +91,9 @@ def scaled_logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, settin
     if settings.softcap is not None:
         bent = torch.tanh(logits / settings.softcap)
         logits = bent * settings.softcap
-    if settings.ops.reads_16bit and is_plain(settings.temperature):
-        return logits, bent
-    return scale_logits(logits, settings.temperature), bent
+    if not (settings.ops.reads_16bit and is_plain(settings.temperature)):
+        logits = scale_logits(logits, settings.temperature)
+    return remove_filtered(logits, settings.kept), bent
 
 
 def is_plain(temperature: float | Tensor) -> bool:

@@ -8,6 +8,8 @@ Filters (top-k, top-p, min-p) set what they remove to -inf, so that the rest is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,35 @@ from tokentrue.numerics.ops import Ops
 
 ROWS = 4096
 """Rows scored at once: rows are independent, so the cut changes nothing but memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptRows:
+    """The ids that filters kept, as compressed sparse rows: row r is `token_ids[offsets[r]:offsets[r + 1]]`; an empty row keeps all."""
+
+    token_ids: Tensor  # int64 [N]
+    offsets: Tensor  # int64 [R+1]
+
+    def of(self, rows: slice) -> KeptRows:
+        """Some rows, counted from 0."""
+        offsets = self.offsets[rows.start : rows.stop + 1]
+        return KeptRows(token_ids=self.token_ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
+
+    def removed(self, vocabulary: int) -> Tensor:
+        """bool [R, V]: True where a filter removed the id."""
+        counts = self.offsets.diff()
+        rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        table = (counts > 0)[:, None].expand(-1, vocabulary).clone()
+        table[rows, self.token_ids] = False
+        return table
+
+    def to(self, device: torch.device) -> KeptRows:
+        return KeptRows(token_ids=self.token_ids.to(device), offsets=self.offsets.to(device))
+
+
+def remove_filtered(scaled_RV: Tensor, kept: KeptRows | None) -> Tensor:
+    """Scaled logits with -inf where a filter removed the id, as the sampler had them."""
+    return scaled_RV if kept is None else scaled_RV.masked_fill(kept.removed(scaled_RV.shape[-1]), -torch.inf)
 
 
 def scale_logits(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:

@@ -116,7 +116,7 @@ class Ops(ABC):
     """Products of fewer rows cost more than of this many: a lone token may be computed so many times over."""
     reads_16bit: bool = False
     """Whether `token_logprobs` and `logits_gradient` take logits in the model's dtype."""
-    routes: list[Tensor] | None = None
+    routes: list[tuple[Tensor, Tensor]] | None = None  # where set, each mixture adds its experts and their weights
     """While it is a list, every mixture of experts that runs appends its choice [T,k]."""
 
     # ---- rows x features ----------------------------------------------------------------------------------------------------------
@@ -235,6 +235,7 @@ class Ops(ABC):
         probs = table.exp()
         gradient = probs * -grads[:, :1]
         if entropy:
+            table = table.masked_fill(table == -torch.inf, 0.0)  # ids that filters removed: probability 0
             gradient -= probs * (table - (probs * table).sum(-1, keepdim=True)) * grads[:, 1:]
         return gradient.scatter_add_(1, ids[:, None], grads[:, :1])
 

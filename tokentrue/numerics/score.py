@@ -13,30 +13,52 @@ from torch import Tensor, nn
 from tokentrue.errors import ExactnessError, InputError
 from tokentrue.numerics.bits import same_bits
 from tokentrue.numerics.head import HeadSettings, score_tokens
+from tokentrue.numerics.logprob import KeptRows
 from tokentrue.numerics.ops import Packed
 from tokentrue.numerics.patching.patch import STATE, State, exact
 
 
-def score(model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None) -> Tensor:
+def score(
+    model: nn.Module,
+    ids: Tensor,
+    temperature: float | Tensor = 1.0,
+    cu_seqlens: Tensor | None = None,
+    *,
+    kept: KeptRows | None = None,
+) -> Tensor:
     """ids [B,T] -> float32 [B,T-1]: log-probability of ids[:,1:] under softmax(logits / temperature). Differentiable.
 
     Sequences start at position 0 and may be padded on the right with any id (causality hides it). Packed: ids [1,T] (or [T]) with
     `cu_seqlens` [S+1]; entries that would predict a sequence's first token from the one before it are 0.
-    `temperature` is one number, or one for each entry of the result.
+    `temperature` is one number, or one for each entry of the result. `kept` holds, for each entry of the result (row after row), the ids
+    that the sampler's filters kept: the distribution is renormalised over them, as the sampler's was.
     Outside `with exact(model)` the block is entered for this one call. The table of logits is never whole in memory.
     """
-    return scores_of(model, ids, temperature, cu_seqlens, entropy=False)[..., 0]
+    return scores_of(model, ids, temperature, cu_seqlens, entropy=False, kept=kept)[..., 0]
 
 
 def score_with_entropy(
-    model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None
+    model: nn.Module,
+    ids: Tensor,
+    temperature: float | Tensor = 1.0,
+    cu_seqlens: Tensor | None = None,
+    *,
+    kept: KeptRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities of `score`, and the entropy of the distribution that each was scored under. Both differentiable."""
-    both = scores_of(model, ids, temperature, cu_seqlens, entropy=True)
+    both = scores_of(model, ids, temperature, cu_seqlens, entropy=True, kept=kept)
     return both[..., 0], both[..., 1]
 
 
-def scores_of(model: nn.Module, ids: Tensor, temperature: float | Tensor, cu_seqlens: Tensor | None, *, entropy: bool) -> Tensor:
+def scores_of(
+    model: nn.Module,
+    ids: Tensor,
+    temperature: float | Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    entropy: bool,
+    kept: KeptRows | None = None,
+) -> Tensor:
     """[B,T-1,2]: log-probability and entropy."""
     if not bool((torch.as_tensor(temperature) > 0).all()):
         raise InputError(f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own")
@@ -46,12 +68,13 @@ def scores_of(model: nn.Module, ids: Tensor, temperature: float | Tensor, cu_seq
         raise InputError(f"score: ids must be [batch, tokens], got {tuple(ids.shape)}")
     if model.__dict__.get(STATE) is None:
         with exact(model):
-            return scores_of(model, ids, temperature, cu_seqlens, entropy=entropy)
+            return scores_of(model, ids, temperature, cu_seqlens, entropy=entropy, kept=kept)
     packed = None if cu_seqlens is None else packed_of(batch, cu_seqlens)
     targets = torch.cat((batch[:, 1:], batch[:, :1]), 1)  # the last position predicts nothing; its score is dropped
     if isinstance(temperature, Tensor) and temperature.numel() != 1:
         temperature = nn.functional.pad(temperature.float().view(batch.shape[0], -1), (0, 1), value=1.0).reshape(-1)
-    with scoring_head(model, targets, temperature, entropy) as made:
+    per_position = None if kept is None else with_last_positions(kept, batch.shape)
+    with scoring_head(model, targets, temperature, entropy, per_position) as made:
         found = logits_of(model, batch, packed)
         if len(made) != 1 or not same_bits(found.detach().float(), made[0].detach()):
             raise ExactnessError(f"{type(model).__name__} changes its logits after the output head: no exact form")
@@ -63,15 +86,26 @@ def scores_of(model: nn.Module, ids: Tensor, temperature: float | Tensor, cu_seq
     return found[0] if flat else found
 
 
+def with_last_positions(kept: KeptRows, shape: torch.Size) -> KeptRows:
+    """Rows for all B × T positions, from rows for the B × (T - 1) that predict something."""
+    counts = kept.offsets.diff()
+    if counts.numel() != shape[0] * (shape[1] - 1):
+        raise InputError(f"score: kept has {counts.numel()} rows for {shape[0]} x {shape[1] - 1} scores")
+    counts = nn.functional.pad(counts.view(shape[0], -1), (0, 1)).reshape(-1)
+    return KeptRows(token_ids=kept.token_ids, offsets=nn.functional.pad(counts.cumsum(0), (1, 0)))
+
+
 @contextmanager
-def scoring_head(model: Any, targets_BT: Tensor, temperature: float | Tensor, entropy: bool) -> Iterator[list[Tensor]]:
+def scoring_head(
+    model: Any, targets_BT: Tensor, temperature: float | Tensor, entropy: bool, kept: KeptRows | None = None
+) -> Iterator[list[Tensor]]:
     """Inside the block the output head returns scores [B,T,2] in place of logits. It stays inside the model's forward, as FSDP2 needs."""
     state: State = model.__dict__[STATE]
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(head, nn.Linear):
         raise ExactnessError(f"the output head is a {type(head).__name__}, not a plain linear: its scores have no exact form")
     softcap = getattr(config, "final_logit_softcapping", None)
-    settings = HeadSettings(ops=state.ops, temperature=temperature, softcap=softcap, entropy=entropy)
+    settings = HeadSettings(ops=state.ops, temperature=temperature, softcap=softcap, entropy=entropy, kept=kept)
     made: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:

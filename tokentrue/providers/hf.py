@@ -62,8 +62,9 @@ class HFProvider:
             async with self._lock:  # one forward at a time; between tokens others, and new weights, get their turn
                 logits, cache = await asyncio.to_thread(self._forward, ids, cache)
                 version = self.version
-            token, logprob, top = pick(logits, sampling, generator)
+            token, logprob, top, kept = pick(logits, sampling, generator)
             builder.top += [top] if sampling.top_logprobs else []
+            builder.kept += [kept] if sampling.truncates else []
             yield builder.add((token,), (logprob,), version=version)
             ids = [token]
             stopped_by = token if token in stops else self._stop_string(builder.ids, sampling.stop)
@@ -118,8 +119,8 @@ def _load(model: str, dtype: str, device: str) -> torch.nn.Module:
         raise ConfigError(f"cannot load model {model!r}: {str(error).splitlines()[0]}") from error
 
 
-def pick(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float, Mapping[int, float]]:
-    """One token, its log-probability under the distribution it was drawn from, and the top few."""
+def pick(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float, Mapping[int, float], list[int]]:
+    """One token, its log-probability under the distribution it was drawn from, the top few, and the ids that filters kept (none: all)."""
     if sampling.temperature == 0:
         logprobs_V = torch.log_softmax(logits_V, dim=-1)
         token = int(logprobs_V.argmax())
@@ -128,7 +129,9 @@ def pick(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator)
         token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
     top = torch.topk(logprobs_V, min(sampling.top_logprobs, logprobs_V.numel())) if sampling.top_logprobs else None
     chosen = {} if top is None else dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    return token, float(logprobs_V[token]), chosen
+    possible = logprobs_V > -torch.inf
+    kept = [] if bool(possible.all()) else possible.nonzero().squeeze(-1).tolist()
+    return token, float(logprobs_V[token]), chosen, kept
 
 
 def filter_logprobs(logprobs_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:

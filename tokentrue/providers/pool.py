@@ -20,7 +20,8 @@ from tokentrue.errors import ConfigError, EngineContractError, EngineError, Engi
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Interruptible, Measured, Provider, Rejoining, WeightSink
 from tokentrue.providers.transport.building import CompletionBuilder
-from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling, VersionSpan
+from tokentrue.replay import join_masks, join_routing
+from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 RESUMABLE = (EngineUnreachable, EngineTimeout)
 
@@ -238,6 +239,7 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
         start += len(piece.token_ids)
     tops = [piece.top_logprobs for piece in pieces]
     raws = [piece.raw_logprobs for piece in pieces]
+    masks = [piece.sampling_mask for piece in pieces]
     return replace(
         pieces[-1],
         token_ids=TokenIds.concat(piece.token_ids for piece in pieces),
@@ -246,6 +248,19 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
         prompt_tokens=len(prompt_ids),
         top_logprobs=tuple(x for top in tops for x in top or ()) if all(top is not None for top in tops) else None,
         raw_logprobs=tuple(x for raw in raws for x in raw or ()) if all(raw is not None for raw in raws) else None,
-        routed_experts=None,
+        routed_experts=joined_routing(pieces, prompt_ids),
+        sampling_mask=join_masks([mask for mask in masks if mask is not None]) if all(mask is not None for mask in masks) else None,
         prompt_digest=prompt_ids.sha256(),
     )
+
+
+def joined_routing(pieces: Sequence[Completion], prompt_ids: TokenIds) -> RoutedExperts | None:
+    """Each piece's prompt holds the pieces before it: of those positions the piece that sampled from them counts."""
+    parts: list[RoutedExperts] = []
+    end = len(prompt_ids)
+    for piece in pieces:
+        end += len(piece.token_ids)
+        if piece.routed_experts is None:
+            return None
+        parts.append(piece.routed_experts.cut(parts[-1].end if parts else 0, end - 1))
+    return join_routing(parts)

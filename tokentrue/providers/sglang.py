@@ -44,7 +44,7 @@ MASKABLE = frozenset({"top_k", "top_p", "min_p"})
 
 
 class SGLangProvider:
-    """`routed_experts=(layers, top_k)` asks a MoE server for its routing, one row per sampled token."""
+    """`routed_experts=(layers, top_k)` asks a MoE server for its routing, for all positions but the last."""
 
     name = "sglang"
 
@@ -164,7 +164,7 @@ class SGLangProvider:
         if session is not None:
             fields["routing_key"] = session
         if self._routed is not None:
-            fields |= {"return_routed_experts": True, "routed_experts_start_len": max(0, len(ids) - 1)}
+            fields |= {"return_routed_experts": True, "routed_experts_start_len": 0}
         return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _decode(self, data: bytes) -> SGLangMeta:
@@ -194,6 +194,8 @@ class SGLangProvider:
         if self._masked(sampling):
             builder.raw += [value for value in logprobs if value is not None]
             logprobs = (meta.output_token_sampling_logprobs or [])[-new:]
+            if sampling.truncates and meta.output_token_sampling_mask is not None:
+                builder.kept += meta.output_token_sampling_mask[-new:]
         if meta.output_top_logprobs:
             builder.top += [{row[1]: row[0] for row in top or () if row[0] is not None} for top in meta.output_top_logprobs[-new:]]
         return builder.add([row[1] for row in rows[-new:]], logprobs, version=version_from(meta.weight_version))
@@ -209,17 +211,17 @@ class SGLangProvider:
             Finish(told.type),
             prompt_tokens=meta.prompt_tokens,
             stopped_by=told.matched,
-            routed_experts=self._experts(meta, len(builder.ids)),
+            routed_experts=self._experts(meta, len(builder.prompt_ids) + len(builder.ids)),
         )
 
-    def _experts(self, meta: SGLangMeta, sampled: int) -> RoutedExperts | None:
+    def _experts(self, meta: SGLangMeta, tokens: int) -> RoutedExperts | None:
         if self._routed is None:
             return None
         layers, top_k = self._routed
         wide = array("i", base64.b64decode(meta.routed_experts or b""))
-        if len(wide) != sampled * layers * top_k:
-            raise EngineContractError(f"sglang returned {len(wide)} routed experts for {sampled} tokens × {layers} layers × {top_k}")
-        return RoutedExperts(shape=(sampled, layers, top_k), data=array("h", wide).tobytes())
+        if len(wide) != (tokens - 1) * layers * top_k:
+            raise EngineContractError(f"sglang returned {len(wide)} routed experts for {tokens} tokens × {layers} layers × {top_k}")
+        return RoutedExperts(shape=(tokens - 1, layers, top_k), data=array("h", wide).tobytes())
 
     async def _abort(self, rid: str) -> None:
         try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.engine import ExactEngine
+from tokentrue.engine.scheduling.request import mask_of
 from tokentrue.engine.verify import Draw, redraw
 from tokentrue.errors import SamplingError
 from tokentrue.ids import TokenIds
@@ -124,6 +125,7 @@ class VerifiedProvider:
             stopped_by=by,
             top_logprobs=tuple(d.top for d in draws) if sampling.top_logprobs else None,
             raw_logprobs=tuple(d.raw_logprob for d in draws) if sampling.filters else None,
+            sampling_mask=mask_of([d.kept for d in draws]) if sampling.truncates else None,
             fingerprint=self.engine.fingerprint,
             prompt_digest=prompt_ids.sha256(),
         )

@@ -272,6 +272,8 @@ class VLLMProvider:
         rows = rows_from_columns(choice.logprobs) if choice.logprobs.content is None else choice.logprobs.content
         if [row.token_id for row in rows] != ids:
             raise EngineContractError("vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?")
+        if sampling.truncates and choice.sampling_mask is not None:
+            builder.kept += choice.sampling_mask
         if sampling.top_logprobs:
             builder.top += [{top.token_id: top.logprob for top in row.top_logprobs if top.logprob is not None} for row in rows]
         return builder.add(ids, [row.logprob for row in rows], version=self.version)
@@ -287,7 +289,7 @@ class VLLMProvider:
             prompt_tokens=usage.prompt_tokens if usage else None,
             stopped_by=stopped_by,
             versions=version_spans(choice.weight_versions),
-            routed_experts=routed_experts(choice.routed_experts, len(builder.ids)),
+            routed_experts=routed_experts(choice.routed_experts, len(builder.prompt_ids) + len(builder.ids)),
         )
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
@@ -334,18 +336,18 @@ def version_spans(spans: Sequence[VLLMVersions] | None) -> list[VersionSpan] | N
     return [VersionSpan(start=span.start, end=span.end, version=version_from(span.version)) for span in spans]
 
 
-def routed_experts(encoded: str | None, sampled: int) -> RoutedExperts | None:
-    """vLLM sends a .npy of all positions but the last; the rows that predicted the sampled tokens are its end."""
+def routed_experts(encoded: str | None, tokens: int) -> RoutedExperts | None:
+    """vLLM sends a .npy of the prompt's and the sampled tokens' positions but the last, and no weights."""
     if not encoded:
         return None
     try:
         table = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise EngineContractError(f"vllm's routed_experts are not a .npy array: {error}") from error
-    if table.ndim != 3 or table.shape[0] < sampled:
-        raise EngineContractError(f"vllm returned routed experts of shape {table.shape} for {sampled} sampled tokens")
-    rows = table[-sampled:].astype("<i2")
-    return RoutedExperts(shape=(int(rows.shape[0]), int(rows.shape[1]), int(rows.shape[2])), data=rows.tobytes())
+    if table.ndim != 3 or table.shape[0] > tokens - 1:
+        raise EngineContractError(f"vllm returned routed experts of shape {table.shape} for {tokens} tokens")
+    positions, layers, top_k = (int(size) for size in table.shape)
+    return RoutedExperts(shape=(positions, layers, top_k), data=table.astype("<i2").tobytes(), start=tokens - 1 - positions)
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

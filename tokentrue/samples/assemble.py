@@ -12,12 +12,13 @@ from typing import Any
 
 from tokentrue.errors import InputError, TokenContractError
 from tokentrue.ids import TokenIds
+from tokentrue.replay import empty_rows, join_masks, join_routing
 from tokentrue.samples.seal import node_rows, seal
 from tokentrue.samples.survivors import find_left_out
 from tokentrue.sessions.certificate import format_digest
 from tokentrue.sessions.journal import SessionRecord
 from tokentrue.sessions.tree import Node, ServedRef, Tree
-from tokentrue.types import UNVERSIONED, Certificate, Coverage, RoutedExperts, Sample, Span, Untrained
+from tokentrue.types import UNVERSIONED, Certificate, Coverage, RoutedExperts, Sample, SamplingMask, Span, Untrained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,7 @@ class _Builder:
             metadata=self._metadata(leaf, path),
             certificate=certificate,
             routed_experts=_join_routing(path),
+            sampling_mask=_join_masks(path),
         )
         own = dict(sample.metadata["tokentrue"])
         return replace(sample, metadata={**sample.metadata, "tokentrue": {**own, "seal": seal(sample)}})
@@ -211,12 +213,24 @@ def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
 
 
 def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
-    """Routing of the sampled tokens, in their order; present only where every turn has it."""
+    """Routing of all positions but the last; present only where every turn has it."""
     parts = [node.routed_experts for node in path]
-    if not parts or any(part is None for part in parts):
-        return None
     whole = [part for part in parts if part is not None]
-    if len({part.shape[1:] for part in whole}) != 1:
-        raise TokenContractError(f"routed experts differ in shape along the path to node {path[-1].id}")
-    tokens = sum(part.shape[0] for part in whole)
-    return RoutedExperts(shape=(tokens, *whole[0].shape[1:]), data=b"".join(part.data for part in whole))
+    if not parts or len(whole) < len(parts):
+        return None
+    _, layers, top_k = whole[0].shape
+    ends = [RoutedExperts(shape=(0, layers, top_k), data=b"", start=at, weights=b"") for at in (0, max(0, path[-1].length - 1))]
+    try:
+        return join_routing([ends[0], *whole, ends[1]])
+    except TokenContractError as error:
+        raise TokenContractError(f"on the path to node {path[-1].id}: {error}") from error
+
+
+def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
+    """A row for each token; None where no turn has one."""
+    if all(node.sampling_mask is None for node in path):
+        return None
+    parts: list[SamplingMask] = []
+    for node in path:
+        parts += [empty_rows(len(node.given_ids)), node.sampling_mask or empty_rows(len(node.sampled_ids))]
+    return join_masks(parts)

@@ -15,7 +15,7 @@ from hashlib import sha256
 from typing import Any, cast
 
 from tokentrue.errors import TokenContractError
-from tokentrue.ids import TokenIds
+from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.samples.seal import BLOCK, block_checksums, seal
 from tokentrue.sessions.certificate import float_bytes, format_digest, next_link, start_link
 from tokentrue.types import Sample, VersionSpan
@@ -82,6 +82,7 @@ def audit(samples: Iterable[Sample]) -> Audit:
             continue
         result.findings += _check_columns(sample)
         result.findings += _check_links(sample)
+        result.findings += _check_replay(sample)
         if cast("Mapping[str, Any]", own).get("seal") != seal(sample):
             what = "the seal is broken: mask, spans, reward, names or coverage were changed"
             result.findings.append(Finding(sample=sample.sample_id, what=what))
@@ -111,6 +112,21 @@ def _check_columns(sample: Sample) -> Iterator[Finding]:
     if at != len(sample.token_ids):
         length = len(sample.token_ids)
         yield Finding(sample=sample.sample_id, what=f"spans end at token {at} of {length}", start=at, end=length)
+
+
+def _check_replay(sample: Sample) -> Iterator[Finding]:
+    """Routing covers the inputs, and every sampled token is among the ids that its row of the sampling mask kept."""
+    routed, mask = sample.routed_experts, sample.sampling_mask
+    inputs = max(0, len(sample.token_ids) - 1)
+    if routed is not None and (routed.start, routed.end) != (0, inputs):
+        what = f"routed experts cover positions [{routed.start}, {routed.end}) of {inputs} inputs"
+        yield Finding(sample=sample.sample_id, what=what, start=0, end=inputs)
+    for index in range(len(sample.token_ids)) if mask is not None else ():
+        row = mask.row(index) if mask is not None else EMPTY
+        if row and sample.rollout_logprobs[index] is None:
+            yield _at(sample, index, "the sampling mask keeps ids at a token that was not sampled")
+        elif row and sample.token_ids[index] not in row:
+            yield _at(sample, index, "the token is not among the ids that its sampling mask kept")
 
 
 def _at(sample: Sample, index: int, what: str) -> Finding:

@@ -1,8 +1,8 @@
 """What a sample carries so that a stranger can check it: one row per node on its path, and a seal over the rest.
 
 The certificate's chain binds ids, log-probabilities and versions. The seal binds what the chain does not: mask, spans, reward, names,
-coverage, node rows. A node row says where its link ends, so that a broken one can be located, what the engine was sent
-(`prompt_sha256`) and with which settings it sampled (`sampling`, whatever differs from the defaults).
+coverage, node rows, routing and sampling mask. A node row says where its link ends, so that a broken one can be located, what the engine
+was sent (`prompt_sha256`) and with which settings it sampled (`sampling`, whatever differs from the defaults).
 """
 
 from __future__ import annotations
@@ -78,6 +78,10 @@ def seal(sample: Sample) -> str:
     state = sha256(json.dumps(held, sort_keys=True, separators=(",", ":")).encode())
     state.update(bytes(sample.loss_mask))
     if sample.routed_experts is not None:
-        state.update(repr(tuple(sample.routed_experts.shape)).encode())
+        state.update(repr((sample.routed_experts.start, *sample.routed_experts.shape)).encode())
         state.update(sample.routed_experts.data)
+        state.update(sample.routed_experts.weights or b"")
+    if sample.sampling_mask is not None:
+        state.update(sample.sampling_mask.offsets.tobytes())
+        state.update(sample.sampling_mask.token_ids.tobytes())
     return f"sha256:{state.hexdigest()}"

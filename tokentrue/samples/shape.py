@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
-from tokentrue.types import Certificate, RoutedExperts, Sample, Span
+from tokentrue.types import Certificate, RoutedExperts, Sample, SamplingMask, Span
 
 _SPAN = ("start", "end", "kind", "role", "turn", "policy_version", "trainable", "why")
 
@@ -32,8 +32,20 @@ def head_to_json(sample: Sample) -> dict[str, Any]:
         },
     }
     if routed is not None:
-        head["routed_experts"] = {"shape": list(routed.shape), "data": base64.b64encode(routed.data).decode("ascii")}
+        head["routed_experts"] = {
+            "shape": list(routed.shape),
+            "start": routed.start,
+            "data": encode_bytes(routed.data),
+            "weights": None if routed.weights is None else encode_bytes(routed.weights),
+        }
+    if sample.sampling_mask is not None:
+        mask = sample.sampling_mask
+        head["sampling_mask"] = {"token_ids": encode_bytes(mask.token_ids.tobytes()), "offsets": encode_bytes(mask.offsets.tobytes())}
     return head
+
+
+def encode_bytes(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
@@ -51,7 +63,7 @@ def sample_from_json(data: Mapping[str, Any], where: str = "sample") -> Sample:
 def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: str) -> Sample:
     """`columns` are token_ids, loss_mask, rollout_logprobs."""
     try:
-        routed = head.get("routed_experts")
+        routed, mask = head.get("routed_experts"), head.get("sampling_mask")
         return Sample(
             sample_id=head["sample_id"],
             session_id=head["session_id"],
@@ -65,6 +77,7 @@ def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: st
             metadata=head.get("metadata") or {},
             certificate=Certificate(**{name: head["certificate"][name] for name in ("chain", "template", "tokenizer")}),
             routed_experts=None if routed is None else _routing_from_json(routed),
+            sampling_mask=None if mask is None else _mask_from_json(mask),
         )
     except TokenContractError as error:
         raise FileFormatError(f"{where}: {error}") from error
@@ -74,4 +87,11 @@ def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: st
 
 def _routing_from_json(value: Mapping[str, Any]) -> RoutedExperts:
     first, second, third = value["shape"]
-    return RoutedExperts(shape=(first, second, third), data=base64.b64decode(value["data"], validate=True))
+    weights = None if value.get("weights") is None else base64.b64decode(value["weights"], validate=True)
+    data = base64.b64decode(value["data"], validate=True)
+    return RoutedExperts(shape=(first, second, third), data=data, start=value.get("start", 0), weights=weights)
+
+
+def _mask_from_json(value: Mapping[str, Any]) -> SamplingMask:
+    ids, offsets = (TokenIds.from_bytes(base64.b64decode(value[name], validate=True)) for name in ("token_ids", "offsets"))
+    return SamplingMask(token_ids=ids, offsets=offsets)

@@ -18,7 +18,7 @@ from tokentrue.errors import SessionConflict, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.sessions.certificate import next_link, start_link
 from tokentrue.sessions.plain_json import digest
-from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, TemplateKwargs, Tools, VersionSpan
+from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, TemplateKwargs, Tools, VersionSpan
 
 Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted"]
 """Whether the client got the whole turn, or why it did not: it left, the engine failed, or the session was deleted meanwhile."""
@@ -73,7 +73,8 @@ class Node:
     request_digest: str | None = None
     choice: int = 0
     created: float = 0.0
-    routed_experts: RoutedExperts | None = None
+    routed_experts: RoutedExperts | None = None  # of the positions that this turn added: from the parent's last token to its own last input
+    sampling_mask: SamplingMask | None = None  # a row for each sampled token
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     fingerprint: str | None = None
 

@@ -12,6 +12,7 @@ from tokentrue.errors import ConfigError
 
 Baseline: TypeAlias = Literal["grpo", "dr_grpo", "rloo", "whitened", "none"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
+RoutingReplay: TypeAlias = Literal["off", "experts", "weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     offline: bool = False  # samples of a file: their versions count the steps of another run
     max_idle_steps: int = 3  # steps in a row without a row to train on; one more stops the run
+    routing_replay: RoutingReplay = "experts"  # of samples that carry their routing: take the rollout's experts, and their weights too
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -75,6 +77,8 @@ class TrainConfig:
             raise ConfigError(f"train.checkpoint_minutes: {self.checkpoint_minutes!r} must be >= 0")
         if self.lag < 0 or self.checkpoint_every < 0 or self.max_idle_steps < 0 or self.max_skipped_updates < 0:
             raise ConfigError("train: lag, checkpoint_every, max_idle_steps and max_skipped_updates must be >= 0")
+        if self.routing_replay not in ("off", "experts", "weights"):
+            raise ConfigError(f"train.routing_replay: {self.routing_replay!r} is not one of off, experts, weights")
         if self.baseline not in ("grpo", "dr_grpo", "rloo", "whitened", "none"):
             raise ConfigError(f"train.baseline: {self.baseline!r} is not one of grpo, dr_grpo, rloo, whitened, none")
         if not (math.isfinite(self.temperature) and self.temperature > 0):

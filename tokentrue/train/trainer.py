@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 
@@ -24,6 +24,7 @@ from tokentrue.train.checks.exactness import Agreement, agreement, require_exact
 from tokentrue.train.config import OptimConfig, TrainConfig, learning_rate
 from tokentrue.train.data.batch import Row, rows_of, session_advantages
 from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches, shuffle
+from tokentrue.train.data.replay import replay_experts
 from tokentrue.train.ranks import Ranks, whole, whole_weights
 from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics
 from tokentrue.train.update.correcting import MinibatchCorrection, correct_minibatch, in_one_call, per_token
@@ -153,7 +154,8 @@ class Trainer:
         reference: dict[int, Tensor] = {}
         with evaluation_mode(self.model):
             for bin_ in (bin_ for part in parts for bin_ in (*part.active, *part.idle)):
-                mine |= zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)
+                with self.replaying(rows, bin_):
+                    mine |= zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)
                 if self.reference is not None:
                     reference |= zip(bin_, self.scored(self.reference, rows, bin_).logprobs, strict=False)
         return RowValues(recomputed=mine, reference=reference, advantages=advantages)
@@ -161,7 +163,12 @@ class Trainer:
     def scored(self, model: nn.Module, rows: Sequence[Row], numbers: Sequence[int], *, entropy: bool = False) -> Scores:
         ids = [rows[i].ids for i in numbers] or [NO_ROW]
         heats = [rows[i].temperatures for i in numbers] or [torch.ones(2)]
-        return self.scorer(model, ids, heats, entropy=entropy)
+        return self.scorer(model, ids, heats, entropy=entropy, kept=[rows[i].kept for i in numbers] or None)
+
+    def replaying(self, rows: Sequence[Row], numbers: Sequence[int]) -> AbstractContextManager[None]:
+        """Forward and backward passes over these rows inside the block take the experts of the rollout."""
+        chosen = [rows[i] for i in numbers]
+        return replay_experts(self.model, chosen, padded=self.scorer.is_padded, mode=self.config.routing_replay)
 
     def compare(self, rows: Sequence[Row], recomputed: Mapping[int, Tensor]) -> Agreement:
         numbers = sorted(recomputed)
@@ -234,9 +241,10 @@ class Trainer:
         correction = self.correction(rows, values, part, is_first=is_first)
         statistics, total = Metrics({}), 0.0
         for bin_ in part.active:
-            loss, found = self.pass_loss(rows, values, bin_, correction)
-            # The ranks' gradients are averaged, and each rank holds a share of the sum.
-            (loss * (self.ranks.world * self.scale.value)).backward()
+            with self.replaying(rows, bin_):
+                loss, found = self.pass_loss(rows, values, bin_, correction)
+                # The ranks' gradients are averaged, and each rank holds a share of the sum.
+                (loss * (self.ranks.world * self.scale.value)).backward()
             self.masters.collect(unscale=self.scale.value)
             total += float(loss.detach())
             statistics = statistics.merge(found)
@@ -248,8 +256,10 @@ class Trainer:
         current = values.recomputed
         if not is_first and self.loss.correction.needs_current:
             with torch.no_grad(), evaluation_mode(self.model):
-                bins = (*part.active, *part.idle)
-                current = {i: value for bin_ in bins for i, value in zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)}
+                current = {}
+                for bin_ in (*part.active, *part.idle):
+                    with self.replaying(rows, bin_):
+                        current |= zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)
         return correct_minibatch(
             rows, part, self.loss, recomputed=values.recomputed, current=current, advantages=values.advantages,
             version=self.version, ranks=self.ranks,

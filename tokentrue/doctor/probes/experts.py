@@ -9,7 +9,8 @@ from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.reference import score
 from tokentrue.errors import EngineError, InputError
-from tokentrue.mismatch.routing import FREE, from_routed, record_routing, replay_routing, routers
+from tokentrue.mismatch.routing import from_routed, record_routing, replay_routing, routers
+from tokentrue.replay import FREE
 from tokentrue.types import Completion, Sampling
 
 FLIPS = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.15}  # share of choices that rounding alone may flip
@@ -34,10 +35,11 @@ async def probe_experts(exam: Examination) -> list[Finding]:
 
 def compare_routing(exam: Examination, name: str, seen: Observation, completion: Completion, layers: int) -> Finding:
     assert completion.routed_experts is not None
-    theirs = from_routed(completion.routed_experts)
+    routed = completion.routed_experts
+    theirs = from_routed(routed)
     if theirs.shape[1] != layers:
         return cannot_tell(name, f"the engine reports {theirs.shape[1]} layers of routing, the model has {layers}")
-    model, rows = exam.reference.model, torch.tensor(seen.positions) - 1
+    model, rows = exam.reference.model, torch.arange(routed.start, routed.end)
     with record_routing(model) as record:
         plain = score(model, [seen])
     ours = record.experts.index_select(0, rows)

@@ -63,12 +63,18 @@ class Forward:
         return self.logits(hidden)
 
     @contextmanager
-    def routes(self) -> Iterator[Callable[[Sequence[int]], Tensor]]:
-        """The experts chosen in a step inside the block: rows -> int16 [rows, layers, top_k], in host memory."""
-        chosen: list[Tensor] = []
+    def routes(self) -> Iterator[Callable[[Sequence[int]], tuple[Tensor, Tensor]]]:
+        """The experts chosen in a step inside the block: rows -> int16 [rows, layers, top_k] and their float32 weights, in host memory."""
+        chosen: list[tuple[Tensor, Tensor]] = []
         self.ops.routes = chosen
+
+        def read(rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+            at = list(rows)
+            experts = torch.stack([index[at] for index, _ in chosen], 1).to(torch.int16).cpu()
+            return experts, torch.stack([weight[at] for _, weight in chosen], 1).float().cpu()
+
         try:
-            yield lambda rows: torch.stack([index[list(rows)] for index in chosen], 1).to(torch.int16).cpu()
+            yield read
         finally:
             self.ops.routes = None
 

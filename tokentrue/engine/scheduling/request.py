@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tokentrue.types import Completion, Finish, RoutedExperts, Sampling, VersionSpan
+from tokentrue.ids import TokenIds
+from tokentrue.types import Completion, Finish, RoutedExperts, Sampling, SamplingMask, VersionSpan
 
 _numbers = itertools.count()
 
@@ -21,11 +22,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts, [layers, top_k] as little-endian int16, at the position that predicted a token."""
+    """Experts of consecutive positions, [count, layers, top_k]: little-endian int16, and their weights as little-endian float32."""
 
-    layers: int
-    top_k: int
+    shape: tuple[int, int, int]
     data: bytes
+    weights: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Sampled:
     logprob: float
     raw_logprob: float
     top: dict[int, float] | None = None
-    routes: Routes | None = None
+    kept: bytes = b""  # the ids that filters kept, little-endian int32
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,6 +71,8 @@ class Request:
     raw_logprobs: list[float] = field(default_factory=list[float])  # where filters shape the distribution; else they are `logprobs`
     tops: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
     routes: list[Routes] = field(default_factory=list[Routes])
+    num_routed: int = 0  # positions whose experts are kept: those of the pass that computed them first
+    kept: list[bytes] = field(default_factory=list[bytes])  # where filters shape the distribution: the ids they kept for each token
     versions: list[int] = field(default_factory=list[int])  # grows last: so many tokens may be read from another thread
     prompt_logprobs: list[float] = field(default_factory=list[float])
     prefix_hits: int = 0
@@ -96,13 +99,16 @@ class Request:
     def sampled_ids(self) -> list[int]:
         return self.tokens[len(self.prompt_ids) :]
 
+    def add_routes(self, run: Routes) -> None:
+        self.routes.append(run)
+        self.num_routed += run.shape[0]
+
     def take(self, sampled: Sampled, version: int) -> None:
         if self.shaped:
             self.raw_logprobs.append(sampled.raw_logprob)
+            self.kept.append(sampled.kept)
         if self.sampling.top_logprobs:
             self.tops.append(sampled.top or {})
-        if sampled.routes is not None:
-            self.routes.append(sampled.routes)
         self.take_run((sampled.token_id,), (sampled.logprob,), version)
 
     def take_run(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
@@ -125,15 +131,22 @@ class Request:
             top_logprobs=tuple(self.tops) if self.sampling.top_logprobs else None,
             raw_logprobs=tuple(self.raw_logprobs) if self.shaped else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt else None,
-            routed_experts=join_routing(self.routes) if self.wants_routes else None,
+            routed_experts=routed(self.routes) if self.wants_routes else None,
+            sampling_mask=mask_of(self.kept) if self.sampling.truncates else None,
             fingerprint=fingerprint,
         )
 
 
-def join_routing(rows: Sequence[Routes]) -> RoutedExperts | None:
-    if not rows:
+def routed(runs: Sequence[Routes]) -> RoutedExperts | None:
+    if not runs:
         return None
-    return RoutedExperts(shape=(len(rows), rows[0].layers, rows[0].top_k), data=b"".join(row.data for row in rows))
+    shape = (sum(run.shape[0] for run in runs), *runs[0].shape[1:])
+    return RoutedExperts(shape=shape, data=b"".join(run.data for run in runs), weights=b"".join(run.weights for run in runs))
+
+
+def mask_of(rows: Sequence[bytes]) -> SamplingMask:
+    offsets = [0, *itertools.accumulate(len(row) // 4 for row in rows)]
+    return SamplingMask(token_ids=TokenIds.from_bytes(b"".join(rows)), offsets=TokenIds(offsets))
 
 
 def spans_of(versions: list[int]) -> tuple[VersionSpan, ...]:

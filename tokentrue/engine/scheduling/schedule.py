@@ -113,8 +113,8 @@ class Scheduler:
     # ---- prefixes -------------------------------------------------------------------------------------------------------------------
     def prefix_names(self, request: Request) -> list[bytes]:
         """Names of the full blocks that could be shared; the last token is always computed, because its logits are needed."""
-        if request.wants_prompt and not request.num_sampled:
-            return []  # every prompt position's logits are wanted
+        if (request.wants_prompt and not request.num_sampled) or request.num_routed < (len(request.tokens) - 1) * request.wants_routes:
+            return []  # every prompt position's logits, or experts, are wanted
         size = self.pool.block_size
         while len(request.hashes) < (len(request.tokens) - 1) // size:
             self.extend_names(request)

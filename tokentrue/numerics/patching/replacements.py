@@ -190,7 +190,7 @@ def experts_forward(name: str, module: nn.Module, ops: Ops) -> Forward:
 
     def forward(hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         if ops.routes is not None:
-            ops.routes.append(index)
+            ops.routes.append((index, weight))
         return ops.experts(hidden, index, weight, module.gate_up_proj, module.down_proj, kind)  # pyright: ignore
 
     return forward

@@ -41,6 +41,7 @@ class SGLangMeta(msgspec.Struct):
     finish_reason: SGLangFinish | str | None = None
     weight_version: str | int | None = None
     output_token_sampling_logprobs: list[float | None] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
     output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] | None = None
     routed_experts: str | None = None
 
@@ -99,6 +100,7 @@ class VLLMChoice(msgspec.Struct):
     stop_reason: int | str | None = None
     weight_versions: list[VLLMVersions] | None = None
     routed_experts: str | None = None
+    sampling_mask: list[list[int]] | None = None
 
 
 class VLLMUsage(msgspec.Struct):

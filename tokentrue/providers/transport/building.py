@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tokentrue.errors import EngineContractError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
-from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, VersionSpan, is_logprob
+from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, SamplingMask, VersionSpan, is_logprob
 
 
 class CompletionBuilder:
@@ -18,6 +18,7 @@ class CompletionBuilder:
         self.logprobs: list[float] = []
         self.top: list[Mapping[int, float]] = []
         self.raw: list[float] = []
+        self.kept: list[Sequence[int]] = []  # ids that filters kept, a row for each token, where the engine reports them
         self.spans: list[VersionSpan] = []
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int) -> Chunk:
@@ -60,6 +61,7 @@ class CompletionBuilder:
                 top_logprobs=tuple(self.top) if self.top else None,
                 raw_logprobs=tuple(self.raw) if self.raw else None,
                 routed_experts=routed_experts,
+                sampling_mask=SamplingMask.from_rows([sorted(row) for row in self.kept]) if self.kept else None,
                 prompt_digest=self.prompt_ids.sha256(),
             )
         except TokenContractError as error:  # version spans of the engine's own that do not fit its tokens

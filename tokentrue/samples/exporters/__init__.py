@@ -11,6 +11,7 @@ from tokentrue.samples.exporters.tensors import Tensors
 _VERL_TYPES = {
     "prompt_ids": "int32s", "response_ids": "int32s", "response_mask": "int8s", "response_logprobs": "doubles",
     "reward_score": "double", "num_turns": "int64", "uid": "string",
+    "routed_experts": "int16 tables", "extra_fields": "replay",
 }  # fmt: skip
 
 EXPORTERS: dict[str, Exporter] = {

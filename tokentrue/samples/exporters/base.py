@@ -6,6 +6,8 @@ columns that are audited are the trainer's own, not a copy beside them.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +86,28 @@ def versions_of(sample: Sample) -> list[int]:
         if span.kind == "sampled" and span.policy_version is not None and found[-1:] != [span.policy_version]:
             found.append(span.policy_version)
     return found
+
+
+def token_versions(sample: Sample, *, start: int = 0) -> list[int]:
+    """The policy version of each token from `start` on; -1 where nothing was sampled."""
+    found = [-1] * len(sample.token_ids)
+    for span in sample.spans:
+        if span.kind == "sampled" and span.policy_version is not None:
+            found[span.start : span.end] = [span.policy_version] * (span.end - span.start)
+    return found[start:]
+
+
+def experts_of(sample: Sample) -> list[list[list[int]]] | None:
+    """[positions, layers, top_k] of all inputs, from position 0; -1 where the engine did not say."""
+    routed = sample.routed_experts
+    if routed is None:
+        return None
+    positions, layers, top_k = routed.shape
+    flat = array("h", routed.data)
+    if sys.byteorder != "little":
+        flat.byteswap()
+    slots = [flat[at : at + top_k].tolist() for at in range(0, len(flat), top_k)]
+    return [slots[at : at + layers] for at in range(0, positions * layers, layers)]
 
 
 def turns_of(sample: Sample) -> int:

@@ -17,7 +17,7 @@ from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
 
 _GROUP = 256
-_JSON = ("spans", "metadata", "certificate", "routed_experts")
+_JSON = ("spans", "metadata", "certificate", "routed_experts", "sampling_mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class Parquet:
         return write_table((self._row(sample) for sample in samples), path, native_types())
 
     def _row(self, sample: Sample) -> dict[str, Any]:
-        row = {"routed_experts": None, **sample_to_json(sample)}
+        row = {"routed_experts": None, "sampling_mask": None, **sample_to_json(sample)}
         return {**row, **{name: None if row[name] is None else dumps(row[name]).decode() for name in _JSON}}
 
     def read(self, path: Path) -> Iterator[Sample]:
         for where, row in read_table(path):
             objects = {name: loads(row[name].encode()) for name in _JSON if row.get(name) is not None}
-            yield sample_from_json({**row, "routed_experts": None, **objects}, where)
+            yield sample_from_json({**row, "routed_experts": None, "sampling_mask": None, **objects}, where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,11 @@ def _schema(types: Mapping[str, str]) -> Any:
     known = {
         "string": pa.string(), "double": pa.float64(), "int64": pa.int64(),
         "int32s": pa.list_(pa.int32()), "int8s": pa.list_(pa.int8()), "doubles": pa.list_(pa.float64()),
+        "int16 tables": pa.list_(pa.list_(pa.list_(pa.int16()))),
+        "replay": pa.struct([
+            ("min_global_steps", pa.int64()), ("max_global_steps", pa.int64()), ("policy_versions", pa.list_(pa.int64())),
+            ("sampling_mask_token_ids", pa.list_(pa.int32())), ("sampling_mask_offsets", pa.list_(pa.int64())),
+        ]),
     }  # fmt: skip
     return pa.schema([(name, known[kind]) for name, kind in types.items()])
 

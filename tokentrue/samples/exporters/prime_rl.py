@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tokentrue.ids import TokenIds
 from tokentrue.samples.exporters.base import Columns, fill_logprobs, unfill_logprobs
+from tokentrue.samples.shape import encode_bytes
 from tokentrue.types import Sample
 
 
@@ -18,7 +20,25 @@ def row(sample: Sample) -> dict[str, Any]:
         "env_name": str(sample.metadata.get("env_name") or sample.group or "tokentrue"),
         "trace_id": sample.sample_id,
         "branch_index": 0,
+        **replay_fields(sample),
     }
+
+
+def replay_fields(sample: Sample) -> dict[str, Any]:
+    """`RoutedExperts` and `SamplingMask` of prime-rl: raw bytes (base64 in JSON); one row for each token, the last without experts."""
+    found: dict[str, Any] = {}
+    if (routed := sample.routed_experts) is not None:
+        _, layers, top_k = routed.shape
+        last = b"\xff\xff" * (layers * top_k)
+        found["routed_experts"] = {
+            "data": encode_bytes(routed.data + last),
+            "shape": [len(sample.token_ids), layers, top_k],
+            "dtype": "int16",
+        }
+    if (mask := sample.sampling_mask) is not None:
+        counts = TokenIds(len(mask.row(index)) for index in range(len(mask)))
+        found["sampling_mask"] = {"ids": encode_bytes(mask.token_ids.tobytes()), "counts": encode_bytes(counts.tobytes())}
+    return found
 
 
 def temperatures(sample: Sample) -> list[float]:

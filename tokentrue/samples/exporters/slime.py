@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, split, unfill_logprobs, versions_of
+from tokentrue.samples.exporters.base import Columns, experts_of, split, token_versions, unfill_logprobs, versions_of
 from tokentrue.types import Sample
 
 _STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
@@ -13,6 +13,12 @@ _STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
 def row(sample: Sample) -> dict[str, Any]:
     parts = split(sample)
+    replay: dict[str, Any] = {}
+    if sample.routed_experts is not None:
+        replay["rollout_routed_experts"] = experts_of(sample)
+    if sample.sampling_mask is not None:
+        mask = sample.sampling_mask.cut(len(parts.prompt_ids), len(sample.token_ids))
+        replay |= {"rollout_top_p_token_ids": mask.token_ids.tolist(), "rollout_top_p_token_offsets": mask.offsets.tolist()}
     return {
         "tokens": list(sample.token_ids),
         "response_length": len(parts.response_ids),
@@ -22,7 +28,12 @@ def row(sample: Sample) -> dict[str, Any]:
         "status": _STATUS.get(sample.finish_reason, "completed"),
         "weight_versions": [str(version) for version in versions_of(sample)],
         "session_id": sample.session_id,
-        "metadata": {"sample_id": sample.sample_id, "group": sample.group},
+        "metadata": {
+            "sample_id": sample.sample_id,
+            "group": sample.group,
+            "policy_versions": token_versions(sample, start=len(parts.prompt_ids)),
+        },
+        **replay,
     }
 
 

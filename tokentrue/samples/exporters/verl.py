@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, split, turns_of, unfill_logprobs
+from tokentrue.samples.exporters.base import Columns, experts_of, split, token_versions, turns_of, unfill_logprobs
 from tokentrue.types import Sample
 
 
@@ -19,6 +19,22 @@ def row(sample: Sample) -> dict[str, Any]:
         "reward_score": sample.reward,
         "num_turns": 2 * turns_of(sample),
         "uid": sample.group or sample.session_id,
+        "routed_experts": experts_of(sample),
+        "extra_fields": replay_fields(sample, start=len(parts.prompt_ids)),
+    }
+
+
+def replay_fields(sample: Sample, *, start: int) -> dict[str, Any]:
+    """verl's own names for the versions; it has none for kept ids: compressed rows, one for each response token."""
+    versions = token_versions(sample, start=start)
+    sampled = [version for version in versions if version >= 0]
+    mask = None if sample.sampling_mask is None else sample.sampling_mask.cut(start, len(sample.token_ids))
+    return {
+        "min_global_steps": min(sampled, default=None),
+        "max_global_steps": max(sampled, default=None),
+        "policy_versions": versions,
+        "sampling_mask_token_ids": None if mask is None else mask.token_ids.tolist(),
+        "sampling_mask_offsets": None if mask is None else mask.offsets.tolist(),
     }
 
 

@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
 from typing import Any, cast
 
 from tokentrue.errors import JournalError, TokenContractError
@@ -16,7 +17,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.sessions.certificate import float_bytes
 from tokentrue.sessions.plain_json import digest, dumps, loads
 from tokentrue.sessions.tree import Given, Node, ServedRef
-from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, Status, VersionSpan
+from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, Status, VersionSpan
 
 _SETTINGS = tuple(f.name for f in fields(Sampling))
 _OPTIONAL: Mapping[str, Any] = {
@@ -68,8 +69,9 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
         body["attempts"] = [asdict(attempt) for attempt in node.attempts]
     if node.top_logprobs is not None:
         body["top_logprobs"] = [[[int(k), v] for k, v in top.items()] for top in node.top_logprobs]
-    if node.routed_experts is not None:
-        body["routed_shape"] = list(node.routed_experts.shape)
+    replay, layout = pack_replay(node.routed_experts, node.sampling_mask)
+    if layout:
+        body["replay"] = layout
     return Row(
         id=node.id,
         seq=node.seq,
@@ -79,7 +81,7 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
         logprobs=float_bytes(node.logprobs),
         chain=node.chain,
         body=dumps(body),
-        routed_experts=None if node.routed_experts is None else node.routed_experts.data,
+        routed_experts=replay,
         created=node.created,
     )
 
@@ -93,7 +95,8 @@ def node_from_row(row: Row, parent: Node | None, prompt_digest: bytes | None = N
 
 
 def _node(row: Row, body: dict[str, Any], parent: Node | None, prompt_digest: bytes | None) -> Node:
-    tops, shape = body.get("top_logprobs"), body.get("routed_shape")
+    tops = body.get("top_logprobs")
+    routing, mask = unpack_replay(row.routed_experts, body)
     sent = bytes.fromhex(body["prompt_sha256"]) if "prompt_sha256" in body or prompt_digest is None else prompt_digest
     return Node(
         id=row.id,
@@ -127,10 +130,48 @@ def _node(row: Row, body: dict[str, Any], parent: Node | None, prompt_digest: by
         request_digest=body.get("request_digest"),
         choice=body.get("choice", 0),
         created=row.created,
-        routed_experts=None if shape is None or row.routed_experts is None else RoutedExperts(shape=tuple(shape), data=row.routed_experts),
+        routed_experts=routing,
+        sampling_mask=mask,
         top_logprobs=None if tops is None else tuple({int(k): float(v) for k, v in top} for top in tops),
         fingerprint=body.get("fingerprint"),
     )
+
+
+def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tuple[bytes | None, dict[str, Any]]:
+    """The one blob of a row that a trainer replays from (experts, their weights, kept ids, offsets), and its layout."""
+    layout: dict[str, Any] = {}
+    parts: list[bytes] = []
+    if routing is not None:
+        layout["routing"] = {"start": routing.start, "shape": list(routing.shape), "weights": routing.weights is not None}
+        parts += [routing.data, routing.weights or b""]
+    if mask is not None:
+        layout["mask"] = {"ids": len(mask.token_ids), "rows": len(mask)}
+        parts += [mask.token_ids.tobytes(), mask.offsets.tobytes()]
+    if not layout:
+        return None, {}
+    blob = b"".join(parts)
+    return blob, {**layout, "sha256": sha256(blob).hexdigest()}
+
+
+def unpack_replay(blob: bytes | None, body: Mapping[str, Any]) -> tuple[RoutedExperts | None, SamplingMask | None]:
+    layout = cast("Mapping[str, Any] | None", body.get("replay"))
+    if layout is None and blob is not None:  # a row of an older release: experts of the positions that sampled
+        return RoutedExperts(shape=tuple(body["routed_shape"]), data=blob, start=body["prompt_length"] - 1), None
+    if layout is None:
+        return None, None
+    if blob is None or sha256(blob).hexdigest() != layout["sha256"]:
+        raise ValueError("the recorded routing or sampling mask was changed")
+    at, routing, mask = 0, None, None
+    if (told := layout.get("routing")) is not None:
+        first, second, third = told["shape"]
+        size = 2 * first * second * third
+        weights = blob[size : 3 * size] if told["weights"] else None
+        routing = RoutedExperts(shape=(first, second, third), data=blob[:size], start=told["start"], weights=weights)
+        at = size if weights is None else 3 * size
+    if (told := layout.get("mask")) is not None:
+        cut = at + 4 * told["ids"]
+        mask = SamplingMask(token_ids=TokenIds.from_bytes(blob[at:cut]), offsets=TokenIds.from_bytes(blob[cut:]))
+    return routing, mask
 
 
 def _floats_from_bytes(data: bytes) -> array[float]:

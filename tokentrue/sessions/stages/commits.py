@@ -9,13 +9,14 @@ from dataclasses import dataclass, fields, replace
 
 from tokentrue.errors import EngineContractError, MessageError, TokenContractError
 from tokentrue.protocols import Renderer
+from tokentrue.replay import own_routing
 from tokentrue.sessions.certificate import next_link
 from tokentrue.sessions.journal.rows import Row, node_from_row, row_from_node
 from tokentrue.sessions.plain_json import freeze
 from tokentrue.sessions.stages.generation import Draft
 from tokentrue.sessions.stages.prompts import Prompt
 from tokentrue.sessions.tree import Node, Tree
-from tokentrue.types import Attempt, Completion, Parsed, Reply, Sampling, Status, Tools, TurnRequest
+from tokentrue.types import Attempt, Completion, Parsed, Reply, RoutedExperts, Sampling, Status, Tools, TurnRequest
 
 _OF_THE_ENGINE = (
     "sampled_ids",
@@ -23,6 +24,7 @@ _OF_THE_ENGINE = (
     "versions",
     "stopped_by",
     "routed_experts",
+    "sampling_mask",
     "top_logprobs",
     "fingerprint",
     "attempts",
@@ -94,10 +96,19 @@ def _node_from_draft(draft: Draft, asked: AskedTurn, tree: Tree, *, seq: int) ->
         request_digest=asked.identity,
         choice=draft.choice,
         created=time.time(),
-        routed_experts=done.routed_experts,
+        routed_experts=_own_routing(done, prompt),
+        sampling_mask=done.sampling_mask,
         top_logprobs=done.top_logprobs,
         fingerprint=done.fingerprint,
     )
+
+
+def _own_routing(done: Completion, prompt: Prompt) -> RoutedExperts | None:
+    parent_length = 0 if prompt.parent is None else prompt.parent.length
+    try:
+        return own_routing(done.routed_experts, parent_length=parent_length, length=len(prompt.ids) + len(done.token_ids))
+    except TokenContractError as error:
+        raise EngineContractError(str(error)) from error
 
 
 def _storable(attempt: Attempt) -> Attempt:
@@ -165,6 +176,7 @@ def _completion_from_node(node: Node) -> Completion:
         stopped_by=node.stopped_by,
         top_logprobs=node.top_logprobs,
         routed_experts=node.routed_experts,
+        sampling_mask=node.sampling_mask,
         fingerprint=node.fingerprint,
         prompt_digest=node.prompt_digest,
     )

@@ -6,15 +6,18 @@ session's own advantage, and a group's baseline counts each session once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import TokenContractError
 from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
+from tokentrue.numerics import KeptRows
 from tokentrue.train.config import Baseline
+from tokentrue.train.data.replay import experts_and_weights, kept_rows
 from tokentrue.types import Sample
 
 UNSAMPLED = -1
@@ -37,6 +40,9 @@ class Row:
     versions: Tensor  # int64 [T]
     temperatures: Tensor  # float32 [T]
     reward: float
+    kept: KeptRows | None = None  # ids that the sampler's filters kept, a row for each token
+    experts: Tensor | None = None  # int16 [T, layers, top_k] of the rollout, and their weights
+    expert_weights: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -61,6 +67,7 @@ def row_of(sample: Sample, group: str, temperature: float = 1.0) -> Row:
         raise TokenContractError(f"sample {sample.sample_id}: the loss mask covers a token that was not sampled")
     if length and bool(mask[0]):
         raise TokenContractError(f"sample {sample.sample_id}: its first token has no context and cannot be trained")
+    experts, weights = experts_and_weights(sample)
     return Row(
         sample=sample,
         group=group,
@@ -71,22 +78,37 @@ def row_of(sample: Sample, group: str, temperature: float = 1.0) -> Row:
         versions=versions,
         temperatures=temperatures_of(sample, mask, temperature),
         reward=float(sample.reward),
+        kept=kept_rows(sample),
+        experts=experts,
+        expert_weights=weights,
     )
 
 
 def temperatures_of(sample: Sample, mask: Tensor, default: float) -> Tensor:
-    """Turn by turn, as the sample's record says. A trained turn that was sampled greedily or under filters is refused."""
+    """Turn by turn, as the sample's record says. Refused: a trained turn sampled greedily, or under filters that cannot be replayed."""
     found = torch.full((len(sample.token_ids),), default, dtype=torch.float32)
     at = 0
     for turn, node in enumerate(sample.metadata.get("tokentrue", {}).get("nodes", ())):
         start, end = at + node["given"], at + node["given"] + node["sampled"]
         at = end
         temperature = float(node.get("temperature", default))
+        if sample.sampling_mask is None and bool(mask[start:end].any()):
+            require_no_truncation(sample, turn, node)
         if temperature > 0:
             found[start:end] = temperature
         elif bool(mask[start:end].any()):
             raise TokenContractError(f"sample {sample.sample_id}, turn {turn}: sampled at temperature 0, which has no policy gradient")
     return found
+
+
+def require_no_truncation(sample: Sample, turn: int, node: Mapping[str, Any]) -> None:
+    """Log-probabilities under top-p, top-k or min-p are of a smaller distribution than a whole softmax: every ratio would be off."""
+    found = [name for name in ("top_p", "top_k", "min_p") if name in node.get("sampling", {})]
+    if found:
+        raise TokenContractError(
+            f"sample {sample.sample_id}, turn {turn}: sampled under {', '.join(found)}, and the engine did not report which ids were kept; "
+            "have it return its sampling mask (docs/training.md), or sample without filters"
+        )
 
 
 def rows_of(groups: Sequence[Sequence[Sample]], temperature: float = 1.0) -> list[Row]:

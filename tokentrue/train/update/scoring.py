@@ -13,6 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from tokentrue.numerics import KeptRows
+from tokentrue.train.data.replay import join_kept
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
@@ -25,13 +28,22 @@ class Scores:
 class Scorer(Protocol):
     """`ids` and `temperatures` are rows of equal lengths; the answer is in the same order. `active()` wraps a training step.
 
+    `kept` has, for each row, the ids that the sampler's filters kept for each of its tokens: the scores are of what is left.
     `is_padded`: a forward pass costs rows × longest row instead of the sum of the rows.
     """
 
     name: str
     is_padded: bool
 
-    def __call__(self, model: nn.Module, ids: Sequence[Tensor], temperatures: Sequence[Tensor], *, entropy: bool = False) -> Scores: ...
+    def __call__(
+        self,
+        model: nn.Module,
+        ids: Sequence[Tensor],
+        temperatures: Sequence[Tensor],
+        *,
+        entropy: bool = False,
+        kept: Sequence[KeptRows | None] | None = None,
+    ) -> Scores: ...
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]: ...
 
@@ -42,7 +54,15 @@ class ExactScorer:
     name = "exact"
     is_padded = False
 
-    def __call__(self, model: nn.Module, ids: Sequence[Tensor], temperatures: Sequence[Tensor], *, entropy: bool = False) -> Scores:
+    def __call__(
+        self,
+        model: nn.Module,
+        ids: Sequence[Tensor],
+        temperatures: Sequence[Tensor],
+        *,
+        entropy: bool = False,
+        kept: Sequence[KeptRows | None] | None = None,
+    ) -> Scores:
         from tokentrue.numerics import score, score_with_entropy
 
         lengths = [int(row.shape[0]) for row in ids]
@@ -50,9 +70,11 @@ class ExactScorer:
         device = next(model.parameters()).device
         heat = one_temperature(temperatures) or torch.cat(list(temperatures))[1:].to(device)
         packed, bounds = torch.cat(list(ids)).to(device), bounds.to(device)
+        joined = join_kept(kept or [None] * len(ids), lengths)
+        rows = None if joined is None else joined.of(slice(1, len(packed))).to(device)
         if not entropy:
-            return Scores(logprobs=split_rows(score(model, packed, heat, bounds), lengths))
-        flat, spread = score_with_entropy(model, packed, heat, bounds)
+            return Scores(logprobs=split_rows(score(model, packed, heat, bounds, kept=rows), lengths))
+        flat, spread = score_with_entropy(model, packed, heat, bounds, kept=rows)
         return Scores(logprobs=split_rows(flat, lengths), entropy=split_rows(spread, lengths))
 
     @contextmanager
@@ -69,16 +91,28 @@ class PlainScorer:
     name = "plain"
     is_padded = True
 
-    def __call__(self, model: nn.Module, ids: Sequence[Tensor], temperatures: Sequence[Tensor], *, entropy: bool = False) -> Scores:
+    def __call__(
+        self,
+        model: nn.Module,
+        ids: Sequence[Tensor],
+        temperatures: Sequence[Tensor],
+        *,
+        entropy: bool = False,
+        kept: Sequence[KeptRows | None] | None = None,
+    ) -> Scores:
         device = next(model.parameters()).device
         ids_BT = nn.utils.rnn.pad_sequence(list(ids), batch_first=True).to(device)
         logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
         if one_temperature(temperatures) != 1.0:
             logits = logits / nn.utils.rnn.pad_sequence(list(temperatures), batch_first=True, padding_value=1.0).to(device)[:, 1:, None]
+        lengths = [int(row.shape[0]) for row in ids]
+        joined = join_kept(kept or [None] * len(ids), lengths, pad_to=ids_BT.shape[1])
+        if joined is not None:
+            removed = joined.to(device).removed(logits.shape[-1]).view(*ids_BT.shape, -1)
+            logits = logits.masked_fill(removed[:, 1:], -torch.inf)
         logp_BTV = torch.log_softmax(logits, dim=-1)
         values_BT = logp_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
-        spread_BT = -(logp_BTV.exp() * logp_BTV).sum(-1) if entropy else None
-        lengths = [int(row.shape[0]) for row in ids]
+        spread_BT = -(logp_BTV.exp() * logp_BTV.masked_fill(logp_BTV == -torch.inf, 0.0)).sum(-1) if entropy else None
         return Scores(logprobs=unpad(values_BT, lengths), entropy=None if spread_BT is None else unpad(spread_BT, lengths))
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]:

@@ -1,0 +1,154 @@
+"""What a trainer must replay to compute the rollout's distribution: the experts of a mixture, and the ids that sampling filters kept.
+
+Both are raw little-endian bytes, so that they are recorded, hashed and exported without a change of any bit. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tokentrue.errors import TokenContractError
+from tokentrue.ids import EMPTY, TokenIds
+
+FREE = -1
+"""As an expert: not known; the router chooses for itself at this position."""
+_FREE_BYTES = FREE.to_bytes(2, "little", signed=True)
+_ZERO_WEIGHT = bytes(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """Experts of a mixture by position. `data` is little-endian int16 of `shape` `[positions, layers, top_k]`, experts in slot order.
+
+    Row i belongs to position `start + i` of prompt and sampled ids. The last sampled token is never an input, so it has no row.
+    `weights`, little-endian float32 of the same shape, are what the experts' outputs were multiplied by; None where the engine does not
+    report them.
+    """
+
+    shape: tuple[int, int, int]
+    data: bytes
+    start: int = 0
+    weights: bytes | None = None
+
+    def __post_init__(self) -> None:
+        count = self.shape[0] * self.shape[1] * self.shape[2]
+        if len(self.data) != 2 * count:
+            raise TokenContractError(f"routed experts: {len(self.data)} bytes do not make int16 of shape {self.shape}")
+        if self.weights is not None and len(self.weights) != 4 * count:
+            raise TokenContractError(f"routed experts: {len(self.weights)} bytes do not make float32 weights of shape {self.shape}")
+        if self.start < 0:
+            raise TokenContractError(f"routed experts: start at position {self.start}")
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.start + self.shape[0]
+
+    def cut(self, start: int, end: int) -> RoutedExperts:
+        """The rows of positions `[start, end)`, as far as they are known."""
+        first, last = max(start, self.start), min(end, self.end)
+        rows, width = slice(first - self.start, max(first, last) - self.start), self.shape[1] * self.shape[2]
+        kept = max(0, last - first)
+        weights = None if self.weights is None else self.weights[4 * width * rows.start : 4 * width * rows.stop]
+        data = self.data[2 * width * rows.start : 2 * width * rows.stop]
+        return RoutedExperts(shape=(kept, *self.shape[1:]), data=data, start=first, weights=weights)
+
+    def known(self) -> list[bool]:
+        """For each row, whether the engine reported it."""
+        step = 2 * self.shape[1] * self.shape[2]
+        return [self.data[at : at + 2] != _FREE_BYTES for at in range(0, len(self.data), step)] if step else []
+
+
+def join_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+    """Parts in order of position as one table from the first part's start; positions between two parts are FREE."""
+    if len({part.shape[1:] for part in parts}) != 1:
+        raise TokenContractError(f"routed experts differ in shape: {sorted({part.shape[1:] for part in parts})}")
+    _, layers, top_k = parts[0].shape
+    has_weights = all(part.weights is not None for part in parts)
+    data, weights, at = bytearray(), bytearray(), parts[0].start
+    for part in parts:
+        if part.start < at:
+            raise TokenContractError(f"routed experts: position {part.start} is recorded twice")
+        gap = (part.start - at) * layers * top_k
+        data += _FREE_BYTES * gap + part.data
+        weights += _ZERO_WEIGHT * gap + (part.weights or b"")
+        at = part.end
+    shape = (at - parts[0].start, layers, top_k)
+    return RoutedExperts(shape=shape, data=bytes(data), start=parts[0].start, weights=bytes(weights) if has_weights else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMask:
+    """The ids that top-p, top-k and min-p kept, as compressed sparse rows: row i is `token_ids[offsets[i]:offsets[i + 1]]`.
+
+    In a completion row i belongs to sampled token i, in a sample to token i. An empty row: nothing was removed, or nothing was sampled.
+
+        >>> mask = SamplingMask.from_rows([[5, 9], [], [7]])
+        >>> mask.offsets, mask.row(0)
+        (TokenIds([0, 2, 2, 3]), TokenIds([5, 9]))
+    """
+
+    token_ids: TokenIds
+    offsets: TokenIds
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
+        object.__setattr__(self, "offsets", TokenIds(self.offsets))
+        ends = self.offsets.tolist()
+        if not ends or ends[0] != 0 or ends[-1] != len(self.token_ids) or any(b < a for a, b in pairwise(ends)):
+            raise TokenContractError(f"sampling mask: offsets must rise from 0 to {len(self.token_ids)}")
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> SamplingMask:
+        offsets = [0]
+        for row in rows:
+            offsets.append(offsets[-1] + len(row))
+        return cls(token_ids=TokenIds(i for row in rows for i in row), offsets=TokenIds(offsets))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, index: int) -> TokenIds:
+        return self.token_ids[self.offsets[index] : self.offsets[index + 1]]
+
+    def cut(self, start: int, end: int) -> SamplingMask:
+        """Rows `[start, end)`."""
+        first = self.offsets[start]
+        offsets = [value - first for value in self.offsets[start : end + 1]]
+        return SamplingMask(token_ids=self.token_ids[first : self.offsets[end]], offsets=TokenIds(offsets))
+
+    def first_missing(self, sampled_ids: Sequence[int]) -> int | None:
+        """The first sampled token that is not in its own row; None where each is, or its row is empty."""
+        for index, token in enumerate(sampled_ids):
+            row = self.row(index)
+            if row and token not in row:
+                return index
+        return None
+
+
+def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:
+    """All rows, part after part."""
+    offsets = [0]
+    for part in parts:
+        base = offsets[-1]
+        offsets += [base + value for value in part.offsets[1:]]
+    return SamplingMask(token_ids=TokenIds.concat(part.token_ids for part in parts), offsets=TokenIds(offsets))
+
+
+def empty_rows(count: int) -> SamplingMask:
+    return SamplingMask(token_ids=EMPTY, offsets=TokenIds([0] * (count + 1)))
+
+
+def own_routing(routing: RoutedExperts | None, *, parent_length: int, length: int) -> RoutedExperts | None:
+    """What a turn adds to its parent's routing: the parent's last sampled token became an input only now.
+
+    `parent_length` and `length` count prompt and sampled tokens; 0 where there is no parent.
+    """
+    if routing is None:
+        return None
+    if routing.end > max(0, length - 1):
+        raise TokenContractError(f"routed experts end at position {routing.end - 1}, the last input is at {length - 2}")
+    return routing.cut(max(0, parent_length - 1), length - 1)
+
