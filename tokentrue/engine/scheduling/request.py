@@ -131,13 +131,13 @@ class Request:
             top_logprobs=tuple(self.tops) if self.sampling.top_logprobs else None,
             raw_logprobs=tuple(self.raw_logprobs) if self.shaped else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt else None,
-            routed_experts=routed(self.routes) if self.wants_routes else None,
+            routed_experts=join_routes(self.routes) if self.wants_routes else None,
             sampling_mask=mask_of(self.kept) if self.sampling.truncates else None,
             fingerprint=fingerprint,
         )
 
 
-def routed(runs: Sequence[Routes]) -> RoutedExperts | None:
+def join_routes(runs: Sequence[Routes]) -> RoutedExperts | None:
     if not runs:
         return None
     shape = (sum(run.shape[0] for run in runs), *runs[0].shape[1:])
