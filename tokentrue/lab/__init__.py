@@ -1,7 +1,25 @@
-"""Experiments that show at desk scale where mismatch hurts, where it does not, and what cures it."""
+"""Experiments on a small model that show where mismatch hurts, where it does not, and which correction helps.
 
-from tokentrue.lab.arms import Arm, Scale
-from tokentrue.lab.registry import EXPERIMENTS, run_experiment
-from tokentrue.lab.sources import SOURCES
+Names are loaded when first used: the catalog needs no torch.
+"""
 
-__all__ = ["EXPERIMENTS", "SOURCES", "Arm", "Scale", "run_experiment"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.lab.catalog import EXPERIMENTS, Experiment
+
+if TYPE_CHECKING:
+    from tokentrue.lab.arms import Arm, Scale
+    from tokentrue.lab.registry import run_experiment
+    from tokentrue.lab.sources import SOURCES
+
+_LAZY = {"Arm": "arms", "Scale": "arms", "run_experiment": "registry", "SOURCES": "sources"}
+__all__ = ["EXPERIMENTS", "SOURCES", "Arm", "Experiment", "Scale", "run_experiment"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"tokentrue.lab.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'tokentrue.lab' has no attribute {name!r}")

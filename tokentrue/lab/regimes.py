@@ -9,11 +9,6 @@ from typing import Any
 from tokentrue.lab.arms import Arm
 from tokentrue.lab.study import after, average, band, before, late, save, worst
 
-CLAIM = (
-    "The same source of mismatch does more harm where errors add up (longer horizons, older policies), where there are more tokens to err "
-    "on (a larger vocabulary), or where a small error changes a choice (a mixture of experts)."
-)
-COMMAND = "tokentrue lab run regimes --model DIR"
 CURVES = {"reward": "rollout reward", "mismatch/delta_abs_mean": "mean |δ|"}
 COLUMNS = (
     ("before", before),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -11,22 +11,20 @@ from typing import Any
 
 from tokentrue.errors import ConfigError
 from tokentrue.lab.arms import Scale
+from tokentrue.lab.catalog import EXPERIMENTS
 from tokentrue.lab.study import Table, run_seeds_guarded, run_study, table_of, write
 
-EXPERIMENTS: Mapping[str, str] = {
-    "retokenize": "tokentrue.lab.retokenize",
-    "tim-reinforce": "tokentrue.lab.tim_reinforce",
-    "tim-grpo": "tokentrue.lab.tim_grpo",
-    "thresholds": "tokentrue.lab.thresholds",
-    "regimes": "tokentrue.lab.regimes",
-}
 QUICK = {"groups": 2, "size": 4, "steps": 2, "heldout": 4, "seeds": (0,), "jobs": 1}
 
 
 def module_of(name: str) -> Any:
     if name not in EXPERIMENTS:
         raise ConfigError(f"no experiment {name!r}; choose one of {', '.join(EXPERIMENTS)}")
-    return import_module(EXPERIMENTS[name])
+    return import_module(EXPERIMENTS[name].module)
+
+
+def notes_of(name: str) -> list[str]:
+    return [f"claim: {EXPERIMENTS[name].claim}", f"command: `{EXPERIMENTS[name].command}`"]
 
 
 def select_arms(module: Any, *, quick: bool, only: str | None) -> list[Any]:
@@ -54,7 +52,7 @@ def run_experiment(
     (out / f"{name}.runs.jsonl").unlink(missing_ok=True)
     together = hasattr(module, "run_arms")
     results = run_seeds_guarded(module.run_arms, arms, scale, heard) if together else run_study(arms, scale, on_result=heard)
-    table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=[f"claim: {module.CLAIM}", f"command: `{module.COMMAND}`"])
+    table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=notes_of(name))
     write(out, name, arms, results, table, module)
     return table
 
@@ -64,11 +62,11 @@ def show_results(name: str, *, out: Path) -> Table:
     module = module_of(name)
     path = out / f"{name}.runs.jsonl"
     if not path.exists():
-        raise ConfigError(f"no runs of {name} in {out}; `{module.COMMAND} --out {out}` makes them")
+        raise ConfigError(f"no runs of {name} in {out}; `{EXPERIMENTS[name].command} --out {out}` makes them")
     results = [json.loads(line) for line in path.read_text().splitlines()]
     names = {result["arm"] for result in results}
     arms = [arm for arm in module.arms(quick=False) if arm.name in names]
-    table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=[f"claim: {module.CLAIM}", f"command: `{module.COMMAND}`"])
+    table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=notes_of(name))
     write(out, name, arms, results, table, module)
     return table
 

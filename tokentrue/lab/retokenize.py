@@ -5,11 +5,6 @@ from __future__ import annotations
 from tokentrue.lab.arms import Arm
 from tokentrue.lab.study import after, average, late, worst
 
-CLAIM = (
-    "Training on re-tokenised or re-rendered conversations puts the gradient on tokens that nobody sampled, with log-probabilities far "
-    "below anything in the rollout; they dominate the gradient, and the policy degrades. Token-in, token-out does not have them."
-)
-COMMAND = "tokentrue lab run retokenize"
 CURVES = {"reward": "rollout reward", "mismatch/log_ppl_trainer": "-log p per trained token", "update/grad_norm": "gradient norm"}
 COLUMNS = (
     ("held-out reward", after),

@@ -1,6 +1,6 @@
 """A study: arms × seeds in processes of their own, one table, one figure, all numbers on file.
 
-Every experiment is a module with `CLAIM`, `arms(quick)` and `columns`; it is run by `run_study` and shown by `table_of`.
+Every experiment is a module with `arms(quick)` and `COLUMNS`, listed in catalog.py; it is run by `run_study` and shown by `table_of`.
 """
 
 from __future__ import annotations

@@ -23,11 +23,6 @@ from tokentrue.mismatch import Correction, Reject, Weights
 from tokentrue.renderers import load_renderer
 from tokentrue.train import Publisher, Trainer
 
-CLAIM = (
-    "τ_tok and τ_seq can be read off the exact reference: the right threshold is the one whose corrected gradient has the largest cosine "
-    "with the gradient of exact rollouts, not one taken from another model's paper."
-)
-COMMAND = "tokentrue lab run thresholds"
 SOURCES = ("int8", "int4", "int3")
 TAUS_TOKEN = (1.0, 1.5, 2.0, 5.0, 100.0)
 TAUS_SEQUENCE = (0.001, 0.01, 0.05, 0.2, 1.0)

@@ -6,11 +6,6 @@ from tokentrue.lab.arms import Arm
 from tokentrue.lab.study import after, average, late, worst
 from tokentrue.mismatch import Correction, Reject, Weights
 
-CLAIM = (
-    "Of the ways to live with a mismatched rollout, truncated importance weights with sequence rejection on r_corr track exact rollouts "
-    "best; recomputation alone hides the mismatch, and bypass mixes it into the clipped ratio."
-)
-COMMAND = "tokentrue lab run tim-grpo"
 CURVES = {"reward": "rollout reward", "mismatch/pull_negative": "mean C(r), A < 0", "update/grad_norm": "gradient norm"}
 COLUMNS = (
     ("held-out reward", after),

@@ -5,11 +5,6 @@ from __future__ import annotations
 from tokentrue.lab.arms import Arm
 from tokentrue.lab.study import after, average, late, worst
 
-CLAIM = (
-    "With plain REINFORCE, rollouts whose probabilities differ from the trainer's bias the gradient. Small sources (other kernels, bf16, "
-    "int8) leave the reward alone at desk scale; coarse ones (int4, int3) do not."
-)
-COMMAND = "tokentrue lab run tim-reinforce"
 CURVES = {"reward": "rollout reward", "mismatch/delta_abs_mean": "mean |δ|", "update/grad_norm": "gradient norm"}
 COLUMNS = (
     ("held-out reward", after),

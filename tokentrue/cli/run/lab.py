@@ -28,10 +28,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
 ) -> int:
     """Run one of the lab's experiments, or list them."""
-    from tokentrue.lab.registry import EXPERIMENTS, module_of
-
     if action == "list":
-        shown = {each: {"claim": module_of(each).CLAIM, "command": module_of(each).COMMAND} for each in EXPERIMENTS}
+        from tokentrue.lab.catalog import EXPERIMENTS
+
+        shown = {name: {"claim": each.claim, "command": each.command} for name, each in EXPERIMENTS.items()}
         if as_json:
             print(json.dumps(shown, indent=1))
         else:

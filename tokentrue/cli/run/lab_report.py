@@ -18,6 +18,7 @@ LOGARITHMIC = ("grad_norm", "delta", "k3", "chi2")
 
 def write_lab_report(out: Path, name: str, table: Any) -> Path:
     """`NAME.html` beside the numbers that the experiment wrote to `NAME.json`."""
+    from tokentrue.lab.catalog import EXPERIMENTS
     from tokentrue.lab.registry import module_of
     from tokentrue.viewer import Report, ReportTable, write_report
 
@@ -26,12 +27,12 @@ def write_lab_report(out: Path, name: str, table: Any) -> Path:
     failed = [result for result in held["results"] if "error" in result]
     report = Report(
         title=f"Lab: {name}",
-        verdict=str(module.CLAIM),
+        verdict=EXPERIMENTS[name].claim,
         ok=not failed,
         note=table.title,
         charts=curves(held["results"], getattr(module, "CURVES", {})),
         tables=[ReportTable(title="Arms", columns=list(table.columns), rows=[list(row) for row in table.rows])],
-        facts=[("measured on", str(held["machine"])), ("command", str(module.COMMAND)), ("runs", str(len(held["results"])))]
+        facts=[("measured on", str(held["machine"])), ("command", EXPERIMENTS[name].command), ("runs", str(len(held["results"])))]
         + [(f"stopped: {result['arm']}, seed {result['seed']}", str(result["error"])) for result in failed],
     )
     path = out / f"{name}.html"
