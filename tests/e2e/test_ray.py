@@ -78,5 +78,5 @@ def undisturbed(config: RolloutConfig, out: Path) -> dict[str, list[list[int]]]:
     from tokentrue.cli.run.rollout import play
 
     ended: list[Rollout] = []
-    asyncio.run(play(RolloutRun(rollout=config, out=out, store="memory"), plan_rollouts(config), ended.append))
+    asyncio.run(play(RolloutRun(rollout=config, out=out, store="memory"), plan_rollouts(config), ended.append, quiet=True))
     return {rollout.plan.key: tokens(rollout) for rollout in ended}

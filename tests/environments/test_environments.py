@@ -113,7 +113,7 @@ def test_an_environment_of_ones_own_and_what_is_refused() -> None:
     assert load_environment("tests.e2e.slow:SlowCalculator").name == "calculator"
     with pytest.raises(ConfigError, match="one of calculator, shop, ledger"):
         load_environment("chess")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         load_environment("shop", {"aisles": 3})
     with pytest.raises(ConfigError, match="has no name, tasks, run"):
         load_environment("collections:Counter")

@@ -287,7 +287,7 @@ def test_the_command_exports_and_names_what_is_wrong(samples: list[Sample], tmp_
     assert done.returncode == 0 and "2 of 2 sessions" in done.stdout and target.stat().st_size > 100_000
     for arguments, words in (
         ((str(tmp_path / "none.jsonl"),), "no such file"),
-        (("sqlite:" + str(tmp_path / "none.sqlite"),), "no store at"),
+        (("sqlite:" + str(tmp_path / "none.sqlite"),), "no journal at"),
         (("http://127.0.0.1:9",), "is the gateway running?"),
         ((str(path), "--model", str(tmp_path / "none")), "is not a directory"),
         ((str(path), "--port", "99999"), "between 0 and 65535"),

@@ -30,7 +30,11 @@ async def embedded_gateway(settings: ServeConfig) -> AsyncIterator[Embedded]:
     log_to_stderr(enabled=False)
     admin_key = os.environ.get(ADMIN_KEY) or new_admin_key()
     public = listen(settings.server.host, settings.server.port, admin_key=admin_key)
-    gateway = gateway_for(settings, admin_key=admin_key)
+    try:
+        gateway = gateway_for(settings, admin_key=admin_key)
+    except BaseException:
+        public.close()
+        raise
     base_url = f"http://{settings.server.host}:{public.getsockname()[1]}"
     async with serve_embedded(gateway, public, drain_s=DRAIN_S):
         yield Embedded(base_url=base_url, gateway=gateway, provider=gateway.provider.inner, admin_key=admin_key)

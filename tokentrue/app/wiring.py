@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tokentrue.app.devices import require_device, require_dtype
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 ENGINE_KEY = "TOKENTRUE_ENGINE_KEY"
 REMOTE = frozenset({"sglang", "vllm"})
+IN_PROCESS = frozenset({"exact", "hf"})
+DEFAULT_STORE = "sqlite:tokentrue.sqlite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 1
-    store: str = "sqlite:tokentrue.sqlite"
+    store: str = DEFAULT_STORE
     durability: Literal["normal", "full"] = "normal"  # full: acknowledged turns survive a loss of power, not only of the process
     base_url: str = ""
     training: bool = True
@@ -105,6 +108,11 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
     from tokentrue.providers.pool import Pool
 
     options: dict[str, Any] = dict(config.options)
+    if config.name in IN_PROCESS:
+        require_device(str(options.get("device", "cpu")))
+        require_dtype(str(options.get("dtype", "float32")))
+    elif here := sorted({"device", "dtype"} & options.keys()):
+        raise ConfigError(f"engine {config.name!r} does not run in this process: --{here[0]} is for {' and '.join(sorted(IN_PROCESS))}")
     if config.name in REMOTE:
         if not config.urls:
             raise ConfigError(f"engine {config.name!r} needs --url (one for each replica)")
@@ -135,6 +143,17 @@ def journal_for(
     return Journal(store, synchronous="FULL" if durability == "full" else "NORMAL", read_only=read_only, lock=lock)
 
 
+def check_journal(journal: Journal, renderer: Renderer, store: str) -> None:
+    """Refuses the default journal where its last session is another model's; a journal that was chosen gets a warning."""
+    last = next(iter(journal.sessions(limit=1)), None)
+    if last is None or last.tokenizer == renderer.tokenizer_hash:
+        return
+    said = f"{store} holds sessions of another model: the last one, {last.id}, was recorded with another tokenizer"
+    if store == DEFAULT_STORE:
+        raise ConfigError(f"{said}; give this model a journal of its own (--store sqlite:PATH), or serve the recorded model (--model)")
+    logging.getLogger("tokentrue").warning("%s; these sessions can be read, not continued", said)
+
+
 def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Renderer]) -> Callable[[], Any]:
     """The viewer over this gateway's journal, made when the page is first opened."""
 
@@ -151,7 +170,6 @@ def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Re
 def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | None = None) -> Gateway:
     from tokentrue.gateway.app import Gateway
 
-    journal = journal_for(config.server.store, durability=config.server.durability, lock=workers is None)
     renderer = renderer_for(config.model)
     loaded: Any = renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
     for warning in loaded.proof.warnings:
@@ -168,10 +186,17 @@ def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | N
         drain_s=config.server.drain_s,
         purge_after_s=config.server.purge_after_s,
     )
+    journal = journal_for(config.server.store, durability=config.server.durability, lock=workers is None)
+    try:
+        check_journal(journal, loaded, config.server.store)
+        provider = provider_for(config.engine, config.model, renderer)
+    except BaseException:
+        journal.close()
+        raise
     return Gateway(
         config=settings,
         renderer_for=renderer,
-        provider=provider_for(config.engine, config.model, renderer),
+        provider=provider,
         journal=journal,
         workers=workers,
         view=view_for(config, journal, renderer),

@@ -1,8 +1,11 @@
-"""The command line: one module per command, imported when it is called; exit 0 fine, 1 found something wrong, 2 called wrong."""
+"""The command line: one module per command, imported when it is called; exit 0 fine, 1 found something wrong, 2 called wrong,
+70 a defect of tokentrue itself."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 
 from tokentrue.cli.extras import extra_with
@@ -21,9 +24,16 @@ COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`
     "demo": "the whole loop on one machine: agent over HTTP, exact engine, GRPO, report; under three minutes on two cores",
     "rollout": "an environment's tasks through a gateway, in groups, scored, written as samples",
     "train": "the reference trainer, one process or under torchrun (FSDP2)",
-    "lab": "experiments that show where mismatch hurts, and what cures it: list, run NAME",
+    "lab": "experiments that show where mismatch hurts, and which correction helps: list, run NAME",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 INSPECT = {"verify", "samples", "sessions", "audit", "diagnose", "view", "doctor"}  # in cli/inspect; the others are in cli/run
+
+TRACEBACK = "TOKENTRUE_TRACEBACK"
+INTERRUPTED = {
+    "train": ": the last whole step is in a checkpoint; the same command resumes",
+    "rollout": ": whole groups are on file; the same command resumes",
+}
 
 
 def usage() -> str:
@@ -50,36 +60,55 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(name: str, rest: list[str]) -> int:
-    """The command's exit code. What a user can mend (a TokenTrueError, a file, a missing extra) is one line, without a stack trace."""
+    """The command's exit code. What a user can correct (a TokenTrueError, a file, a missing extra) is one line, without a stack trace."""
     import typer
 
     try:
-        module = import_module(f"tokentrue.cli.{'inspect' if name in INSPECT else 'run'}.{name}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        app.command(name)(module.command)
+        app.command(name)(load_command(name))
         result = app(rest, prog_name=f"tokentrue {name}", standalone_mode=False)
-    except (TokenTrueError, OSError) as error:
-        print(f"tokentrue {name}: {_sentence(error)}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        extra = extra_with(error.name)
-        if extra is None:
-            raise
-        print(f"tokentrue {name}: {error.name} is not installed: pip install 'tokentrue[{extra}]'", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
+        print(f"\ntokentrue {name}: interrupted{INTERRUPTED.get(name, '')}", file=sys.stderr)
         return 130
-    except Exception as error:  # click's usage errors carry their own text and exit code
-        show = getattr(error, "show", None)
-        if show is None:
-            raise
-        show()
-        return int(getattr(error, "exit_code", 2))
+    except Exception as error:
+        show = getattr(error, "show", None)  # click's usage errors carry their own text and exit code
+        if show is not None:
+            show()
+            return int(getattr(error, "exit_code", 2))
+        return report_error(name, error)
     return int(result or 0)
 
 
-def _sentence(error: TokenTrueError | OSError) -> str:
-    """One line; a file that cannot be read or written is named with the system's reason."""
+def load_command(name: str) -> Callable[..., int]:
+    module = import_module(f"tokentrue.cli.{'inspect' if name in INSPECT else 'run'}.{name}")
+    return module.command
+
+
+def report_error(name: str, error: Exception) -> int:
+    """One line on stderr, and the exit code. A defect of ours keeps its traceback in a file; TOKENTRUE_TRACEBACK=1 raises it instead."""
+    if os.environ.get(TRACEBACK):
+        raise error
+    text, code = message_of(error), 2
+    if text is None:
+        text, code = f"internal error: {type(error).__name__}: {error}; the traceback is in {save_traceback(error)}, please report it", 70
+    print(f"tokentrue {name}: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+def message_of(error: Exception) -> str | None:
+    """What is wrong and what to do, where the cause is the call, a file, or the installation; None for a defect."""
+    if isinstance(error, ModuleNotFoundError):
+        extra = extra_with(error.name)
+        return None if extra is None else f"{error.name} is not installed: pip install 'tokentrue[{extra}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return str(error) or type(error).__name__
+    return str(error) or type(error).__name__ if isinstance(error, TokenTrueError | OSError) else None
+
+
+def save_traceback(error: Exception) -> str:
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="tokentrue-error-", suffix=".log", delete=False) as file:
+        file.writelines(traceback.format_exception(error))
+    return file.name

@@ -1,9 +1,12 @@
-"""What the commands that train share: a progress bar, and where the time of a step goes."""
+"""What the commands that run share: progress bars, the log of rollouts, and where the time of a step goes."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -22,6 +25,41 @@ def progress_bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Cal
             progress.update(task, advance=1, note=note)
 
         yield advance
+
+
+@contextlib.contextmanager
+def loading(what: str, *, quiet: bool = False) -> Iterator[None]:
+    """Says on stderr that something is being loaded: a spinner with the elapsed time on a terminal, one line elsewhere."""
+    if quiet:
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(f"  loading {what}", file=sys.stderr, flush=True)
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("loading {task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+@contextlib.contextmanager
+def rollout_log(out: Path) -> Iterator[Path]:
+    """Tracebacks of agents and environments go to `out/rollouts.log`; the file is there when something was written."""
+    path = out / "rollouts.log"
+    handler = logging.FileHandler(path, delay=True, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("tokentrue.rollouts")
+    logger.addHandler(handler)
+    try:
+        yield path
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 class Costs:

@@ -16,13 +16,14 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """What the demo found. `ok` is what it promises: reward up, every token covered, no bit different."""
+    """What the demo found. `ok` is what it promises: reward up (where judged), every token covered, no bit different."""
 
     model: str
     parameters: int
     steps: int
     seed: int
     tasks: int
+    is_judged: bool  # enough steps for the reward to count
     reward_before: float
     reward_after: float
     rollouts: int
@@ -43,7 +44,8 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        return self.reward_after > self.reward_before and self.trained == self.sampled > 0 and self.differing == 0 and self.compared > 0
+        rose = self.reward_after > self.reward_before or not self.is_judged
+        return rose and self.trained == self.sampled > 0 and self.differing == 0 and self.compared > 0
 
 
 def write_demo_report(path: Path, result: DemoResult, rows: Sequence[Row], *, store: str, samples: Path, renderer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +33,10 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name}: {getattr(self, name)!r} must be at least 1")
         if not 0 <= self.max_failed <= 1:
             raise ConfigError(f"rollout.max_failed: {self.max_failed!r} must be in [0, 1]")
-        if self.timeout_s <= 0:
+        if not self.timeout_s > 0:
             raise ConfigError(f"rollout.timeout_s: {self.timeout_s!r} must be > 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"rollout.temperature: {self.temperature!r} must be finite and >= 0")
 
     @property
     def sampling(self) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tokentrue.environments.base import Environment, Task
+from tokentrue.environments.registry import LOG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ async def run_one(environment: Environment, plan: Plan, sessions: Sessions, *, t
     except asyncio.CancelledError:
         raise
     except Exception as error:  # an agent may raise anything; it costs this rollout alone
+        LOG.error("rollout %s failed", plan.key, exc_info=True)
         return failed_rollout(plan, session_id, f"{type(error).__name__}: {error}", began)
     return Rollout(
         plan=plan, session_id=session_id, reward=reward, error=None, seconds=time.perf_counter() - began, samples=samples, coverage=coverage

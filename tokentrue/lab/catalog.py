@@ -19,40 +19,41 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "retokenize": Experiment(
         module="tokentrue.lab.retokenize",
         claim=(
-            "Training on re-tokenised or re-rendered conversations puts the gradient on tokens that nobody sampled, with log-probabilities far "
-            "below anything in the rollout; they dominate the gradient, and the policy degrades. Token-in, token-out does not have them."
+            "Training on re-tokenised or re-rendered conversations puts the gradient on tokens that nobody sampled, with log-"
+            "probabilities far below anything in the rollout; they dominate the gradient, and the policy degrades. Token-in, token-"
+            "out does not have them."
         ),
         command="tokentrue lab run retokenize",
     ),
     "tim-reinforce": Experiment(
         module="tokentrue.lab.tim_reinforce",
         claim=(
-            "With plain REINFORCE, rollouts whose probabilities differ from the trainer's bias the gradient. Small sources (other kernels, bf16, "
-            "int8) leave the reward alone on a small model; coarse ones (int4, int3) do not."
+            "With plain REINFORCE, rollouts whose probabilities differ from the trainer's bias the gradient. Small sources (other "
+            "kernels, bf16, int8) leave the reward alone on a small model; coarse ones (int4, int3) do not."
         ),
         command="tokentrue lab run tim-reinforce",
     ),
     "tim-grpo": Experiment(
         module="tokentrue.lab.tim_grpo",
         claim=(
-            "Of the ways to live with a mismatched rollout, truncated importance weights with sequence rejection on r_corr track exact rollouts "
-            "best; recomputation alone hides the mismatch, and bypass mixes it into the clipped ratio."
+            "Of the ways to live with a mismatched rollout, truncated importance weights with sequence rejection on r_corr track "
+            "exact rollouts best; recomputation alone hides the mismatch, and bypass mixes it into the clipped ratio."
         ),
         command="tokentrue lab run tim-grpo",
     ),
     "thresholds": Experiment(
         module="tokentrue.lab.thresholds",
         claim=(
-            "τ_tok and τ_seq can be read off the exact reference: the right threshold is the one whose corrected gradient has the largest cosine "
-            "with the gradient of exact rollouts, not one taken from another model's paper."
+            "τ_tok and τ_seq can be read off the exact reference: the right threshold is the one whose corrected gradient has the "
+            "largest cosine with the gradient of exact rollouts, not one taken from another model's paper."
         ),
         command="tokentrue lab run thresholds",
     ),
     "regimes": Experiment(
         module="tokentrue.lab.regimes",
         claim=(
-            "The same source of mismatch does more harm where errors add up (longer horizons, older policies), where there are more tokens to err "
-            "on (a larger vocabulary), or where a small error changes a choice (a mixture of experts)."
+            "The same source of mismatch does more harm where errors add up (longer horizons, older policies), where there are more"
+            " tokens to err on (a larger vocabulary), or where a small error changes a choice (a mixture of experts)."
         ),
         command="tokentrue lab run regimes --model DIR",
     ),

@@ -120,6 +120,8 @@ def _load_tokenizer(model: str | Path) -> Any:
         raise TokenizerError(
             f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
         )
+    if Path(model).is_dir() and not any((Path(model) / name).is_file() for name in _TOKENIZER_FILES):
+        raise TokenizerError(f"model: directory {str(model)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:-2])}): is it a model's?")
     try:
         tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(str(model), trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; to the user they are one

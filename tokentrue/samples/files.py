@@ -53,12 +53,25 @@ def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sam
 def format_of(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(8)
-    if start[:4] == b"PAR1":
+    named = "" if start.lstrip()[:1] in (b"{", b"") else path.suffix  # the content decides; a damaged file is called what its name says
+    if start[:4] == b"PAR1" or named == ".parquet":
         return "parquet" if "token_ids" in table_columns(path) else "verl"
-    if len(start) == 8 and int.from_bytes(start, "little") < path.stat().st_size and not start.lstrip().startswith(b"{"):
+    has_header = len(start) == 8 and int.from_bytes(start, "little") < path.stat().st_size and not start.lstrip().startswith(b"{")
+    if has_header or named == ".safetensors":
         return "safetensors"
+    if not is_text(start):
+        raise FileFormatError(f"{path}: neither JSON lines nor parquet nor safetensors")
     first = next(read_lines(path), None)
     return "jsonl" if first is None else _format_of_row(cast("dict[str, Any]", first[1]))
+
+
+def is_text(start: bytes) -> bool:
+    """Whether a file's first bytes can be UTF-8 text; the last character may be cut off."""
+    try:
+        start.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start > 0 and error.end == len(start)
+    return b"\0" not in start
 
 
 def _format_of_row(row: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokentrue.app.devices import require_dtype
 from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
 from tokentrue.errors import ConfigError
@@ -14,8 +15,6 @@ from tokentrue.train.config import EvaluationConfig, OptimConfig, TrainConfig
 
 if TYPE_CHECKING:
     from tokentrue.mismatch import LossConfig
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +49,9 @@ class TrainRun:
             wanted, default = getattr(self.rollout, name), TrainConfig.__dataclass_fields__[name].default
             if getattr(self.train, name) not in (default, wanted):
                 raise ConfigError(f"train.{name}: set rollout.{name}, which rollouts and trainer both use")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        require_dtype(self.dtype)
+        if self.threads < 1:
+            raise ConfigError(f"threads: {self.threads} must be at least 1")
         if self.train.exact and self.engine.name != "exact" and self.samples is None:
             raise ConfigError(f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine")
 

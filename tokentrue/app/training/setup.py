@@ -14,6 +14,7 @@ from tokentrue.app.training.settings import TrainRun, loss_for
 from tokentrue.app.wiring import REMOTE, EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments import RolloutConfig, load_environment, plan_groups, run_groups
 from tokentrue.environments.http import GatewaySessions
+from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig
@@ -33,7 +34,10 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     optim, loss = settings.optim, loss_for(settings.loss)
 
     def load() -> Any:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=getattr(torch, settings.dtype))
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=getattr(torch, settings.dtype))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: cannot load a model from {settings.model_path}: {error}") from error
         return loaded.to(settings.device)
 
     model = load()

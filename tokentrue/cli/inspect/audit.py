@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tokentrue.cli.words import count_of
+
 
 def command(
     file: Annotated[Path, typer.Argument(help="exported samples, in any of tokentrue's formats")],
@@ -26,7 +28,7 @@ def command(
 
         def counted() -> Any:
             for number, sample in enumerate(read_samples(file), start=1):
-                progress.update(task, description=f"{number} samples of {file.name}")
+                progress.update(task, description=f"{count_of(number, 'sample')} of {file.name}")
                 yield sample
 
         result = audit(counted())
@@ -50,8 +52,9 @@ def _show(result: Any, limit: int) -> None:
         print(finding)
     if len(result.findings) > limit:
         print(f"… and {len(result.findings) - limit} more (--limit)")
-    verdict = "all of it holds" if result.ok else f"{len(result.findings)} finding(s)"
+    verdict = "all of it holds" if result.ok else count_of(len(result.findings), "finding")
     print(
-        f"{result.samples} samples of {len(result.sessions)} session(s), {result.tokens} tokens, {result.trained} trained, "
+        f"{count_of(result.samples, 'sample')} of {count_of(len(result.sessions), 'session')}, {count_of(result.tokens, 'token')}, "
+        f"{result.trained:,} trained, "
         f"coverage {result.coverage:.2%}: {verdict}"
     )

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentrue.errors import ConfigError, FileFormatError, SessionNotFound
+from tokentrue.cli.inspect.journal import require_journal
+from tokentrue.cli.words import count_of
+from tokentrue.errors import ConfigError, SessionNotFound
 
 if TYPE_CHECKING:
     from tokentrue.client import Client
@@ -72,7 +74,7 @@ def _count_with_bar(samples: Iterator[Any]) -> Iterator[Any]:
     with Progress(*columns, transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("exporting")
         for number, sample in enumerate(samples, start=1):
-            progress.update(task, description=f"{number} samples")
+            progress.update(task, description=count_of(number, "sample"))
             yield sample
 
 
@@ -83,9 +85,7 @@ def _from_journal(
     from tokentrue.sessions import Journal
     from tokentrue.sessions.store import load_tree
 
-    path = Path(source.removeprefix("sqlite:"))
-    if not path.is_file():
-        raise FileFormatError(f"no journal at {path}; give the path that `tokentrue serve --store sqlite:PATH` was given")
+    require_journal(source)
     journal = Journal(source, read_only=True)
     try:
         for name in names or [record.id for record in journal.all_sessions(group=group)]:
@@ -124,10 +124,9 @@ def _report(total: Totals, count: int, out: Path, *, as_json: bool) -> None:
         return
     left_out = ", ".join(f"{tokens} {why}" for why, tokens in sorted(total.reasons.items()))
     written = f"{count_of(count, 'sample')} of {count_of(total.sessions, 'session')} in {out}"
-    print(f"{written}; coverage {ratio:.2%} of {total.sampled} sampled tokens")
+    if not total.sessions:
+        print(f"{written}: the journal has no session yet")
+        return
+    print(f"{written}; coverage {ratio:.2%} of {count_of(total.sampled, 'sampled token')}")
     if left_out:
         print(f"not trained: {left_out}")
-
-
-def count_of(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tokentrue.cli.inspect.samples import count_of
-from tokentrue.errors import ConfigError, FileFormatError
+from tokentrue.cli.inspect.journal import require_journal
+from tokentrue.cli.words import count_of
+from tokentrue.errors import ConfigError
 
 ACTIONS = ("list", "show", "delete")
 
@@ -67,9 +67,7 @@ class JournalSource:
 
     def __init__(self, store: str) -> None:
         self._store = store if store.startswith("sqlite:") else f"sqlite:{store}"
-        path = Path(self._store.removeprefix("sqlite:"))
-        if not path.is_file():
-            raise FileFormatError(f"no journal at {path}; give the path that `tokentrue serve --store sqlite:PATH` was given")
+        require_journal(self._store)
         from tokentrue.sessions import Journal
 
         self._journal = Journal(self._store, read_only=True)
@@ -132,7 +130,7 @@ def show_one(session: dict[str, Any], *, as_json: bool) -> None:
         return
     coverage = session.get("coverage") or {}
     print(f"session {session['session_id']}, {session.get('state')}, group {session.get('group') or '-'}")
-    print(f"coverage {coverage.get('ratio', 1.0):.2%} of {coverage.get('sampled', 0)} sampled tokens")
+    print(f"coverage {coverage.get('ratio', 1.0):.2%} of {count_of(coverage.get('sampled', 0), 'sampled token')}")
     for node in session.get("nodes", ()):
-        told = f"{node['sampled_tokens']} sampled tokens  {node.get('why') or ''} {node.get('outcome') or ''}"
+        told = f"{count_of(node['sampled_tokens'], 'sampled token')}  {node.get('why') or ''} {node.get('outcome') or ''}"
         print(f"  {node['id']}  after {node.get('parent') or '-'}  {told}".rstrip())

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokentrue.app.wiring import ADMIN_KEY
-from tokentrue.errors import ConfigError, FileFormatError
+from tokentrue.cli.inspect.journal import require_journal
+from tokentrue.cli.words import count_of
+from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokentrue.viewer import ViewerData
@@ -64,9 +66,7 @@ def open_source(source: str) -> RecordSource:
         from tokentrue.app.wiring import journal_for
 
         store = source if ":" in source else f"sqlite:{source}"
-        path = Path(store.removeprefix("sqlite:"))
-        if store.startswith("sqlite:") and not path.is_file():
-            raise FileFormatError(f"no store at {path}; give the path that `tokentrue serve --store sqlite:PATH` was given")
+        path = require_journal(store) if store.startswith("sqlite:") else Path(store)
         return StoreSource(journal_for(store, read_only=True), name=path.name)
     return FileSource(source)
 
@@ -76,7 +76,7 @@ def _export(data: ViewerData, path: Path) -> int:
 
     count = write_export(data, path)
     total = data.index(limit=1)["total"]
-    print(f"{path}: {count} of {total} session{'' if total == 1 else 's'}, {path.stat().st_size / 1e6:.1f} MB")
+    print(f"{path}: {count} of {count_of(total, 'session')}, {path.stat().st_size / 1e6:.1f} MB")
     return 0
 
 

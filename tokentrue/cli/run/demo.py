@@ -17,18 +17,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokentrue.cli.report import DemoResult, write_demo_report
+from tokentrue.cli.words import count_of
 
 if TYPE_CHECKING:
     from tokentrue.environments import RolloutConfig, Sessions
 
+STEPS = 14  # how many the reward of the demo is judged by; fewer show coverage and exactness alone
+
 
 def command(
     seed: Annotated[int, typer.Option(help="tasks and sampling follow from it, bit for bit")] = 0,
-    steps: Annotated[int, typer.Option(help="GRPO steps")] = 14,
-    tasks: Annotated[int, typer.Option(help="tasks per step, with 8 rollouts each")] = 8,
-    heldout: Annotated[int, typer.Option(help="held-out tasks to judge by")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="GRPO steps")] = STEPS,
+    tasks: Annotated[int, typer.Option(min=1, help="tasks per step, with 8 rollouts each")] = 8,
+    heldout: Annotated[int, typer.Option(min=1, help="held-out tasks to judge by")] = 64,
     out: Annotated[Path, typer.Option(help="directory for the report, the samples and the metrics")] = Path("out/demo"),
-    threads: Annotated[int, typer.Option(help="threads for the engine and the trainer")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="threads for the engine and the trainer")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> int:
     """A tool-calling agent over HTTP against the exact engine: rollouts, samples, GRPO, report. Under three minutes on two cores."""
@@ -65,7 +68,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
         greedy = {**replace(rollout, temperature=0.0).sampling}
         async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
             before = await mean_reward(rollout, sessions, "before", heldout, quiet=say is not print)
-        say(f"  held-out reward before   {before:.2f}   ({heldout} tasks, greedy)")
+        say(f"  held-out reward before   {before:.2f}   ({count_of(heldout, 'task')}, greedy)")
         provenance = {"run": config_hash(config, optim, loss, rollout), "model": "calculator", "engine": "exact"}
         writer = MetricsWriter(out, provenance=provenance)
         rows: list[dict[str, float]] = []
@@ -90,6 +93,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
         parameters=sum(p.numel() for p in trainer.model.parameters()),
         steps=steps,
         seed=seed,
+        is_judged=steps >= STEPS,
         tasks=heldout,
         reward_before=before,
         reward_after=after,
@@ -139,12 +143,15 @@ def load_model(path: Path) -> Any:
 
 def show(result: DemoResult) -> None:
     folder = Path(result.report).parent
-    print(f"  held-out reward after    {result.reward_after:.2f}   ({result.tasks} tasks, greedy)")
-    print(f"  coverage   {result.coverage:.2%}   {result.trained:,} of {result.sampled:,} sampled tokens, {result.rollouts} rollouts")
+    print(f"  held-out reward after    {result.reward_after:.2f}   ({count_of(result.tasks, 'task')}, greedy)")
+    rollouts = count_of(result.rollouts, "rollout")
+    print(f"  coverage   {result.coverage:.2%}   {result.trained:,} of {result.sampled:,} sampled tokens, {rollouts}")
     print(f"  mismatch   {result.differing}   of {result.compared:,} log-probabilities of rollout and trainer differ in any bit")
     print(f"  a step     {result.cost_line}")
-    print(f"  time       {result.seconds:.0f} s for {result.steps} steps")
+    print(f"  time       {result.seconds:.0f} s for {count_of(result.steps, 'step')}")
     print(f"  report     {result.report}")
+    if not result.is_judged:
+        print(f"  {count_of(result.steps, 'step')} of {STEPS}: too few to judge the reward by")
     if not result.ok:
         print("  NOT AS PROMISED: the reward must rise, coverage must be 100% and no bit may differ")
     print("what to try next")

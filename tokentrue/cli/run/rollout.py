@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +19,8 @@ import typer
 from tokentrue.app.configuration import read
 from tokentrue.app.rollout.files import Recorder, lines_of, trim_to_whole_groups
 from tokentrue.app.rollout.settings import RolloutRun, plan_rollouts, remember
+from tokentrue.cli.progress import loading, rollout_log
+from tokentrue.cli.words import count_of
 from tokentrue.environments import Plan, Rollout, load_environment, run_plans
 from tokentrue.errors import ConfigError
 
@@ -29,17 +31,32 @@ def command(
     config: Annotated[Path | None, typer.Option("--config", help="a TOML file; flags win over it")] = None,
     out: Annotated[Path | None, typer.Option(help="output directory; resumes an existing run")] = None,
     url: Annotated[str | None, typer.Option(help="a running gateway (TOKENTRUE_ADMIN_KEY names its admin key)")] = None,
+    model: Annotated[str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")] = None,
+    engine: Annotated[str | None, typer.Option(help="exact, hf, sglang or vllm, where no --url names a gateway")] = None,
+    device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N")] = None,
+    dtype: Annotated[str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="a Ray address, or `local`: gateways and rollouts as actors")] = None,
     again: Annotated[bool, typer.Option("--again", help="play groups with a failed rollout again")] = False,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: rollout.tasks=32")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> int:
     """Play groups of rollouts through a gateway and write them as samples."""
-    settings = read(RolloutRun, config, sets or (), {"out": out, "url": url})
+    own = {"model.path": model, "engine.name": engine, "engine.options.device": device, "engine.options.dtype": dtype}
+    settings = read(RolloutRun, config, sets or (), {"out": out, "url": url, **own})
     if ray is not None and settings.url is not None:
         raise ConfigError("--ray starts gateways of its own; leave --url out")
-    plans = plan_rollouts(settings.rollout)
+    if settings.url is not None:
+        flags = {"--model": model, "--engine": engine, "--device": device, "--dtype": dtype}
+        if named := [flag for flag, value in flags.items() if value is not None]:
+            raise ConfigError(f"--url names a gateway that has its own model and engine; leave {' and '.join(named)} out")
+        check_gateway(settings.url)
     settings.out.mkdir(parents=True, exist_ok=True)
+    with rollout_log(settings.out) as log:
+        return run(settings, log, ray=ray, again=again, as_json=as_json)
+
+
+def run(settings: RolloutRun, log: Path, *, ray: str | None, again: bool, as_json: bool) -> int:
+    plans = plan_rollouts(settings.rollout)
     remember(settings)
     done = trim_to_whole_groups(settings.out, plans, again=again)
     left = [plan for plan in plans if plan.group not in done]
@@ -49,16 +66,26 @@ def command(
 
             play_on_ray(settings, left, address=ray, on_rollout=heard)
         elif left:
-            asyncio.run(play(settings, left, heard))
-    return print_summary(settings.out, plans, as_json=as_json)
+            asyncio.run(play(settings, left, heard, quiet=as_json))
+    return print_summary(settings.out, plans, log, as_json=as_json)
 
 
-async def play(settings: RolloutRun, plans: list[Plan], heard: Heard) -> None:
+def check_gateway(url: str) -> None:
+    """One call with the admin key: a gateway that is not reachable, or that refuses the key, is said once and not for every rollout."""
+    from tokentrue.client import Client
+
+    with Client(url) as client:
+        client.sessions(limit=1)
+
+
+async def play(settings: RolloutRun, plans: list[Plan], heard: Heard, *, quiet: bool) -> None:
     from tokentrue.app.rollout.rollouts import open_sessions
 
     config = settings.rollout
     environment = load_environment(config.environment, config.options)
-    async with open_sessions(settings) as sessions:
+    async with AsyncExitStack() as stack:
+        with loading(f"{settings.model.shown}, engine {settings.engine.name}", quiet=quiet or settings.url is not None):
+            sessions = await stack.enter_async_context(open_sessions(settings))
         async for rollout in run_plans(environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s):
             heard(rollout)
 
@@ -86,7 +113,7 @@ def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) ->
         recorder.close()
 
 
-def print_summary(out: Path, plans: list[Plan], *, as_json: bool) -> int:
+def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> int:
     rows = lines_of(out / "rollouts.jsonl")
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     sampled, trained = sum(row["sampled"] for row in rows), sum(row["trained"] for row in rows)
@@ -105,10 +132,10 @@ def print_summary(out: Path, plans: list[Plan], *, as_json: bool) -> int:
         print(json.dumps(summary, indent=1))
     else:
         shown = "no reward" if summary["reward"] is None else f"mean reward {summary['reward']:.3f}"
-        print(f"  {len(rows)} rollouts in {summary['groups']} groups, {summary['failed']} failed, {shown}")
-        print(f"  coverage {summary['coverage']:.2%} of {sampled:,} sampled tokens; samples in {summary['samples']}")
+        print(f"  {count_of(len(rows), 'rollout')} in {count_of(summary['groups'], 'group')}, {summary['failed']} failed, {shown}")
+        print(f"  coverage {summary['coverage']:.2%} of {count_of(sampled, 'sampled token')}; samples in {summary['samples']}")
         for row in [row for row in rows if row["error"]][:3]:
             print(f"  failed: {row['rollout']}: {row['error']}")
         if summary["failed"]:
-            print("  --again plays the groups with failures again")
+            print(f"  tracebacks in {log}; --again runs the groups with failures again")
     return 1 if summary["failed"] or len(rows) < len(plans) else 0

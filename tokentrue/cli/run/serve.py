@@ -14,6 +14,7 @@ from tokentrue.app.configuration import read
 from tokentrue.app.identity import identify_model
 from tokentrue.app.torchless import without_torch
 from tokentrue.app.wiring import ADMIN_KEY, REMOTE, ServeConfig, gateway_for
+from tokentrue.cli.progress import loading
 from tokentrue.errors import ConfigError, TokenTrueError
 
 
@@ -24,6 +25,8 @@ def command(
     ] = None,
     engine: Annotated[str | None, typer.Option(help="exact, hf, sglang, vllm or scripted")] = None,
     url: Annotated[list[str] | None, typer.Option(help="an engine's address; repeat it for replicas")] = None,
+    device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N")] = None,
+    dtype: Annotated[str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16")] = None,
     script: Annotated[str | None, typer.Option(help="JSON lines for the scripted engine")] = None,
     host: Annotated[str | None, typer.Option(help="address to bind")] = None,
     port: Annotated[int | None, typer.Option(help="port to bind; 0 takes a free one")] = None,
@@ -38,6 +41,8 @@ def command(
         "model.path": model,
         "engine.name": engine,
         "engine.urls": url or None,
+        "engine.options.device": device,
+        "engine.options.dtype": dtype,
         "engine.script": script,
         "server.host": host,
         "server.port": port,
@@ -71,7 +76,7 @@ def command(
             finally:
                 lock.release()
         log_to_stderr(enabled=settings.server.log == "json")
-        with without_torch(settings.engine.name):
+        with without_torch(settings.engine.name), loading(f"{settings.model.shown}, engine {settings.engine.name}"):
             gateway = gateway_for(settings, admin_key=admin_key)
         run_worker(gateway, public, ready=say_hello)
     return 0
@@ -113,6 +118,8 @@ def host_for_url(host: str) -> str:
 def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
     """`new_key` is the admin key where this start made one: it is shown here and nowhere else."""
     print(f"tokentrue gateway on {base}   model {settings.model.shown}, engine {settings.engine.name}, store {settings.server.store}")
+    if settings.model.path is None:
+        print("  toy model        the small calculator model that ships with the package; --model DIR_OR_ID serves your own")
     if new_key is not None:
         print(f"  admin key        {new_key}      (made for this run; set {ADMIN_KEY} to choose one)")
     print(f"  new session      curl -X POST {base}/sessions -H 'Authorization: Bearer {new_key or '$' + ADMIN_KEY}'")

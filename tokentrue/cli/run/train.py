@@ -18,6 +18,7 @@ import typer
 
 from tokentrue.app.configuration import as_mapping, read
 from tokentrue.app.training.settings import TrainRun
+from tokentrue.cli.words import count_of
 
 if TYPE_CHECKING:
     from tokentrue.cli.progress import Costs
@@ -28,19 +29,29 @@ def command(
     out: Annotated[Path | None, typer.Option(help="output directory; resumes an existing run")] = None,
     samples: Annotated[Path | None, typer.Option(help="train from this file of samples instead of live rollouts")] = None,
     steps: Annotated[int | None, typer.Option(help="training steps")] = None,
+    model: Annotated[str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")] = None,
+    engine: Annotated[str | None, typer.Option(help="exact, hf, sglang or vllm")] = None,
+    device: Annotated[str | None, typer.Option(help="of the trainer and of the exact engine: cpu, cuda or cuda:N")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of the trainer and of the exact engine: float32, bfloat16 or float16")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="with --samples: do not check certificates, masks and duplicates")] = False,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: optim.lr=1e-4")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON line per step")] = False,
 ) -> int:
     """Train with REINFORCE, GRPO, PPO or any loss of tokentrue.mismatch; exact, resumable, reproducible."""
-    settings = read(TrainRun, config, sets or (), {"out": out, "samples": samples, "train.steps": steps})
+    flags = {"out": out, "samples": samples, "train.steps": steps, "model.path": model, "engine.name": engine}
+    settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype})
+    from tokentrue.app.devices import require_device
     from tokentrue.app.libraries import quiet_libraries
+    from tokentrue.cli.progress import rollout_log
     from tokentrue.train import join, leave
 
     quiet_libraries(settings.threads)
+    require_device(settings.device)
+    settings.out.mkdir(parents=True, exist_ok=True)
     ranks = join(settings.device)
     try:
-        asyncio.run(run(settings, ranks, as_json=as_json, trust=trust))
+        with rollout_log(settings.out):
+            asyncio.run(run(settings, ranks, as_json=as_json, trust=trust))
     finally:
         leave()
     return 0
@@ -48,14 +59,15 @@ def command(
 
 async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: bool = False) -> list[Any]:
     from tokentrue.app.training.setup import file_for, source_for, store_for, trainer_for
-    from tokentrue.cli.progress import Costs, progress_bar
+    from tokentrue.cli.progress import Costs, loading, progress_bar
     from tokentrue.cli.run.train_report import write_training_report
     from tokentrue.train import train
 
     file = file_for(settings, trust=trust)
     if file is not None and ranks.first:
         print(*(f"  {note}" for note in file.notes), sep="\n", file=sys.stderr)
-    trainer, run_hash = trainer_for(settings, ranks)
+    with loading(f"{settings.model.shown}, {settings.dtype} on {settings.device}", quiet=as_json or not ranks.first):
+        trainer, run_hash = trainer_for(settings, ranks)
     store, first = store_for(settings, run_hash)
     quiet = as_json or not ranks.first
     if first and not quiet:
@@ -105,13 +117,13 @@ def open_metrics(settings: TrainRun, ranks: Any, run_hash: str, first: int) -> I
 
 def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
     if not reports:
-        print(f"  nothing left to do: {settings.out} has all {settings.train.steps} steps")
+        print(f"  nothing left to do: {settings.out} has {count_of(settings.train.steps, 'step')}")
         return
     last = reports[-1]
     compared = sum(report.agreement.compared for report in reports)
     differing = sum(report.agreement.differing for report in reports)
     first = reports[0].metrics["reward"]
-    print(f"  {len(reports)} steps, reward {first:.3f} → {last.metrics['reward']:.3f}, policy version {last.version}")
+    print(f"  {count_of(len(reports), 'step')}, reward {first:.3f} → {last.metrics['reward']:.3f}, policy version {last.version}")
     print(f"  exactness: {differing} of {compared:,} log-probabilities differ")
     print(f"  a step: {costs.line()}")
     print(f"  weights in {settings.out / 'checkpoints'}; `tokentrue serve --model` takes any of them")

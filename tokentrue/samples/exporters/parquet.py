@@ -37,7 +37,7 @@ class Parquet:
 
     def read(self, path: Path) -> Iterator[Sample]:
         for where, row in read_table(path):
-            objects = {name: loads(row[name].encode()) for name in _JSON if row.get(name) is not None}
+            objects = {name: json_of(row[name], where) for name in _JSON if row.get(name) is not None}
             yield sample_from_json({**row, "routed_experts": None, "sampling_mask": None, **objects}, where)
 
 
@@ -58,7 +58,16 @@ class TrainerParquet:
 
     def read(self, path: Path) -> Iterator[Sample]:
         for where, row in read_table(path):
-            yield sample_from_row({**row, "tokentrue": loads(row["tokentrue"].encode())}, self.columns, where)
+            if not isinstance(row.get("tokentrue"), str):
+                raise FileFormatError(f"{where}: not a samples file of tokentrue: the columns are {', '.join(sorted(row))}")
+            yield sample_from_row({**row, "tokentrue": json_of(row["tokentrue"], where)}, self.columns, where)
+
+
+def json_of(text: str, where: str) -> Any:
+    try:
+        return loads(text.encode())
+    except (ValueError, AttributeError) as error:
+        raise FileFormatError(f"{where}: a column that holds JSON does not: {error}") from error
 
 
 def native_types() -> dict[str, str]:
@@ -96,8 +105,8 @@ def table_columns(path: Path) -> list[str]:
     pa: Any = import_module("pyarrow")
     try:
         return list(import_module("pyarrow.parquet").read_schema(path).names)
-    except pa.ArrowException as error:
-        raise FileFormatError(f"{path}: not a parquet file: {error}") from error
+    except (pa.ArrowException, OSError) as error:
+        raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error
 
 
 def read_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -110,5 +119,5 @@ def read_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for row in batch.to_pylist():
                 yield f"{path.name}:row {number}", cast("Mapping[str, Any]", row)
                 number += 1
-    except pa.ArrowException as error:
-        raise FileFormatError(f"{path}: not a parquet file: {error}") from error
+    except (pa.ArrowException, OSError) as error:
+        raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error

@@ -44,8 +44,8 @@ class Tensors:
             with safetensors.safe_open(path, framework="numpy") as file:
                 heads = loads(str(file.metadata()["samples"]).encode())
                 ids, mask, logprobs, offsets = (file.get_tensor(name) for name in ("token_ids", "loss_mask", "rollout_logprobs", "offsets"))
-        except (safetensors.SafetensorError, KeyError, TypeError, OSError) as error:
-            raise FileFormatError(f"{path}: not a safetensors file of samples: {error}") from error
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+            raise FileFormatError(f"{path}: not a safetensors file of samples, or a damaged one: {error}") from error
         for number, head in enumerate(heads):
             cut = slice(int(offsets[number]), int(offsets[number + 1]))
             values = [None if value != value else value for value in logprobs[cut].tolist()]

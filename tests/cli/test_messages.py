@@ -1,0 +1,220 @@
+"""What a newcomer gets wrong is one line that names it and says what to do: no traceback, no silence, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tokentrue as tt
+from tests.gateway.world import Server, scripted_server
+from tokentrue.cli.main import COMMANDS, main, run
+from tokentrue.cli.words import count_of
+from tokentrue.environments import SMALL_MODEL
+
+KEY = "a-long-admin-key"
+NO_CUDA = "is built without CUDA|finds no GPU"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: a file, an empty directory, files that are not what their names say, an environment that cannot be loaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TOKENTRUE_ADMIN_KEY", raising=False)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name in ("bad.parquet", "bad.safetensors", "cut.safetensors", "bad.jsonl"):
+        (tmp_path / name).write_text("no samples here")
+    (tmp_path / "cut.safetensors").write_bytes((10**6).to_bytes(8, "little") + b'{"a"')
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1" + b"\0" * 40)
+    (tmp_path / "noise.bin").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "broken_env.py").write_text("import json\n\nTASKS = json.loads('{')\n")
+    return tmp_path
+
+
+WRONG = [
+    ("serve --port 0 --store sqlite:file/x.sqlite", "cannot open the journal", "give a writable path"),
+    ("serve --port 0 --store here", "store must be sqlite:PATH", "memory"),
+    ("serve --port 0 --store memory --model empty", "directory 'empty' has no tokenizer", "tokenizer.json"),
+    ("serve --port 0 --store memory --model ./nowhere", "there is no directory './nowhere'", "hub id"),
+    ("serve --port 0 --store memory --device cuda", "device: 'cuda' is not available", "use cpu"),
+    ("serve --port 0 --store memory --device tpu9", "'tpu9'", "use cpu, cuda"),
+    ("serve --port 0 --store memory --dtype int8", "dtype: 'int8'", "one of float32"),
+    ("serve --port 0 --store memory --engine warp", "no engine 'warp'", "choose one of"),
+    ("serve --port 0 --engine scripted --script f --device cpu --store memory", "not run in this process", "--device is for exact and hf"),
+    ("verify empty", "has no tokenizer", "is it a model's?"),
+    ("demo --out file/out", "file", "Not a directory"),
+    ("demo --threads 0", "--threads", "greater than or equal to 1"),
+    ("demo --heldout 0", "--heldout", "greater than or equal to 1"),
+    ("demo --steps 0", "--steps", "greater than or equal to 1"),
+    ("train --out file/out", "file", "Not a directory"),
+    ("train --device cuda", "device: 'cuda' is not available", "use cpu"),
+    ("train --dtype int8", "dtype: 'int8'", "one of float32"),
+    ("train --model empty", "cannot load a model from empty", "config.json"),
+    ("train --samples bad.parquet", "bad.parquet: not a parquet file", ""),
+    ("train --set rollout.temperature=-1", "rollout.temperature: -1.0", ">= 0"),
+    ("train --set threads=0", "threads: 0", "at least 1"),
+    ("rollout --set rollout.temperature=-1", "rollout.temperature: -1.0", "finite and >= 0"),
+    ("rollout --set rollout.temperature=nan", "rollout.temperature: nan", "finite"),
+    ("rollout --out file/out", "file", "Not a directory"),
+    ("rollout --url http://127.0.0.1:9", "no gateway is reachable at http://127.0.0.1:9", "is `tokentrue serve` running?"),
+    ("rollout --url http://127.0.0.1:9 --model empty", "--url names a gateway that has its own model", "leave --model out"),
+    ("rollout --device cuda", "device: 'cuda' is not available", "use cpu"),
+    ("rollout --set rollout.environment=nowhere", "no 'nowhere'", "package.module:Class"),
+    ("rollout --set rollout.environment=broken_env:Env", "broken_env:Env cannot be loaded", "JSONDecodeError"),
+    ("samples http://127.0.0.1:9 -o x.jsonl", "no gateway is reachable", "is `tokentrue serve` running?"),
+    ("samples file -o x.jsonl", "file is not a journal", "--store sqlite:PATH"),
+    ("sessions file", "file is not a journal", "--store sqlite:PATH"),
+    ("audit bad.parquet", "bad.parquet: not a parquet file", ""),
+    ("audit cut.parquet", "cut.parquet: not a parquet file, or a damaged one", ""),
+    ("audit bad.safetensors", "bad.safetensors: not a safetensors file", ""),
+    ("audit cut.safetensors", "cut.safetensors: not a safetensors file", ""),
+    ("audit noise.bin", "noise.bin: neither JSON lines nor parquet nor safetensors", ""),
+    ("audit bad.jsonl", "bad.jsonl:1: not JSON", ""),
+    ("view nowhere.jsonl", "nowhere.jsonl: no such file", ""),
+    ("view file --export file/page.html", "file", ""),
+    ("diagnose bad.jsonl --trainer empty", "bad.jsonl:1: not JSON", ""),
+    ("lab run nothing", "no experiment 'nothing'", "choose one of"),
+    ("completion tcsh", "no shell 'tcsh'", "bash, zsh, fish"),
+]
+
+
+@pytest.mark.parametrize(("line", "wrong", "advice"), WRONG, ids=[line for line, *_ in WRONG])
+def test_one_line_names_it(folder: Path, capsys: pytest.CaptureFixture[str], line: str, wrong: str, advice: str) -> None:
+    name, *rest = line.split()
+    assert run(name, rest) == 2
+    said = capsys.readouterr()
+    text = said.err.replace("  loading", "loading")
+    assert wrong in text and advice in text and "Traceback" not in text, text
+    lines = [each for each in text.splitlines() if each.strip() and not each.startswith("loading")]
+    assert len(lines) == 1 or "Usage:" in text, text
+
+
+def test_the_traceback_of_an_environment_is_in_the_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("rollout", ["--set", "rollout.environment=broken_env:Env", "--out", "out"]) == 2
+    assert "(broken_env.py:3)" in capsys.readouterr().err or "decoder.py" in (folder / "out" / "rollouts.log").read_text()
+    assert "Traceback" in (folder / "out" / "rollouts.log").read_text() and "broken_env.py" in (folder / "out" / "rollouts.log").read_text()
+
+
+AN_AGENT = """
+from tokentrue.environments import Task
+
+class Mine:
+    name = "mine"
+    def tasks(self, count, *, seed=0, split="train"):
+        return [Task(task_id=f"mine/{i}", prompt=f"what is {i} plus 1?") for i in range(count)]
+    async def run(self, client, task):
+        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": task.prompt}])
+        if task.prompt.startswith("what is 1 "):
+            raise KeyError("a mistake of the agent")
+        return 1.0
+"""
+
+
+@pytest.fixture
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
+    server = scripted_server(folder, ["It is 4."] * 8, admin_key=KEY)
+    yield server
+    server.stop()
+
+
+def test_an_environment_of_the_current_directory(server: Server, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my_own_env.py").write_text(AN_AGENT)
+    size = ["--set", "rollout.tasks=2", "--set", "rollout.group_size=1", "--set", "rollout.environment=my_own_env:Mine"]
+    assert run("rollout", ["--url", server.url, "--out", "out", *size]) == 1
+    said = capsys.readouterr().out
+    assert "2 rollouts in 2 groups, 1 failed" in said and "KeyError: 'a mistake of the agent'" in said and "Traceback" not in said
+    log = (folder / "out" / "rollouts.log").read_text()
+    assert "tracebacks in out/rollouts.log" in said and "Traceback" in log and 'raise KeyError("a mistake of the agent")' in log
+
+
+def test_the_gateways_own_words_are_shown(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, rest in (("samples", ["-o", "x.jsonl"]), ("sessions", []), ("rollout", [])):
+        monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", "wrong-" + KEY)
+        address = ["--url", server.url] if name == "rollout" else [server.url]
+        assert run(name, [*address, *rest]) == 2
+        said = capsys.readouterr().err
+        assert "the gateway answered 401" in said and "TOKENTRUE_ADMIN_KEY" in said and len(said.strip().splitlines()) == 1, said
+
+
+def test_the_default_journal_of_another_model(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start records a session with the model of these tests; the second would serve the shipped one from the same file."""
+    from tokentrue.app.wiring import DEFAULT_STORE
+
+    path = folder / DEFAULT_STORE.removeprefix("sqlite:")
+    server = scripted_server(folder, ["It is 4."], admin_key=KEY)
+    with tt.Client(server.url, KEY) as client:
+        client.open(session_id="old")
+    server.stop()
+    (folder / "journal.sqlite").rename(path)
+    assert run("serve", ["--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "holds sessions of another model" in said and "--store sqlite:PATH" in said and "old" in said
+
+
+def test_a_defect_is_one_line_and_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(name: str) -> None:
+        raise ZeroDivisionError("for this test")
+
+    monkeypatch.setattr("tokentrue.cli.main.load_command", broken)
+    assert run("audit", ["x"]) == 70
+    said = capsys.readouterr().err
+    assert "internal error: ZeroDivisionError: for this test" in said and len(said.splitlines()) == 1
+    kept = Path(said.partition("the traceback is in ")[2].partition(",")[0])
+    assert "Traceback" in kept.read_text()
+    kept.unlink()
+    monkeypatch.setenv("TOKENTRUE_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        run("audit", ["x"])
+
+
+def test_few_steps_of_the_demo_are_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", ["--steps", "1", "--tasks", "1", "--heldout", "1", "--out", str(tmp_path / "demo")]) == 0
+    said = capsys.readouterr().out
+    assert "1 step of 14: too few to judge the reward by" in said and "NOT AS PROMISED" not in said
+    assert "8 rollouts" in said and "(1 task, greedy)" in said and "for 1 step\n" in said
+
+
+def test_the_banner_names_the_toy_model(capsys: pytest.CaptureFixture[str]) -> None:
+    from tokentrue.app.wiring import ModelConfig, ServeConfig
+    from tokentrue.cli.run.serve import greet
+
+    greet(ServeConfig(), "http://h", None)
+    assert "toy model" in capsys.readouterr().out
+    greet(ServeConfig(model=ModelConfig(path=str(SMALL_MODEL))), "http://h", None)
+    assert "toy model" not in capsys.readouterr().out
+
+
+def test_version_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"tokentrue {tt.__version__}\n"
+    for shell in ("zsh", "fish", "bash"):
+        assert run("completion", [shell]) == 0
+        script = capsys.readouterr().out
+        assert all(name in script for name in COMMANDS) and "durability" in script
+    asked = "COMP_WORDS=(tokentrue serve --du); COMP_CWORD=2; _tokentrue; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", script + asked], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "--durability\n", done.stderr
+
+
+def test_counted_nouns() -> None:
+    assert [count_of(n, "sample") for n in (0, 1, 2, 1024)] == ["0 samples", "1 sample", "2 samples", "1,024 samples"]
+
+
+@pytest.mark.parametrize("arguments", [["-c", "import tokentrue"], ["-m", "tokentrue", "--help"], ["-m", "tokentrue", "lab", "list"]])
+def test_quick_starts_load_neither_torch_nor_transformers(arguments: list[str]) -> None:
+    """Under one second of processor time; what would make it slow is named."""
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, timeout=120)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and not loaded & {"torch", "transformers", "pyarrow", "starlette"}, json.dumps(sorted(loaded)[:5])
+    assert time.perf_counter() - began < 20
