@@ -8,6 +8,7 @@
     │   └── FileFormatError     a samples file, a script, a checkpoint
     ├── RenderError             messages -> tokens; HTTP 422
     │   ├── TemplateError       no template, or it raises
+    │   │   └── TemplateLimitError  rendering takes too much time or memory
     │   └── TokenizerError      no tokenizer, no stop token
     ├── SessionError            the record
     │   ├── SessionNotFound     HTTP 404
@@ -68,6 +69,10 @@ class RenderError(TokenTrueError):
 
 class TemplateError(RenderError):
     code = "template"
+
+
+class TemplateLimitError(TemplateError):
+    code = "template_limit"
 
 
 class TokenizerError(RenderError):

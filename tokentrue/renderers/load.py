@@ -87,9 +87,10 @@ def renderer_of(
 
     if known := cache.read(key):
         return build(InputFormat(**known["proof"]["inputs"]), Stops.from_json(known["stops"]), Proof.from_json(known["proof"]))
-    inputs = find_input_format(template, kwargs)
-    stops = derive_stops(template, codec, inputs, kwargs, declared)
-    proof = prove(build(inputs, stops, UNPROVEN, "keep", "safe"))
+    with template.proving():
+        inputs = find_input_format(template, kwargs)
+        stops = derive_stops(template, codec, inputs, kwargs, declared)
+        proof = prove(build(inputs, stops, UNPROVEN, "keep", "safe"))
     cache.write(key, {"stops": stops.to_json(), "proof": proof.to_json()})
     return build(inputs, stops, proof)
 

@@ -1,18 +1,22 @@
-"""A chat template, compiled once in transformers' own sandbox, and which inputs this particular template takes.
+"""A chat template, compiled once in transformers' own sandbox with limits (`sandbox`), and which inputs this particular template takes.
 
 Invariant: for inputs already in the shape the template takes, `Template.render` gives the string of `apply_chat_template(tokenize=False)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal
 
-from tokentrue.errors import TemplateError
+from tokentrue.errors import TemplateError, TemplateLimitError
+from tokentrue.renderers.budget import RenderBudget, TemplateLimits
 from tokentrue.renderers.json_types import JsonObject
+
+PROVING_LIMITS = TemplateLimits(cpu_s=1.0, string_chars=8 << 20, total_chars=64 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +42,33 @@ class Template:
         self.source = source
         self.hash = "sha256:" + sha256(source.encode()).hexdigest()
         self._variables = dict(variables)
+        self._limits = TemplateLimits()
+        self._excess: TemplateLimitError | None = None
 
     @cached_property
     def _compiled(self) -> Any:
         """Compiled when first rendered: what a warm load needs to know about the template is in the cache."""
         from jinja2.exceptions import TemplateError as JinjaError
-        from transformers.utils import chat_template_utils as chat_templates
+
+        from tokentrue.renderers.sandbox import compile_template
 
         try:
-            return chat_templates._compile_jinja_template(self.source)  # pyright: ignore[reportPrivateUsage]
+            return compile_template(self.source)
         except (JinjaError, SyntaxError) as error:
             raise TemplateError(f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…") from error
+
+    @contextmanager
+    def proving(self) -> Generator[None, None, None]:
+        """While a template is being proven, many small conversations are rendered and what fails is a finding. A template that goes
+        past a limit on one of them is refused whole, at once, and not tried with the next one."""
+        self._limits = PROVING_LIMITS
+        try:
+            yield
+        finally:
+            self._limits, excess = TemplateLimits(), self._excess
+            self._excess = None
+            if excess is not None:
+                raise excess
 
     def compile(self) -> None:
         """Raises TemplateError where it does not compile."""
@@ -67,12 +87,22 @@ class Template:
         if not tools:
             tools = [] if inputs is not None and inputs.no_tools == "empty" else None
         variables = {**self._variables, "documents": None, **kwargs}
+        if self._excess is not None:
+            raise self._excess
         try:
-            return self._compiled.render(**variables, messages=messages, tools=tools, add_generation_prompt=generate)
+            given = {**variables, "messages": messages, "tools": tools, "add_generation_prompt": generate}
+            context = self._compiled.new_context(given)
+            context.use(RenderBudget(self._limits))
+            return context.join_buffer(self._compiled.root_render_func(context))
         except RecursionError as error:
             raise TemplateError("chat_template: infinite recursion while rendering") from error
+        except TemplateLimitError as error:
+            self._excess = error if self._limits is PROVING_LIMITS else None
+            raise
         except TemplateError:
             raise
+        except MemoryError as error:
+            raise TemplateLimitError("chat_template: out of memory while rendering; shorten the conversation") from error
         except Exception as error:  # jinja's own errors, raise_exception, and Python errors out of filters and methods
             raise TemplateError(f"chat_template: {type(error).__name__}: {str(error)[:300]}") from error
 
