@@ -139,7 +139,7 @@ class Session:
         turn, is_first = self._admit(request, streamed=False)
         if not isinstance(turn, InFlightTurn):
             return turn
-        return await turn.wait() if is_first else await self._wait_joined(turn, request)
+        return await turn.wait() if is_first else mark_replayed(await turn.wait())
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The turn as it is sampled. Close the iterator to cancel: what was sampled is kept, labelled "disconnected"."""
@@ -153,17 +153,12 @@ class Session:
             finally:
                 await events.aclose()
             return
-        replies = await self._wait_joined(turn, request) if isinstance(turn, InFlightTurn) else turn
+        replies = mark_replayed(await turn.wait()) if isinstance(turn, InFlightTurn) else turn
         for index, reply in enumerate(replies):
             yield TurnEvent(index=index, node=reply.node)
             for delta in split_message(reply.message):
                 yield TurnEvent(index=index, node=reply.node, delta=delta)
             yield TurnEvent(index=index, node=reply.node, reply=reply)
-
-    async def _wait_joined(self, turn: InFlightTurn, request: TurnRequest) -> tuple[Reply, ...]:
-        replies = await turn.wait()
-        self.tree.add_key(request.request_key, [reply.node for reply in replies])
-        return mark_replayed(replies)
 
     def _admit(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
         """The turn that answers this request, and whether it was started for it; or the recorded answer of a retry."""
@@ -172,9 +167,7 @@ class Session:
         training = self.record.training
         sampling = settle_sampling(request.sampling, self._pinned, renderer=self.renderer, provider=self.provider, training=training)
         identity = identify_request(request, asked, sampling)
-        if request.request_key is not None and (recorded := self.tree.keyed.get(request.request_key)):
-            if not is_same_request(recorded[0].request_digest, identity):
-                raise SessionConflict(f"request key {request.request_key!r} was used for another request; use a new key")
+        if request.request_key is not None and (recorded := self._find_recorded(request.request_key, identity)):
             return replies_from_record(recorded, tree=self.tree, renderer=self.renderer), False
         turn = self._single_flight.find(identity)
         is_first = turn is None
@@ -186,6 +179,15 @@ class Session:
             self.counters["joined"] += 1
         turn.join(request.request_key)
         return turn, is_first
+
+    def _find_recorded(self, request_key: str, identity: bytes) -> Sequence[Node]:
+        """The nodes that answered a request with this key; refused where the key names another request, recorded or in flight."""
+        recorded = self.tree.keyed.get(request_key, ())
+        in_flight = None if recorded else self._single_flight.find_key(request_key)
+        is_other = not is_same_request(recorded[0].request_digest, identity) if recorded else in_flight and in_flight.identity != identity
+        if is_other:
+            raise SessionConflict(f"request key {request_key!r} was used for another request; use a new key")
+        return recorded
 
     def _check_open(self) -> None:
         if self.record.state != "open" or self._is_ending:
@@ -214,6 +216,7 @@ class Session:
             )
             drafts = await self._generate(turn, asked)
             replies = await self._commit(drafts, asked)
+            await self._close(turn, [reply.node for reply in replies])
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             self.counters["cancelled" if cancelled else f"failed:{getattr(error, 'code', 'error')}"] += 1
@@ -260,6 +263,15 @@ class Session:
             for node in nodes:
                 self.tree.release_seq(node.seq)
         return tuple(reply_from_node(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
+
+    async def _close(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
+        """Nobody can join any more. Keys that joined while the nodes were being written are recorded before anyone is answered."""
+        while late := [key for key in turn.request_keys if key not in self.tree.keyed]:
+            keys = dict.fromkeys(late, node_ids)
+            await run_to_completion(self._change(lambda record: replace(record, late_keys={**record.late_keys, **keys})))  # noqa: B023
+            for key in late:
+                self.tree.add_key(key, node_ids)
+        self._single_flight.remove(turn)
 
     async def _write(self, nodes: Sequence[Node], parent: Node | None) -> None:
         if self.journal is not None and nodes:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.test_mutations import Engine, Exchange, begin, chat, nodes, until
-from tests.gateway.world import renderer
+from tests.gateway.world import call, renderer
 from tokentrue.errors import EngineContractError
 from tokentrue.gateway import Gateway
 from tokentrue.types import Completion, Finish, TokenIds
@@ -122,6 +122,39 @@ async def test_instructions_are_not_carried_over() -> None:
     assert ["Be brief." in prompt for prompt in prompts] == [True, True, False, False, False]
     assert ["Be long." in prompt for prompt in prompts] == [False, False, False, True, True]
     assert nodes(app, session)[1].parent == nodes(app, session)[0].id and nodes(app, session)[4].parent == nodes(app, session)[3].id
+    await app.close()
+
+
+CUSTOM = {"type": "custom", "name": "patch", "description": "Apply a patch.", "format": {"type": "text"}}
+ODD_INPUTS = {
+    "broken_off": '{"input": "*** Begin\\n+a \\ud83e',
+    "not_closed": '{"input": "*** Begin"',
+    "with_more_fields": '{"input": "*** Begin", "and": 1}',
+    "of_another_shape": '{"at": "x"}',
+    "spaced": '{ "input" :  "*** \\u0042egin" }',
+}
+
+
+async def stream_responses(app: Gateway, key: str, **body: Any) -> dict[str, Any]:
+    asked = json.dumps({"model": "m", "stream": True, **body}).encode()
+    _, events = await ask(app, "POST", "/v1/responses", asked, key=key)
+    return json.loads(events.decode().strip().rpartition("data: ")[2])["response"]
+
+
+@pytest.mark.parametrize("arguments", ODD_INPUTS.values(), ids=ODD_INPUTS)
+async def test_a_custom_tools_input_comes_back_as_what_the_model_wrote(arguments: str) -> None:
+    """Several arguments are served as one input. A verbatim replay continues the call's own turn; an edited input does not."""
+    engine = Engine(call("patch", arguments))
+    app, _, session = await begin(engine)
+    key, question = session["api_key"], {"role": "user", "content": "go on"}
+    first = await stream_responses(app, key, input=[question], tools=[CUSTOM])
+    (item,) = (item for item in first["output"] if item["type"] == "custom_tool_call")
+    done = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}
+    for edited in (False, True):
+        replayed = [{**one, "input": one["input"] + "!"} if edited and one is item else one for one in first["output"]]
+        await responses(app, key, input=[question, *replayed, done], tools=[CUSTOM])
+        node = nodes(app, session)[-1]
+        assert (node.parent is None) == edited, (node.why, node.detail, item["input"])
     await app.close()
 
 

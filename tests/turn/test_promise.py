@@ -331,6 +331,27 @@ async def test_a_key_that_joins_while_the_turn_is_written_gets_its_answer_later_
     (again,) = await session.turn(TurnRequest(messages=OPENING, request_key="k2"))
     assert one.node == two.node == again.node and again.replayed and len(engine.prompts) == 1
     journal.close()
+    journal = Journal(tmp_path / "j.db")  # a restart: the key is in the record
+    reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    for key in ("k1", "k2"):
+        (again,) = await reopened.turn(TurnRequest(messages=OPENING, request_key=key))
+        assert again.node == one.node and again.replayed and len(engine.prompts) == 1
+    with pytest.raises(SessionConflict, match="k2"):
+        await reopened.turn(TurnRequest(messages=[*OPENING, GIVEN, USER], request_key="k2"))
+    journal.close()
+
+
+async def test_a_key_names_one_request_while_it_is_in_flight() -> None:
+    """Another request under the key is refused; were both recorded, a retry would be answered with two choices."""
+    session, engine = session_of(said("a", "1"), said("b", "2"))
+    engine.hold = asyncio.Event()
+    first = asyncio.create_task(session.turn(TurnRequest(messages=OPENING, request_key="k")))
+    await asyncio.sleep(0.02)
+    with pytest.raises(SessionConflict, match="'k' was used for another request"):
+        await asyncio.wait_for(session.turn(TurnRequest(messages=[USER], request_key="k")), 1)
+    engine.hold.set()
+    await first
+    assert len(await session.turn(TurnRequest(messages=OPENING, request_key="k"))) == 1 and len(engine.prompts) == 1
 
 
 async def test_what_a_caller_does_to_its_objects_changes_nothing_recorded() -> None:

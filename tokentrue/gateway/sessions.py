@@ -43,7 +43,8 @@ class SessionHandle:
         self.in_flight = 0
         self.last_used = time.monotonic()
         seal = Seal((session.record.key_hash or session.id).encode())
-        every: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(seal), Anthropic(seal), Google(seal))
+        responses = OpenAIResponses(seal, session.tree.find_arguments)
+        every: tuple[Dialect, ...] = (OpenAIChat(), responses, Anthropic(seal), Google(seal))
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
         self.cache = MessageCache(limits.message_cache_bytes, budget)
         self._limits = limits

@@ -95,6 +95,10 @@ class SingleFlight:
     def find(self, identity: bytes) -> InFlightTurn | None:
         return self._turns.get(identity)
 
+    def find_key(self, request_key: str) -> InFlightTurn | None:
+        """The turn that a request with this key waits for."""
+        return next((turn for turn in self._turns.values() if request_key in turn.request_keys), None)
+
     def start(self, turn: InFlightTurn, work: Coroutine[Any, Any, tuple[Reply, ...]]) -> None:
         self._turns[turn.identity] = turn
         self._running.add(turn)

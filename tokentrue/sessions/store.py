@@ -15,6 +15,8 @@ def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
     for row in rows:
         parent = None if row.parent is None else tree.get(row.parent)
         tree.add(node_from_row(row, parent, tree.prompt_digest(parent, TokenIds.from_bytes(row.given_ids))))
+    for request_key, node_ids in record.late_keys.items():
+        tree.add_key(request_key, node_ids)
     return tree
 
 

@@ -112,6 +112,7 @@ class Tree:
         self._reserved: set[int] = set()  # of nodes that are being written
         self._attempt_keys: dict[str, AttemptKey] = {}
         self._hashes: dict[str, _HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
+        self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
         self._start = start_link(template=template, tokenizer=tokenizer)
 
     def __len__(self) -> int:
@@ -160,6 +161,10 @@ class Tree:
     def messages(self, node: Node | None) -> list[Message]:
         """The conversation up to and including what `node` served, as recorded (not as some client replayed it)."""
         return [message for step in self.path(node) for message in (*self.given_messages(step), step.served)]
+
+    def find_arguments(self, call_id: str) -> Sequence[str]:
+        """The arguments of every call that was served under this id, as the model wrote them, oldest first."""
+        return self._arguments.get(call_id, ())
 
     def attempts_like(self, node: Node) -> list[Node]:
         """Every answer to exactly the turn that `node` answers, itself included."""
@@ -220,15 +225,16 @@ class Tree:
         self.attempts[key].append(node)
         self.next_seq = max(self.next_seq, node.seq + 1)
         self._reserved.discard(node.seq)
+        for call in node.served.get("tool_calls") or ():
+            self._arguments[call["id"]].append(call["function"]["arguments"])
         if node.outcome == "served":
             for request_key in (node.request_key, *node.joined_keys):
                 if request_key is not None:
                     self.keyed[request_key].append(node)
 
-    def add_key(self, request_key: str | None, node_ids: Sequence[str]) -> None:
-        """A request that joined after these nodes were written: its retry gets them too, as long as this tree is in memory."""
-        if request_key is not None and request_key not in self.keyed:
-            self.keyed[request_key] = [self.nodes[node_id] for node_id in node_ids]
+    def add_key(self, request_key: str, node_ids: Sequence[str]) -> None:
+        """A request that joined after these nodes were written: its retry gets them, too. The session's record holds the key."""
+        self.keyed[request_key] = [self.get(node_id) for node_id in node_ids]
 
     def snapshot(self) -> Tree:
         """As it is now, for another thread to read while this one grows."""

@@ -113,7 +113,8 @@ class Dialect(Protocol):
     def decode(self, body: bytes) -> DecodedBody: ...
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        """One item of the conversation as messages in the OpenAI shape. Depends on `item` alone; `path` only names it in errors."""
+        """One item of the conversation as messages in the OpenAI shape. `path` only names it in errors. The same item of the same
+        session always gives the same messages."""
         ...
 
     def join_turn(self, parts: Sequence[Message]) -> Message: ...

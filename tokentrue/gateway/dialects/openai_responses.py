@@ -30,7 +30,13 @@ from tokentrue.gateway.dialects.base import (
 from tokentrue.gateway.dialects.chat_answers import build_error
 from tokentrue.gateway.dialects.responses_events import ResponsesEncoder
 from tokentrue.gateway.dialects.responses_items import OutputItem, ServedTool, logprobs_for, served_tool, status_of
-from tokentrue.gateway.dialects.responses_requests import choice_from_responses, join_assistant, message_from_item, tools_from_responses
+from tokentrue.gateway.dialects.responses_requests import (
+    FindArguments,
+    choice_from_responses,
+    join_assistant,
+    message_from_item,
+    tools_from_responses,
+)
 from tokentrue.gateway.dialects.seal import Seal
 from tokentrue.gateway.dialects.tools import constraints_from
 from tokentrue.types import Message, Reply, Sampling
@@ -98,8 +104,8 @@ class OpenAIResponses:
     items_key = "input"
     splits_turns = True
 
-    def __init__(self, seal: Seal) -> None:
-        self._seal = seal
+    def __init__(self, seal: Seal, find_arguments: FindArguments = lambda _: ()) -> None:
+        self._seal, self._find_arguments = seal, find_arguments
 
     def decode(self, body: bytes) -> DecodedBody:
         decoded = decode_body(body, ResponsesBody)
@@ -110,7 +116,7 @@ class OpenAIResponses:
         return DecodedBody(head=head_from_responses(decoded), items=items)
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        message = message_from_item(object_of(item, path), path, self._seal)
+        message = message_from_item(object_of(item, path), path, self._seal, self._find_arguments)
         return () if message is None else (message,)
 
     def join_turn(self, parts: Sequence[Message]) -> Message:

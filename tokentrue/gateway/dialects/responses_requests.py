@@ -6,17 +6,20 @@ namespace are shown under both names, and served back with their namespace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import orjson
 
 from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import Json, echo, join_text
-from tokentrue.gateway.dialects.responses_items import ServedTool, model_name
+from tokentrue.gateway.dialects.responses_items import ServedTool, custom_input, model_name
 from tokentrue.gateway.dialects.seal import Seal
 from tokentrue.gateway.dialects.tools import check_function
 from tokentrue.types import Message
+
+FindArguments = Callable[[str], Sequence[str]]
+"""The recorded arguments of the calls that were served under an id."""
 
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
@@ -25,14 +28,14 @@ OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 # Items.
-def message_from_item(item: Json, path: str, seal: Seal) -> Message | None:
+def message_from_item(item: Json, path: str, seal: Seal, find_arguments: FindArguments) -> Message | None:
     """A message, or a part of an assistant message; None for reasoning of which nothing is left."""
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "reasoning":
         text = reasoning_text(item, path, seal)
         return {"role": "assistant", "content": None, "reasoning_content": text} if text else None
     if kind in CALLS:
-        return {"role": "assistant", "content": None, "tool_calls": [call_from_item(kind, item, path)]}
+        return {"role": "assistant", "content": None, "tool_calls": [call_from_item(kind, item, path, find_arguments)]}
     if kind == "message":
         return text_message(item, path)
     if kind in OUTPUTS:
@@ -62,14 +65,21 @@ def reasoning_text(item: Json, path: str, seal: Seal) -> str:
     return join_text(item.get("summary"), REASONING_PARTS, f"{path}.summary", glue="") or ""
 
 
-def call_from_item(kind: str, item: Json, path: str) -> Json:
+def call_from_item(kind: str, item: Json, path: str, find_arguments: FindArguments) -> Json:
     said = item.get("arguments" if kind == "function_call" else "input")
     if not isinstance(said, str) or not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
         raise MessageError("needs a name, a call_id and its arguments as text", field=path)
-    arguments = said if kind == "function_call" else orjson.dumps({"input": said}).decode()
+    arguments = said if kind == "function_call" else arguments_from_input(said, find_arguments(item["call_id"]))
     namespace = item.get("namespace")
     name = model_name(namespace if isinstance(namespace, str) else None, item["name"])
     return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def arguments_from_input(said: str, recorded: Sequence[str]) -> str:
+    """The inverse of `custom_input`. Arguments that broke off, or that hold more than the input, are served as the input alone: the call's
+    id finds them in the record."""
+    found = (arguments for arguments in recorded if custom_input(arguments) == said)
+    return next(found, None) or orjson.dumps({"input": said}).decode()
 
 
 def join_assistant(parts: Sequence[Message]) -> Message:

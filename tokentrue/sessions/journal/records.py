@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
@@ -25,7 +25,11 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """What is known of a session besides its nodes. `sampling` are the pinned values; `key_hash` names its API key."""
+    """What is known of a session besides its nodes. `sampling` are the pinned values; `key_hash` names its API key.
+
+    `late_keys` are request keys that joined a turn while its nodes were being written, with the ids of those nodes: a node that is
+    written already cannot hold them.
+    """
 
     id: str
     group: str | None = None
@@ -40,6 +44,7 @@ class SessionRecord:
     created: float = 0.0
     ended: float | None = None
     rewards: Rewards = field(default_factory=Rewards)
+    late_keys: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
 
 def row_digest(values: tuple[Any, ...]) -> bytes:
@@ -55,19 +60,19 @@ def row_digest(values: tuple[Any, ...]) -> bytes:
 def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
     """In the order of `COLUMNS`."""
     rewards = record.rewards
-    body = dumps(
-        {
-            "metadata": record.metadata,
-            "sampling": record.sampling,
-            "history": record.history,
-            "training": record.training,
-            "template": record.template,
-            "tokenizer": record.tokenizer,
-            "rewards": {"session": rewards.session, "leaves": rewards.leaves, "metadata": rewards.metadata},
-        }
-    )
+    body: dict[str, Any] = {
+        "metadata": record.metadata,
+        "sampling": record.sampling,
+        "history": record.history,
+        "training": record.training,
+        "template": record.template,
+        "tokenizer": record.tokenizer,
+        "rewards": {"session": rewards.session, "leaves": rewards.leaves, "metadata": rewards.metadata},
+    }
+    if record.late_keys:
+        body["late_keys"] = record.late_keys
     ended = None if record.ended is None else float(record.ended)
-    return record.id, record.group, record.state, record.key_hash, float(record.created), ended, body
+    return record.id, record.group, record.state, record.key_hash, float(record.created), ended, dumps(body)
 
 
 def load_record(db: sqlite3.Connection, session_id: str) -> SessionRecord:
