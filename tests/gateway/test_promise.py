@@ -158,6 +158,30 @@ async def test_a_custom_tools_input_comes_back_as_what_the_model_wrote(arguments
     await app.close()
 
 
+CUT_TURNS = {  # what is sampled before the limit; whether its call is complete
+    "after_a_call": (call("look", "{}") + "\n<tool_call>", "completed"),
+    "text_after_a_call": (call("look", "{}") + "\nand so", "completed"),
+    "inside_a_call": ('<tool_call>\n{"name": "look", "arguments": {"at": "x', "incomplete"),
+}
+
+
+@pytest.mark.parametrize("text", CUT_TURNS)
+async def test_the_status_of_a_call_does_not_depend_on_how_the_turn_is_sent(text: str) -> None:
+    """A turn that was cut off: the stream has text after the call, the whole answer before it. Under its key, the same turn is both."""
+    engine = Engine(CUT_TURNS[text][0])
+    engine.ids, engine.finish = engine.ids[:-1], Finish.LENGTH
+    app, _, session = await begin(engine)
+    tools = [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
+    asked = {"input": "go", "tools": tools}
+    streaming = asyncio.create_task(stream_responses(app, session["api_key"], **asked))
+    await asyncio.sleep(0)
+    whole, streamed = await responses(app, session["api_key"], **asked), await streaming
+    assert whole["id"] == streamed["id"] and whole["status"] == streamed["status"] == "incomplete"
+    calls = [[item for item in answer["output"] if item["type"] == "function_call"] for answer in (whole, streamed)]
+    assert calls[0] == calls[1] and [item["status"] for item in calls[0]] == [CUT_TURNS[text][1]]
+    await app.close()
+
+
 def app_prompt(app: Gateway, session: dict[str, str], node: Any) -> Any:
     handle = app.services.sessions.known(session["session_id"])
     assert handle is not None

@@ -29,7 +29,7 @@ from tokentrue.gateway.dialects.base import (
 )
 from tokentrue.gateway.dialects.chat_answers import build_error
 from tokentrue.gateway.dialects.responses_events import ResponsesEncoder
-from tokentrue.gateway.dialects.responses_items import OutputItem, ServedTool, logprobs_for, served_tool, status_of
+from tokentrue.gateway.dialects.responses_items import OutputItem, ServedTool, logprobs_for, served_tool, status_of, text_status
 from tokentrue.gateway.dialects.responses_requests import (
     FindArguments,
     choice_from_responses,
@@ -130,10 +130,10 @@ class OpenAIResponses:
         return self._build_response(head, replies[0], items, int(time.time()))
 
     def _build_response(self, head: RequestHead, reply: Reply, items: Sequence[OutputItem], created: int) -> Json:
-        """The response from its items; only the last item of a turn that was cut off is incomplete."""
+        """The response from its items."""
         status = status_of(reply)
         response = response_base(head, reply.node, created, status=status)
-        response["output"] = [item.build(self._seal, status=status if item is items[-1] else "completed") for item in items]
+        response["output"] = [item.build(self._seal, status=text_status(item, items, status)) for item in items]
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut(reply.completion.finish) else None
         response["usage"] = usage_of(reply)
         return response

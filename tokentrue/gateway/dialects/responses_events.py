@@ -19,6 +19,7 @@ from tokentrue.gateway.dialects.responses_items import (
     part_of,
     served_tool,
     status_of,
+    text_status,
 )
 from tokentrue.gateway.dialects.seal import Seal
 from tokentrue.types import Delta, Reply, TurnEvent
@@ -164,8 +165,9 @@ class ResponsesEncoder:
 
     def _finish(self, reply: Reply) -> bytes:
         out, logprobs, status = b"", logprobs_for(self._head, reply, self._text_of), status_of(reply)
+        items = [entry.item for entry in self._items]
         for entry in self._items:
-            out += self._close(entry, status if entry is self._items[-1] else "completed", logprobs)
+            out += self._close(entry, text_status(entry.item, items, status), logprobs)
         response = self._build_response(reply, [entry.item for entry in self._items], self._opening["created_at"])
         return out + self._event("response.completed" if status == "completed" else "response.incomplete", response=response)
 

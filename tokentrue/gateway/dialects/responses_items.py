@@ -40,12 +40,13 @@ class OutputItem:
     logprobs: Sequence[Json] = ()
 
     def build(self, seal: Seal, *, status: str) -> Json:
+        """`status` is that of reasoning or text; a call has its own."""
         if self.kind == "reasoning":
             return reasoning_item(self.suffix, self.text, seal, status=status)
         if self.kind == "message":
             return message_item(self.suffix, self.text, self.logprobs, status=status)
         assert self.tool is not None
-        return call_item(self.tool, self.call_id, self.suffix, self.text, status=status)
+        return call_item(self.tool, self.call_id, self.suffix, self.text, status=call_status(self.text))
 
     def build_opening(self) -> Json:
         """The item of `output_item.added`: nothing of its text yet."""
@@ -86,6 +87,21 @@ def part_of(item: OutputItem) -> Json:
 
 def status_of(reply: Reply) -> str:
     return "incomplete" if is_cut(reply.completion.finish) else "completed"
+
+
+def text_status(item: OutputItem, items: Sequence[OutputItem], status: str) -> str:
+    """Of the reasoning or the text of a turn that ended in `status`: incomplete is the last item of a turn without calls. Text that was
+    sampled after a call stands before it in a whole answer, so that beside calls the place says nothing."""
+    return status if item is items[-1] and all(one.kind != "call" for one in items) else "completed"
+
+
+def call_status(arguments: str) -> str:
+    """Of a call: incomplete where its arguments broke off, however the turn ended."""
+    try:
+        orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return "incomplete"
+    return "completed"
 
 
 def logprobs_for(head: RequestHead, reply: Reply, text_of: TextOf) -> list[Json]:
