@@ -18,7 +18,7 @@ from tests.fuzz.engine import Engine, Generation, Plan
 from tests.fuzz.gateway import Gateway, Heard
 from tests.fuzz.harness import lose, random_losses, random_wire
 from tests.fuzz.messages import Fit, Message, fit
-from tests.fuzz.oracle import Judge, Sampled, Turn, Violation, could_be, join_parts, short
+from tests.fuzz.oracle import Judge, Sampled, Turn, Violation, join_parts, short
 from tests.fuzz.outputs import MARKERS, Output, Writer
 from tests.fuzz.vocabulary import Vocabulary
 
@@ -86,6 +86,9 @@ class Case:
         """The conversation to `turn`, with what an agent adds: results of the calls, or another question."""
         calls = turn.path[-1].calls
         new = [Message(role="tool", text=self.some_text() if self.rng.random() < 0.9 else "", answers=call.id) for call in calls]
+        if len(new) > 1 and self.rng.random() < 0.2:  # results as they came in, or one that is missing
+            self.rng.shuffle(new)
+            new = new[: self.rng.choice((len(new), len(new) - 1))]
         if not calls or self.rng.random() < 0.15:
             new.append(Message(role="user", text=self.some_text()))
         return [*turn.path, *new]
@@ -193,23 +196,29 @@ class Case:
         if len(answers) != asked.n or len(sampled) != asked.n:
             raise Violation("n answers to n", f"asked {asked.n}, {len(answers)} answers, {len(sampled)} generations")
         self.signatures |= dialects.signatures_of(asked.dialect, whole)
-        continued = [self.world.judge.prompt(one.prompt, asked.messages, asked.tools, self.turns) for one in sampled]
-        made = [self._turn(asked, answer, whole, sampled, continued[0]) for answer in answers]
-        if asked.n == 1:
-            self.world.judge.answer(answers[0].message, sampled[0])
-        self.turns += [turn for turn in made if self._can_replay(turn)]
+        sampled = sorted(sampled, key=lambda one: one.parts[0].seed or 0)  # choice i is sampled with seed + i
+        continued = [self.judge_prompt(asked, one) for one in sampled]
+        made = [self._turn(asked, *each, whole) for each in zip(answers, sampled, continued, strict=True)]
+        for answer, one in zip(answers, sampled, strict=True):
+            self.world.judge.answer(answer.message, one)
+        self.turns += [turn for turn in made if "Infinity" not in "".join(call.arguments for call in turn.path[-1].calls)]
         return made
 
-    def _can_replay(self, turn: Turn) -> bool:
-        """A number beyond any double, or the decoded part of a custom tool's broken input, comes back otherwise in another dialect."""
-        calls = turn.path[-1].calls
-        custom = {tool.name for tool in turn.tools if tool.custom}
-        is_broken = (
-            turn.output is None or turn.output.expected is None or not any(full[-1] == self.world.vocabulary.stop for full in turn.fulls)
-        )
-        if turn.dialect == RESPONSES and is_broken and any(call.name in custom for call in calls):
-            return False
-        return "Infinity" not in "".join(call.arguments for call in calls)
+    def judge_prompt(self, asked: Asked, one: Sampled) -> Turn | None:
+        """The turn that was continued. Custom tools' calls are known to have been sent as such: what they lost is in the record."""
+        by_name = {tool.name: tool for tool in asked.tools if asked.dialect == RESPONSES and asked.wire.native}
+        sent = [
+            replace(message, calls=tuple(replace(call, custom=dialects.is_sent_as_input(call, by_name)) for call in message.calls))
+            for message in asked.messages
+        ]
+        return self.world.judge.prompt(one.prompt, sent, asked.tools, self.turns)
+
+    def _served(self, asked: Asked, message: Message, one: Sampled) -> Message:
+        """With the calls marked of which a custom tool's input may not be all that the model wrote."""
+        output = one.parts[0].plan.output
+        is_sound = output.expected is not None and one.ids == output.ids
+        custom = {tool.name for tool in asked.tools if tool.custom and asked.dialect == RESPONSES and asked.wire.native}
+        return replace(message, calls=tuple(replace(call, partial=not is_sound and call.name in custom) for call in message.calls))
 
     def whole(self, asked: Asked, heard: Heard) -> dict[str, Any]:
         if heard.whole is not None:
@@ -221,21 +230,16 @@ class Case:
         except reassemble.Broken as error:
             raise Violation("a good request is answered", f"the stream broke: {error} {heard.broken}") from None
 
-    def _turn(
-        self, asked: Asked, answer: dialects.Answer, whole: dict[str, Any], sampled: Sequence[Sampled], continued: Turn | None
-    ) -> Turn:
-        before = self._path(asked, continued)
-        output = sampled[0].parts[0].plan.output if len(sampled) == 1 else None
-        own = [one for one in sampled if could_be(answer.message, self.world.vocabulary.text(one.ids))] or sampled
+    def _turn(self, asked: Asked, answer: dialects.Answer, one: Sampled, continued: Turn | None, whole: dict[str, Any]) -> Turn:
         return Turn(
-            path=(*before, answer.message),
+            path=(*self._path(asked, continued), self._served(asked, answer.message, one)),
             tools=asked.tools,
-            fulls=[one.full for one in own],
+            full=one.full,
             node=answer.node,
             dialect=asked.dialect,
             response_id=whole["id"] if asked.dialect == RESPONSES else "",
             asked=asked,
-            output=output,
+            output=one.parts[0].plan.output,
         )
 
     def _path(self, asked: Asked, continued: Turn | None) -> tuple[Message, ...]:

@@ -102,17 +102,29 @@ def responses_items(message: Message, tools: dict[str, Tool], wire: Wire) -> lis
     if text or not (message.calls or items):
         part = {"type": "output_text", "text": text, "annotations": []}
         items.append({"type": "message", "role": "assistant", "content": [part] if wire.parts or not text else text})
-    return [*items, *(responses_call(call, tools.get(call.name)) for call in message.calls)]
+    return [*items, *(responses_call(call, tools) for call in message.calls)]
 
 
-def responses_call(call: Call, tool: Tool | None) -> Json:
-    if tool is not None and tool.custom:
-        try:
-            given = json.loads(call.arguments or "{}")
-        except ValueError:
-            given = None
-        if isinstance(given, dict) and set(given) == {"input"} and isinstance(given["input"], str):
-            return {"type": "custom_tool_call", "call_id": call.id, "name": call.name, "input": given["input"]}
+def custom_input(call: Call, tools: dict[str, Tool]) -> str | None:
+    """The input of a call that is sent as a custom tool's; None for a function's."""
+    tool = tools.get(call.name)
+    if tool is None or not tool.custom:
+        return None
+    try:
+        given = json.loads(call.arguments or "{}")
+    except ValueError:
+        return None
+    return given["input"] if isinstance(given, dict) and set(given) == {"input"} and isinstance(given["input"], str) else None
+
+
+def is_sent_as_input(call: Call, tools: dict[str, Tool]) -> bool:
+    return custom_input(call, tools) is not None
+
+
+def responses_call(call: Call, tools: dict[str, Tool]) -> Json:
+    if (given := custom_input(call, tools)) is not None:
+        return {"type": "custom_tool_call", "call_id": call.id, "name": call.name, "input": given}
+    tool = tools.get(call.name)
     item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
     if tool is not None and tool.namespace:
         item |= {"name": call.name.removeprefix(tool.namespace + "__"), "namespace": tool.namespace}

@@ -55,6 +55,7 @@ class Generation:
     logprobs: list[float] = field(default_factory=list[float])
     delivered: int = 0
     ended: str = "running"
+    seed: int | None = None
     doubtful: bool = False  # it is open whether what was delivered can be taken for tokens
     arrived: asyncio.Event = field(default_factory=asyncio.Event)  # the first tokens are out
 
@@ -117,6 +118,7 @@ class Engine:
             return web.json_response({"error": {"message": "nothing planned"}}, status=400)
         plan = plans.popleft()
         generation = Generation(session=session, prompt=tuple(body["input_ids"]), streamed=bool(body.get("stream")), plan=plan)
+        generation.seed = body["sampling_params"].get("sampling_seed")
         self.log[session].append(generation)
         finish = self._sample(generation, body["sampling_params"])
         if plan.fault.startswith("status_"):

@@ -15,9 +15,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
+    """`partial`: a custom tool's input was served, and the model may have written more. `custom`: it is sent back as such an input."""
+
     id: str
     name: str
     arguments: str
+    partial: bool = False
+    custom: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +83,20 @@ def fit_assistant(was: Message, now: Message) -> tuple[Fit, frozenset[str]]:
         "arguments": [call.arguments for call in was.calls] != [call.arguments for call in now.calls],
     }
     different = frozenset(name for name, differs in aspects.items() if differs)
+    if any(call.partial for call in was.calls) and not (was.served and is_same_input(was, now)):
+        return Fit.MAYBE, different
     if was.served or not (different or was.inline != now.inline):
         return Fit.YES, different
     return Fit.MAYBE, different  # a message of the client's own, spelled otherwise
+
+
+def is_same_input(was: Message, now: Message) -> bool:
+    """Partial calls come back under their ids, as the inputs that were served."""
+    return all(
+        other.custom and (one.id, one.arguments) == (other.id, other.arguments)
+        for one, other in zip(was.calls, now.calls, strict=True)
+        if one.partial
+    )
 
 
 def references(messages: Sequence[Message]) -> list[tuple[int, int] | str | None]:

@@ -40,11 +40,11 @@ class Sampled:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """A turn that was answered. `path` ends in what was served; `fulls` are its ids: several where n answers cannot be told apart."""
+    """A turn that was answered. `path` ends in what was served; `full` are its ids, prompt and sampled."""
 
     path: tuple[Message, ...]
     tools: tuple[Tool, ...]
-    fulls: list[tuple[int, ...]]
+    full: tuple[int, ...]
     node: str
     dialect: str
     response_id: str = ""
@@ -80,8 +80,8 @@ class Judge:
         continued, length = longest_prefix(prompt, allowed)
         tail = sent[deepest:]
         for turn, verdict, _ in fits:
-            full = next((full for full in turn.fulls if prompt[: len(full)] == full), None) if len(turn.fulls) == 1 else None
-            if verdict is Fit.NO and full is not None and len(full) > length and self._closes(full, prompt):
+            full = turn.full
+            if verdict is Fit.NO and len(full) > length and prompt[: len(full)] == full and self._closes(full, prompt):
                 raise Violation("an edit must fork", f"the engine was sent the ids of turn {turn.node}, which was edited: {last(turn)}")
         if best and continued is None and all(message.role != "assistant" for message in tail):
             raise Violation("a replay must be recognised", self._unrecognised(prompt, best))
@@ -113,7 +113,7 @@ class Judge:
 
     def _unrecognised(self, prompt: tuple[int, ...], best: Sequence[Turn]) -> str:
         turn = best[0]
-        full = max(turn.fulls, key=lambda ids: shared(ids, prompt))
+        full = turn.full
         at = shared(full, prompt)
         text = self._vocabulary.text
         expected, got = full[max(0, at - 8) : at + 12], prompt[max(0, at - 8) : at + 12]
@@ -236,11 +236,6 @@ class Judge:
             )
 
 
-def could_be(message: Message, text: str) -> bool:
-    """This is what was served of a turn that reads `text`, as far as can be told."""
-    return all(piece.strip() in text for piece in (message.text, message.reasoning, *(call.name for call in message.calls)))
-
-
 def is_better(one: Differences, other: Differences) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
@@ -248,9 +243,8 @@ def is_better(one: Differences, other: Differences) -> bool:
 def longest_prefix(prompt: tuple[int, ...], turns: Sequence[Turn]) -> tuple[Turn | None, int]:
     found, length = None, 0
     for turn in turns:
-        for full in turn.fulls:
-            if len(full) > length and prompt[: len(full)] == full:
-                found, length = turn, len(full)
+        if len(turn.full) > length and prompt[: len(turn.full)] == turn.full:
+            found, length = turn, len(turn.full)
     return found, length
 
 

@@ -13,6 +13,7 @@ from tests.fuzz.vocabulary import Vocabulary
 WORDS = (
     "the", "shelf", "door", "café", "東京", "слово", "🙂", "🧪", "naïve", "x=1;", '"quoted"', "\\back", "1e3", "a\tb", "{brace}",
     "[1, 2]", "λ", "⏎", "them", "tokenization", "...", "—", "`code`", "</p>", "100%", "e\u0301", "\u200bzero", "한국어", "ok",
+    "nul\x00", "\r\n", "line\u2028",
 )  # fmt: skip
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>", "<tool_response>", "<|endoftext|>")
 BROKEN_CALLS = (
@@ -28,6 +29,11 @@ BROKEN_CALLS = (
     '<tool_call>\n{"name": "look", "arguments": {"at": 1e400}}\n</tool_call>',
     '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
     '<tool_call>\n[{"name": "look", "arguments": {}}]\n</tool_call>',
+    '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n',
+    '<tool_call>\n{"name": "patch", "arguments": {"input": "+a \\ud83e',
+    '<tool_call>\n{"name": "patch", "arguments": {"input": "+a", "and": [1]}}\n</tool_call>',
+    '<tool_call>\n{"name": "patch", "arguments": {"at": "x"}}\n</tool_call>',
+    '<tool_call>\n{"name": "patch", "arguments": {"input": 5}}\n</tool_call>',
 )
 
 

@@ -106,7 +106,7 @@ async def ask_twice_at_once(case: Case) -> None:
         return
     case.note("# the second came too late to be joined")
     for one in made:
-        case.world.judge.prompt(one.prompt, asked.messages, asked.tools, case.turns)
+        case.judge_prompt(asked, one)
 
 
 async def expect_recorded(case: Case, asked: Asked, whole: dict[str, Any]) -> None:
@@ -147,16 +147,18 @@ async def ask_in_parallel(case: Case) -> None:
 
 
 async def ask_for_several(case: Case) -> None:
-    """n answers, sometimes with the same text; one of them is gone on with."""
+    """n answers, sometimes with the same text; a retry under the key gets all of them; one of them is gone on with."""
     asked = case.request(next_messages(case))
     asked.dialect, asked.n = CHAT, case.rng.choice((2, 3))
-    asked.fields = {"model": "m"}
+    asked.fields = {"model": "m", "seed": case.rng.randrange(1000)}
     first = case.plan()
     for _ in range(asked.n - 1):
         case.plan(case.writer.again(first.output) if case.rng.random() < 0.4 else None)
     start = len(case.log)
     heard = await case.send(asked)
     made = case.judged(asked, heard, join_parts(case.log[start:]))
+    if asked.key is not None:
+        await expect_recorded(case, asked, case.whole(asked, heard))
     case.plan()
     await case.ask(case.request(case.after(case.rng.choice(made)), lossy=case.rng.random() < 0.5))
 
