@@ -1,0 +1,93 @@
+"""Every program in examples/ runs as it stands, those that need a gateway against one that this test starts."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.test_mini_swe_agent import bash
+from tests.gateway.world import scripted_server
+from tokentrue.app.background import BackgroundGateway
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+AGAINST_A_GATEWAY = {
+    "openai_sdk": "1 sample, ",
+    "anthropic_sdk": "messages, ",
+    "responses": "2 turns in one sample, ",
+    "diagnose_samples": "exact: K3 0.000000, largest δ 0.0000",
+}
+ALONE = {
+    "verify_model": "nothing rendered again",
+    "custom_family": "{'name': 'calculator', 'arguments': '{\"expression\": \"2+2\"}'} {'user': 'proven', 'tool': 'proven'}",
+    "own_trainer": "step 1: ",
+}
+ELSEWHERE = {"trl_grpo": "tests/integrations"}
+KEY = "a-key-of-this-test"
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a program in this process (torch is loaded once) and returns what it printed."""
+
+    def run(name: str, *, url: str = "") -> str:
+        monkeypatch.setenv("TOKENTRUE_URL", url)
+        monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", [name])
+        monkeypatch.chdir(tmp_path)
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
+        with BackgroundGateway() as running:
+            yield running.url
+
+
+@pytest.mark.parametrize("name", AGAINST_A_GATEWAY)
+def test_against_a_gateway(name: str, gateway: str, play: Callable[..., str]) -> None:
+    said = play(name, url=gateway)
+    assert AGAINST_A_GATEWAY[name] in said, said
+    assert "coverage 100%" in said or name == "diagnose_samples"
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_alone(name: str, play: Callable[..., str]) -> None:
+    assert ALONE[name] in play(name)
+
+
+def test_mini_swe_agent(tmp_path: Path, play: Callable[..., str]) -> None:
+    turns = [bash("echo 4 > sum.txt", "Two and two."), bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+    server = scripted_server(tmp_path, turns, admin_key=KEY)
+    try:
+        said = play("mini_swe_agent", url=server.url)
+        assert "reward 1.0, " in said and "coverage 100%" in said
+    finally:
+        server.stop()
+
+
+def test_custom_environment(gateway: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokentrue.cli.main import run
+
+    monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
+    monkeypatch.chdir(EXAMPLES)
+    sets = [f"--set=rollout.{each}" for each in ("environment=custom_environment:Sums", "tasks=2", "group_size=2")]
+    assert run("rollout", ["--url", gateway, "--out", str(tmp_path), *sets]) == 0
+    assert "4 rollouts in 2 groups, 0 failed" in capsys.readouterr().out
+
+
+def test_every_example_is_run_and_short() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {*AGAINST_A_GATEWAY, *ALONE, *ELSEWHERE, "mini_swe_agent", "custom_environment"}
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 55, path.name
