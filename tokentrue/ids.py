@@ -29,11 +29,13 @@ _SHOWN: Final = 8
 class TokenIds(Sequence[int]):
     """See the module. Build from any iterable of integers, or from stored bytes with `from_bytes`."""
 
-    __slots__ = ("_view",)
+    __slots__ = ("_sha256", "_view")
     _view: memoryview  # read-only, format "i", over bytes
+    _sha256: bytes | None  # computed when first asked for
 
-    def __init__(self, ids: Iterable[int] = ()) -> None:
-        object.__setattr__(self, "_view", ids._view if isinstance(ids, TokenIds) else _view_of_bytes(_pack(ids)))
+    def __new__(cls, ids: Iterable[int] = ()) -> TokenIds:
+        """`TokenIds(ids)` of ids that are TokenIds already is the same object."""
+        return ids if isinstance(ids, TokenIds) else cls._of(_view_of_bytes(_pack(ids)))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"TokenIds are immutable: cannot set {name}")
@@ -56,6 +58,7 @@ class TokenIds(Sequence[int]):
     def _of(cls, view: memoryview) -> TokenIds:
         ids = object.__new__(cls)
         object.__setattr__(ids, "_view", view)
+        object.__setattr__(ids, "_sha256", None)
         return ids
 
     @property
@@ -72,8 +75,11 @@ class TokenIds(Sequence[int]):
         return self._view.tolist()
 
     def sha256(self) -> bytes:
-        """The digest of `tobytes()`."""
-        return sha256(self._view if sys.byteorder == "little" else self.tobytes()).digest()
+        """The digest of `tobytes()`, computed once: the ids cannot change."""
+        if self._sha256 is None:
+            object.__setattr__(self, "_sha256", sha256(self._view if sys.byteorder == "little" else self.tobytes()).digest())
+        assert self._sha256 is not None
+        return self._sha256
 
     def startswith(self, prefix: Sequence[int]) -> bool:
         """Bit for bit."""

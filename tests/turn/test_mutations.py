@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tokentrue.sessions import singleflight
 from tokentrue.sessions import tree as trees
 from tokentrue.sessions.journal import Journal, records
 from tokentrue.sessions.journal import journal as claims
-from tokentrue.sessions.matching import candidates, matcher, memo
+from tokentrue.sessions.matching import candidates, conversations, matcher
 from tokentrue.sessions.stages import commits, generation, prompts
 
 assembling, auditing = (import_module(f"tokentrue.samples.{name}") for name in ("assemble", "audit"))  # functions hide the modules
@@ -29,12 +30,12 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def any_replay_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(memo, "find_losses", lambda served, replayed: ())
+    patch.setattr(matcher, "find_losses", lambda served, replayed: ())
 
 
 def results_without_their_call(patch: pytest.MonkeyPatch) -> None:
-    real = memo.chain_key
-    for module in (memo, candidates):
+    real = conversations.chain_key
+    for module in (conversations, candidates):
         patch.setattr(module, "chain_key", lambda previous, key, reference: real(previous, key, None))
     patch.setattr(matcher, "_restore", lambda tree, node, depth, facts, reference: {**facts.message, "tool_call_id": "x"})
 
@@ -88,13 +89,11 @@ def joins_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def identity_alone_is_trusted(patch: pytest.MonkeyPatch) -> None:
-    real = memo.MessageMemo.facts
+    def count_shared(self: Any, messages: Any) -> int:
+        pairs = zip(self.facts, messages, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0].source is pair[1], pairs))
 
-    def facts(self: Any, message: Any, index: int) -> Any:
-        known = self._facts.get(id(message))
-        return known if known is not None and known.source is message else real(self, message, index)
-
-    patch.setattr(memo.MessageMemo, "facts", facts)
+    patch.setattr(conversations.Conversation, "count_shared", count_shared)
 
 
 def what_was_sent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -121,7 +120,7 @@ def any_version_is_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def given_messages_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(memo.MessageFacts, "repeats", lambda self, recorded: True)
+    patch.setattr(conversations.MessageFacts, "repeats", lambda self, recorded: True)
 
 
 def tools_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:

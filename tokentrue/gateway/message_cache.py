@@ -1,15 +1,17 @@
-"""An accelerator with one switch: an agent sends its whole conversation again with every turn, and each message that it has sent before
-is found here by its exact bytes instead of being parsed, validated and normalised again.
+"""An accelerator with one switch: an agent sends its whole conversation again with every turn. The items that an earlier request of the
+session began with, byte for byte, are not parsed, validated and normalised again.
 
-A key is everything that decides the value: the dialect and the raw bytes of the item (or of the consecutive items that make up one
-assistant turn). The same bytes give the same message object, which nobody may change, so that the matcher can remember what it knows of
-it by identity. Nothing else of a body is remembered. `limits.message_cache_bytes = 0` switches it off.
+What an item is parsed to depends on its bytes alone, and a turn that arrives as several items is only taken over where it is complete. The
+same beginning gives the same message objects, which nobody may change, so that the matcher can go on from what it knows of them.
+Nothing else of a body is remembered. `limits.message_cache_bytes = 0` switches it off.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec import Raw
 
 from tokentrue.gateway.dialects import Dialect
 from tokentrue.gateway.dialects.base import parse_json
@@ -17,6 +19,7 @@ from tokentrue.types import Message
 
 ENTRY_BYTES = 1000  # of the parsed message's own objects, roughly, beside its text
 COPIES = 2  # the raw bytes and the parsed text
+KEPT = 8  # conversations of one session: parallel branches, other dialects
 
 
 class CacheBudget:
@@ -27,75 +30,107 @@ class CacheBudget:
         self.used = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParsedItems:
+    """The items of one request and their messages. Of the first i + 1 items: `ends[i]` counts their messages (None while the turn of item i
+    goes on), `sizes[i]` estimates the bytes that they take in memory."""
+
+    dialect: str = ""
+    items: Sequence[Raw] = ()
+    messages: Sequence[Message] = ()
+    ends: Sequence[int | None] = ()
+    sizes: Sequence[int] = ()
+
+    @property
+    def size(self) -> int:
+        return self.sizes[-1] if self.sizes else 0
+
+    def count_shared(self, items: Sequence[Raw]) -> int:
+        """How many first items are the same, up to the end of a turn."""
+        shared = count_equal(self.items, items)
+        while shared and self.ends[shared - 1] is None:
+            shared -= 1
+        return shared
+
+
+def count_equal(one: Sequence[Raw], other: Sequence[Raw]) -> int:
+    """How many first items have the same bytes."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(index for index in range(length) if one[index] != other[index])
+
+
 class MessageCache:
-    """The messages of one session, least recently used first. Bounded in bytes, per session and with all others of the process."""
+    """The last conversations of one session, newest first. Bounded in bytes, per session and with all others of the process."""
 
     def __init__(self, limit: int, budget: CacheBudget) -> None:
         self._limit, self._budget = limit, budget
-        self._entries: OrderedDict[tuple[str, bytes], tuple[Message, ...]] = OrderedDict()
+        self._kept: list[ParsedItems] = []
         self.used = 0
 
-    def parse_items(self, dialect: Dialect, items: Sequence[bytes]) -> list[Message]:
+    def parse_items(self, dialect: Dialect, items: Sequence[Raw]) -> list[Message]:
         """The conversation that `items` spell out, in the OpenAI shape."""
-        out: list[Message] = []
-        turn: list[tuple[bytes, Message]] = []  # consecutive assistant items of one turn
+        base, shared = self._find_base(dialect, items)
+        parsed = parse_after(base, shared, dialect, items)
+        self._keep(parsed, base if shared == len(base.items) else None)
+        return list(parsed.messages)
 
-        def flush() -> None:
-            if turn:
-                out.append(self._join_turn(dialect, turn))
-                turn.clear()
+    def _find_base(self, dialect: Dialect, items: Sequence[Raw]) -> tuple[ParsedItems, int]:
+        """The kept conversation that shares the most first items, and how many."""
+        best, most = ParsedItems(), 0
+        for kept in self._kept:
+            shared = kept.count_shared(items) if kept.dialect == dialect.name else 0
+            if shared > most:
+                best, most = kept, shared
+        return best, most
 
-        for index, raw in enumerate(items):
-            for message in self._parse_item(dialect, raw, f"{dialect.items_key}[{index}]"):
-                if dialect.splits_turns and message["role"] == "assistant":
-                    turn.append((raw, message))
-                else:
-                    flush()
-                    out.append(message)
-        flush()
-        dialect.check_messages(out)
-        return out
-
-    def _parse_item(self, dialect: Dialect, raw: bytes, path: str) -> tuple[Message, ...]:
-        return self._get((dialect.name, raw), lambda: dialect.parse_item(parse_json(raw, path), path))
-
-    def _join_turn(self, dialect: Dialect, turn: Sequence[tuple[bytes, Message]]) -> Message:
-        key = (f"{dialect.name}:turn", b"\0".join(raw for raw, _ in turn))
-        return self._get(key, lambda: (dialect.join_turn([message for _, message in turn]),))[0]
-
-    def _get(self, key: tuple[str, bytes], make: Callable[[], tuple[Message, ...]]) -> tuple[Message, ...]:
-        known = self._entries.get(key)
-        if known is not None:
-            self._entries.move_to_end(key)
-            return known
-        made = make()
-        self._put(key, made)
-        return made
-
-    def _put(self, key: tuple[str, bytes], made: tuple[Message, ...]) -> None:
-        size = entry_bytes(key)
-        if size > self._limit:
+    def _keep(self, parsed: ParsedItems, replaced: ParsedItems | None) -> None:
+        if parsed.size > self._limit:
             return
-        while self._entries and self.used + size > self._limit:
-            self._drop_oldest()
-        while self._entries and self._budget.used + size > self._budget.limit:
-            self._drop_oldest()
-        if self._budget.used + size > self._budget.limit:
+        if replaced in self._kept:
+            self._drop(self._kept.index(replaced))
+        while self._kept and (self.used + parsed.size > self._limit or len(self._kept) >= KEPT):
+            self._drop(-1)
+        while self._kept and self._budget.used + parsed.size > self._budget.limit:
+            self._drop(-1)
+        if self._budget.used + parsed.size > self._budget.limit:
             return
-        self._entries[key] = made
-        self.used += size
-        self._budget.used += size
+        self._kept.insert(0, parsed)
+        self.used += parsed.size
+        self._budget.used += parsed.size
 
-    def _drop_oldest(self) -> None:
-        key, _ = self._entries.popitem(last=False)
-        size = entry_bytes(key)
+    def _drop(self, index: int) -> None:
+        size = self._kept.pop(index).size
         self.used -= size
         self._budget.used -= size
 
     def clear(self) -> None:
-        while self._entries:
-            self._drop_oldest()
+        while self._kept:
+            self._drop(-1)
 
 
-def entry_bytes(key: tuple[str, bytes]) -> int:
-    return COPIES * len(key[1]) + ENTRY_BYTES
+def parse_after(base: ParsedItems, shared: int, dialect: Dialect, items: Sequence[Raw]) -> ParsedItems:
+    """Parses `items`, whose first `shared` ones are those of `base`."""
+    messages = list(base.messages[: base.ends[shared - 1]] if shared else ())
+    kept, ends, sizes = list(base.items[:shared]), list(base.ends[:shared]), list(base.sizes[:shared])
+    turn: list[Message] = []  # consecutive assistant items of one turn
+    size = sizes[-1] if sizes else 0
+    for index, item in enumerate(items[shared:], shared):
+        raw, path = bytes(item), f"{dialect.items_key}[{index}]"
+        for message in dialect.parse_item(parse_json(raw, path), path):
+            if dialect.splits_turns and message["role"] == "assistant":
+                turn.append(message)
+                continue
+            if turn:
+                messages.append(dialect.join_turn(turn))
+                turn = []
+            messages.append(message)
+        size += COPIES * len(raw) + ENTRY_BYTES
+        kept.append(Raw(raw))  # a copy of its own: `item` holds the whole body
+        ends.append(None if turn else len(messages))
+        sizes.append(size)
+    if turn:
+        messages.append(dialect.join_turn(turn))
+    dialect.check_messages(messages)
+    return ParsedItems(dialect=dialect.name, items=kept, messages=messages, ends=ends, sizes=sizes)

@@ -24,8 +24,9 @@ from tokentrue.gateway.dialects.base import Json
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 from tokentrue.gateway.problems import Refused
 from tokentrue.protocols import Renderer
+from tokentrue.sessions.plain_json import dumps
 from tokentrue.turn import Session
-from tokentrue.types import Coverage, Message, Refusal, Reply
+from tokentrue.types import Coverage, Message, Refusal, Reply, Tool
 
 OpenSession = Callable[[str], Awaitable[Session]]
 REMEMBERED_KEYS = 256
@@ -48,6 +49,8 @@ class SessionHandle:
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
         self.cache = MessageCache(limits.message_cache_bytes, budget)
         self._limits = limits
+        self._opening: tuple[Message, ...] = ()  # of the last request: an equal one is the same object
+        self._tools: tuple[bytes, tuple[Tool, ...] | None] = (b"", None)  # of the last request, as JSON and as parsed
         self._idempotent: OrderedDict[str, str] = OrderedDict()  # Idempotency-Key -> digest of its body
         self._numbers: OrderedDict[str, int] = OrderedDict()  # digest of a body -> the number of the last request that had it
         self._tools_ignored: bool | None = None  # known after the first request with tools
@@ -64,9 +67,19 @@ class SessionHandle:
         if head.tools and self._ignores_tools():
             message = "this model's chat template ignores tools: the model would not see them; leave them out, or use another template"
             raise TemplateError(message)
+        if head.opening != self._opening:
+            self._opening = head.opening
+        head = replace(head, tools=self._find_tools(head.tools))
         if head.continues is not None:
-            return head, [*self._continued_history(head), *messages]
-        return head, [*head.opening, *messages]
+            return head, [*self._opening, *self._continued_history(head), *messages]
+        return head, [*self._opening, *messages]
+
+    def _find_tools(self, tools: tuple[Tool, ...] | None) -> tuple[Tool, ...] | None:
+        """The last request's own object where the tools are the same JSON: whoever compares them then compares nothing."""
+        spelled = dumps(tools)
+        if spelled != self._tools[0]:
+            self._tools = (spelled, tools)
+        return self._tools[1]
 
     def _ignores_tools(self) -> bool:
         if self._tools_ignored is None:
@@ -92,14 +105,13 @@ class SessionHandle:
         return replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))
 
     def _continued_history(self, head: RequestHead) -> Sequence[Message]:
-        """The conversation that led to an earlier answer, and the answer. `instructions` are never carried over: this request's own,
-        or none, take their place."""
+        """The conversation that led to an earlier answer, and the answer, without its `instructions`: those are never carried over."""
         assert head.continues is not None
         node = self.session.tree.nodes.get(head.continues.node)
         if node is None:
             raise MessageError("no such response in this session", field="previous_response_id")
         history = self.session.tree.messages(node)
-        return [*head.opening, *history[1 if head.continues.instructed else 0 :]]
+        return history[1 if head.continues.instructed else 0 :]
 
     # Names of retried requests.
     def request_key(self, scope: Scope, body: bytes) -> str | None:

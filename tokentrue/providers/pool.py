@@ -221,7 +221,7 @@ def _pieces(chunks: Sequence[Chunk], ids: TokenIds) -> list[Completion]:
 
 def _remaining(prompt_ids: TokenIds, sampling: Sampling, done: Sequence[Completion]) -> tuple[TokenIds, Sampling | None]:
     """The prompt and settings for the rest of a generation; no settings where its token limit is reached."""
-    ids = TokenIds.concat([prompt_ids, *(piece.token_ids for piece in done)])
+    ids = TokenIds.concat([prompt_ids, *(piece.token_ids for piece in done)]) if done else prompt_ids
     if sampling.max_tokens is None:
         return ids, sampling
     left = sampling.max_tokens - (len(ids) - len(prompt_ids))

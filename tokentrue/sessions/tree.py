@@ -15,7 +15,7 @@ from hashlib import sha256
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tokentrue.errors import SessionConflict, TokenContractError
-from tokentrue.ids import TokenIds
+from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.sessions.certificate import next_link, start_link
 from tokentrue.sessions.plain_json import digest
 from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, TemplateKwargs, Tools, VersionSpan
@@ -84,6 +84,15 @@ class Node:
         return self.prompt_length + len(self.sampled_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """The whole conversation up to and including `node`."""
+
+    node: str
+    ids: TokenIds
+    messages: Sequence[Message]
+
+
 class _HashState(Protocol):
     """A running SHA-256."""
 
@@ -114,6 +123,7 @@ class Tree:
         self._hashes: dict[str, _HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
         self._start = start_link(template=template, tokenizer=tokenizer)
+        self._newest = _Path("", EMPTY, ())  # the one asked for last: its children begin with it
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -150,7 +160,7 @@ class Tree:
 
     def full_ids(self, node: Node | None) -> TokenIds:
         """Prompt and sampled ids of `node`."""
-        return TokenIds.concat(ids for step in self.path(node) for ids in (step.given_ids, step.sampled_ids))
+        return EMPTY if node is None else self._full_path(node).ids
 
     def prompt_ids(self, node: Node) -> TokenIds:
         return self.full_ids(node)[: node.prompt_length]
@@ -160,7 +170,24 @@ class Tree:
 
     def messages(self, node: Node | None) -> list[Message]:
         """The conversation up to and including what `node` served, as recorded (not as some client replayed it)."""
-        return [message for step in self.path(node) for message in (*self.given_messages(step), step.served)]
+        return [] if node is None else list(self._full_path(node).messages)
+
+    def _full_path(self, node: Node) -> _Path:
+        """Walks back to the root, or to the path that was asked for last: the next turn of a conversation costs what it adds."""
+        known, steps, at = self._newest, list[Node](), node
+        while at.id != known.node:
+            steps.append(at)
+            if at.parent is None:
+                known = _Path("", EMPTY, ())
+                break
+            at = self.nodes[at.parent]
+        if not steps:
+            return known
+        steps.reverse()
+        ids = TokenIds.concat([known.ids, *(ids for step in steps for ids in (step.given_ids, step.sampled_ids))])
+        added = [message for step in steps for message in (*self.given_messages(step), step.served)]
+        self._newest = _Path(node.id, ids, [*known.messages, *added])
+        return self._newest
 
     def find_arguments(self, call_id: str) -> Sequence[str]:
         """The arguments of every call that was served under this id, as the model wrote them, oldest first."""

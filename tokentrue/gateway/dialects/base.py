@@ -71,7 +71,7 @@ class DecodedBody:
     """A request's JSON: its head, and the raw bytes of each item of its conversation, not parsed yet."""
 
     head: RequestHead
-    items: Sequence[bytes]
+    items: Sequence[msgspec.Raw]
 
 
 class Encoder(Protocol):
@@ -159,10 +159,10 @@ def parse_json(raw: bytes, path: str) -> Any:
         raise MessageError(f"is not JSON: {str(error)[:100]}", field=path) from None
 
 
-def raw_items(items: Sequence[msgspec.Raw], key: str) -> Sequence[bytes]:
+def raw_items(items: Sequence[msgspec.Raw], key: str) -> Sequence[msgspec.Raw]:
     if not items:
         raise MessageError("must be a list with at least one item", field=key)
-    return [bytes(item) for item in items]
+    return items
 
 
 def complaint(text: str, path: str) -> MessageError:

@@ -110,7 +110,7 @@ class OpenAIResponses:
     def decode(self, body: bytes) -> DecodedBody:
         decoded = decode_body(body, ResponsesBody)
         if isinstance(decoded.input, str):
-            items: Sequence[bytes] = [encode({"role": "user", "content": decoded.input})]
+            items: Sequence[msgspec.Raw] = [msgspec.Raw(encode({"role": "user", "content": decoded.input}))]
         else:
             items = raw_items(decoded.input, self.items_key)
         return DecodedBody(head=head_from_responses(decoded), items=items)

@@ -58,7 +58,7 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
         "finish": node.finish.value,
         "served": node.served,
     }
-    if parent is None or digest(node.tools) != digest(parent.tools):
+    if parent is None or (node.tools is not parent.tools and digest(node.tools) != digest(parent.tools)):
         body["tools"] = node.tools
     body |= {name: value for name, default in _OPTIONAL.items() if (value := getattr(node, name)) != default}
     if node.joined_keys:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, call_ids_of, chain_key, message_key, read_role
+from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, call_ids_of, chain_key, message_key, note_calls, read_role
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Message
 
@@ -63,10 +63,3 @@ class CandidateIndex:
                 index -= 1
             node = self._tree.parent(node)
         return None
-
-
-def note_calls(seen: dict[str, CallRef], index: int, call_ids: tuple[str | None, ...]) -> None:
-    """Message `index` of a conversation holds these calls: a later call with the same id replaces an earlier one."""
-    for position, call_id in enumerate(call_ids):
-        if call_id is not None:
-            seen[call_id] = (index, position)

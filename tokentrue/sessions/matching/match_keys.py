@@ -88,6 +88,13 @@ def call_ids_of(message: Message) -> tuple[str | None, ...]:
     return tuple(call_id if isinstance(call_id := call.get("id"), str) else None for call in calls_of(message))
 
 
+def note_calls(seen: dict[str, CallRef], index: int, call_ids: tuple[str | None, ...]) -> None:
+    """Message `index` of a conversation holds these calls: a later call with the same id replaces an earlier one."""
+    for position, call_id in enumerate(call_ids):
+        if call_id is not None:
+            seen[call_id] = (index, position)
+
+
 class _NoDouble(str):
     """A number that no double holds, as its JSON text."""
 

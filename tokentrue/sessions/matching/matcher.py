@@ -6,7 +6,7 @@ The whole list of messages is matched against the tree as it is now, in four ste
 3. every given message and the tools must be equal as JSON, or else render to the same ids;
 4. turns that were served whole come before those that broke off; among them the best exact fit wins, then one that was not replaced by
    a retry, then one whose turn was not asked yet, then the newest; an equal fit is recorded as ambiguous.
-Nothing is remembered from one request to the next but facts about single messages (`memo`).
+Nothing is remembered from one request to the next but pure facts about its messages and the paths they replay (`conversations`).
 """
 
 from __future__ import annotations
@@ -14,35 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tokentrue.errors import MessageError, RenderError
+from tokentrue.errors import RenderError
 from tokentrue.protocols import Renderer
-from tokentrue.sessions.matching.candidates import CandidateIndex, note_calls
-from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, calls_of, tools_key
-from tokentrue.sessions.matching.memo import MessageFacts, MessageMemo
-from tokentrue.sessions.matching.projections import format_losses
+from tokentrue.sessions.matching.candidates import CandidateIndex
+from tokentrue.sessions.matching.conversations import Conversation, ConversationReader, MessageFacts, PathFit
+from tokentrue.sessions.matching.match_keys import CallRef, calls_of, tools_key
+from tokentrue.sessions.matching.projections import find_losses, format_losses
 from tokentrue.sessions.plain_json import digest
 from tokentrue.sessions.tree import AttemptKey, Given, Node, ServedRef, Tree, attempt_key
 from tokentrue.types import Message, Messages, Tools
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """A request's messages and tools as the session's own copies, with the chained key after each message."""
-
-    facts: Sequence[MessageFacts]
-    keys: Sequence[bytes]
-    references: Sequence[CallRef | str | None]  # of tool results: the call each one answers
-    tools: Tools | None
-    tools_exact: bytes
-
-    @property
-    def messages(self) -> list[Message]:
-        return [facts.message for facts in self.facts]
-
-    @property
-    def exact(self) -> bytes:
-        """Names messages and tools exactly."""
-        return digest(b"".join([facts.exact for facts in self.facts]), self.tools_exact)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,21 +52,12 @@ class Root:
 Plan = Continue | Root
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fit:
-    """How a request fits the path to a node: what its replays lost, and whether a given message is spelled otherwise."""
-
-    score: int = 0
-    losses: frozenset[str] = frozenset()
-    respelled: bool = False
-
-
 class Matcher:
-    """Resolves requests of one session. `memo` may be switched off; no answer changes."""
+    """Resolves requests of one session. `reader` may keep nothing of earlier requests; no answer changes."""
 
-    def __init__(self, tree: Tree, renderer: Renderer, *, memo: MessageMemo | None = None) -> None:
+    def __init__(self, tree: Tree, renderer: Renderer, *, reader: ConversationReader | None = None) -> None:
         self._tree, self._renderer = tree, renderer
-        self._memo = memo or MessageMemo()
+        self._reader = reader or ConversationReader()
         self._index = CandidateIndex(tree)
 
     def add(self, node: Node) -> None:
@@ -95,22 +66,7 @@ class Matcher:
 
     def read(self, messages: Messages, tools: Tools | None) -> Conversation:
         """Copies, checks and keys a request; malformed messages are refused by field."""
-        if not messages:
-            raise MessageError("at least one message is needed", field="messages")
-        find = self._memo.facts
-        facts = [find(message, index) for index, message in enumerate(messages)]
-        keys: list[bytes] = []
-        references: list[CallRef | str | None] = []
-        key, seen = START_KEY, dict[str, CallRef]()
-        for index, fact in enumerate(facts):
-            reference = None if fact.call_id is None else seen.get(fact.call_id, fact.call_id)
-            key = fact.chain_after(key, reference)
-            if fact.call_ids:
-                note_calls(seen, index, fact.call_ids)
-            keys.append(key)
-            references.append(reference)
-        copy, exact = self._memo.tools(tools)
-        return Conversation(facts=facts, keys=keys, references=references, tools=copy, tools_exact=exact)
+        return self._reader.read(messages, tools)
 
     def resolve(self, asked: Conversation, in_flight: Mapping[AttemptKey, int]) -> Plan:
         """`in_flight` counts the turns that are being generated."""
@@ -187,16 +143,15 @@ class Matcher:
 
 
 class _Search:
-    """One request against every candidate. Fits of path prefixes are shared by the candidates of this request only."""
+    """One request against every candidate."""
 
     def __init__(
         self, tree: Tree, index: CandidateIndex, renderer: Renderer, asked: Conversation, in_flight: Mapping[AttemptKey, int]
     ) -> None:
         self._tree, self._index, self._renderer = tree, index, renderer
         self._asked, self._in_flight = asked, in_flight
-        self._fits: dict[str, _Fit | None] = {}
 
-    def find_deepest(self) -> tuple[Node, _Fit, bool, bool] | None:
+    def find_deepest(self) -> tuple[Node, PathFit, bool, bool] | None:
         """The node to continue, its fit, whether others fit as well, and whether the tools are the same."""
         for at in range(len(self._asked.facts) - 1, -1, -1):
             if self._asked.facts[at].role != "assistant":
@@ -209,36 +164,36 @@ class _Search:
                 return (*self._choose(same or fits), bool(same))
         return None
 
-    def _choose(self, fits: Sequence[tuple[Node, _Fit]]) -> tuple[Node, _Fit, bool]:
+    def _choose(self, fits: Sequence[tuple[Node, PathFit]]) -> tuple[Node, PathFit, bool]:
         best = min(fit.score for _, fit in fits)
         equal = [(node, fit) for node, fit in fits if fit.score == best]
         node, fit = equal[0] if len(equal) == 1 else min(equal, key=self._rank)
         return node, fit, len(equal) > 1
 
-    def _rank(self, item: tuple[Node, _Fit]) -> tuple[bool, bool, int]:
+    def _rank(self, item: tuple[Node, PathFit]) -> tuple[bool, bool, int]:
         node = item[0]
         replaced = any(other.started > node.seq for other in self._tree.attempts_like(node))
         attempt = attempt_key(node, restore_tail(self._tree, self._index, node, self._asked), self._asked.tools)
         return replaced, attempt in self._tree.attempts or bool(self._in_flight.get(attempt)), -node.seq
 
-    def _fit(self, node: Node) -> _Fit | None:
-        """None where a turn on the path was edited. Siblings share the walk to their parent."""
-        parent = self._tree.parent(node)
-        if parent is None:
-            return self._fit_steps(_Fit(), [node])
-        if parent.id not in self._fits:
-            self._fits[parent.id] = self._fit_steps(_Fit(), self._tree.path(parent))
-        before = self._fits[parent.id]
-        return None if before is None else self._fit_steps(before, [node])
+    def _fit(self, node: Node) -> PathFit | None:
+        """None where a turn on the path was edited. Siblings share the walk to their parent, as does the next request."""
+        fits, parent = self._asked.fits, self._tree.parent(node)
+        if node.id not in fits:
+            if parent is not None and parent.id not in fits:
+                fits[parent.id] = self._fit_steps(PathFit(), self._tree.path(parent))
+            before = PathFit() if parent is None else fits[parent.id]
+            fits[node.id] = None if before is None else self._fit_steps(before, [node])
+        return fits[node.id]
 
-    def _fit_steps(self, before: _Fit, steps: Sequence[Node]) -> _Fit | None:
+    def _fit_steps(self, before: PathFit, steps: Sequence[Node]) -> PathFit | None:
         facts, nodes = self._asked.facts, self._tree.nodes
         score, losses, respelled = before.score, set(before.losses), before.respelled
         at = self._index.place(steps[0]).depth - len(steps[0].given) - 1
         for step in steps:
             for item in (*step.given, step.served):
                 if item is step.served or isinstance(item, ServedRef):
-                    found = facts[at].losses_of(nodes[item.node].served if isinstance(item, ServedRef) else item)
+                    found = find_losses(nodes[item.node].served if isinstance(item, ServedRef) else item, facts[at].message)
                     if found is None:
                         return None
                     score += len(found)
@@ -246,10 +201,10 @@ class _Search:
                 elif not respelled and not facts[at].repeats(item):
                     respelled = True
                 at += 1
-        return _Fit(score=score, losses=frozenset(losses), respelled=respelled)
+        return PathFit(depth=at, score=score, losses=frozenset(losses), respelled=respelled)
 
     def _has_same_tools(self, node: Node) -> bool:
-        if digest(node.tools) == self._asked.tools_exact:
+        if node.tools is self._asked.tools or digest(node.tools) == self._asked.tools_exact:
             return True
         if tools_key(node.tools) != tools_key(self._asked.tools):
             return False

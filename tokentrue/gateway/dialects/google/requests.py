@@ -123,7 +123,7 @@ def decode_fields(body: bytes) -> Mapping[str, msgspec.Raw]:
         raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
 
 
-def decode_contents(body: bytes) -> tuple[GenerateHead, Sequence[bytes]]:
+def decode_contents(body: bytes) -> tuple[GenerateHead, Sequence[msgspec.Raw]]:
     fields = camel_keys(decode_fields(body), "")
     try:
         items = msgspec.json.decode(bytes(fields.pop(ITEMS, b"[]")), type=list[msgspec.Raw])

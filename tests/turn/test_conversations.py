@@ -1,4 +1,4 @@
-"""The matcher's memo changes no answer: random conversations, resolved with it and without it, against the same trees.
+"""What the matcher keeps of earlier requests changes no answer: random conversations, resolved with it and without, against the same trees.
 
 Also: a session that is closed and opened again after every turn answers as one that stays open.
 """
@@ -17,7 +17,7 @@ import tokentrue as tt
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.sessions import Journal, Matcher, load_tree
-from tokentrue.sessions.matching.memo import MessageMemo
+from tokentrue.sessions.matching.conversations import ConversationReader
 from tokentrue.types import Attempt, Completion, Finish, RoutedExperts, TurnRequest, VersionSpan
 
 TOOL_SETS: list[Any] = [None, [{"name": "f"}], [{"name": "f", "default": True}], [{"name": "f", "default": 1}]]
@@ -42,15 +42,15 @@ def replay(message: Any, how: str) -> Any:
 HOW = st.sampled_from(["same object", "copy", "dropped", "inlined", "parts", "edited"])
 
 
-class MemoOnAndOff(RuleBasedStateMachine):
-    """Each request is resolved by three matchers: one with its memo, one without, and one made for it alone."""
+class ReaderOnAndOff(RuleBasedStateMachine):
+    """Each request is resolved by three matchers: one that keeps conversations, one that does not, and one made for it alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.renderer, self.engine, self.journal = Letters(), Engine([]), Journal("memory")
         self.session = tt.Session(renderer=self.renderer, provider=self.engine, journal=self.journal)
-        self.plain = Matcher(self.session.tree, self.renderer, memo=MessageMemo(enabled=False))
+        self.plain = Matcher(self.session.tree, self.renderer, reader=ConversationReader(enabled=False))
         self.histories: list[list[Any]] = []
 
     @initialize()
@@ -94,8 +94,8 @@ class MemoOnAndOff(RuleBasedStateMachine):
         self.loop.close()
 
 
-TestMemoOnAndOff = MemoOnAndOff.TestCase
-TestMemoOnAndOff.settings = settings(
+TestReaderOnAndOff = ReaderOnAndOff.TestCase
+TestReaderOnAndOff.settings = settings(
     max_examples=150, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 

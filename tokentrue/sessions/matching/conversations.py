@@ -1,0 +1,172 @@
+"""A request's conversation as the matcher reads it: facts about each message, chained keys, and how it fits recorded paths.
+
+An agent sends its whole conversation again with every turn. `ConversationReader` keeps the last few conversations; a new one that begins
+with the same message objects, unchanged, begins with what is known of them, and only the rest is read. All that is kept are pure
+functions of the messages and of immutable nodes, so no answer changes (tests/turn/test_conversations.py compares it on and off for
+random requests). `ConversationReader(enabled=False)` reads every request from its first message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from tokentrue.errors import MessageError
+from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, call_ids_of, chain_key, message_key, note_calls, read_role
+from tokentrue.sessions.plain_json import digest, dumps, freeze
+from tokentrue.types import Message, Messages, Tools
+
+_KEPT = 8  # conversations of one session: parallel branches
+_DIGEST_BYTES = 16
+
+
+class MessageFacts:
+    """`message` is the session's own copy of `source`. `exact` names it exactly, `key` loosely."""
+
+    __slots__ = ("call_id", "call_ids", "exact", "key", "message", "role", "source")
+
+    def __init__(self, source: Message, index: int) -> None:
+        field = f"messages[{index}]"
+        role = read_role(source, field)
+        message = cast("dict[str, Any]", freeze(source, field))
+        call_id = message.get("tool_call_id")
+        self.source, self.message, self.role = source, message, role
+        self.key, self.exact = message_key(message), digest(message)
+        self.call_ids = call_ids_of(message)
+        self.call_id = call_id if isinstance(call_id, str) and role != "assistant" else None
+
+    def repeats(self, recorded: Message) -> bool:
+        """Is this the given message `recorded`, to the letter? Call ids aside: where a result points is part of the key."""
+        return self.message is recorded or dumps(_comparable(recorded)) == dumps(_comparable(self.message))
+
+
+def _comparable(message: Message) -> dict[str, Any]:
+    """Without what no template prints: cache marks, and the call id that is restored to the served one."""
+    fields = {name: value for name, value in message.items() if name not in ("tool_call_id", "cache_control")}
+    if isinstance(fields.get("content"), list):
+        fields["content"] = [_without_cache_mark(part) for part in cast("list[Any]", fields["content"])]
+    return fields
+
+
+def _without_cache_mark(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    return {name: value for name, value in cast("dict[str, Any]", part).items() if name != "cache_control"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathFit:
+    """How the first `depth` messages of a request fit the path to a node: what its replays lost, and whether a given message is spelled
+    otherwise."""
+
+    depth: int = 0
+    score: int = 0
+    losses: frozenset[str] = frozenset()
+    respelled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A request's messages and tools as the session's own copies, with the chained key after each message."""
+
+    facts: Sequence[MessageFacts] = ()
+    keys: Sequence[bytes] = ()
+    references: Sequence[CallRef | str | None] = ()  # of tool results: the call each one answers
+    calls: dict[str, CallRef] = field(default_factory=dict[str, CallRef])  # the last call of each id
+    exacts: bytes = b""  # the messages' exact digests, end to end
+    tools: Tools | None = None
+    tools_exact: bytes = b""
+    fits: dict[str, PathFit | None] = field(default_factory=dict[str, "PathFit | None"])  # by node, filled in by the matcher
+
+    @property
+    def messages(self) -> list[Message]:
+        return [facts.message for facts in self.facts]
+
+    @property
+    def exact(self) -> bytes:
+        """Names messages and tools exactly."""
+        return digest(self.exacts, self.tools_exact)
+
+    def count_shared(self, messages: Messages) -> int:
+        """How many of the first messages are the same objects as here, and as they were when they were read."""
+        for index, (facts, message) in enumerate(zip(self.facts, messages, strict=False)):
+            if facts.source is not message or facts.message != message:
+                return index
+        return min(len(self.facts), len(messages))
+
+    def calls_before(self, depth: int) -> dict[str, CallRef]:
+        """`calls` of the first `depth` messages."""
+        if depth == len(self.facts):
+            return dict(self.calls)
+        calls: dict[str, CallRef] = {}
+        for index, facts in enumerate(self.facts[:depth]):
+            note_calls(calls, index, facts.call_ids)
+        return calls
+
+    def fits_before(self, depth: int) -> dict[str, PathFit | None]:
+        """Of the nodes that end within the first `depth` messages, the deepest: a longer path begins with one of these."""
+        known = {name: fit for name, fit in self.fits.items() if fit is not None and fit.depth <= depth}
+        deepest = max((fit.depth for fit in known.values()), default=0)
+        return {name: fit for name, fit in known.items() if fit.depth == deepest}
+
+
+class ConversationReader:
+    """See the module."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._kept: list[Conversation] = []  # newest first
+        self._tools: tuple[Tools | None, list[Any] | None, bytes] = (None, None, digest(None))
+
+    def read(self, messages: Messages, tools: Tools | None) -> Conversation:
+        """Copies, checks and keys a request; malformed messages are refused by field."""
+        if not messages:
+            raise MessageError("at least one message is needed", field="messages")
+        base, shared = self._find_base(messages)
+        added = [MessageFacts(message, index) for index, message in enumerate(messages[shared:], shared)]
+        keys, references, calls = list(base.keys[:shared]), list(base.references[:shared]), base.calls_before(shared)
+        key = keys[-1] if keys else START_KEY
+        for index, facts in enumerate(added, shared):
+            reference = None if facts.call_id is None else calls.get(facts.call_id, facts.call_id)
+            key = chain_key(key, facts.key, reference)
+            note_calls(calls, index, facts.call_ids)
+            keys.append(key)
+            references.append(reference)
+        copy, tools_exact = self._copy_tools(tools)
+        conversation = Conversation(
+            facts=[*base.facts[:shared], *added],
+            keys=keys,
+            references=references,
+            calls=calls,
+            exacts=base.exacts[: shared * _DIGEST_BYTES] + b"".join([facts.exact for facts in added]),
+            tools=copy,
+            tools_exact=tools_exact,
+            fits=base.fits_before(shared),
+        )
+        self._keep(conversation, base if shared == len(base.facts) else None)
+        return conversation
+
+    def _find_base(self, messages: Messages) -> tuple[Conversation, int]:
+        """The kept conversation that shares the most first messages, and how many."""
+        best, most = Conversation(), 0
+        for kept in self._kept:
+            shared = kept.count_shared(messages)
+            if shared > most:
+                best, most = kept, shared
+            if shared == len(kept.facts):
+                break
+        return best, most
+
+    def _keep(self, conversation: Conversation, replaced: Conversation | None) -> None:
+        if self._enabled:
+            self._kept = [conversation, *(kept for kept in self._kept if kept is not replaced)][:_KEPT]
+
+    def _copy_tools(self, tools: Tools | None) -> tuple[list[Any] | None, bytes]:
+        """The session's own copy of the last tool set, and its exact digest."""
+        source, copy, name = self._tools
+        if not self._enabled or source is not tools or copy != tools:
+            copy = cast("list[Any]", freeze(list(tools), "tools")) if tools else None
+            name = digest(copy)
+            self._tools = (tools, copy, name)
+        return copy, name
