@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.engine.world import build, engine_of, judge, random_run
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import AttentionSpec, Packed, PagedBatch
+from tokentrue.numerics import AttentionSpec, ExpertWeights, Packed, PagedBatch
 from tokentrue.numerics.cpu import CpuOps
 from tokentrue.numerics.ops import NormForm, Ops
 
@@ -87,10 +87,10 @@ class Other(CpuOps):
             return super().log_softmax(logits)
         return torch.softmax(logits, -1).log()
 
-    def experts(self, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
+    def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
         if self.other == "experts":  # the order of the slots
-            return super().experts(x, index.flip(-1), weight.flip(-1), gate_up, down, kind) + 0
-        return super().experts(x, index, weight, gate_up, down, kind)
+            return super().experts(x, index.flip(-1), weight.flip(-1), experts) + 0
+        return super().experts(x, index, weight, experts)
 
     def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         return F.silu(gate) * up if self.other == "act_mul" else super().act_mul(gate, up, kind)

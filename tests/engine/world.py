@@ -36,6 +36,20 @@ GLM = {
     "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": True,
 }  # fmt: skip
 
+DEEPSEEK = {
+    "num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 28, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 18,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 40, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+GPT_OSS = {
+    "head_dim": 24, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+                        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+}  # fmt: skip
+OLMO3 = {"hidden_size": 96, "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
+GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.15, "logits_scaling": 3.0, "hidden_size": 108}
+
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     """A random model; odd sizes, because powers of two hide tails."""
@@ -57,12 +71,16 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
         "qwen3_next": lambda: t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**{**SIZES, **HYBRID, **SHARED_EXPERT, **changes})),
         "qwen3_5": lambda: t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(**{**SIZES, **HYBRID, **changes})),
         "glm4_moe": lambda: t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**{**SIZES, **head, **GLM, **changes})),
+        "gpt_oss": lambda: t.GptOssForCausalLM(t.GptOssConfig(**{**SIZES, **GPT_OSS, **changes})),
+        "deepseek_v3": lambda: t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**{**SIZES, **DEEPSEEK, **changes})),
+        "olmo3": lambda: t.Olmo3ForCausalLM(t.Olmo3Config(**{**SIZES, **OLMO3, **changes})),
+        "granite": lambda: t.GraniteForCausalLM(t.GraniteConfig(**{**SIZES, **GRANITE, **changes})),
         "smollm3": lambda: t.SmolLM3ForCausalLM(t.SmolLM3Config(**{**SIZES, "hidden_size": 108, "num_hidden_layers": 4, **changes})),
     }
     model = makers[kind]().eval()
     with torch.no_grad():  # biases and norms as training leaves them, not as they are born
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 

@@ -19,6 +19,13 @@ GLM: dict[str, Any] = {
     "partial_rotary_factor": 0.5, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1,
     "moe_intermediate_size": 192, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
 }  # fmt: skip
+GPT_OSS: dict[str, Any] = {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128}
+GRANITE: dict[str, Any] = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 192, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 
 
 def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -29,6 +36,10 @@ def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
         "glm4_moe": lambda: t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**SIZES, **GLM)),
         "qwen3_next": lambda: t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**SIZES, **HYBRID, **EXPERTS, shared_expert_intermediate_size=128)),
         "qwen3_5": lambda: t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(**SIZES, **HYBRID)),
+        "gpt_oss": lambda: t.GptOssForCausalLM(t.GptOssConfig(**SIZES, **GPT_OSS)),
+        "deepseek_v3": lambda: t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**{**SIZES, **DEEPSEEK})),
+        "olmo3": lambda: t.Olmo3ForCausalLM(t.Olmo3Config(**SIZES, sliding_window=128)),
+        "granite": lambda: t.GraniteForCausalLM(t.GraniteConfig(**SIZES, **GRANITE)),
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**SIZES)),
     }
     return makers[family]().to(device="cuda", dtype=dtype).eval()
@@ -53,6 +64,22 @@ def test_qwen3_next_under_a_random_schedule() -> None:
 
 def test_qwen3_5_under_a_random_schedule() -> None:
     check("qwen3_5")
+
+
+def test_gpt_oss_under_a_random_schedule() -> None:
+    check("gpt_oss")
+
+
+def test_deepseek_v3_under_a_random_schedule() -> None:
+    check("deepseek_v3")
+
+
+def test_olmo3_under_a_random_schedule() -> None:
+    check("olmo3")
+
+
+def test_granite_under_a_random_schedule() -> None:
+    check("granite")
 
 
 def test_float16_has_the_trainers_bits() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, NormForm, Packed, PagedBatch
+from tokentrue.numerics.cpu import CpuOps
+from tokentrue.numerics.ops import AttentionSpec, ClampedSwiglu, ExpertWeights, HeadNorm, NormForm, Packed, PagedBatch
 
 GENERATOR_SEED = 5
 LINEARS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 2000), (2048, 6144), (6144, 2048), (1000, 200))
@@ -261,15 +262,90 @@ def test_experts_rows_do_not_depend_on_the_batch() -> None:
         scores = randn(t, e, dtype=torch.float32).softmax(-1)
         weight_, index = scores.topk(slots, dim=-1)
         weight_ = weight_.to(dtype)
-        whole = o.experts(x, index, weight_, gate_up, down, "silu")
+        experts = ExpertWeights(gate_up=gate_up, down=down, act="silu")
+        whole = o.experts(x, index, weight_, experts)
         reference = torch.zeros(t, k, dtype=torch.float64, device="cuda")
         for s in range(slots):
             gate, up = torch.einsum("tk,tik->ti", x.double(), gate_up.double()[index[:, s]]).chunk(2, -1)
             reference += torch.einsum("ti,tki->tk", F.silu(gate) * up, down.double()[index[:, s]]) * weight_[:, s, None].double()
         assert relative_error(whole, reference) < tolerance
         for m in (1, 2, 17, 100, 599):
-            assert same(o.experts(x[:m], index[:m], weight_[:m], gate_up, down, "silu"), whole[:m]), (dtype, m)
-            assert same(o.experts(x[-m:], index[-m:], weight_[-m:], gate_up, down, "silu"), whole[-m:]), (dtype, -m)
+            assert same(o.experts(x[:m], index[:m], weight_[:m], experts), whole[:m]), (dtype, m)
+            assert same(o.experts(x[-m:], index[-m:], weight_[-m:], experts), whole[-m:]), (dtype, -m)
+
+
+def test_interleaved_experts_with_biases() -> None:
+    """gpt-oss: rows do not depend on the batch, and values and gradients are those of plain torch."""
+    o, t, k, e, i, slots = ops(), 400, 256, 8, 192, 4
+    for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float32, 1e-4)):
+        gate_up, down = randn(e, k, 2 * i, dtype=dtype) / 8, randn(e, i, k, dtype=dtype) / 14
+        biases = randn(e, 2 * i, dtype=dtype), randn(e, k, dtype=dtype)
+        x, (weight_, index) = randn(t, k, dtype=dtype), randn(t, e, dtype=torch.float32).softmax(-1).topk(slots, dim=-1)
+        leaves = [tensor.requires_grad_() for tensor in (x, weight_.to(dtype), gate_up, down, *biases)]
+
+        def run(tensors: Any, rows: slice, of: Any, index: torch.Tensor = index) -> torch.Tensor:
+            x, weight_, gate_up, down, first, second = tensors
+            act = ClampedSwiglu(alpha=1.702, limit=7.0)
+            weights = ExpertWeights(gate_up=gate_up, down=down, act=act, interleaved=True, gate_up_bias=first, down_bias=second)
+            return of(x[rows], index[rows], weight_[rows], weights)
+
+        whole = run(leaves, slice(None), o.experts)
+        with torch.no_grad():
+            for rows in (slice(0, 1), slice(0, 17), slice(3, 120), slice(399, 400)):
+                assert same(run(leaves, rows, o.experts), whole[rows]), (dtype, rows)
+        wide = [tensor.detach().double().cpu().requires_grad_() for tensor in leaves]
+        wanted = run(wide, slice(None), CpuOps().experts, index.cpu())
+        assert relative_error(whole.cpu(), wanted) < tolerance
+        mine, theirs = torch.autograd.grad(whole.float().sum(), leaves), torch.autograd.grad(wanted.sum(), wide)
+        for found, gradient in zip(mine, theirs, strict=True):
+            assert relative_error(found.cpu(), gradient) < tolerance, dtype
+
+
+def test_sinks_take_their_share_on_every_path() -> None:
+    """Attention with sinks: packed, paged, split and whole decodes agree in bits; values and gradients are those of plain torch."""
+    o, heads, keys, size, length = ops(), 8, 2, 64, 300
+    for window in (None, 128):
+        q, k, v, sinks = (t.requires_grad_() for t in (randn(length, heads, size), randn(length, keys, size), randn(length, keys, size),
+                                                       randn(heads)))  # fmt: skip
+        spec = AttentionSpec(scale=size**-0.5, window=window, sinks=sinks)
+        whole = o.attention(q, k, v, Packed.of((length,), "cuda"), spec)
+        wide = [t.detach().double().requires_grad_() for t in (q, k, v, sinks)]
+        wanted = eager_with_sinks(*wide, window=window)
+        assert relative_error(whole, wanted) < 2e-2
+        mine, theirs = (torch.autograd.grad(out.square().sum(), ins) for out, ins in ((whole.float(), (q, k, v, sinks)), (wanted, wide)))
+        for found, gradient in zip(mine, theirs, strict=True):
+            assert relative_error(found, gradient) < 4e-2
+        with torch.no_grad():
+            k_cache, v_cache = (o.new_cache(8, keys, size, torch.bfloat16, torch.device("cuda")) for _ in range(2))
+            o.store_kv(k, v, k_cache, v_cache, torch.arange(64, 64 + length, device="cuda"))
+            for at in (0, 1, 63, 64, 150, 299):
+                for split in (True, False):
+                    o.split_decode = split
+                    batch = decode_at(at)
+                    assert same(o.paged_attention(q[at : at + 1], k_cache, v_cache, batch, spec), whole[at : at + 1]), (window, at, split)
+
+
+def decode_at(position: int) -> PagedBatch:
+    """One sequence in pages 1, 2, …, whose query is at `position`."""
+    def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device="cuda")
+
+    return PagedBatch(
+        positions=ints(position, dtype=torch.int64), slots=ints(64 + position, dtype=torch.int64), cu_q=ints(0, 1),
+        context_lens=ints(position + 1), block_tables=ints(1, 2, 3, 4, 5, 0, 0, 0)[None], q_lens=(1,), contexts=(position + 1,),
+        num_decodes=1,
+    )  # fmt: skip
+
+
+def eager_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, *, window: int | None) -> torch.Tensor:
+    length, heads, size = q.shape
+    k, v = (t.repeat_interleave(heads // k.shape[1], 1) for t in (k, v))
+    at = torch.arange(length, device=q.device)
+    distance = at[:, None] - at[None, :]
+    hidden = (distance < 0) | (distance >= (window or length))
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * size**-0.5).masked_fill(hidden, -torch.inf)
+    probs = torch.cat((scores, sinks[:, None, None].expand(heads, length, 1)), -1).softmax(-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", probs, v)
 
 
 def test_linear_and_norm_gradients_repeat() -> None:

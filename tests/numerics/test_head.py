@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.engine.world import VOCABULARY, build
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import exact, head, logits_of, logprobs_of, same_bits, score, score_with_entropy
+from tokentrue.numerics import exact, head, logits_of, logprobs_of, ops_for, same_bits, score, score_with_entropy
 from tokentrue.numerics.patching.patch import STATE
 
 
@@ -106,11 +106,32 @@ def test_no_tensor_of_the_head_grows_with_the_tokens(monkeypatch: pytest.MonkeyP
         seen.clear()
 
 
-def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
-    from transformers import GraniteConfig, GraniteForCausalLM
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    plain = type(model).forward
 
-    torch.manual_seed(0)
-    small = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = GraniteForCausalLM(GraniteConfig(**small, num_key_value_heads=1, logits_scaling=4.0)).eval()
-    with torch.no_grad(), pytest.raises(ExactnessError, match="GraniteForCausalLM changes its logits"):
+    def bent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self, *args, **kwargs)
+        found.logits = found.logits * 2
+        return found
+
+    monkeypatch.setattr(type(model), "forward", bent)
+    with torch.no_grad(), pytest.raises(ExactnessError, match="LlamaForCausalLM changes its logits"):
         score(model, ids_of(1, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_over_a_divisor_are_scored_as_the_model_divides_them(dtype: torch.dtype) -> None:
+    """Granite: scores and their gradients are those of the table that the model itself makes; its configuration is left as it was."""
+    model, ids = build("granite").to(dtype), ids_of(2, 40)
+    with exact(model):
+        found = score(model, ids)
+        found.sum().backward()
+        mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        table = ops_for("cpu").log_softmax(logits_of(model, ids)[:, :-1].float())
+        wanted = table.gather(-1, ids[:, 1:, None])[..., 0]
+        wanted.sum().backward()
+    assert same_bits(found.detach(), wanted.detach()) and model.config.logits_scaling == 3.0
+    for a, b in zip(mine, (p.grad for p in model.parameters() if p.grad is not None), strict=True):
+        assert b is not None and (a.float() - b.float()).norm() <= (2e-2 if dtype is torch.bfloat16 else 1e-4) * b.float().norm() + 1e-6

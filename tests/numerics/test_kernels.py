@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parents[2] / "tokentrue" / "numerics" / "triton"
 
 def kernels() -> dict[str, ast.FunctionDef]:
     found = {}
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 found[f"{path.stem}.{node.name}"] = node
@@ -33,7 +33,7 @@ def test_every_kernel_is_launched_by_launch() -> None:
     """Anything else would leave out the compiler's options that bits depend on."""
     names = {name.split(".")[1] for name in kernels()}
     launched = set()
-    for path in FOLDER.glob("*.py"):
+    for path in FOLDER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
                 assert node.value.id not in names, f"{path.name}: {node.value.id} is launched past launch()"

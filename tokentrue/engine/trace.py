@@ -76,7 +76,7 @@ def model_trace(model: Any, ids: list[int]) -> dict[str, Tensor]:
             undo.callback(handle.remove)
         logits_of(model, torch.tensor([ids], device=device))
     for index, layer in enumerate(model.model.layers):
-        if not hasattr(layer, "self_attn"):
+        if not has_projections(layer):
             continue
         pieces = [found.pop(f"layers.{index}.{part}") for part in ("q", "k", "v")]
         found[f"layers.{index}.qkv"] = torch.cat(pieces, -1)
@@ -91,6 +91,11 @@ def keeper(found: dict[str, Tensor], name: str, pick: Pick) -> Callable[..., Non
         found[name] = pick(args, output)[0].clone()
 
     return keep
+
+
+def has_projections(layer: Any) -> bool:
+    """Plain attention, whose queries, keys and values each come from one product."""
+    return hasattr(layer, "self_attn") and hasattr(layer.self_attn, "k_proj")
 
 
 def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
@@ -108,7 +113,8 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
         if attention is None:
             yield f"{name}.out", children["linear_attn"], result
         else:
-            yield from ((f"{name}.{part}", getattr(attention, f"{part}_proj"), result) for part in ("q", "k", "v"))
+            if has_projections(layer):
+                yield from ((f"{name}.{part}", getattr(attention, f"{part}_proj"), result) for part in ("q", "k", "v"))
             yield f"{name}.attention", attention.o_proj, first_input
             yield f"{name}.out", attention.o_proj, result
         if hasattr(children["mlp"], "down_proj"):

@@ -71,15 +71,25 @@ def shapes_of(model: nn.Module) -> tuple[dict[torch.dtype, Linears], set[tuple[i
             linears[module.weight.dtype].add((module.in_features, module.out_features, module.bias is not None))
         parameters = dict(module.named_parameters(recurse=False))
         if is_experts(parameters):
-            linears[parameters["down_proj"].dtype].update((p.shape[2], p.shape[1], False) for p in parameters.values())
+            linears[parameters["down_proj"].dtype].update(expert_shapes(module, parameters))
         elif is_router(module) and not isinstance(module, nn.Linear | nn.Embedding):
             weight = parameters["weight"]
             linears[weight.dtype].add((weight.shape[1], weight.shape[0], "bias" in parameters))
             linears[torch.float32].add((weight.shape[1], weight.shape[0], "bias" in parameters))  # some routers compute in float32
-        head_dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
+        head_dim, config = head_size(module), getattr(module, "config", None)
         if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
             heads.add((config.num_attention_heads, config.num_key_value_heads, head_dim))
     return linears, heads
+
+
+def expert_shapes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Linears:
+    sizes = [parameters[name].shape for name in ("gate_up_proj", "down_proj")]
+    return {(k, n, False) if getattr(module, "is_transposed", False) else (n, k, False) for _, k, n in sizes}
+
+
+def head_size(module: nn.Module) -> int | None:
+    """Of an attention's keys: `head_dim`, or (latent attention) `qk_head_dim`."""
+    return getattr(module, "qk_head_dim", getattr(module, "head_dim", None))
 
 
 def contract_of(model: nn.Module, ops: Ops) -> Contract:

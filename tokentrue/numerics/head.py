@@ -30,6 +30,7 @@ class HeadSettings:
     softcap: float | None
     entropy: bool
     kept: KeptRows | None = None  # what the sampler's filters kept for each row
+    divisor: float | None = None  # of the logits (Granite)
 
     def of(self, rows: slice) -> HeadSettings:
         """The settings of some rows."""
@@ -88,6 +89,8 @@ def pieces(rows: int, weight: Tensor) -> Iterator[slice]:
 def scaled_logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> tuple[Tensor, Tensor | None]:
     """float32 logits over temperature (as they are, where the operators take them), and tanh(logits / softcap) where that is set."""
     logits, bent = settings.ops.linear(hidden, weight, bias), None
+    if settings.divisor is not None:
+        logits = logits / settings.divisor
     if settings.softcap is not None:
         bent = torch.tanh(logits / settings.softcap)
         logits = bent * settings.softcap
@@ -112,4 +115,4 @@ def logits_gradient(
         gradient = (gradient / (divisor.unsqueeze(-1) if isinstance(divisor, Tensor) else divisor)).to(gradient.dtype)
     if bent is not None:
         gradient = gradient * (1 - bent.float().square())
-    return gradient
+    return gradient if settings.divisor is None else gradient / settings.divisor

@@ -27,11 +27,15 @@ from tokentrue.numerics.scan import differentiable_scan, scan_sequences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Causal attention of one layer. `window=w`: a query at position p sees keys p-w+1 .. p. `softcap=c`: scores become c*tanh(s/c)."""
+    """Causal attention of one layer. `window=w`: a query at position p sees keys p-w+1 .. p. `softcap=c`: scores become c*tanh(s/c).
+
+    `sinks` [H] (gpt-oss): one more score of each query head, with no value behind it: it takes its share of the softmax.
+    """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,44 @@ class LowRank:
     scale: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedSwiglu:
+    """gpt-oss: gate at most `limit`, up within ±`limit`, then (up + 1) * (gate * sigmoid(gate * alpha)), rounded after each."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """Experts as the model holds them: gate_up [E,2I,K] and down [E,K,I], gate before up; biases [E,2I] and [E,K].
+
+    `interleaved` (gpt-oss): gate_up [E,K,2I] with gate and up in turn, down [E,I,K].
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    act: str | ClampedSwiglu
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    interleaved: bool = False
+
+    def gate_up_of(self, expert: int) -> Tensor:
+        """[2I,K], perhaps a transposed view."""
+        return self.gate_up[expert].t() if self.interleaved else self.gate_up[expert]
+
+    def down_of(self, expert: int) -> Tensor:
+        """[K,I], perhaps a transposed view."""
+        return self.down[expert].t() if self.interleaved else self.down[expert]
+
+    def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up of a product with `gate_up_of`."""
+        if self.interleaved:
+            return both[..., ::2], both[..., 1::2]
+        gate, up = both.chunk(2, -1)
+        return gate, up
+
+
 class Norm(Protocol):
     """Weight, epsilon and kind of an RMS norm."""
 
@@ -140,7 +182,7 @@ class Ops(ABC):
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """q [T,H,D], k [T,J,D], cos/sin [T,R] (model dtype): q*cos + rotate_half(q)*sin, rounded after each product and after the sum.
 
-        With R < D the first R values of a head are turned, the others stay.
+        With R < D the first R values of a head are turned, the others stay. With float32 cos/sin the sum is rounded once (OLMo-3).
         The bits of Hugging Face's `apply_rotary_pos_emb` in plain torch (so: no fused multiply-add).
         """
 
@@ -149,10 +191,11 @@ class Ops(ABC):
         """(grad) over the last dimension, in and out float32."""
 
     @abstractmethod
-    def experts(self, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
-        """(grad) x [T,K], index/weight [T,k], gate_up [E,2I,K], down [E,K,I] -> [T,K].
+    def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
+        """(grad) x [T,K], index/weight [T,k] -> [T,K].
 
-        Per slot: linear, act_mul, linear, times weight, each rounded to x's dtype; slots are added in their order 0, 1, …, in x's dtype.
+        Per slot: linear, bias, gate_values, linear, bias, times weight, each rounded to x's dtype; slots are added in their order 0, 1, …,
+        in x's dtype.
         """
 
     def delta_scan(
@@ -216,6 +259,13 @@ class Ops(ABC):
         weight, index = torch.topk(probs, top_k, dim=-1) if given is None else (probs.gather(-1, given), given)
         weight = weight / weight.sum(-1, keepdim=True) if normalise else weight
         return weight.to(logits.dtype), index
+
+    def gate_values(self, gate: Tensor, up: Tensor, act: str | ClampedSwiglu) -> Tensor:
+        """(grad) What an expert's second product reads."""
+        if isinstance(act, str):
+            return self.act_mul(gate, up, act)
+        gate, up = gate.clamp(max=act.limit), up.clamp(min=-act.limit, max=act.limit)
+        return (up + 1) * (gate * self.activation(gate * act.alpha, "sigmoid"))
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
         """(grad) act_mul of the two halves of linear(x, gate_up [2*I, K]); rounded after each."""

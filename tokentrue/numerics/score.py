@@ -104,8 +104,11 @@ def scoring_head(
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(head, nn.Linear):
         raise ExactnessError(f"the output head is a {type(head).__name__}, not a plain linear: its scores have no exact form")
-    softcap = getattr(config, "final_logit_softcapping", None)
-    settings = HeadSettings(ops=state.ops, temperature=temperature, softcap=softcap, entropy=entropy, kept=kept)
+    bent = {name: value for name in ("final_logit_softcapping", "logits_scaling") if (value := getattr(config, name, None)) is not None}
+    settings = HeadSettings(
+        ops=state.ops, temperature=temperature, softcap=bent.get("final_logit_softcapping"), divisor=bent.get("logits_scaling"),
+        entropy=entropy, kept=kept,
+    )  # fmt: skip
     made: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
@@ -115,13 +118,13 @@ def scoring_head(
 
     before = head.__dict__.get("forward")
     object.__setattr__(head, "forward", forward)
-    if softcap is not None:
-        config.final_logit_softcapping = None
+    for name in bent:  # the model's own code leaves the scores as they are
+        setattr(config, name, 1.0 if name == "logits_scaling" else None)
     try:
         yield made
     finally:
-        if softcap is not None:
-            config.final_logit_softcapping = softcap
+        for name, value in bent.items():
+            setattr(config, name, value)
         if before is None:
             del head.__dict__["forward"]
         else:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tokentrue.engine.model.decoder import Decoder, Dense
+from tokentrue.engine.model.decoder import Attention, Decoder, Dense
 from tokentrue.errors import EngineError, ExactnessError, FileFormatError
 from tokentrue.numerics import LowRank, Ops
 from tokentrue.numerics.functions import unguard
@@ -97,11 +97,19 @@ def pattern_value(config: AdapterConfig, key: str, at: tuple[int, str], default:
 def check_shapes(adapter: Adapter, decoder: Decoder, modules: Mapping[tuple[int, str], nn.Linear]) -> None:
     for (layer, projection), low in adapter.weights.items():
         module = modules.get((layer, projection))
-        if module is None or (TARGETS[projection] == "mlp" and not isinstance(decoder.layers[layer].mlp, Dense)):
+        if module is None or not (is_dense(decoder, layer) if TARGETS[projection] == "mlp" else has_plain_attention(decoder, layer)):
             raise ExactnessError(f"adapter {adapter.name!r}: layer {layer} has no plain {projection}; it cannot be adapted exactly")
         wanted, found = (module.in_features, module.out_features), (low.a.shape[1], low.b.shape[0])
         if wanted != found or low.a.shape[0] != low.b.shape[1]:
             raise EngineError(f"adapter {adapter.name!r}: layer {layer} {projection} maps {found[0]} to {found[1]}, the model {wanted}")
+
+
+def is_dense(decoder: Decoder, layer: int) -> bool:
+    return isinstance(decoder.layers[layer].mlp, Dense)
+
+
+def has_plain_attention(decoder: Decoder, layer: int) -> bool:
+    return isinstance(decoder.layers[layer].mixer, Attention)
 
 
 def shapes_by_dtype(adapter: Adapter) -> dict[torch.dtype, set[tuple[int, int, bool]]]:

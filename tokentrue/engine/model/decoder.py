@@ -14,17 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokentrue.engine.model.latent import LatentAttention, Norm, data_of, read_latent, read_norm
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import AttentionSpec, HeadNorm, NormForm, Ops
+from tokentrue.numerics import AttentionSpec, HeadNorm, Ops
 from tokentrue.numerics.delta import GatedDelta
-from tokentrue.numerics.patching.replacements import activation_kind, norm_kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
-    weight: Tensor
-    eps: float
-    form: NormForm
+from tokentrue.numerics.fingerprint import head_size
+from tokentrue.numerics.patching.replacements import activation_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +43,7 @@ class Attention:
     spec: AttentionSpec
     rope: str | None  # key into Decoder.ropes; None: no rotary embedding in this layer
     gated: bool  # q holds a gate of the output behind each head
+    wide_norm: HeadNorm | None  # over all heads of queries (and of keys) together (OLMo-3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +52,8 @@ class Layer:
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
-    mixer: Attention | GatedDelta
-    mlp: Dense | Callable[[Tensor], Tensor]  # [1,T,K] -> [1,T,K]
+    mixer: Attention | LatentAttention | GatedDelta
+    mlp: Dense | Callable[[Tensor], Any]  # [1,T,K] -> [1,T,K], perhaps the first of a tuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +67,8 @@ class Decoder:
     head: Tensor
     head_bias: Tensor | None
     logit_softcap: float | None
+    logit_divisor: float | None  # Granite
+    residual_scale: float | None  # of what a mixer or MLP adds (Granite)
     heads: tuple[int, int, int]  # H, J, D
     vocabulary: int
     max_positions: int
@@ -96,22 +94,26 @@ def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
     body, head = getattr(model, "model", None), model.get_output_embeddings()
     if body is None or not hasattr(body, "layers") or not hasattr(body, "norm") or not isinstance(head, nn.Linear):
         raise ExactnessError(f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)")
-    first = next((layer.self_attn for layer in body.layers if hasattr(layer, "self_attn")), None)
-    if first is None or not hasattr(first, "head_dim"):
+    size = next((head_size(layer.self_attn) for layer in body.layers if hasattr(layer, "self_attn")), None)
+    if size is None:
         raise ExactnessError(f"{type(model).__name__} has no attention with a head_dim: the engine has no exact form of it")
-    heads = (config.num_attention_heads, config.num_key_value_heads, first.head_dim)
+    heads = (config.num_attention_heads, config.num_key_value_heads, size)
     layers = tuple(read_layer(f"layers.{i}", layer, heads, ops) for i, layer in enumerate(body.layers))
-    kinds = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, Attention)}
+    kinds = {layer.mixer.rope for layer in layers if not isinstance(layer.mixer, GatedDelta)}
     ropes = {key: rope_table(body, key, max_positions, heads[2]) for key in kinds if key is not None}
     return Decoder(
-        embed=read_embedding(body.embed_tokens), layers=layers, ropes=ropes, norm=read_norm("norm", body.norm), head=head.weight.data,
-        head_bias=None if head.bias is None else head.bias.data, logit_softcap=getattr(config, "final_logit_softcapping", None),
+        embed=read_embedding(body.embed_tokens, getattr(config, "embedding_multiplier", None)), layers=layers, ropes=ropes,
+        norm=read_norm("norm", body.norm), head=head.weight.data, head_bias=data_of(head.bias),
+        logit_softcap=getattr(config, "final_logit_softcapping", None), logit_divisor=getattr(config, "logits_scaling", None),
+        residual_scale=getattr(config, "residual_multiplier", None),
         heads=heads, vocabulary=head.weight.shape[0], max_positions=max_positions,
     )  # fmt: skip
 
 
-def read_embedding(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def read_embedding(module: nn.Module, scale: float | None) -> Callable[[Tensor], Tensor]:
     """The table's rows; a module that does more than look them up is called itself."""
+    if scale is not None:
+        return lambda ids: module(ids) * scale
     if type(module) is not nn.Embedding or module.max_norm is not None:
         return module
     weight = module.weight.data
@@ -127,7 +129,9 @@ def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int], ops: Op
     pairs = zip(ROLES, LAYOUTS[norms], strict=True)
     roles = {role: None if child is None else read_norm(f"{name}.{child}", children[child]) for role, child in pairs}
     if "linear_attn" in mixer:
-        read: Attention | GatedDelta = GatedDelta(f"{name}.linear_attn", children["linear_attn"], ops)
+        read: Attention | LatentAttention | GatedDelta = GatedDelta(f"{name}.linear_attn", children["linear_attn"], ops)
+    elif hasattr(children["self_attn"], "kv_a_proj_with_mqa"):
+        read = read_latent(f"{name}.self_attn", children["self_attn"])
     else:
         read = read_attention(name, children["self_attn"], heads)
     return Layer(**roles, mixer=read, mlp=read_mlp(f"{name}.mlp", children["mlp"]))
@@ -139,41 +143,33 @@ def read_attention(name: str, attention: Any, heads: tuple[int, int, int]) -> At
     if strange or not hasattr(attention, "q_proj"):
         raise ExactnessError(f"{name}.self_attn ({type(attention).__name__}) has parts without an exact form: {sorted(strange)}")
     qkv, qkv_bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
-    rope = (getattr(attention, "layer_type", None) or "") if getattr(attention, "use_rope", True) else None
+    kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None) or ""
+    norm = read_head_norm(name, attention)
+    wide = norm is not None and norm.q_weight.shape[0] != heads[2]
+    if norm is not None and wide and norm.q_weight.shape[0] != heads[0] * heads[2]:
+        raise ExactnessError(f"{name}.self_attn.q_norm spans {norm.q_weight.shape[0]} values: neither a head of {heads[2]} nor all heads")
     return Attention(
         qkv=qkv, qkv_bias=qkv_bias, out=attention.o_proj.weight.data, out_bias=data_of(attention.o_proj.bias),
-        head_norm=read_head_norm(name, attention, heads), spec=read_spec(attention, heads[2]), rope=rope,
-        gated=attention.q_proj.out_features == 2 * heads[0] * heads[2],
+        head_norm=None if wide else norm, wide_norm=norm if wide else None, spec=read_spec(attention, heads[2]),
+        rope=kind if getattr(attention, "use_rope", True) else None, gated=attention.q_proj.out_features == 2 * heads[0] * heads[2],
     )  # fmt: skip
 
 
-def data_of(parameter: nn.Parameter | None) -> Tensor | None:
-    return None if parameter is None else parameter.data
-
-
-def read_norm(name: str, module: nn.Module) -> Norm:
-    eps, form = norm_kind(name, module)
-    return Norm(weight=module.weight.data, eps=eps, form=form)  # pyright: ignore
-
-
-def read_head_norm(name: str, attention: Any, heads: tuple[int, int, int]) -> HeadNorm | None:
+def read_head_norm(name: str, attention: Any) -> HeadNorm | None:
     if not hasattr(attention, "q_norm"):
         return None
     q, k = read_norm(f"{name}.q_norm", attention.q_norm), read_norm(f"{name}.k_norm", attention.k_norm)
-    if q.weight.shape[0] != heads[2]:
-        raise ExactnessError(f"{name}.self_attn.q_norm spans {q.weight.shape[0]} values, not one head of {heads[2]}: no exact form")
     return HeadNorm(q_weight=q.weight, k_weight=k.weight, eps=q.eps, form=q.form)
 
 
 def read_spec(attention: Any, head_dim: int) -> AttentionSpec:
-    if getattr(attention, "sinks", None) is not None:
-        raise ExactnessError(f"{type(attention).__name__}: attention sinks have no exact form")
     window = getattr(attention, "sliding_window", None)
     if window is None and type(attention).__name__.startswith(("Mistral", "Mixtral")):
         window = getattr(attention.config, "sliding_window", None)
     return AttentionSpec(
-        scale=getattr(attention, "scaling", head_dim**-0.5), window=window, softcap=getattr(attention, "attn_logit_softcapping", None)
-    )
+        scale=getattr(attention, "scaling", head_dim**-0.5), window=window, softcap=getattr(attention, "attn_logit_softcapping", None),
+        sinks=data_of(getattr(attention, "sinks", None)),
+    )  # fmt: skip
 
 
 def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
@@ -215,6 +211,9 @@ def rope_table(body: Any, key: str, positions: int, head_dim: int) -> tuple[Tens
         at = at.expand(3, 1, -1)
     with torch.no_grad():
         cos, sin = rotary(like, at, key) if isinstance(rotary.rope_type, dict) else rotary(like, at)
+    half = cos.shape[-1] // 2
+    if not torch.equal(cos[..., :half], cos[..., half:]):  # one number a pair (gpt-oss), not one for each of its values
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     if cos.shape[-1] > head_dim:
         raise ExactnessError(f"rotary embedding of {cos.shape[-1]} values for heads of {head_dim} has no exact form")
     return cos[0].contiguous(), sin[0].contiguous()

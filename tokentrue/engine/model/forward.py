@@ -6,16 +6,18 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tokentrue.engine.model.adapters import AdaptedRows, Adapter
-from tokentrue.engine.model.decoder import Attention, Decoder, Dense, Layer, Norm
+from tokentrue.engine.model.decoder import Attention, Decoder, Dense, Layer
+from tokentrue.engine.model.latent import LatentAttention, Norm
 from tokentrue.engine.model.states import StatePool
 from tokentrue.engine.scheduling.schedule import Work
-from tokentrue.numerics import Ops, PagedBatch
+from tokentrue.numerics import HeadNorm, Ops, PagedBatch
 from tokentrue.numerics.delta import GatedDelta
 
 Ropes = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
@@ -36,13 +38,13 @@ class Forward:
         _, heads, head_dim = decoder.heads
         self.caches = [
             (ops.new_cache(num_blocks, heads, head_dim, dtype, device), ops.new_cache(num_blocks, heads, head_dim, dtype, device))
-            if isinstance(layer.mixer, Attention) else None
+            if not isinstance(layer.mixer, GatedDelta) else None
             for layer in decoder.layers
         ]
         self.states = states
         self.recurrent = [new_state(layer.mixer, states, dtype, device) for layer in decoder.layers]
         self.trace: Trace | None = None
-        self.plain = all(is_plain(layer) for layer in decoder.layers)
+        self.plain = decoder.residual_scale is None and all(is_plain(layer) for layer in decoder.layers)
         self.refresh()
 
     def refresh(self) -> None:
@@ -104,7 +106,7 @@ class Forward:
     def logits_of_all(self, ids: Tensor, batch: PagedBatch) -> Tensor:
         """Logits [T,V] of every token of the step."""
         d = self.decoder
-        if not self.plain or d.logit_softcap is not None:
+        if not self.plain or d.logit_softcap is not None or d.logit_divisor is not None:
             return self.logits(self.hidden(ids, batch))
         return self.ops.norm_linear(*self.plain_layers(ids, batch), d.norm, d.head, d.head_bias)[0]
 
@@ -141,13 +143,16 @@ class Forward:
     def layer(
         self, index: int, layer: Layer, x: Tensor, ropes: Ropes, batch: PagedBatch, adapted: Sequence[AdaptedRows], slots: Tensor | None
     ) -> Tensor:
-        ops, name = self.ops, f"layers.{index}"
+        ops, name, scale = self.ops, f"layers.{index}", self.decoder.residual_scale
         h = self.norm(f"{name}.before_attention", layer.before_attention, x)
         if isinstance(layer.mixer, Attention):
             h = self.attend(index, layer.mixer, h, ropes, batch, adapted)
+        elif isinstance(layer.mixer, LatentAttention):
+            h = self.attend_latent(index, layer.mixer, h, ropes, batch)
         else:
             h = self.record(f"{name}.out", self.scan(index, layer.mixer, h, batch, slots))
         h = self.norm(f"{name}.after_attention", layer.after_attention, h)
+        h = h if scale is None else h * scale
         if layer.before_mlp is None:
             x = x + h
             h = x
@@ -155,8 +160,8 @@ class Forward:
             n = layer.before_mlp
             h, x = ops.add_rms_norm(h, x, n.weight, n.eps, form=n.form)
             self.record(f"{name}.before_mlp", h)
-        h = self.mlp(name, layer.mlp, h, adapted, index)
-        return x + self.norm(f"{name}.after_mlp", layer.after_mlp, h)
+        h = self.norm(f"{name}.after_mlp", layer.after_mlp, self.mlp(name, layer.mlp, h, adapted, index))
+        return x + (h if scale is None else h * scale)
 
     def attend(
         self, index: int, mixer: Attention, h: Tensor, ropes: Ropes, batch: PagedBatch, adapted: Sequence[AdaptedRows]
@@ -171,6 +176,8 @@ class Forward:
         if mixer.gated:  # q and gate of a head lie side by side
             q, gate = qkv[:, :wide].view(-1, heads, 2, size).unbind(2)
             qkv = torch.cat((q.flatten(1), qkv[:, wide:]), -1)
+        if mixer.wide_norm is not None:
+            qkv = norm_heads(ops, mixer.wide_norm, qkv)
         prepare = ops.prepare_qkv if mixer.rope is not None else partial(Ops.prepare_qkv, ops)
         q = prepare(qkv, self.decoder.heads, mixer.head_norm, *ropes[mixer.rope], *cache, batch)
         attended = ops.paged_attention(q, *cache, batch, mixer.spec).flatten(1)
@@ -181,6 +188,12 @@ class Forward:
         self.adapt(adapted, index, attended, out, (("o_proj", out.shape[1]),))
         return self.record(f"{name}.out", out)
 
+    def attend_latent(self, index: int, mixer: LatentAttention, h: Tensor, ropes: Ropes, batch: PagedBatch) -> Tensor:
+        cache, (cos, sin) = self.caches[index], ropes[mixer.rope]
+        assert cache is not None and cos is not None and sin is not None
+        attended = self.record(f"layers.{index}.attention", mixer.attend(self.ops, h, cos, sin, cache, batch))
+        return self.record(f"layers.{index}.out", self.ops.linear(attended, mixer.out, mixer.out_bias))
+
     def scan(self, index: int, mixer: GatedDelta, h: Tensor, batch: PagedBatch, slots: Tensor | None) -> Tensor:
         """Linear attention: the states of the step's requests go in and out of their slots."""
         kept = self.recurrent[index]
@@ -190,10 +203,11 @@ class Forward:
         return out
 
     def mlp(
-        self, name: str, mlp: Dense | Callable[[Tensor], Tensor], h: Tensor, adapted: Sequence[AdaptedRows] = (), index: int = 0
+        self, name: str, mlp: Dense | Callable[[Tensor], Any], h: Tensor, adapted: Sequence[AdaptedRows] = (), index: int = 0
     ) -> Tensor:
         if not isinstance(mlp, Dense):
-            return self.record(f"{name}.mlp", mlp(h[None])[0])
+            found = mlp(h[None])
+            return self.record(f"{name}.mlp", (found[0] if isinstance(found, tuple) else found)[0])
         both = self.ops.linear(h, mlp.gate_up, mlp.gate_up_bias)
         self.adapt(adapted, index, h, both, (("gate_proj", both.shape[1] // 2), ("up_proj", both.shape[1] // 2)))
         gate, up = both.chunk(2, -1)
@@ -216,6 +230,8 @@ class Forward:
     def logits(self, hidden: Tensor) -> Tensor:
         d = self.decoder
         logits = self.ops.linear(self.norm("norm", d.norm, hidden), d.head, d.head_bias)
+        if d.logit_divisor is not None:
+            logits = logits / d.logit_divisor
         if d.logit_softcap is not None:
             logits = torch.tanh(logits / d.logit_softcap) * d.logit_softcap
         return self.record("logits", logits)
@@ -235,12 +251,13 @@ class Forward:
 def is_plain(layer: Layer) -> bool:
     """norm, attention, sum, norm, product, sum: the form whose sums can be left to the norms."""
     before = layer.before_attention and layer.before_mlp
-    attention = isinstance(layer.mixer, Attention) and layer.mixer.rope is not None and not layer.mixer.gated
+    mixer = layer.mixer
+    attention = isinstance(mixer, Attention) and mixer.rope is not None and not mixer.gated and mixer.wide_norm is None
     return bool(before and attention and not layer.after_attention and not layer.after_mlp)
 
 
 def new_state(
-    mixer: Attention | GatedDelta, states: StatePool | None, dtype: torch.dtype, device: torch.device
+    mixer: Attention | LatentAttention | GatedDelta, states: StatePool | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     """Convolution history and recurrent state of one layer for every slot; None for attention."""
     if not isinstance(mixer, GatedDelta):
@@ -251,10 +268,20 @@ def new_state(
     return history, torch.zeros(shape, dtype=torch.float32, device=device)
 
 
+def norm_heads(ops: Ops, norm: HeadNorm, qkv: Tensor) -> Tensor:
+    """Queries, and keys, normed over all their heads together."""
+    wide, narrow = norm.q_weight.shape[0], norm.k_weight.shape[0]
+    q, k, v = qkv.split((wide, narrow, qkv.shape[1] - wide - narrow), -1)
+    q = ops.rms_norm(q.contiguous(), norm.q_weight, norm.eps, form=norm.form)
+    return torch.cat((q, ops.rms_norm(k.contiguous(), norm.k_weight, norm.eps, form=norm.form), v), -1)
+
+
 def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
     for layer in decoder.layers:
         if isinstance(layer.mixer, Attention):
             yield from (layer.mixer.qkv, layer.mixer.out)
+        elif isinstance(layer.mixer, LatentAttention):
+            yield from layer.mixer.weights()
         if isinstance(layer.mlp, Dense):
             yield from (layer.mlp.gate_up, layer.mlp.down)
     yield decoder.head

@@ -6,9 +6,10 @@ import os
 
 import torch
 
-from tokentrue.engine.model.decoder import Attention, Decoder
+from tokentrue.engine.model.decoder import Decoder
 from tokentrue.engine.scheduling.schedule import Limits
 from tokentrue.numerics import Ops
+from tokentrue.numerics.delta import GatedDelta
 
 CPU_SHARE, GPU_SHARE = 0.25, 0.85
 CPU_MOST_BYTES = 4 << 30
@@ -17,7 +18,7 @@ CPU_MOST_BYTES = 4 << 30
 def blocks_for(decoder: Decoder, ops: Ops, *, limits: Limits, kv_tokens: int | None, device: torch.device) -> int:
     """Enough for every request at full length if memory allows, else what memory allows; one more for the null block."""
     _, heads, head_dim = decoder.heads
-    attentions = sum(isinstance(layer.mixer, Attention) for layer in decoder.layers)
+    attentions = sum(not isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
     token_bytes = 2 * attentions * heads * head_dim * decoder.head.element_size()
     wanted = kv_tokens
     if wanted is None:
@@ -28,7 +29,8 @@ def blocks_for(decoder: Decoder, ops: Ops, *, limits: Limits, kv_tokens: int | N
 def free_bytes(decoder: Decoder, limits: Limits, device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        width = max(decoder.head.shape[1], *(m.mixer.qkv.shape[0] for m in decoder.layers if isinstance(m.mixer, Attention)))
+        heads, key_heads, size = decoder.heads
+        width = max(decoder.head.shape[1], (heads + 2 * key_heads) * size)
         activations = limits.step_tokens * width * decoder.head.element_size() * 16 + limits.max_requests * decoder.vocabulary * 40
         return max(int(free * GPU_SHARE) - activations, 0)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

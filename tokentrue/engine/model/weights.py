@@ -22,14 +22,29 @@ def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: t
             raise ExactnessError("the engine runs a base model: give it that, and the adapter by engine.load_adapter(name, directory)")
         model = source.to(device=device, dtype=dtype)
     else:
-        from transformers import AutoModelForCausalLM
-
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation="eager")
-            model = loaded.to(device)
-        except (OSError, ValueError, KeyError) as error:
-            raise FileFormatError(f"cannot load a model from {source}: {one_line(error)}") from error
+        model = read_model(source, dtype).to(device)
     return model.eval().requires_grad_(False)
+
+
+def read_model(source: str | Path, dtype: torch.dtype) -> Any:
+    """The model of a directory on the host, in `dtype`. MXFP4 experts (gpt-oss) are dequantised: a 4-bit value times a power of two."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+
+    try:
+        stored: Any = getattr(AutoConfig.from_pretrained(str(source)), "quantization_config", None)
+        options: dict[str, Any] = {}
+        if stored is not None:
+            method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+            if method != "mxfp4":
+                raise ExactnessError(f"{source} is quantised ({method}): no exact form; give the engine the model in {dtype}, or MXFP4")
+            options["quantization_config"] = Mxfp4Config(dequantize=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation="eager", **options)
+        if options:  # transformers dequantises to bfloat16, whatever the dtype
+            for name, parameter in model.named_parameters():
+                parameter.data = parameter.data.to(dtype) if ".experts." in name else parameter.data
+        return model
+    except (OSError, ValueError, KeyError) as error:
+        raise FileFormatError(f"cannot load a model from {source}: {one_line(error)}") from error
 
 
 def one_line(error: Exception) -> str:
@@ -102,9 +117,7 @@ def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Map
             found.update((name, handle.get_tensor(name)) for name in handle.keys())  # noqa: SIM118
     if set(found) <= set(targets):
         return found
-    from transformers import AutoModelForCausalLM
-
-    other = AutoModelForCausalLM.from_pretrained(str(path), dtype=next(model.parameters()).dtype)
+    other = read_model(path, next(model.parameters()).dtype)
     if type(other) is not type(model):
         raise ExactnessError(f"{path} holds a {type(other).__name__}, the engine runs a {type(model).__name__}")
     return dict(other.state_dict())

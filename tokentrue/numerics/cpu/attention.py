@@ -2,7 +2,8 @@
 
 A query's result is a fold over key blocks of 128, in order: scores by one matrix product over the head size, the maximum over all
 visible keys (a maximum has no order), exp, then per block the product with the values and the sum, added block after block. Masked and
-padded keys weigh exactly 0, and adding +0 changes nothing, so it does not matter how far a batch is padded. What remains is that a
+padded keys weigh exactly 0, and adding +0 changes nothing, so it does not matter how far a batch is padded. A sink is added to the sum
+after the last block. What remains is that a
 matrix product gives a row the same bits whatever the number of rows: true from `MIN_ROWS` rows up, and checked at start-up.
 Arithmetic is float32 for every dtype.
 
@@ -17,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokentrue.numerics.ops import AttentionSpec
@@ -29,10 +31,12 @@ KEPT = 1 << 24
 """Most weights of one call that are kept for the backward pass (64 MiB); beyond that they are computed again."""
 
 
-def fold(q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor | None, softcap: float | None) -> tuple[Tensor, ...]:
+def fold(
+    q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor | None, softcap: float | None, sink: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N].
 
-    `hidden` is True where a key is not seen: it covers the last keys, broadcast over X.
+    `hidden` is True where a key is not seen: it covers the last keys, broadcast over X. `sink` [X,M,1] is one more score of each row.
     """
     s_XMN = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     if softcap is not None:
@@ -41,15 +45,28 @@ def fold(q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor | None, sof
         last = s_XMN if s_XMN.shape[-1] == hidden.shape[-1] else s_XMN[..., s_XMN.shape[-1] - hidden.shape[-1] :]
         last.masked_fill_(hidden, -torch.inf)
     top = s_XMN.amax(-1, keepdim=True)
+    if sink is not None:
+        top = torch.maximum(top, sink)
     p_XMN = s_XMN.sub_(top).exp_()
     x, m, n = p_XMN.shape
     total = p_XMN.view(x, m, n // KEYS, KEYS).sum(-1)
     if n > KEYS:
         total = total.cumsum(-1)[..., -1:]  # sequential, so that blocks of zeros at the end change nothing
+    if sink is not None:
+        total = total + torch.exp(sink - top)
     out = torch.bmm(p_XMN[..., :KEYS], v_XND[:, :KEYS])
     for start in range(KEYS, n, KEYS):
         out += torch.bmm(p_XMN[..., start : start + KEYS], v_XND[:, start : start + KEYS])
     return out.div_(total), top, total, p_XMN
+
+
+def sink_rows(sinks_H: Tensor | None, heads: int, sequences: int, positions: int, rows: int) -> Tensor | None:
+    """float32 [J*C, rows, 1]: the sink of every query row; rows past the `positions` of a tile are padding."""
+    if sinks_H is None:
+        return None
+    groups = sinks_H.shape[0] // heads
+    every = sinks_H.float().view(heads, 1, 1, groups).expand(heads, sequences, positions, groups)
+    return F.pad(every.reshape(heads * sequences, positions * groups, 1), (0, 0, 0, rows - positions * groups))
 
 
 @lru_cache(maxsize=256)
@@ -95,7 +112,9 @@ class PackedAttention(torch.autograd.Function):
     """q [C,T,H,D], k/v [C,T,J,D]: C sequences of one padded length T (a multiple of 128); causal. Padded rows come back as rubbish."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
         x, t, g, d = q_XTGD.shape
         out = torch.empty_like(q_XTGD)
@@ -103,22 +122,24 @@ class PackedAttention(torch.autograd.Function):
         keep = softcap is None and x * t * g * t <= 2 * KEPT
         for chunk in chunks(0, t, window, g):
             rows, m, n = slice(chunk.first, chunk.first + chunk.tile), chunk.tile * g, chunk.keys
-            o, top, total, p = fold(q_XTGD[:, rows].reshape(x, m, d), k_XND[:, :n], v_XND[:, :n], chunk.hidden, softcap)
+            sink = sink_rows(sinks, k.shape[2], k.shape[0], chunk.tile, m)
+            o, top, total, p = fold(q_XTGD[:, rows].reshape(x, m, d), k_XND[:, :n], v_XND[:, :n], chunk.hidden, softcap, sink)
             out[:, rows] = o.view(x, chunk.tile, g, d)
             totals += [top, total]
             kept += [p] if keep else []
-        ctx.save_for_backward(q, k, v, out, *totals, *kept)
+        ctx.save_for_backward(q, k, v, sinks, out, *totals, *kept)
         ctx.spec = (scale, window, softcap, keep)
         return token_major(out, q.shape).to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *rest = ctx.saved_tensors
+        q, k, v, sinks, out, *rest = ctx.saved_tensors
         scale, window, softcap, keep = ctx.spec
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
         x, t, g, d = q_XTGD.shape
         do = head_major_one(grads[0], k.shape[2])
         dq, dk, dv = torch.empty_like(q_XTGD), torch.zeros_like(k_XND), torch.zeros_like(v_XND)
+        d_sinks = None if sinks is None else torch.zeros(k.shape[2], g, dtype=torch.float32)
         pieces = list(chunks(0, t, window, g))
         kept = rest[2 * len(pieces) :]
         for index, chunk in enumerate(pieces):
@@ -129,6 +150,9 @@ class PackedAttention(torch.autograd.Function):
             p, slope = (kept[index], None) if keep else weights_again(q_XMD, k_XND[:, :n], top, chunk, softcap)
             dv[:, :n].baddbmm_(p.transpose(1, 2), do_XMD)
             inner = (do_XMD * out[:, rows].reshape(x, m, d)).sum(-1, keepdim=True)
+            sink = sink_rows(sinks, k.shape[2], k.shape[0], chunk.tile, m)
+            if d_sinks is not None and sink is not None:
+                d_sinks -= (torch.exp(sink - top) * inner).view(k.shape[2], -1, g).sum(1)
             ds = torch.bmm(do_XMD, v_XND[:, :n].transpose(1, 2)).sub_(inner).mul_(p)
             if slope is not None:
                 ds.mul_(slope)
@@ -138,6 +162,7 @@ class PackedAttention(torch.autograd.Function):
             token_major(dq.mul_(scale), q.shape).to(q.dtype),
             token_major(dk.unsqueeze(2), k.shape).to(k.dtype),
             token_major(dv.unsqueeze(2), v.shape).to(v.dtype),
+            None if d_sinks is None else d_sinks.flatten().to(sinks.dtype),
             None,
             None,
             None,
@@ -178,7 +203,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: A
     """q [T,H,D], k/v [T,J,D], sequences back to back. Those of one padded length share a matrix product."""
     if lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
         even = (x.view(len(lengths), lengths[0], *x.shape[1:]) for x in (q, k, v))
-        return PackedAttention.apply(*even, spec.scale, spec.window, spec.softcap).view(q.shape)  # pyright: ignore
+        return PackedAttention.apply(*even, spec.sinks, spec.scale, spec.window, spec.softcap).view(q.shape)  # pyright: ignore
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -190,7 +215,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: A
         index = torch.cat([padded_index(starts[i], lengths[i], padded) for i in members])
         shape = (len(members), padded)
         tensors = (x.index_select(0, index).view(*shape, *x.shape[1:]) for x in (q, k, v))
-        out = PackedAttention.apply(*tensors, spec.scale, spec.window, spec.softcap)
+        out = PackedAttention.apply(*tensors, spec.sinks, spec.scale, spec.window, spec.softcap)
         keep = torch.cat([torch.arange(lengths[i]) + row * padded for row, i in enumerate(members)])
         rows.append(torch.cat([torch.arange(starts[i], starts[i + 1]) for i in members]))
         results.append(out.view(-1, *out.shape[2:]).index_select(0, keep))  # pyright: ignore

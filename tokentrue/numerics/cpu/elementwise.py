@@ -86,7 +86,9 @@ def rotation_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotation(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
-    """Values past the width of `cos` (partial rotary embedding) stay as they are."""
+    """Values past the width of `cos` (partial rotary embedding) stay as they are; a wider `cos` is the dtype of the arithmetic."""
+    if cos.dtype != x.dtype:
+        return apply_rotation(x.to(cos.dtype), cos, signed).to(x.dtype)
     if cos.shape[-1] < x.shape[-1]:
         return torch.cat((apply_rotation(x[..., : cos.shape[-1]], cos, signed), x[..., cos.shape[-1] :]), -1)
     half = cos.shape[-1] // 2

@@ -29,7 +29,7 @@ from tokentrue.numerics.cpu.products import (
     transposed_product,
 )
 from tokentrue.numerics.cpu.selftest import check
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, NormForm, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import AttentionSpec, ExpertWeights, HeadNorm, NormForm, Ops, Packed, PagedBatch
 
 PAGE = 16
 
@@ -115,17 +115,21 @@ class CpuOps(Ops):
     def log_softmax(self, logits: Tensor) -> Tensor:
         return F.log_softmax(logits, -1)
 
-    def experts(self, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
+    def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
+        """Transposed weights are copied: the start-up checks know products with contiguous rows alone."""
         tokens, slots = index.shape
         flat = index.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
+        counts = torch.bincount(flat, minlength=experts.gate_up.shape[0]).tolist()
         rows = x.index_select(0, order // slots)
         outs, start = [], 0
         for expert, count in enumerate(counts):
             if count:
-                gate, up = self.linear(rows[start : start + count], gate_up[expert]).chunk(2, -1)
-                outs.append(self.linear(self.act_mul(gate, up, kind), down[expert]))
+                both = self.linear(rows[start : start + count], experts.gate_up_of(expert).contiguous())
+                both = both if experts.gate_up_bias is None else both + experts.gate_up_bias[expert]
+                inner = self.gate_values(*experts.split(both), experts.act)
+                out = self.linear(inner, experts.down_of(expert).contiguous())
+                outs.append(out if experts.down_bias is None else out + experts.down_bias[expert])
                 start += count
         scaled = torch.cat(outs).index_select(0, torch.argsort(order)).view(tokens, slots, -1) * weight.unsqueeze(-1).to(x.dtype)
         total = scaled[:, 0]
@@ -234,7 +238,8 @@ class CpuOps(Ops):
         else:
             padded = q.new_zeros(j, s, rows, d, dtype=torch.float32)
             padded[:, :, :g].copy_(q_JSGD).mul_(spec.scale)
-        out = cpu_attention.fold(padded.reshape(j * s, rows, d), k, v, plan.hidden, spec.softcap)[0]
+        sink = cpu_attention.sink_rows(spec.sinks, j, s, 1, rows)
+        out = cpu_attention.fold(padded.reshape(j * s, rows, d), k, v, plan.hidden, spec.softcap, sink)[0]
         return out.view(j, s, rows, d)[:, :, :g].transpose(0, 1).reshape(s, h, d).to(q.dtype)
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, context: int, spec: AttentionSpec) -> Tensor:
@@ -254,8 +259,9 @@ class CpuOps(Ops):
             least = max(chunk.tile * g, self.rows)
             rows = F.pad(rows, (0, 0, 0, least - rows.shape[1]))
             hidden = F.pad(chunk.hidden, (0, 0, 0, least - chunk.hidden.shape[0])) if least > chunk.hidden.shape[0] else chunk.hidden
-            result = cpu_attention.fold(rows, k[:, : chunk.keys], v[:, : chunk.keys], hidden, spec.softcap)[0]
             stop = min(chunk.tile, t - at)
+            sink = cpu_attention.sink_rows(spec.sinks, j, s, stop, least)
+            result = cpu_attention.fold(rows, k[:, : chunk.keys], v[:, : chunk.keys], hidden, spec.softcap, sink)[0]
             out[:, at : at + stop] = result[:, : stop * g].view(j * s, stop, g, d)
         return cpu_attention.token_major(out, q.shape).to(q.dtype)
 
@@ -278,11 +284,11 @@ class CpuOps(Ops):
         return {
             "linear.float32": linear + (f"; {TILE}-row tiles for K in {sorted(self.structural)}" if self.structural else ""),
             "linear.16-bit": f"{TILE}-row tiles",
-            "attention": f"float32 fold over {cpu_attention.KEYS}-key blocks, query tiles {tiles}, rows >= {self.rows}",
+            "attention": f"float32 fold over {cpu_attention.KEYS}-key blocks, query tiles {tiles}, rows >= {self.rows}, sink last",
             "rms_norm": "float32, torch rms_norm per row",
             "activation": "float32; silu as x/(1+exp(-x)), sigmoid as 1/(1+exp(-x)), softplus as max(x,0)+log1p(exp(-|x|))",
             "rotary": "elementwise, rounded after each product",
-            "experts": "per-expert linear; slots added in order",
+            "experts": "per-expert linear, then bias; slots added in order",
             "log_softmax": "float32, torch log_softmax per row",
         }
 

@@ -48,11 +48,9 @@ def exact_attention(
     ops: Ops = module.__dict__[OPS]
     if dropout:
         raise ExactnessError(f"attention dropout {dropout} has no exact form: set it to 0 or call model.eval()")
-    if kwargs.get("s_aux") is not None:
-        raise ExactnessError("attention sinks have no exact form")
     if query.shape[2] != key.shape[2]:
         raise ExactnessError("exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)")
-    spec = AttentionSpec(scale=scaling or query.shape[-1] ** -0.5, window=sliding_window, softcap=softcap)
+    spec = AttentionSpec(scale=scaling or query.shape[-1] ** -0.5, window=sliding_window, softcap=softcap, sinks=kwargs.get("s_aux"))
     with torch._C.DisableTorchFunction():
         return attend(ops, query, key, value, attention_mask, packed, kwargs.get("position_ids"), spec), None
 

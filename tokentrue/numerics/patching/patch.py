@@ -85,7 +85,7 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
         known = replacement_of(name, module, ops)
         if known is not None:
             plan.append((known[0], known[1], known[2] if known[1] == "router" else unguard(known[2])))
-        elif own_parameters(module) and not isinstance(module, nn.Embedding) and not is_router(module):
+        elif own_parameters(module) and not isinstance(module, nn.Embedding) and not is_router(module) and not has_sinks_alone(module):
             raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form; its parameters are {own_parameters(module)}")
         elif isinstance(module, nn.Dropout) and module.p > 0 and module.training:
             raise ExactnessError(f"{name} drops activations with p={module.p}: call model.eval() or set the dropout to 0")
@@ -95,6 +95,11 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
             if ".layers." in f".{name}":
                 plan.append((module, "functions", guard(name, ops, module.forward)))
     return plan
+
+
+def has_sinks_alone(module: nn.Module) -> bool:
+    """An attention whose only parameters are its sinks: they come to `exact_attention` as `s_aux`."""
+    return own_parameters(module) == ["sinks"] and hasattr(module, "o_proj")
 
 
 def has_own_code(module: nn.Module) -> bool:

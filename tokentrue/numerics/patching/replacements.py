@@ -16,7 +16,7 @@ from transformers.activations import ACT2CLS, ACT2FN
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu.elementwise import ACTIVATIONS
 from tokentrue.numerics.functions import ExactFunctions, Forward
-from tokentrue.numerics.ops import LowRank, NormForm, Ops
+from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, LowRank, NormForm, Ops
 
 Replacement = tuple[nn.Module, str, Forward]
 """Module, which of SWITCHES it belongs to, its exact forward."""
@@ -87,15 +87,17 @@ def softmax_router(module: Any) -> bool | None:
     """
     if not is_router(module) or isinstance(module, nn.Linear | nn.Embedding) or not isinstance(getattr(module, "top_k", None), int):
         return None
-    if list(dict(module.named_parameters(recurse=False))) != ["weight"] or any(True for _ in module.buffers()):
+    names = set(dict(module.named_parameters(recurse=False)))
+    if not names <= {"weight", "bias"} or any(True for _ in module.buffers()):
         return None
     generator = torch.Generator().manual_seed(0)
     experts, size = module.weight.shape
     x, w = torch.randn(6, size, generator=generator), torch.randn(experts, size, generator=generator) / size**0.5
-    found = run_stand_in(module, x, w)
+    bias = torch.randn(experts, generator=generator) if "bias" in names else torch.zeros(experts)
+    found = run_stand_in(module, x, w, bias if "bias" in names else None)
     if not isinstance(found, tuple) or len(found) != 3 or found[2].shape != (6, module.top_k):
         return None
-    probs, index = torch.topk(torch.softmax(x @ w.t(), -1), module.top_k, dim=-1)
+    probs, index = torch.topk(torch.softmax(x @ w.t() + bias, -1), module.top_k, dim=-1)
     for normalise, wanted in ((True, probs / probs.sum(-1, keepdim=True)), (False, probs)):
         if torch.equal(found[2], index) and found[1].shape == wanted.shape and torch.allclose(found[1], wanted, atol=1e-5):
             return normalise
@@ -107,7 +109,7 @@ def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C.DisableTorchFunction():
-            logits = ops.linear(x.reshape(-1, x.shape[-1]), module.weight)
+            logits = ops.linear(x.reshape(-1, x.shape[-1]), module.weight, getattr(module, "bias", None))
             weight, index = ops.route(logits, module.top_k, normalise)
         if isinstance(_get_current_function_mode(), ExactFunctions | None):
             return logits, weight, index
@@ -146,10 +148,11 @@ def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
     return eps, NormForm.PLAIN if twice <= once else NormForm.ONE_ROUNDING
 
 
-def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    """The module's own forward with another weight."""
+def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The module's own forward with another weight (and bias)."""
     stand_in = copy.copy(module)
-    stand_in.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
+    parameters = {"weight": nn.Parameter(weight), **({} if bias is None else {"bias": nn.Parameter(bias)})}
+    stand_in.__dict__ = {**module.__dict__, "_parameters": parameters}
     stand_in.__dict__.pop("forward", None)
     with torch.no_grad():
         return type(module).forward(stand_in, x)
@@ -180,19 +183,34 @@ def is_experts(parameters: dict[str, nn.Parameter]) -> bool:
     return {"gate_up_proj", "down_proj"} <= parameters.keys() and parameters["gate_up_proj"].dim() == 3
 
 
-def experts_forward(name: str, module: nn.Module, ops: Ops) -> Forward:
-    extra = set(own_parameters(module)) - {"gate_up_proj", "down_proj"}
-    plain = getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
-    kind = activation_kind(getattr(module, "act_fn", nn.Identity()))
-    if extra or not plain or kind is None:
+def experts_forward(name: str, module: Any, ops: Ops) -> Forward:
+    extra = set(own_parameters(module)) - {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+    interleaved = getattr(module, "is_transposed", False)
+    act = expert_activation(module)
+    if extra or interleaved == getattr(module, "is_concatenated", True) or act is None:
         what = f"with {sorted(extra)}" if extra else "in another layout or with another activation"
         raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: experts {what}")
 
     def forward(hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         if ops.routes is not None:
             ops.routes.append((index, weight))
-        return ops.experts(hidden, index, weight, module.gate_up_proj, module.down_proj, kind)  # pyright: ignore
+        experts = ExpertWeights(
+            gate_up=module.gate_up_proj, down=module.down_proj, act=act, interleaved=interleaved,
+            gate_up_bias=getattr(module, "gate_up_proj_bias", None), down_bias=getattr(module, "down_proj_bias", None),
+        )  # fmt: skip
+        return ops.experts(hidden, index, weight, experts)
 
     return forward
+
+
+def expert_activation(module: Any) -> str | ClampedSwiglu | None:
+    """What lies between an expert's two products; None where it is not known. A clamped gate is checked against the module's own code."""
+    if not hasattr(module, "limit") or not hasattr(module, "_apply_gate"):
+        return activation_kind(getattr(module, "act_fn", nn.Identity()))
+    act = ClampedSwiglu(alpha=module.alpha, limit=module.limit)
+    both = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).mul_(2 * act.limit)
+    gate, up = both[:, ::2].clamp(max=act.limit), both[:, 1::2].clamp(min=-act.limit, max=act.limit)
+    wanted = (up + 1) * gate * torch.sigmoid(gate * act.alpha)
+    return act if torch.allclose(module._apply_gate(both), wanted, rtol=1e-4, atol=1e-5) else None
 
 

@@ -17,7 +17,7 @@ import tokentrue.numerics.triton.kernels.activation as activation
 import tokentrue.numerics.triton.kernels.attention as attention
 import tokentrue.numerics.triton.kernels.attention_grad as attention_grad
 import tokentrue.numerics.triton.kernels.delta as delta
-import tokentrue.numerics.triton.kernels.experts as experts
+import tokentrue.numerics.triton.kernels.experts as expert_kernels
 import tokentrue.numerics.triton.kernels.logsoftmax as logsoftmax
 import tokentrue.numerics.triton.kernels.matmul as matmul
 import tokentrue.numerics.triton.kernels.norm as norm
@@ -25,7 +25,7 @@ import tokentrue.numerics.triton.kernels.norm_matmul as norm_matmul
 import tokentrue.numerics.triton.kernels.rope as rope
 import tokentrue.numerics.triton.kernels.routing as routing
 import tokentrue.numerics.triton.selftest as selftest
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Norm, NormForm, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import AttentionSpec, ExpertWeights, HeadNorm, Norm, NormForm, Ops, Packed, PagedBatch
 from tokentrue.numerics.scan import differentiable_scan
 
 MOST_SHARED = 64
@@ -83,7 +83,7 @@ class TritonOps(selftest.Fallbacks):
             if cos.shape[-1] < x.shape[-1]:  # partial: the rest stays as it is
                 return torch.cat((turned(x[..., : cos.shape[-1]]), x[..., cos.shape[-1] :]), -1)
             left, right = x.chunk(2, dim=-1)
-            return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
+            return (x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]).to(x.dtype)
 
         return turned(q), turned(k)
 
@@ -109,8 +109,8 @@ class TritonOps(selftest.Fallbacks):
             return super().route(logits, top_k, normalise, given)
         return routing.route(logits, top_k, normalise, given)
 
-    def experts(self, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, kind: str) -> Tensor:
-        return experts.experts(x, index, weight, gate_up, down, kind)
+    def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
+        return expert_kernels.experts(x, index, weight, experts)
 
     # ---- attention ----------------------------------------------------------------------------------------------------------------
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
@@ -181,7 +181,7 @@ class TritonOps(selftest.Fallbacks):
         v_cache: Tensor,
         batch: PagedBatch,
     ) -> Tensor:
-        if not self.fused or cos is None or sin is None or cos.shape[-1] != heads[2]:
+        if not self.fused or cos is None or sin is None or cos.shape[-1] != heads[2] or cos.dtype != qkv.dtype:
             return super().prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch)
         return rope.prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch.slots)
 
@@ -193,7 +193,7 @@ class TritonOps(selftest.Fallbacks):
             "triton": triton.__version__,
             "linear": "triton, one float32 sum over K in ascending order, no split-K, tile by rows, descriptors from Hopper on"
             + "".join(f"; {k}x{n} pinned to {t.m}x{t.n}x{t.k}" for (k, n), t in sorted(self.pinned.items())),
-            "attention": f"triton, key blocks of {blocks}, each under its own maximum, folded in ascending order; dense and paged",
+            "attention": f"triton, key blocks of {blocks}, each under its own maximum, folded in order, a sink last; dense and paged",
             "decode": "key blocks over programs, folded in order" if self.split_decode else "one program a sequence and key head",
             "rms_norm": "triton, one program a row, float32",
             "activation": "triton, float32, rounded once",

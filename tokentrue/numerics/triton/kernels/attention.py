@@ -3,7 +3,8 @@
 A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its sequence. Each block is
 summed under its own maximum and then folded in, so that blocks may be computed apart (decode of few long sequences) and folded later with
 the same bits. A tile packs the query heads of one key head; with at least 16 rows a warp the sums of a row stay inside one warp, which
-makes the tile's height free. Whole blocks in a row's future are exact no-ops.
+makes the tile's height free. Whole blocks in a row's future are exact no-ops. A sink is folded in after the last block, as a block of one
+key without a value.
 Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM rows of a query tile, BN keys of a block.
 """
 
@@ -91,14 +92,21 @@ def _fold(top, total, out, m, length, o):
 
 
 @triton.jit
+def _fold_sink(top, total, out, sink_ptr, heads, ok):
+    """Folds in the sink of each row's head; its score is in the file's units of log 2."""
+    sink = tl.load(sink_ptr + heads, mask=ok, other=0.0).to(tl.float32) * 1.4426950408889634
+    return _fold(top, total, out, sink, 1.0, out * 0.0)
+
+
+@triton.jit
 def divide_rows(out, total, kind: tl.constexpr):
     """out / total; zero for a padding row, which has seen no key."""
     return (out / tl.where(total == 0.0, 1.0, total)[:, None]).to(kind)
 
 
 @triton.jit
-def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, lowest, num_blocks, max_blocks, H: tl.constexpr, J: tl.constexpr,
-                D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr):  # fmt: skip
+def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, lowest, num_blocks, max_blocks, H: tl.constexpr, J: tl.constexpr,
+                D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, SINK: tl.constexpr):  # fmt: skip
     """The blocks of one decode query, folded in ascending order. Read past the first cache, where another program's writes may not show."""
     G: tl.constexpr = H // J
     g = tl.arange(0, GP)
@@ -112,6 +120,8 @@ def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, lowest, num_block
         partial = tl.load(part_l_ptr + slot + g, mask=g < G, other=0.0, cache_modifier=".cg")
         o = tl.load(part_ptr + (slot + g)[:, None] * BD + d[None, :], mask=(g < G)[:, None], other=0.0, cache_modifier=".cg")
         top, total, out = _fold(top, total, out, m, partial, o)
+    if SINK:
+        top, total, out = _fold_sink(top, total, out, sink_ptr, j * G + g, g < G)
     at_out = s * H + j * G + g
     tl.store(
         o_ptr + at_out[:, None] * D + d[None, :], divide_rows(out, total, o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :]
@@ -119,11 +129,11 @@ def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, lowest, num_block
 
 
 @triton.jit(do_not_specialize=["starts_ptr", "context_ptr", "tile_seq_ptr", "tile_query_ptr", "table_ptr", "stride_table", "max_blocks"])
-def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
+def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
                     stride_qt, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-                    SPLIT: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                    SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, J, splits). With SPLIT (one query a sequence) as many programs as have a block leave theirs in `part_*`, and the
     last one to arrive folds them all, in the same order as a program that has them alone."""
     wait_for_inputs()
@@ -200,9 +210,11 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr
         arrived = tl.atomic_add(arrived_ptr + s * J + j, 1, sem="acq_rel", scope="gpu")
         if arrived == sharing - 1:
             first_block = lowest - tl.program_id(2)
-            _fold_parts(part_ptr, part_m_ptr, part_l_ptr, o_ptr, s, j, first_block, num_blocks, max_blocks, H, J, D, BD, GP)
+            _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, first_block, num_blocks, max_blocks, H, J, D, BD, GP, SINK)
             tl.store(arrived_ptr + s * J + j, 0)
     else:
+        if SINK:
+            top, total, out = _fold_sink(top, total, out, sink_ptr, j * G + g, row_ok)
         at_out = token * H + j * G + g
         tl.store(
             o_ptr + at_out[:, None] * D + d[None, :],
@@ -314,13 +326,13 @@ def attend(
     context = keys.context if keys.context is not None else keys.starts
     launch(
         _forward_kernel, (programs, key_heads, parts.splits if parts else 1),
-        q, keys.k, keys.v, out, lse if lse is not None else out, keys.starts, context,
+        q, keys.k, keys.v, spec.sinks if spec.sinks is not None else q, out, lse if lse is not None else out, keys.starts, context,
         tiles.sequence if tiles else table, tiles.query if tiles else table, table,
         spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *keys.strides, table.stride(0) if keys.page else 0,
         parts.out if parts else out, parts.top if parts else out, parts.total if parts else out,
         parts.arrived if parts else keys.starts, parts.max_blocks if parts else 0,
         H=heads, J=key_heads, D=size, BD=power_of_two(size), GP=power_of_two(heads // key_heads), BM=tile.rows, BN=key_block(q.dtype),
         PAGE=keys.page, WINDOW=spec.window or 0, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None,
-        SPLIT=parts is not None, DECODE=tiles is None, PRECISION=precision_of(q.dtype),
+        SPLIT=parts is not None, DECODE=tiles is None, SINK=spec.sinks is not None, PRECISION=precision_of(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

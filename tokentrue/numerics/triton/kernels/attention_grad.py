@@ -113,20 +113,21 @@ def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles
-    ) -> torch.Tensor:
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, packed: Packed, spec: AttentionSpec,
+        tiles: Tiles,
+    ) -> torch.Tensor:  # fmt: skip
         keys = dense_keys(k, v, packed.cu_seqlens)
         q = align_rows(q.contiguous())
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out = torch.empty_like(q)
         attend(q, keys, out, spec, tiles=tiles, sequences=len(packed.lengths), lse=lse)
-        ctx.save_for_backward(q, keys.k, keys.v, out, lse)
+        ctx.save_for_backward(q, keys.k, keys.v, sinks, out, lse)
         ctx.packed, ctx.spec = packed, spec
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         packed, spec = ctx.packed, ctx.spec
         do = align_rows(grads[0].contiguous())
         delta = (do.float() * out.float()).sum(-1)
@@ -144,7 +145,8 @@ class _Attention(torch.autograd.Function):
         if pairs:
             launch(_dq_kernel, (len(pairs), heads), q, k, v, do, lse, delta, dq, *args, **shape)
             launch(_dkv_kernel, (len(pairs), key_heads), q, k, v, do, lse, delta, dk, dv, *args, **shape)
-        return dq, dk, dv, None, None, None
+        d_sinks = None if sinks is None else -(torch.exp2(sinks.float() * LOG2E - lse) * delta).sum(0).to(sinks.dtype)
+        return dq, dk, dv, d_sinks, None, None, None
 
 
 def attention(
@@ -154,7 +156,7 @@ def attention(
     if tiles is None:
         tiles = tiles_of(packed.lengths, heads=q.shape[1], key_heads=k.shape[1], dtype=q.dtype, device=q.device)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, packed, spec, tiles)  # type: ignore[return-value]
+        return _Attention.apply(q, k, v, spec.sinks, packed, spec, tiles)  # type: ignore[return-value]
     q, out = dense_heads(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     attend(q, dense_keys(k, v, packed.cu_seqlens), out, spec, tiles=tiles, sequences=len(packed.lengths))
     return out

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights
 from tokentrue.numerics.triton.kernels.activation import activate, activation_grad, branch_of
 from tokentrue.numerics.triton.kernels.matmul import precision_of
 from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
@@ -76,9 +77,13 @@ def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
 
 
 @triton.jit(do_not_specialize=["P"])
-def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs."""
+def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                  INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs.
+
+    INTERLEAVED: w [E, K, 2N] with the columns of gate and up in turn, or [E, K, N].
+    """
     wait_for_inputs()
     e = tl.load(expert_ptr + tl.program_id(0))
     if e >= E:
@@ -91,8 +96,18 @@ def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: 
     kind = y_ptr.dtype.element_ty
     x_tile = x_ptr + source[:, None] * K + ks[None, :]
     height = 2 * N if GATED else N
-    w_tile = w_ptr + (e * height + cols)[None, :] * K + ks[:, None]
-    up_tile = w_tile + N.to(tl.int64) * K
+    if INTERLEAVED:
+        first = 2 * cols if GATED else cols
+        second = first + 1
+        w_tile = w_ptr + e * height * K + ks[:, None].to(tl.int64) * height + first[None, :]
+        up_tile = w_tile + 1
+        step = BK * height
+    else:
+        first = cols
+        second = cols + N
+        w_tile = w_ptr + (e * height + cols)[None, :] * K + ks[:, None]
+        up_tile = w_tile + N.to(tl.int64) * K
+        step = BK
     acc = tl.zeros((BM, BN), tl.float32)
     up = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
@@ -102,13 +117,31 @@ def _group_kernel(x_ptr, w_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: 
         if GATED:
             up = tl.dot(x, tl.load(up_tile, mask=in_w, other=0.0), up, input_precision=PRECISION)
         x_tile += BK
-        w_tile += BK
-        up_tile += BK
+        w_tile += step
+        up_tile += step
     let_next_start()
     y = acc.to(kind)
+    if BIAS:
+        y = (y.to(tl.float32) + tl.load(b_ptr + e * height + first, mask=cols < N, other=0.0).to(tl.float32)[None, :]).to(kind)
     if GATED:
-        y = (activate(y, ACT).to(tl.float32) * up.to(kind).to(tl.float32)).to(kind)
+        u = up.to(kind)
+        if BIAS:
+            u = (u.to(tl.float32) + tl.load(b_ptr + e * height + second, mask=cols < N, other=0.0).to(tl.float32)[None, :]).to(kind)
+        if ACT == 4:  # noqa: SIM108
+            y = clamped_swiglu(y, u, ALPHA, LIMIT, kind)
+        else:
+            y = (activate(y, ACT).to(tl.float32) * u.to(tl.float32)).to(kind)
     tl.store(y_ptr + pair[:, None] * N + cols[None, :], y, mask=ok[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, kind: tl.constexpr):
+    """`ClampedSwiglu`, rounded after each operation."""
+    g = tl.minimum(gate.to(tl.float32), LIMIT)
+    u = tl.minimum(tl.maximum(up.to(tl.float32), -LIMIT), LIMIT)
+    inner = (g * ALPHA).to(kind).to(tl.float32)
+    share = (1.0 / (1.0 + tl.exp(-inner))).to(kind).to(tl.float32)
+    return ((u + 1.0).to(kind).to(tl.float32) * (g * share).to(kind).to(tl.float32)).to(kind)
 
 
 @triton.jit
@@ -142,32 +175,34 @@ def tile_for(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
 
 
 def _grouped(
-    x: torch.Tensor, weight: torch.Tensor, groups: Groups, num_pairs: int, slots: int, *, gated: bool, act: int, tile: Tile | None = None
+    x: torch.Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, slots: int, *, gated: bool, tile: Tile | None = None
 ) -> torch.Tensor:
-    experts, height, inputs = weight.shape
+    weight, bias = (experts.gate_up, experts.gate_up_bias) if gated else (experts.down, experts.down_bias)
+    number, inputs, height = weight.shape if experts.interleaved else (weight.shape[0], weight.shape[2], weight.shape[1])
     outputs = height // 2 if gated else height
+    clamped = experts.act if isinstance(experts.act, ClampedSwiglu) else ClampedSwiglu(alpha=0.0, limit=0.0)
     y = torch.empty((num_pairs, outputs), dtype=x.dtype, device=x.device)
     t = tile or tile_for(groups.rows, num_pairs, x.dtype, gated=gated)
     launch(
         _group_kernel, (groups.experts.shape[0], cdiv(outputs, t.n)),
-        x, weight, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, experts, SLOTS=slots, BM=groups.rows, BN=t.n, BK=t.k,
-        GATED=gated, ACT=act, PRECISION=precision_of(x.dtype), num_warps=t.warps, num_stages=t.stages,
+        x, weight, bias if bias is not None else x, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, number,
+        SLOTS=slots, BM=groups.rows, BN=t.n, BK=t.k, GATED=gated, ACT=4 if clamped is experts.act else branch_of(str(experts.act)),
+        ALPHA=float(clamped.alpha), LIMIT=float(clamped.limit), INTERLEAVED=experts.interleaved, BIAS=bias is not None,
+        PRECISION=precision_of(x.dtype), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return y
 
 
-def _forward(
-    x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str
-) -> torch.Tensor:
+def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
     tokens, slots = index.shape
     y = torch.empty_like(x)
     if tokens == 0:
         return y
-    experts = gate_up.shape[0]
-    tall = x.dtype != torch.float32 and tokens * slots >= 32 * experts
-    groups = group(index, experts, 64 if tall else 16)
-    hidden = _grouped(x, gate_up, groups, tokens * slots, slots, gated=True, act=branch_of(kind))
-    out = _grouped(hidden, down, groups, tokens * slots, slots, gated=False, act=0)
+    number = experts.gate_up.shape[0]
+    tall = x.dtype != torch.float32 and tokens * slots >= 32 * number
+    groups = group(index, number, 64 if tall else 16)
+    hidden = _grouped(x, experts, groups, tokens * slots, slots, gated=True)
+    out = _grouped(hidden, experts, groups, tokens * slots, slots, gated=False)
     grid = (tokens, cdiv(x.shape[1], 1024))
     launch(_add_slots_kernel, grid, out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4)
     return y
@@ -176,50 +211,85 @@ def _forward(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, index, weight, gate_up, down)
-        ctx.kind = kind
-        return _forward(x, index, weight, gate_up, down, kind)
+        ctx: Any, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, experts: ExpertWeights,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(x, index, weight, gate_up, down, gate_up_bias, down_bias)
+        ctx.form = (experts.act, experts.interleaved)
+        return _forward(x, index, weight, experts)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Expert by expert over the sorted pairs; pairs are put back by a permutation, so nothing is added in an unknown order."""
-        x, index, weight, gate_up, down = ctx.saved_tensors
+        x, index, weight, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
+        act, interleaved = ctx.form
+        experts = ExpertWeights(
+            gate_up=gate_up, down=down, act=act, gate_up_bias=gate_up_bias, down_bias=down_bias, interleaved=interleaved
+        )
+        grad = ExpertGradients(experts)
         tokens, slots = index.shape
         expert, order = torch.sort(index.reshape(-1).long(), stable=True)
         counts = torch.bincount(expert, minlength=gate_up.shape[0]).tolist()
         token = order // slots
         dy, xs, ws = grads[0][token], x[token], weight.reshape(-1)[order]
         dx, dw = torch.empty_like(xs), torch.zeros_like(ws, dtype=torch.float32)
-        d_gate_up, d_down = torch.zeros_like(gate_up), torch.zeros_like(down)
         at = 0
         for e, count in enumerate(counts):
-            if count == 0:
-                continue
-            part = slice(at, at + count)
-            at += count
-            gate, up = (xs[part] @ gate_up[e].t()).chunk(2, dim=-1)
-            acted, slope = activation_grad(gate, ctx.kind)
-            hidden = acted * up
-            dw[part] = (dy[part].float() * (hidden @ down[e].t()).float()).sum(-1)
-            d_out = dy[part] * ws[part, None].to(dy.dtype)
-            d_down[e] = d_out.t() @ hidden
-            d_hidden = d_out @ down[e]
-            both = torch.cat((d_hidden * up * slope, d_hidden * acted), dim=-1)
-            d_gate_up[e] = both.t() @ xs[part]
-            dx[part] = both @ gate_up[e]
+            if count:
+                part = slice(at, at + count)
+                at += count
+                dx[part], dw[part] = grad.add(e, xs[part], ws[part], dy[part])
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
         d_x = dx[back].reshape(tokens, slots, -1).float().sum(1).to(x.dtype)
-        return d_x, None, dw[back].reshape(tokens, slots).to(weight.dtype), d_gate_up, d_down, None
+        return d_x, None, dw[back].reshape(tokens, slots).to(weight.dtype), *grad.totals, None
 
 
-def experts(
-    x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str
-) -> torch.Tensor:
-    """x [T, K], index and weight [T, k], gate_up [E, 2I, K], down [E, K, I] -> [T, K]; differentiable."""
+class ExpertGradients:
+    """Gradients of the experts' weights and biases, filled expert by expert."""
+
+    def __init__(self, experts: ExpertWeights) -> None:
+        self.experts = experts
+        tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
+        self.totals = tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in tensors)
+
+    def add(self, e: int, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of the rows x [P, K] and slot weights w [P] of expert `e`, whose output rows have the gradients dy."""
+        experts, (gate_up, down, gate_up_bias, down_bias) = self.experts, self.totals
+        both = x @ experts.gate_up_of(e).t()
+        both = both if experts.gate_up_bias is None else both + experts.gate_up_bias[e]
+        hidden, of_gate, of_up = gate_gradients(*experts.split(both), experts.act)
+        out = hidden @ experts.down_of(e).t()
+        out = out if experts.down_bias is None else out + experts.down_bias[e]
+        d_out = dy * w[:, None].to(dy.dtype)
+        d_hidden = d_out @ experts.down_of(e)
+        halves = (d_hidden * of_gate, d_hidden * of_up)
+        d_both = torch.stack(halves, -1).flatten(-2) if experts.interleaved else torch.cat(halves, -1)
+        for total, first, second in ((gate_up, d_both, x), (down, d_out, hidden)):
+            assert total is not None
+            total[e] = second.t() @ first if experts.interleaved else first.t() @ second
+        for bias, rows in ((gate_up_bias, d_both), (down_bias, d_out)):
+            if bias is not None:
+                bias[e] = rows.float().sum(0).to(bias.dtype)
+        return d_both @ experts.gate_up_of(e), (dy.float() * out.float()).sum(-1)
+
+
+def gate_gradients(gate: torch.Tensor, up: torch.Tensor, act: str | ClampedSwiglu) -> tuple[torch.Tensor, ...]:
+    """`Ops.gate_values`, and its slopes with respect to gate and up."""
+    if isinstance(act, str):
+        acted, slope = activation_grad(gate, act)
+        return acted * up, up * slope, acted
+    g, u = gate.float().clamp(max=act.limit), up.float().clamp(min=-act.limit, max=act.limit)
+    share = torch.sigmoid(g * act.alpha)
+    slope = share * (1 + act.alpha * g * (1 - share)) * (gate <= act.limit)
+    inside = (up >= -act.limit) & (up <= act.limit)
+    return tuple(t.to(gate.dtype) for t in ((u + 1) * g * share, (u + 1) * slope, g * share * inside))
+
+
+def experts(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
+    """x [T, K], index and weight [T, k] -> [T, K]; differentiable."""
     x = align_rows(x.contiguous())
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, gate_up, down)):
-        return _Experts.apply(x, index, weight, gate_up, down, kind)  # type: ignore[return-value]
-    return _forward(x, index, weight, gate_up, down, kind)
+    tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, *tensors)):
+        return _Experts.apply(x, index, weight, *tensors, experts)  # type: ignore[return-value]
+    return _forward(x, index, weight, experts)
