@@ -212,8 +212,8 @@ def test_refusals_at_load_name_the_part(tmp_path: Path) -> None:
         ExactEngine(Qwen3ForCausalLM(Qwen3Config(vocab_size=50, intermediate_size=32, rope_parameters=rope, **small)))
     with pytest.raises(FileFormatError, match="nowhere"):
         ExactEngine(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="pipeline=2"):
-        ExactEngine(build("qwen3"), pipeline=2)
+    with pytest.raises(ConfigError, match="pipeline=3: choose 1 to 2"):
+        ExactEngine(build("qwen3"), pipeline=3)
     with pytest.raises(ConfigError, match="float64"):
         ExactEngine(build("qwen3"), dtype="float64")
 

@@ -12,6 +12,7 @@ import torch
 from tokentrue.engine import ExactEngine, Limits
 from tokentrue.engine.core import Chaos
 from tokentrue.engine.proof import compare
+from tokentrue.engine.runner import LocalRunner
 from tokentrue.engine.scheduling.request import Phase, Request
 from tokentrue.numerics import Ops, exact, filter_logits, logits_of, same_bits, scale_logits, score
 from tokentrue.numerics.patching.patch import STATE
@@ -94,7 +95,9 @@ class Run:
     dtype: torch.dtype
     weights: dict[int, dict[str, torch.Tensor]]
     finished: list[Request] = field(default_factory=list)
-    stats: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("steps", "mixed", "loads", "forced", "cancelled"), 0))
+    stats: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("steps", "mixed", "loads", "forced", "cancelled", "overlapped"), 0)
+    )
 
     @property
     def tokens(self) -> int:
@@ -122,18 +125,24 @@ def random_prompt(rng: random.Random, past: list[Request]) -> list[int]:
     return fresh
 
 
-def engine_of(model: Any, dtype: str, rng: random.Random | None, *, ops: Ops | None = None, unproven: bool = False) -> ExactEngine:
+def engine_of(
+    model: Any, dtype: str, rng: random.Random | None, *, ops: Ops | None = None, unproven: bool = False, pipeline: int = 1
+) -> ExactEngine:
     chaos = None
     if rng is not None:
         chaos = Chaos(pages=rng, chunk=lambda request, most: rng.choice([most, rng.randint(1, most)]), unproven=unproven)
     limits = Limits(max_requests=7, step_tokens=150, chunk_tokens=90)
-    return ExactEngine(copy.deepcopy(model), dtype=dtype, limits=limits, max_len=400, kv_tokens=1200, chaos=chaos, ops=ops)
+    return ExactEngine(
+        copy.deepcopy(model), dtype=dtype, pipeline=pipeline, limits=limits, max_len=400, kv_tokens=1200, chaos=chaos, ops=ops
+    )
 
 
-def random_run(model: Any, dtype: str, seed: int, *, tokens: int, ops: Ops | None = None, loads: int = 2, unproven: bool = False) -> Run:
+def random_run(
+    model: Any, dtype: str, seed: int, *, tokens: int, ops: Ops | None = None, loads: int = 2, unproven: bool = False, pipeline: int = 1
+) -> Run:
     """Arrivals, chunks, preemptions, cancellations, prefix hits, page order, temperatures and weight updates, all by chance."""
     rng = random.Random(seed)
-    engine = engine_of(model, dtype, rng, ops=ops, unproven=unproven)
+    engine = engine_of(model, dtype, rng, ops=ops, unproven=unproven, pipeline=pipeline)
     core = engine.core
     trainer = copy.deepcopy(model).to(getattr(torch, dtype))
     run = Run(engine, trainer, getattr(torch, dtype), {0: clone_of(trainer)})
@@ -160,6 +169,7 @@ def random_run(model: Any, dtype: str, seed: int, *, tokens: int, ops: Ops | Non
         core.step()
         run.stats["steps"] += 1
         run.stats["mixed"] += len(core.scheduler.running) > 1
+        run.stats["overlapped"] = max(run.stats["overlapped"], len(core.in_flight) + 1)
         for request in [r for r in pending if r.phase is Phase.FINISHED]:
             assert request.error is None, request.error
             pending.remove(request)
@@ -202,6 +212,8 @@ def judge(run: Run, *, without: frozenset[str] = frozenset(), ops: Ops | None = 
 def replayed(run: Run, request: Request, version: int) -> str:
     """Where the request's bits part from the trainer's, in a replay token by token, in pieces, or whole."""
     core = run.engine.core
+    if not isinstance(core.runner, LocalRunner):
+        return "not replayed: the model is in several processes"
     if core.version != version:
         core.load(run.weights[version], version)
     found = (compare(core, request.tokens, run.trainer, pieces) for pieces in ((1,), (2, 5, 1), (400,)))

@@ -29,7 +29,6 @@ import torch
 
 from tokentrue.bench import Report
 from tokentrue.engine import ExactEngine
-from tokentrue.engine import engine as engine_module
 from tokentrue.engine.core import Chaos
 from tokentrue.engine.proof import compare
 from tokentrue.engine.scheduling.schedule import Limits
@@ -147,9 +146,7 @@ def measure_median(engine: ExactEngine, count: int, repeats: int, output: int = 
 def engine_of(model: Any, *, inexact: bool = False, **options: Any) -> Iterator[ExactEngine]:
     with contextlib.ExitStack() as undo:
         if inexact:  # the proof at load would refuse it, rightly
-            undo.enter_context(exact(model, ops=InexactOps()))
-            undo.callback(setattr, engine_module, "prove", engine_module.prove)
-            engine_module.prove = lambda core: None
+            options = {"ops": InexactOps(), "chaos": Chaos(unproven=True), **options}
         settings = {"max_len": 4096, "kv_tokens": 256 * 1280, **options}
         yield undo.enter_context(ExactEngine(model, "cuda", "bfloat16", **settings))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,24 +12,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from tokentrue.engine.execute import StepResult, scores_prompt, wants_of
 from tokentrue.engine.metrics import Meter
-from tokentrue.engine.model.adapters import Adapter, check_shapes, linear_modules, shapes_by_dtype
-from tokentrue.engine.model.decoder import Decoder
+from tokentrue.engine.model.adapters import Adapter
 from tokentrue.engine.model.forward import Forward
 from tokentrue.engine.model.states import StatePool
-from tokentrue.engine.model.weights import Weights, load_weights
-from tokentrue.engine.sample import not_finite, sample
+from tokentrue.engine.model.step import StepInputs
+from tokentrue.engine.model.weights import Weights
+from tokentrue.engine.proof import PIECES
+from tokentrue.engine.runner import LocalRunner, Runner
+from tokentrue.engine.sample import not_finite
 from tokentrue.engine.scheduling.blocks import BlockPool
 from tokentrue.engine.scheduling.bursts import Bursts
-from tokentrue.engine.scheduling.request import Phase, Request, Routes, Sampled
-from tokentrue.engine.scheduling.schedule import Limits, Scheduler, Work
+from tokentrue.engine.scheduling.request import Phase, Request, Sampled
+from tokentrue.engine.scheduling.schedule import Limits, Scheduler, Work, cut_steps
 from tokentrue.errors import EngineError
-from tokentrue.numerics import Contract, Ops, logprobs_of
-from tokentrue.numerics.delta import GatedDelta
 from tokentrue.types import Finish
 
 if TYPE_CHECKING:
     from tokentrue.engine.scheduling.prefills import PrefillGraphs
+
+PROOF_LENGTH = 141
+"""Tokens of the proof at load: past one block of 128 keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,28 +47,40 @@ class Chaos:
 
 class Core:
     def __init__(
-        self, model: nn.Module, decoder: Decoder, ops: Ops, contract: Contract, *, num_blocks: int, limits: Limits, version: int,
-        read: Callable[[Sequence[int]], str] | None = None, chaos: Chaos | None = None,
+        self, runner: Runner, *, limits: Limits, version: int, read: Callable[[Sequence[int]], str] | None = None,
+        chaos: Chaos | None = None,
     ) -> None:  # fmt: skip
-        """`read` turns token ids into text, for stop strings alone."""
+        """`runner` computes the steps; `read` turns token ids into text, for stop strings alone."""
         chaos = chaos or Chaos()
-        weight = decoder.head
-        self.model = model
-        self.contract = contract
-        self.fingerprint = contract.fingerprint
+        sizes = runner.sizes
+        self.runner = runner
         self.version = version
         self.read = read
-        self.pool = BlockPool(num_blocks, ops.block_size, shuffle=chaos.pages)
-        states = state_pool_of(decoder, limits)
+        self.pool = BlockPool(sizes.num_blocks, sizes.block_size, shuffle=chaos.pages)
+        states = StatePool(sizes.num_states) if sizes.num_states is not None else None
         self.scheduler = Scheduler(self.pool, limits, chunk=chaos.chunk, states=states)
-        self.forward = Forward(decoder, ops, num_blocks=num_blocks, dtype=weight.dtype, device=weight.device, states=states)
         self.meter = Meter()
-        self.capacity = min(decoder.max_positions, (num_blocks - 1) * ops.block_size)
+        self.capacity = min(sizes.max_positions, (sizes.num_blocks - 1) * sizes.block_size)
         """Most tokens that one request can hold."""
         self.adapters: dict[str, Adapter] = {}
         self.broken: str | None = None
+        self.in_flight: deque[list[Work]] = deque()
         self.bursts = bursts_of(self)
-        self.prefills = prefills_of(self)
+
+    @property
+    def forward(self) -> Forward:
+        """Of an engine in one process."""
+        assert isinstance(self.runner, LocalRunner), "a pipeline has no forward pass in this process"
+        return self.runner.forward
+
+    @property
+    def model(self) -> nn.Module:
+        assert isinstance(self.runner, LocalRunner), "a pipeline has no model in this process"
+        return self.runner.model
+
+    @property
+    def prefills(self) -> PrefillGraphs | None:
+        return self.runner.prefills if isinstance(self.runner, LocalRunner) else None
 
     @property
     def busy(self) -> bool:
@@ -82,14 +99,10 @@ class Core:
         adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
         return self.version if adapter is None or adapter.version is None else adapter.version
 
-    def check_adapter(self, adapter: Adapter) -> None:
-        """Raise unless the adapter fits the model and its products are exact here."""
-        check_shapes(adapter, self.forward.decoder, linear_modules(self.model))
-        for dtype, linears in shapes_by_dtype(adapter).items():
-            self.forward.ops.self_test(linears=linears, heads=set(), dtype=dtype)
-
     def set_adapter(self, adapter: Adapter) -> None:
-        """Requests that run with an older adapter of this name compute their context anew."""
+        """Check, prove and load it. Requests that run with an older adapter of this name compute their context anew."""
+        self.drain()
+        self.runner.set_adapter(adapter, self.proof_steps(seed=6, adapter=adapter.name))
         for request in [r for r in (*self.scheduler.running, *self.scheduler.waiting) if r.adapter == adapter.name]:
             if request.phase is Phase.RUNNING:
                 self.scheduler.preempt(request)
@@ -97,10 +110,27 @@ class Core:
             request.hashes.clear()
         self.adapters[adapter.name] = adapter
 
-    def free_blocks(self, tokens: int) -> None:
-        """Wait for the bursts in flight and preempt requests until blocks for `tokens` are free."""
+    def prove(self) -> None:
+        """Raise ExactnessError unless the steps' bits are those of the model's own forward."""
+        self.runner.prove(self.proof_steps(seed=5))
+
+    def proof_steps(self, *, seed: int, adapter: str | None = None, length: int = PROOF_LENGTH) -> list[StepInputs]:
+        """Random tokens of one sequence, cut into pieces, in blocks that are free again: later steps overwrite them."""
+        length = min(length, self.capacity)
+        ids = torch.randint(0, self.runner.sizes.vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        self.free_blocks(length)
+        return cut_steps(self.scheduler, ids, PIECES, adapter)
+
+    def drain(self) -> None:
+        """Wait for everything in flight."""
         if self.bursts is not None:
             self.bursts.drain()
+        while self.in_flight:
+            self.finish_step()
+
+    def free_blocks(self, tokens: int) -> None:
+        """Wait for what is in flight and preempt requests until blocks for `tokens` are free."""
+        self.drain()
         while self.scheduler.running and self.pool.num_free * self.pool.block_size < tokens:
             self.scheduler.preempt(self.scheduler.running[-1])
 
@@ -108,10 +138,10 @@ class Core:
         """Requests that name it fail."""
         if name not in self.adapters:
             raise EngineError(f"adapter {name!r} is not loaded; loaded: {sorted(self.adapters)}")
-        if self.bursts is not None:
-            self.bursts.drain()
+        self.drain()
         for request in [r for r in (*self.scheduler.running, *self.scheduler.waiting) if r.adapter == name]:
             self.fail(request, EngineError(f"adapter {name!r} was unloaded"))
+        self.runner.unload_adapter(name)
         del self.adapters[name]
 
     def step(self) -> bool:
@@ -121,18 +151,43 @@ class Core:
             self.fail_all(EngineError(self.broken))
         if self.bursts is not None and self.proceed(self.bursts):
             return True
-        batch = self.scheduler.next_batch()
-        if not batch:
+        while len(self.in_flight) < self.runner.depth and (batch := self.scheduler.next_batch(self.runner.depth)):
+            self.meter.count_step(batch)
+            self.start_step(batch)
+            if self.bursts is not None and self.bursts.in_flight is not None:
+                return True
+        if not self.in_flight:
             return False
+        self.finish_step()
+        return True
+
+    def start_step(self, batch: list[Work]) -> None:
         try:
             if self.bursts is None or not self.bursts.start(batch):
-                self.run(batch)
+                self.runner.start(self.scheduler.inputs(batch), wants_of(batch))
+                self.in_flight.append(batch)
+                self.scheduler.in_flight.update(work.request for work in batch)
         except Exception as error:
-            # The loop outlives any batch: its requests fail, the others go on.
-            for work in batch:
-                self.fail(work.request, error)
-        self.meter.count_step(batch)
-        return True
+            self.fail_step(batch, error)
+
+    def finish_step(self) -> None:
+        """Wait for the oldest step in flight and give its requests their tokens."""
+        batch = self.in_flight.popleft()
+        self.scheduler.in_flight.difference_update(work.request for work in batch)
+        try:
+            self.apply(batch, self.runner.finish())
+        except Exception as error:
+            self.fail_step(batch, error)
+
+    def fail_step(self, batch: list[Work], error: Exception) -> None:
+        """The loop outlives any step: its requests fail, the others go on. Without its runner, all fail."""
+        for work in batch:
+            self.fail(work.request, error)
+        if self.runner.dead is not None:
+            self.broken = self.runner.dead
+            self.in_flight.clear()
+            self.scheduler.in_flight.clear()
+            self.fail_all(EngineError(self.broken))
 
     def proceed(self, bursts: Bursts) -> bool:
         """Deliver the burst of decode steps in flight; False when there was none."""
@@ -145,57 +200,29 @@ class Core:
                 self.fail(request, error)
             return True
 
-    def run(self, batch: list[Work]) -> None:
-        rows, sampling, scoring, routing, start = [], [], [], [], 0
+    def apply(self, batch: list[Work], result: StepResult) -> None:
+        """A request that was preempted or ended while its step was computed samples the same token again, or none."""
+        scored, sampled, routes = iter(result.scored), iter(result.sampled), iter(result.routes)
         for work in batch:
-            if work.request.wants_routes:
-                routing.append((work, start))
-            if work.request.wants_prompt and work.start + 1 < len(work.request.prompt_ids):
-                scoring.append((work, len(rows)))
-                rows.extend(range(start, start + work.count))
-            elif work.samples:
-                rows.append(start + work.count - 1)
-            if work.samples:
-                sampling.append((work.request, len(rows) - 1))
-            start += work.count
-        logits = self.compute_logits(batch, rows, routing)
+            if work.request.phase is Phase.RUNNING:
+                self.scheduler.record(work)
         for work in batch:
-            self.scheduler.record(work)
-        for work, at in scoring:
-            self.score_prompt(work, logits[at : at + work.count])
-        if sampling:
-            index = torch.tensor([at for _, at in sampling], device=logits.device)
-            chosen = logits if len(index) == logits.shape[0] else logits.index_select(0, index)
-            results = sample(self.forward.ops, chosen, [request for request, _ in sampling])
-            for (request, _), result in zip(sampling, results, strict=True):
-                self.take(request, result)
-
-    def compute_logits(self, batch: list[Work], rows: list[int], routing: list[tuple[Work, int]]) -> torch.Tensor:
-        """Logits of `rows`; the works of `routing`, each with its first token row, keep the experts of new positions."""
-        if not routing:
-            replayed = self.prefills.step(batch, rows) if self.prefills is not None else None
-            return self.forward.step(batch, rows, self.adapters) if replayed is None else replayed
-        with self.forward.routes() as chosen:
-            logits = self.forward.step(batch, rows, self.adapters)
-            for work, first in routing:
-                known = max(0, work.request.num_routed - work.start)  # a preempted request computes positions again
-                if known < work.count:
-                    experts, weights = chosen(range(first + known, first + work.count))
-                    data, scales = experts.numpy().astype("<i2").tobytes(), weights.numpy().astype("<f4").tobytes()
-                    work.request.add_routes(Routes((work.count - known, experts.shape[1], experts.shape[2]), data, scales))
-        return logits
-
-    def score_prompt(self, work: Work, logits: torch.Tensor) -> None:
-        request = work.request
-        stop = min(work.start + work.count + 1, len(request.prompt_ids))
-        targets = torch.tensor(request.prompt_ids[work.start + 1 : stop], device=logits.device)
-        found = logprobs_of(self.forward.ops, logits[: len(targets)], targets, request.sampling.temperature or 1.0)
-        # A preempted prompt is scored again: keep positions, not a log.
-        request.prompt_logprobs[work.start :] = found.tolist()
+            request, samples = work.request, work.samples
+            logprobs = next(scored) if scores_prompt(work) else None
+            token = next(sampled) if samples else None
+            route = next(routes) if request.wants_routes else None
+            if request.phase is not Phase.RUNNING:
+                continue
+            if logprobs is not None:  # a preempted prompt is scored again: keep positions, not a log
+                request.prompt_logprobs[work.start :] = logprobs
+            if route is not None and route.shape[0]:
+                request.add_routes(route)
+            if token is not None:
+                self.take(request, token)
 
     def take(self, request: Request, result: Sampled | Exception) -> None:
         if isinstance(result, Exception):
-            self.forward.clean()
+            self.runner.clean()
             self.scheduler.restart()
             self.fail(request, result)
             return
@@ -273,48 +300,32 @@ class Core:
         """Give the memory of the pages and of captured steps back now, not when this object is collected."""
         if self.bursts is not None:
             self.bursts.close()
-        if self.prefills is not None:
-            self.prefills.forget()
-        self.forward.caches.clear()
-        self.forward.recurrent.clear()
+        self.runner.close()
 
     def load(self, weights: Weights, version: int) -> None:
         """New weights between two steps. Keys and values of the old ones are dropped and computed anew where they are still needed, so
         that every later token's log-probability is the one of the new weights over its whole context."""
-        if self.bursts is not None:
-            self.bursts.drain()
+        self.drain()
         self.scheduler.restart()
         try:
-            load_weights(self.model, weights)
+            self.runner.load(weights)
         except Exception as error:
-            if not isinstance(weights, Mapping | str | Path):  # those were checked whole before the first copy
+            if self.runner.dead is not None:
+                self.broken = self.runner.dead
+            elif not isinstance(weights, Mapping | str | Path):  # those were checked whole before the first copy
                 self.broken = f"the last weight load failed half way ({error}); load whole weights"
             raise
-        self.forward.refresh()
         if self.broken:
-            self.forward.clean()
+            self.runner.clean()
         self.broken = None
         self.version = version
 
 
-def state_pool_of(decoder: Decoder, limits: Limits) -> StatePool | None:
-    """For hybrid models: a slot for every running request, and as many snapshots."""
-    hybrid = any(isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
-    return StatePool(2 * limits.max_requests + 2) if hybrid else None
-
-
 def bursts_of(core: Core) -> Bursts | None:
-    """Captured decode steps, on CUDA alone; recurrent states are not captured."""
-    if core.forward.device.type != "cuda" or core.forward.states is not None:
+    """Captured decode steps, on CUDA in one process alone; recurrent states are not captured."""
+    runner = core.runner
+    if not isinstance(runner, LocalRunner) or runner.forward.device.type != "cuda" or runner.sizes.num_states is not None:
         return None
     return Bursts(
         core.forward, core.scheduler, capacity=core.capacity, deliver=core.take_run, reject=lambda request: core.take(request, not_finite())
     )
-
-
-def prefills_of(core: Core) -> PrefillGraphs | None:
-    if core.forward.device.type != "cuda" or core.forward.states is not None:
-        return None
-    from tokentrue.engine.scheduling.prefills import PrefillGraphs
-
-    return PrefillGraphs(core.forward, width=-(-core.capacity // core.pool.block_size))

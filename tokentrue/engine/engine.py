@@ -23,7 +23,8 @@ from tokentrue.engine.model.adapters import AdapterSource, read_adapter
 from tokentrue.engine.model.decoder import read_decoder
 from tokentrue.engine.model.sizing import blocks_for
 from tokentrue.engine.model.weights import Weights, load_model
-from tokentrue.engine.proof import prove, prove_adapter
+from tokentrue.engine.pipeline import PipelinePlan, start_pipeline
+from tokentrue.engine.runner import LocalRunner, Runner
 from tokentrue.engine.sample import child_seed
 from tokentrue.engine.scheduling.request import Request
 from tokentrue.engine.scheduling.schedule import Limits
@@ -49,29 +50,36 @@ class ExactEngine:
         """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes itself."""
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        if pipeline != 1:
-            raise ConfigError(f"pipeline={pipeline}: this engine runs on one device in one process; use pipeline=1")
         where = torch.device(device)
         self._undo = ExitStack()
         self.limits = limits or (GPU_LIMITS if where.type == "cuda" else Limits())
-        self.model = load_model(model_dir, device=where, dtype=DTYPES[dtype])
-        self.contract: Contract = self._undo.enter_context(exact(self.model, ops=ops))
-        used: Ops = self.model.__dict__[STATE].ops
-        positions = max_len or self.model.config.get_text_config().max_position_embeddings
-        decoder = read_decoder(self.model, used, max_positions=positions)
-        num_blocks = blocks_for(decoder, used, limits=self.limits, kv_tokens=kv_tokens, device=where)
-        self.core = Core(
-            self.model, decoder, used, self.contract, num_blocks=num_blocks, limits=self.limits, version=version, read=read, chaos=chaos
-        )
-        if chaos is None or not chaos.unproven:
-            prove(self.core)
+        self._host = where if pipeline == 1 else torch.device("cpu")
+        self.model = load_model(model_dir, device=self._host, dtype=DTYPES[dtype])
         self.eos_ids = eos_of(self.model)
+        positions = max_len or self.model.config.get_text_config().max_position_embeddings
+        if pipeline == 1:
+            runner: Runner = self._local_runner(ops, positions, kv_tokens)
+        else:
+            plan = PipelinePlan(stages=pipeline, device=device, max_positions=positions, kv_tokens=kv_tokens, limits=self.limits)
+            runner = start_pipeline(self.model, plan)
+            self.model = runner.model  # its weights are in the stages
+        self.contract: Contract = runner.contract
+        self.core = Core(runner, limits=self.limits, version=version, read=read, chaos=chaos)
+        if chaos is None or not chaos.unproven:
+            self.core.prove()
         self._state = threading.Condition()
         self._inbox: list[Request] = []
         self._stepping = False
         self._pauses = 0
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    def _local_runner(self, ops: Ops | None, positions: int, kv_tokens: int | None) -> LocalRunner:
+        contract = self._undo.enter_context(exact(self.model, ops=ops))
+        used: Ops = self.model.__dict__[STATE].ops
+        decoder = read_decoder(self.model, used, max_positions=positions)
+        num_blocks = blocks_for(decoder, used, limits=self.limits, kv_tokens=kv_tokens, device=decoder.device)
+        return LocalRunner(self.model, decoder, used, contract, num_blocks=num_blocks, limits=self.limits)
 
     # ---- asking -----------------------------------------------------------------------------------------------------------------------
     async def generate(
@@ -151,7 +159,7 @@ class ExactEngine:
     def request(self, prompt_ids: Sequence[int], sampling: Sampling, listener: Any = None, *, adapter: str | None = None) -> Request:
         """Checked here, so that nothing in the loop can fail because of one caller."""
         ids = tuple(map(int, prompt_ids))
-        vocabulary, capacity = self.core.forward.decoder.vocabulary, self.core.capacity
+        vocabulary, capacity = self.core.runner.sizes.vocabulary, self.core.capacity
         if not ids:
             raise EngineRejected("prompt_ids is empty; a decoder needs at least one token")
         low, high = min(ids), max(ids)
@@ -191,7 +199,7 @@ class ExactEngine:
     def result(self, request: Request) -> Completion:
         if request.error is not None:
             raise request.error
-        return request.completion(self.core.fingerprint)
+        return request.completion(self.fingerprint)
 
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
     def load_weights(self, weights: Weights, version: int) -> None:
@@ -205,10 +213,8 @@ class ExactEngine:
         Live when this returns. Its completions carry `version`, or the engine's where none is given.
         """
         known = self.core.adapters.get(name)
-        adapter = read_adapter(name, source, config or (known and known.config), version=version, device=self.core.forward.device)
+        adapter = read_adapter(name, source, config or (known and known.config), version=version, device=self._host)
         with self.paused():
-            self.core.check_adapter(adapter)
-            prove_adapter(self.core, adapter)
             self.core.set_adapter(adapter)
 
     def unload_adapter(self, name: str) -> None:
@@ -274,7 +280,7 @@ class ExactEngine:
 
     @property
     def fingerprint(self) -> str:
-        return self.core.fingerprint
+        return self.contract.fingerprint
 
     def close(self) -> None:
         """Pending requests fail; the model is left as it was found."""

@@ -2,73 +2,53 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tokentrue.engine.model.adapters import Adapter, attach_adapter
-from tokentrue.engine.scheduling.request import Request
-from tokentrue.engine.scheduling.schedule import Work
+from tokentrue.engine.model.forward import Forward
+from tokentrue.engine.model.step import StepInputs
+from tokentrue.engine.scheduling.schedule import cut_steps
 from tokentrue.engine.trace import Difference, engine_trace, first_difference, model_trace
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import logits_of, same_bits
-from tokentrue.types import Sampling
 
 if TYPE_CHECKING:
     from tokentrue.engine.core import Core
 
-LENGTH = 141  # past one block of 128 keys
 PIECES = (77, 61, 1, 1, 1)
 
 
-def prove(core: Core) -> None:
-    """Raise ExactnessError with the first position that differs."""
-    decoder = core.forward.decoder
-    length = min(LENGTH, core.capacity)
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, decoder.vocabulary, (length,), generator=generator)
+def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> None:
+    """Raise ExactnessError with the first position that differs. `steps` are pieces of one sequence."""
+    ids = [token for step in steps for token in step.ids]
     with torch.inference_mode():
-        wanted = logits_of(core.model, ids[None].to(core.forward.device))[0]
-        found = paged_logits(core, ids.tolist())
-    if not same_bits(found, wanted):
-        where = compare(core, ids.tolist())
-        raise ExactnessError(f"{type(core.model).__name__} has a part without an exact form; {where}")
-
-
-def prove_adapter(core: Core, adapter: Adapter) -> None:
-    """The same with an adapter, against the model's own forward with that adapter attached."""
-    length = min(LENGTH, core.capacity)
-    ids = torch.randint(0, core.forward.decoder.vocabulary, (length,), generator=torch.Generator().manual_seed(6))
-    core.free_blocks(length)
-    with torch.inference_mode():
-        with attach_adapter(core.model, core.forward.ops, adapter):
-            wanted = logits_of(core.model, ids[None].to(core.forward.device))[0]
-        found = paged_logits(core, ids.tolist(), adapter=adapter)
-    if not same_bits(found, wanted):
+        with nullcontext() if adapter is None else attach_adapter(model, forward.ops, adapter):
+            wanted = logits_of(model, torch.tensor([ids], device=forward.device))[0]
+        found = paged_logits(forward, steps, adapter)
+    if same_bits(found, wanted):
+        return
+    if adapter is not None:
         raise ExactnessError(f"adapter {adapter.name!r}: engine and trainer forwards differ in bits")
+    raise ExactnessError(f"{type(model).__name__} has a part without an exact form; {difference_of(forward, model, steps)}")
 
 
 def compare(core: Core, ids: list[int], model: Any = None, pieces: tuple[int, ...] = PIECES) -> Difference | None:
     """The first operator whose bits differ between pages and the forward of `model` (the engine's own, unless given), over these ids."""
-    with engine_trace(core) as engine:
-        paged_logits(core, ids, pieces)
-    return first_difference(engine, model_trace(model or core.model, ids))
+    return difference_of(core.forward, model or core.model, cut_steps(core.scheduler, ids, pieces))
 
 
-def paged_logits(core: Core, ids: list[int], pieces: tuple[int, ...] = PIECES, adapter: Adapter | None = None) -> Tensor:
-    """Logits of every position, computed piece by piece (again from the first when they run out) through the pages."""
-    name = None if adapter is None else adapter.name
-    request = Request(prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=name)
+def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> Difference | None:
+    with engine_trace(forward) as engine:
+        paged_logits(forward, steps)
+    return first_difference(engine, model_trace(model, [token for step in steps for token in step.ids]))
+
+
+def paged_logits(forward: Forward, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> Tensor:
+    """Logits of every position, step by step through the pages."""
     adapters = {} if adapter is None else {adapter.name: adapter}
-    core.scheduler.grow(request, len(ids))
-    rows, start = [], 0
-    for piece in itertools.cycle(pieces):
-        count = min(piece, len(ids) - start)
-        if count == 0:
-            break
-        rows.append(core.forward.step([Work(request, start, count)], range(count), adapters))
-        start += count
-    core.scheduler.free(request)
-    return torch.cat(rows)
+    return torch.cat([forward.step(step, range(step.rows), adapters) for step in steps])

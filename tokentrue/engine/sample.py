@@ -7,6 +7,8 @@ softmax. Temperature 0 takes the argmax itself, and then reports log-probabiliti
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from tokentrue.engine.scheduling.request import Request, Sampled
 from tokentrue.numerics import Ops, filter_logits, scale_logits
+from tokentrue.types import Sampling
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -57,8 +60,34 @@ def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torc
     return uniform.log_().neg_().log_().neg_()
 
 
-def sample(ops: Ops, logits_RV: Tensor, requests: list[Request]) -> list[Sampled | Exception]:
-    """One token per row, for the requests in their order."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRow:
+    """How one row of logits becomes a token. `tokens` (prompt and output) are there for penalties alone."""
+
+    sampling: Sampling
+    seed: int
+    position: int  # of the token that is sampled
+    prompt_length: int
+    tokens: tuple[int, ...] | None
+
+    @property
+    def shaped(self) -> bool:
+        return bool(self.sampling.filters)
+
+
+def sampling_row(request: Request) -> SamplingRow:
+    return SamplingRow(
+        sampling=request.sampling, seed=request.seed, position=len(request.tokens), prompt_length=len(request.prompt_ids),
+        tokens=tuple(request.tokens) if is_penalised(request.sampling) else None,
+    )  # fmt: skip
+
+
+def is_penalised(s: Sampling) -> bool:
+    return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+
+
+def sample(ops: Ops, logits_RV: Tensor, requests: Sequence[SamplingRow]) -> list[Sampled | Exception]:
+    """One token per row, in their order."""
     temperatures = [r.sampling.temperature or 1.0 for r in requests]
     shaped = [i for i, r in enumerate(requests) if r.shaped]
     penalised = penalties(logits_RV, requests) if shaped else {}
@@ -103,11 +132,11 @@ def not_finite() -> Exception:
     return EngineError("the model's logits are not finite: the weights hold NaN or infinity; load good weights and ask again")
 
 
-def choose(scaled_RV: Tensor, requests: list[Request]) -> Tensor:
+def choose(scaled_RV: Tensor, requests: Sequence[SamplingRow]) -> Tensor:
     noisy = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
     if not noisy:
         return scaled_RV.argmax(-1)
-    noise = gumbel([requests[i].seed for i in noisy], [len(requests[i].tokens) for i in noisy], scaled_RV.shape[-1], scaled_RV.device)
+    noise = gumbel([requests[i].seed for i in noisy], [requests[i].position for i in noisy], scaled_RV.shape[-1], scaled_RV.device)
     if len(noisy) == len(requests):
         return noise.add_(scaled_RV).argmax(-1)
     chosen = scaled_RV.argmax(-1)
@@ -121,19 +150,19 @@ def top_logprobs(table_V: Tensor, count: int) -> dict[int, float]:
     return {i: v for i, v in zip(ids.tolist(), values.tolist(), strict=True) if v > -torch.inf}
 
 
-def penalties(logits_RV: Tensor, requests: list[Request]) -> dict[int, Tensor]:
+def penalties(logits_RV: Tensor, requests: Sequence[SamplingRow]) -> dict[int, Tensor]:
     """Rows with repetition (prompt and output), presence and frequency (output) penalties applied, in float32."""
     rows: dict[int, Tensor] = {}
     for i, request in enumerate(requests):
         s = request.sampling
-        if s.repetition_penalty == 1.0 and s.presence_penalty == 0.0 and s.frequency_penalty == 0.0:
+        if request.tokens is None:
             continue
         row = logits_RV[i].float().clone()
         if s.repetition_penalty != 1.0:
             seen = torch.tensor(sorted(set(request.tokens)), device=row.device)
             values = row[seen]
             row[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
-        output = torch.tensor(request.tokens[len(request.prompt_ids) :], dtype=torch.int64, device=row.device)
+        output = torch.tensor(request.tokens[request.prompt_length :], dtype=torch.int64, device=row.device)
         counts = torch.bincount(output, minlength=row.shape[0])
         rows[i] = row - s.frequency_penalty * counts - s.presence_penalty * (counts > 0)
     return rows

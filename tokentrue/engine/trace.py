@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tokentrue.engine.model.decoder import LAYOUTS, MIXERS, ROLES
+from tokentrue.engine.model.forward import Forward
 from tokentrue.numerics import logits_of
-
-if TYPE_CHECKING:
-    from tokentrue.engine.core import Core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +50,18 @@ def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]
 
 
 @contextmanager
-def engine_trace(core: Core) -> Iterator[dict[str, Tensor]]:
+def engine_trace(forward: Forward) -> Iterator[dict[str, Tensor]]:
     """Collects every operator's results inside the block, rows in order of computation."""
     found: dict[str, Tensor] = {}
 
     def collect(name: str, tensor: Tensor) -> None:
         found[name] = torch.cat((found[name], tensor)) if name in found else tensor.clone()
 
-    core.forward.trace = collect
+    forward.trace = collect
     try:
         yield found
     finally:
-        core.forward.trace = None
+        forward.trace = None
 
 
 def model_trace(model: Any, ids: list[int]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokentrue.engine.sample import sample
+from tokentrue.engine.sample import sample, sampling_row
 from tokentrue.engine.scheduling.request import Request, Sampled
 from tokentrue.numerics import logits_of
 from tokentrue.types import Sampling
@@ -38,7 +38,7 @@ def redraw(core: Core, ids: Sequence[int], proposed: Sequence[int], sampling: Sa
         for count in range(len(proposed) + 1)
     ]
     draws: list[Draw] = []
-    for count, result in enumerate(sample(core.forward.ops, logits, requests)):
+    for count, result in enumerate(sample(core.forward.ops, logits, [sampling_row(request) for request in requests])):
         if not isinstance(result, Sampled):
             raise result
         draws.append(

@@ -62,8 +62,16 @@ def library_of(text: str) -> str:
 Linears = set[tuple[int, int, bool]]
 
 
-def shapes_of(model: nn.Module) -> tuple[dict[torch.dtype, Linears], set[tuple[int, int, int]]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShapes:
     """(K, N, bias) of every linear by dtype, routers and experts included, and (H, J, D) of every attention."""
+
+    linears: Mapping[torch.dtype, Linears]
+    heads: frozenset[tuple[int, int, int]]
+    dtype: torch.dtype
+
+
+def shapes_of(model: nn.Module) -> ModelShapes:
     linears: dict[torch.dtype, Linears] = defaultdict(set)
     heads: set[tuple[int, int, int]] = set()
     for module in model.modules():
@@ -79,7 +87,8 @@ def shapes_of(model: nn.Module) -> tuple[dict[torch.dtype, Linears], set[tuple[i
         head_dim, config = head_size(module), getattr(module, "config", None)
         if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
             heads.add((config.num_attention_heads, config.num_key_value_heads, head_dim))
-    return linears, heads
+    dtype = next(p for p in model.parameters() if p.dim() > 1).dtype
+    return ModelShapes(linears=dict(linears), heads=frozenset(heads), dtype=dtype)
 
 
 def expert_shapes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Linears:
@@ -94,12 +103,12 @@ def head_size(module: nn.Module) -> int | None:
 
 def contract_of(model: nn.Module, ops: Ops) -> Contract:
     """Run the self-test for the model's shapes and write down what holds."""
-    parameter = next(p for p in model.parameters() if p.dim() > 1)
-    linears, heads = shapes_of(model)
+    return contract_for(shapes_of(model), ops, next(model.parameters()).device)
+
+
+def contract_for(shapes: ModelShapes, ops: Ops, device: torch.device) -> Contract:
     fallbacks: list[str] = []
-    for dtype, shapes in linears.items():
-        fallbacks += ops.self_test(linears=shapes, heads=heads if dtype == parameter.dtype else set(), dtype=dtype)
-    return Contract(
-        operators=dict(ops.contract()), machine=machine_of(parameter.device), dtype=str(parameter.dtype).removeprefix("torch."),
-        fallbacks=tuple(fallbacks),
-    )  # fmt: skip
+    for dtype, linears in shapes.linears.items():
+        fallbacks += ops.self_test(linears=linears, heads=set(shapes.heads) if dtype == shapes.dtype else set(), dtype=dtype)
+    name = str(shapes.dtype).removeprefix("torch.")
+    return Contract(operators=dict(ops.contract()), machine=machine_of(device), dtype=name, fallbacks=tuple(fallbacks))

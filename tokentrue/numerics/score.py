@@ -132,14 +132,15 @@ def scoring_head(
 
 
 def logits_of(model: nn.Module, ids_BT: Tensor, packed: Packed | None = None) -> Tensor:
-    """The plain forward pass, [B,T,V] in the model's dtype; for use inside `exact`."""
-    b, t = ids_BT.shape
+    """The plain forward pass, [B,T,V] in the model's dtype; for use inside `exact`. Embeddings [B,T,K] may stand for the ids."""
+    b, t = ids_BT.shape[:2]
     if packed is None:
         positions = torch.arange(t, device=ids_BT.device).expand(b, t)
         packed = Packed.of((t,) * b, ids_BT.device)
     else:
         positions = torch.cat([torch.arange(n, device=ids_BT.device) for n in packed.lengths])[None]
-    return model(input_ids=ids_BT, position_ids=positions, use_cache=False, packed=packed).logits
+    source = {"inputs_embeds": ids_BT} if ids_BT.is_floating_point() else {"input_ids": ids_BT}
+    return model(**source, position_ids=positions, use_cache=False, packed=packed).logits
 
 
 def packed_of(ids: Tensor, cu_seqlens: Tensor) -> Packed:

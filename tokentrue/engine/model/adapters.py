@@ -94,14 +94,16 @@ def pattern_value(config: AdapterConfig, key: str, at: tuple[int, str], default:
     return default
 
 
-def check_shapes(adapter: Adapter, decoder: Decoder, modules: Mapping[tuple[int, str], nn.Linear]) -> None:
+def check_shapes(adapter: Adapter, decoder: Decoder, modules: Mapping[tuple[int, str], nn.Linear], first: int = 0) -> None:
+    """`first` is the number of the decoder's first layer in the whole model."""
     for (layer, projection), low in adapter.weights.items():
         module = modules.get((layer, projection))
         if module is None or not (is_dense(decoder, layer) if TARGETS[projection] == "mlp" else has_plain_attention(decoder, layer)):
-            raise ExactnessError(f"adapter {adapter.name!r}: layer {layer} has no plain {projection}; it cannot be adapted exactly")
+            raise ExactnessError(f"adapter {adapter.name!r}: layer {first + layer} has no plain {projection}; it cannot be adapted exactly")
         wanted, found = (module.in_features, module.out_features), (low.a.shape[1], low.b.shape[0])
         if wanted != found or low.a.shape[0] != low.b.shape[1]:
-            raise EngineError(f"adapter {adapter.name!r}: layer {layer} {projection} maps {found[0]} to {found[1]}, the model {wanted}")
+            where = f"layer {first + layer} {projection}"
+            raise EngineError(f"adapter {adapter.name!r}: {where} maps {found[0]} to {found[1]}, the model {wanted}")
 
 
 def is_dense(decoder: Decoder, layer: int) -> bool:

@@ -58,13 +58,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """Everything that a step needs, by reference."""
+    """Everything that a step needs, by reference. Of a pipeline's stages only the last has a final norm and a head."""
 
     embed: Callable[[Tensor], Tensor]
     layers: tuple[Layer, ...]
     ropes: dict[str, tuple[Tensor, Tensor]]  # cos, sin [positions, D]
-    norm: Norm
-    head: Tensor
+    norm: Norm | None
+    head: Tensor | None
+    dtype: torch.dtype
+    device: torch.device
+    width: int  # of the hidden states
     head_bias: Tensor | None
     logit_softcap: float | None
     logit_divisor: float | None  # Granite
@@ -92,7 +95,7 @@ def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
     """The layers of `model`, merged in place; raises ExactnessError with the name of what has no exact form."""
     config = model.config.get_text_config()
     body, head = getattr(model, "model", None), model.get_output_embeddings()
-    if body is None or not hasattr(body, "layers") or not hasattr(body, "norm") or not isinstance(head, nn.Linear):
+    if body is None or not hasattr(body, "layers") or not hasattr(body, "norm") or not isinstance(head, nn.Linear | nn.Identity):
         raise ExactnessError(f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)")
     size = next((head_size(layer.self_attn) for layer in body.layers if hasattr(layer, "self_attn")), None)
     if size is None:
@@ -100,13 +103,16 @@ def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
     heads = (config.num_attention_heads, config.num_key_value_heads, size)
     layers = tuple(read_layer(f"layers.{i}", layer, heads, ops) for i, layer in enumerate(body.layers))
     kinds = {layer.mixer.rope for layer in layers if not isinstance(layer.mixer, GatedDelta)}
-    ropes = {key: rope_table(body, key, max_positions, heads[2]) for key in kinds if key is not None}
+    weight = next(parameter for parameter in body.layers.parameters() if parameter.dim() > 1)
+    ropes = {key: rope_table(body, key, max_positions, heads[2], weight) for key in kinds if key is not None}
+    is_last = isinstance(head, nn.Linear)
     return Decoder(
         embed=read_embedding(body.embed_tokens, getattr(config, "embedding_multiplier", None)), layers=layers, ropes=ropes,
-        norm=read_norm("norm", body.norm), head=head.weight.data, head_bias=data_of(head.bias),
+        norm=read_norm("norm", body.norm) if is_last else None, head=head.weight.data if is_last else None,
+        head_bias=data_of(head.bias) if is_last else None, dtype=weight.dtype, device=weight.device, width=config.hidden_size,
         logit_softcap=getattr(config, "final_logit_softcapping", None), logit_divisor=getattr(config, "logits_scaling", None),
         residual_scale=getattr(config, "residual_multiplier", None),
-        heads=heads, vocabulary=head.weight.shape[0], max_positions=max_positions,
+        heads=heads, vocabulary=head.weight.shape[0] if is_last else config.vocab_size, max_positions=max_positions,
     )  # fmt: skip
 
 
@@ -197,14 +203,13 @@ def merge(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def rope_table(body: Any, key: str, positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def rope_table(body: Any, key: str, positions: int, head_dim: int, weight: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of every position, computed by the model's own module (elementwise, so position by position the same bits)."""
     rotary = body.rotary_emb
     kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
     kind = kinds.get(key, kinds.get(""))
     if kind in {"dynamic", "longrope"}:
         raise ExactnessError(f"rotary embedding {kind!r} depends on the length of the sequence: no exact form")
-    weight = body.embed_tokens.weight
     like = torch.zeros(1, 1, 1, dtype=weight.dtype, device=weight.device)
     at = torch.arange(positions, device=weight.device)[None]
     if hasattr(rotary, "mrope_section"):  # text has the same position on all three axes

@@ -15,8 +15,7 @@ from torch import Tensor
 from tokentrue.engine.model.adapters import AdaptedRows, Adapter
 from tokentrue.engine.model.decoder import Attention, Decoder, Dense, Layer
 from tokentrue.engine.model.latent import LatentAttention, Norm
-from tokentrue.engine.model.states import StatePool
-from tokentrue.engine.scheduling.schedule import Work
+from tokentrue.engine.model.step import StepInputs
 from tokentrue.numerics import HeadNorm, Ops, PagedBatch
 from tokentrue.numerics.delta import GatedDelta
 
@@ -29,20 +28,19 @@ TABLE_STEP = 8
 class Forward:
     """A decoder, its operators and its cache. `trace(name, tensor)`, where given, receives every operator's result."""
 
-    def __init__(
-        self, decoder: Decoder, ops: Ops, *, num_blocks: int, dtype: torch.dtype, device: torch.device, states: StatePool | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, ops: Ops, *, num_blocks: int, num_states: int | None = None) -> None:
+        """`num_states` counts the recurrent-state slots of a hybrid model."""
         self.decoder = decoder
         self.ops = ops
-        self.device = device
+        self.device = device = decoder.device
+        dtype = decoder.dtype
         _, heads, head_dim = decoder.heads
         self.caches = [
             (ops.new_cache(num_blocks, heads, head_dim, dtype, device), ops.new_cache(num_blocks, heads, head_dim, dtype, device))
             if not isinstance(layer.mixer, GatedDelta) else None
             for layer in decoder.layers
         ]
-        self.states = states
-        self.recurrent = [new_state(layer.mixer, states, dtype, device) for layer in decoder.layers]
+        self.recurrent = [new_state(layer.mixer, num_states, dtype, device) for layer in decoder.layers]
         self.trace: Trace | None = None
         self.plain = decoder.residual_scale is None and all(is_plain(layer) for layer in decoder.layers)
         self.refresh()
@@ -52,12 +50,23 @@ class Forward:
         self.ops.pack(weight for weight in linear_weights(self.decoder))
 
     @torch.inference_mode()
-    def step(self, batch: Sequence[Work], rows: Sequence[int], adapters: Mapping[str, Adapter] | None = None) -> Tensor:
+    def step(self, inputs: StepInputs, rows: Sequence[int], adapters: Mapping[str, Adapter] | None = None) -> Tensor:
         """Logits [len(rows), V] of those token rows of the step; `adapters` holds those that requests name."""
-        ids = np.array([token for work in batch for token in work.request.tokens[work.start : work.start + work.count]])
-        paged = paged_batch(batch, self.ops.block_size, self.device)
-        slots = self.prepare_states(batch)
-        hidden = self.hidden(torch.from_numpy(ids).to(self.device), paged, adapted_rows(batch, adapters or {}, self.device), slots)
+        return self.logits_of_rows(self.compute(inputs, self.embed(inputs), adapters), rows)
+
+    @torch.inference_mode()
+    def embed(self, inputs: StepInputs) -> Tensor:
+        return self.decoder.embed(torch.from_numpy(np.array(inputs.ids)).to(self.device))
+
+    @torch.inference_mode()
+    def compute(self, inputs: StepInputs, x: Tensor, adapters: Mapping[str, Adapter] | None = None) -> Tensor:
+        """[T,K] after this decoder's layers, of what comes into the first of them."""
+        paged = paged_batch(inputs, self.ops.block_size, self.device)
+        slots = self.prepare_states(inputs)
+        return self.layers(x, paged, adapted_rows(inputs, adapters or {}, self.device), slots)
+
+    @torch.inference_mode()
+    def logits_of_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         if not rows:
             return hidden.new_empty(0, self.decoder.vocabulary)
         if len(rows) < hidden.shape[0]:
@@ -80,26 +89,23 @@ class Forward:
         finally:
             self.ops.routes = None
 
-    def prepare_states(self, batch: Sequence[Work]) -> Tensor | None:
+    def prepare_states(self, inputs: StepInputs) -> Tensor | None:
         """Do the copies between state slots that the scheduler queued; returns the slots of the step's requests."""
-        if self.states is None:
+        if not inputs.state_slots:
             return None
-        for source, target in self.states.take_copies():
+        for source, target in inputs.state_copies:
             for pair in self.recurrent:
                 for tensor in pair or ():
                     tensor[target].copy_(tensor[source])
-        return torch.tensor([work.request.state_slot for work in batch], device=self.device)
+        return torch.tensor(inputs.state_slots, device=self.device)
 
-    def hidden(
-        self, ids: Tensor, batch: PagedBatch, adapted: Sequence[AdaptedRows] = (), slots: Tensor | None = None
-    ) -> Tensor:
+    def layers(self, x: Tensor, batch: PagedBatch, adapted: Sequence[AdaptedRows] = (), slots: Tensor | None = None) -> Tensor:
         """[T,K] after the last layer, before the final norm."""
         if self.plain and self.trace is None and not adapted:
-            h, x = self.plain_layers(ids, batch)
+            h, x = self.plain_layers(x, batch)
             return x + h
-        d = self.decoder
-        x, ropes = d.embed(ids), self.ropes(batch)
-        for index, layer in enumerate(d.layers):
+        ropes = self.ropes(batch)
+        for index, layer in enumerate(self.decoder.layers):
             x = self.layer(index, layer, x, ropes, batch, adapted, slots)
         return x
 
@@ -107,19 +113,20 @@ class Forward:
         """Logits [T,V] of every token of the step."""
         d = self.decoder
         if not self.plain or d.logit_softcap is not None or d.logit_divisor is not None:
-            return self.logits(self.hidden(ids, batch))
-        return self.ops.norm_linear(*self.plain_layers(ids, batch), d.norm, d.head, d.head_bias)[0]
+            return self.logits(self.layers(d.embed(ids), batch))
+        assert d.norm is not None and d.head is not None
+        return self.ops.norm_linear(*self.plain_layers(d.embed(ids), batch), d.norm, d.head, d.head_bias)[0]
 
     def ropes(self, batch: PagedBatch) -> Ropes:
         """cos and sin of the step's positions; none for layers without a rotary embedding."""
         at = batch.positions
         return {None: (None, None), **{key: (cos[at], sin[at]) for key, (cos, sin) in self.decoder.ropes.items()}}
 
-    def plain_layers(self, ids: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+    def plain_layers(self, x: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
         """(h, x): the last layer's result and the residual behind it. Every residual sum is left to the norm that reads it."""
         ops, d, ropes = self.ops, self.decoder, self.ropes(batch)
-        alone, copies = ids.shape[0] < ops.least_rows, ops.least_rows
-        x, h = d.embed(ids.expand(copies) if alone else ids), None
+        alone, copies = x.shape[0] < ops.least_rows, ops.least_rows
+        x, h = x.repeat(copies, 1) if alone else x, None
         for cache, layer in zip(self.caches, d.layers, strict=True):
             n, m, mixer, mlp = layer.before_attention, layer.before_mlp, layer.mixer, layer.mlp
             assert n is not None and m is not None and cache is not None and isinstance(mixer, Attention)
@@ -229,6 +236,7 @@ class Forward:
 
     def logits(self, hidden: Tensor) -> Tensor:
         d = self.decoder
+        assert d.head is not None
         logits = self.ops.linear(self.norm("norm", d.norm, hidden), d.head, d.head_bias)
         if d.logit_divisor is not None:
             logits = logits / d.logit_divisor
@@ -257,14 +265,14 @@ def is_plain(layer: Layer) -> bool:
 
 
 def new_state(
-    mixer: Attention | LatentAttention | GatedDelta, states: StatePool | None, dtype: torch.dtype, device: torch.device
+    mixer: Attention | LatentAttention | GatedDelta, num_states: int | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     """Convolution history and recurrent state of one layer for every slot; None for attention."""
     if not isinstance(mixer, GatedDelta):
         return None
-    assert states is not None
-    history = torch.zeros(states.num_slots, mixer.taps - 1, mixer.channels, dtype=dtype, device=device)
-    shape = (states.num_slots, mixer.value_heads, mixer.key_size, mixer.value_size)
+    assert num_states is not None
+    history = torch.zeros(num_states, mixer.taps - 1, mixer.channels, dtype=dtype, device=device)
+    shape = (num_states, mixer.value_heads, mixer.key_size, mixer.value_size)
     return history, torch.zeros(shape, dtype=torch.float32, device=device)
 
 
@@ -284,28 +292,28 @@ def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
             yield from layer.mixer.weights()
         if isinstance(layer.mlp, Dense):
             yield from (layer.mlp.gate_up, layer.mlp.down)
-    yield decoder.head
+    if decoder.head is not None:
+        yield decoder.head
 
 
-def adapted_rows(batch: Sequence[Work], adapters: Mapping[str, Adapter], device: torch.device) -> list[AdaptedRows]:
+def adapted_rows(inputs: StepInputs, adapters: Mapping[str, Adapter], device: torch.device) -> list[AdaptedRows]:
     """Token rows of the step by adapter."""
     rows: dict[str, list[int]] = {}
     start = 0
-    for work in batch:
-        if work.request.adapter is not None:
-            rows.setdefault(work.request.adapter, []).extend(range(start, start + work.count))
-        start += work.count
+    for name, count in zip(inputs.adapters, inputs.counts, strict=True):
+        if name is not None:
+            rows.setdefault(name, []).extend(range(start, start + count))
+        start += count
     return [AdaptedRows(adapters[name], torch.tensor(own, device=device)) for name, own in rows.items()]
 
 
-def paged_batch(batch: Sequence[Work], size: int, device: torch.device) -> PagedBatch:
+def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBatch:
     """Plain arithmetic on whole arrays: a step may hold tens of thousands of tokens."""
-    counts = np.array([work.count for work in batch])
-    starts = np.array([work.start for work in batch])
+    counts, starts = np.array(inputs.counts), np.array(inputs.starts)
     ends = np.concatenate(([0], counts.cumsum()))
     positions = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], counts)
-    tables = table_of([work.request.blocks for work in batch], len(batch), TABLE_STEP)
-    slots = tables[np.repeat(np.arange(len(batch)), counts), positions // size].astype(np.int64) * size + positions % size
+    tables = table_of(inputs.blocks, len(counts), TABLE_STEP)
+    slots = tables[np.repeat(np.arange(len(counts)), counts), positions // size].astype(np.int64) * size + positions % size
     contexts = starts + counts
     return PagedBatch(
         positions=torch.from_numpy(positions).to(device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,7 +58,13 @@ def targets_of(model: nn.Module) -> dict[str, Tensor]:
 
 def load_weights(model: nn.Module, source: Weights) -> None:
     """Copy into the live parameters. A mapping or directory is checked whole before the first copy; a stream as it comes."""
-    targets = targets_of(model)
+    with torch.no_grad():
+        for _, target, value in checked_weights(targets_of(model), source, model):
+            target.data.copy_(value)
+
+
+def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, target, value) of every weight, checked against the names and shapes of `targets`; raises at the end if some are missing."""
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
     pairs: Iterable[tuple[str, Any]]
@@ -69,22 +75,31 @@ def load_weights(model: nn.Module, source: Weights) -> None:
     else:
         pairs = source
     covered: set[int] = set()
-    with torch.no_grad():
-        for name, value in pairs:
-            target = target_of(targets, name)
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            check_shape(name, target, value)
-            target.data.copy_(value)
-            covered.add(target.data_ptr())
-    missing = [name for name, target in targets.items() if target.data_ptr() not in covered]
+    for name, value in pairs:
+        target = target_of(targets, name)
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        check_shape(name, target, value)
+        yield name, target, value
+        covered.add(id(target))
+    check_covered(targets, covered)
+
+
+def check_covered(targets: Mapping[str, Tensor], covered: set[int]) -> None:
+    """Tied weights are one tensor under two names: either will do."""
+    missing = [name for name, target in targets.items() if id(target) not in covered]
     if missing:
         raise EngineError(f"weights are missing {len(missing)} tensors, first {missing[0]!r}: publish the whole state dict")
 
 
-def target_of(targets: Mapping[str, Tensor], name: str) -> Tensor:
-    plain = name
+def plain_name(name: str) -> str:
+    """Without the wrappers of torch.compile, checkpointing and FSDP."""
     for wrapper in WRAPPERS:
-        plain = plain.replace(wrapper, "")
+        name = name.replace(wrapper, "")
+    return name
+
+
+def target_of(targets: Mapping[str, Tensor], name: str) -> Tensor:
+    plain = plain_name(name)
     if plain not in targets:
         raise EngineError(f"weight {name!r} is not a parameter of this model; send the names of its own state_dict()")
     return targets[plain]
@@ -98,10 +113,7 @@ def check_shape(name: str, target: Tensor, value: Any) -> None:
 def check_names(targets: Mapping[str, Tensor], source: Mapping[str, Any]) -> None:
     for name, value in source.items():
         check_shape(name, target_of(targets, name), value)
-    covered = {target_of(targets, name).data_ptr() for name in source}
-    missing = [name for name, target in targets.items() if target.data_ptr() not in covered]
-    if missing:
-        raise EngineError(f"weights are missing {len(missing)} tensors, first {missing[0]!r}: publish the whole state dict")
+    check_covered(targets, {id(target_of(targets, name)) for name in source})
 
 
 def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Mapping[str, Any]:

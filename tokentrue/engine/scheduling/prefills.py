@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokentrue.engine.graphs import capture_graph
 from tokentrue.engine.model.forward import Forward, paged_batch
-from tokentrue.engine.scheduling.schedule import Work
+from tokentrue.engine.model.step import StepInputs
 from tokentrue.numerics import PagedBatch
 from tokentrue.numerics.triton.kernels.attention import Tiles, tile_starts
 
@@ -44,18 +44,18 @@ class PrefillGraphs:
         self._captured: dict[int, Prefill] = {}
 
     @torch.inference_mode()
-    def step(self, batch: Sequence[Work], rows: Sequence[int]) -> Tensor | None:
+    def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor | None:
         """Logits of those token rows, or None for a step that has no captured form: too long, or with decodes in it."""
-        total = sum(work.count for work in batch)
-        few = len(batch) <= MOST_SEQUENCES and len(rows) <= MOST_SEQUENCES
-        plain = all(work.count > 1 and work.request.adapter is None for work in batch)
+        total = inputs.rows
+        few = len(inputs.counts) <= MOST_SEQUENCES and len(rows) <= MOST_SEQUENCES
+        plain = all(count > 1 and adapter is None for count, adapter in zip(inputs.counts, inputs.adapters, strict=True))
         if not few or not plain or total > SIZES[-1] or self.forward.trace is not None:
             return None
         size = next(s for s in SIZES if s >= total)
         if size not in self._captured:
             self._captured[size] = self.capture(size)
         prefill = self._captured[size]
-        self.fill(prefill, batch, rows)
+        self.fill(prefill, inputs, rows)
         prefill.graph.replay()
         return prefill.logits[: len(rows)]
 
@@ -68,9 +68,9 @@ class PrefillGraphs:
         """Give back the memory of what was captured."""
         self._captured.clear()
 
-    def fill(self, prefill: Prefill, batch: Sequence[Work], rows: Sequence[int]) -> None:
-        ids = [token for work in batch for token in work.request.tokens[work.start : work.start + work.count]]
-        host, to = paged_batch(batch, self.forward.ops.block_size, HOST), prefill.batch
+    def fill(self, prefill: Prefill, inputs: StepInputs, rows: Sequence[int]) -> None:
+        ids = inputs.ids
+        host, to = paged_batch(inputs, self.forward.ops.block_size, HOST), prefill.batch
         starts = torch.tensor(self.tile_starts(host.q_lens), dtype=torch.int32).t()
         copy_rows(prefill.ids, torch.tensor(ids))
         copy_rows(prefill.rows, torch.tensor(rows, dtype=torch.int64))
@@ -84,7 +84,7 @@ class PrefillGraphs:
 
     def tile_starts(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         heads, key_heads, _ = self.forward.decoder.heads
-        return tile_starts(counts, heads=heads, key_heads=key_heads, dtype=self.forward.decoder.head.dtype)
+        return tile_starts(counts, heads=heads, key_heads=key_heads, dtype=self.forward.decoder.dtype)
 
     def capture(self, size: int) -> Prefill:
         device, sequences = self.forward.device, MOST_SEQUENCES + 1
@@ -100,7 +100,8 @@ class PrefillGraphs:
             q_lens=(0,) * sequences, contexts=(0,) * sequences, num_decodes=0, plan=plan,
         )  # fmt: skip
         ids, rows = zeros(size), zeros(MOST_SEQUENCES)
-        graph, logits = capture_graph(lambda: self.forward.logits(self.forward.hidden(ids, batch).index_select(0, rows)))
+        forward = self.forward
+        graph, logits = capture_graph(lambda: forward.logits(forward.layers(forward.decoder.embed(ids), batch).index_select(0, rows)))
         return Prefill(ids=ids, batch=batch, rows=rows, logits=logits, graph=graph)
 
 

@@ -7,13 +7,16 @@ waits a step or two and then shares it.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tokentrue.engine.model.states import StatePool
+from tokentrue.engine.model.step import StepInputs
 from tokentrue.engine.scheduling.blocks import BlockPool, block_hash
 from tokentrue.engine.scheduling.request import Phase, Request
+from tokentrue.types import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,21 @@ class Work:
         return self.start + self.count == len(self.request.tokens)
 
 
+def cut_steps(scheduler: Scheduler, ids: Sequence[int], pieces: Sequence[int], adapter: str | None = None) -> list[StepInputs]:
+    """Steps that compute `ids` piece by piece (again from the first when they run out); their blocks are free again afterwards."""
+    request = Request(prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=adapter)
+    scheduler.grow(request, len(ids))
+    steps, start = list[StepInputs](), 0
+    for piece in itertools.cycle(pieces):
+        count = min(piece, len(ids) - start)
+        if count == 0:
+            break
+        steps.append(scheduler.inputs([Work(request, start, count)]))
+        start += count
+    scheduler.free(request)
+    return steps
+
+
 class Scheduler:
     def __init__(
         self, pool: BlockPool, limits: Limits, *, chunk: Callable[[Request, int], int] | None = None, states: StatePool | None = None
@@ -47,6 +65,8 @@ class Scheduler:
         self.limits = limits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.in_flight: set[Request] = set()
+        """Requests of steps that a pipeline computes now: they are in no other step, and nobody is preempted meanwhile."""
         self.preemptions = 0
         self.prefix_hits = 0
         self.prefix_queries = 0
@@ -55,21 +75,22 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def next_batch(self) -> list[Work]:
-        """Decodes first, then pieces of prompts; every request in it has its blocks."""
+    def next_batch(self, parts: int = 1) -> list[Work]:
+        """Decodes first, then pieces of prompts; every request in it has its blocks. With `parts`, about that share of all requests."""
         budget = self.limits.step_tokens
         batch: list[Work] = []
+        most = -(-(len(self.running) + len(self.waiting)) // parts)
         for request in list(self.running):
-            if budget == 0:
+            if budget == 0 or len(batch) == most:
                 break
-            if request.phase is not Phase.RUNNING:
-                continue  # preempted for the sake of an earlier one in this very loop
+            if request.phase is not Phase.RUNNING or request in self.in_flight:
+                continue  # preempted for the sake of an earlier one in this very loop, or computed now
             count = self.piece(request, budget)
             if self.make_room(request, request.computed + count):
                 batch.append(Work(request, request.computed, count))
                 budget -= count
         batch = [work for work in batch if work.request.phase is Phase.RUNNING]
-        batch += self.admit(budget)
+        batch += self.admit(budget, most - len(batch))
         return sorted(batch, key=lambda work: work.count > 1)
 
     def piece(self, request: Request, budget: int) -> int:
@@ -81,11 +102,14 @@ class Scheduler:
                 return border - request.computed
         return count
 
-    def admit(self, budget: int) -> Iterable[Work]:
+    def admit(self, budget: int, most: int) -> Iterable[Work]:
         deferred: list[Request] = []
         coming = {name for request in self.running for name in self.names_in_work(request)}
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_requests:
+        while self.waiting and budget > 0 and most > 0 and len(self.running) < self.limits.max_requests:
             request = self.waiting.popleft()
+            if request in self.in_flight:  # preempted, and its step has not come back
+                deferred.append(request)
+                continue
             names = self.prefix_names(request)
             if any(name in coming and not self.pool.has(name) for name in names):
                 deferred.append(request)
@@ -100,6 +124,7 @@ class Scheduler:
             self.insert(request)
             coming.update(self.names_in_work(request))
             budget -= count
+            most -= 1
             yield Work(request, request.computed, count)
         self.waiting.extendleft(reversed(deferred))
 
@@ -109,6 +134,16 @@ class Scheduler:
         while at and self.running[at - 1].number > request.number:
             at -= 1
         self.running.insert(at, request)
+
+    def inputs(self, batch: Sequence[Work]) -> StepInputs:
+        """The step as numbers, with the copies between state slots queued so far."""
+        requests = [work.request for work in batch]
+        return StepInputs(
+            ids=[token for work in batch for token in work.request.tokens[work.start : work.start + work.count]],
+            starts=[work.start for work in batch], counts=[work.count for work in batch], blocks=[list(r.blocks) for r in requests],
+            adapters=[r.adapter for r in requests], state_slots=[r.state_slot for r in requests if r.state_slot is not None],
+            state_copies=[] if self.states is None else self.states.take_copies(),
+        )  # fmt: skip
 
     # ---- prefixes -------------------------------------------------------------------------------------------------------------------
     def prefix_names(self, request: Request) -> list[bytes]:
@@ -158,8 +193,10 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request, length: int) -> bool:
-        """Grow, at the expense of later arrivals; False when the request itself had to give way."""
+        """Grow, at the expense of later arrivals; False when the request itself had to give way, or waits for steps in flight."""
         while not self.grow(request, length):
+            if self.in_flight:
+                return False
             victim = self.running[-1]
             self.preempt(victim)
             if victim is request:
