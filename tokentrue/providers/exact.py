@@ -27,6 +27,7 @@ class ExactProvider:
         *,
         device: str = "cpu",
         dtype: str = "float32",
+        pipeline: int = 1,
         version: int = UNVERSIONED,
         decode: Callable[[Sequence[int]], str] | None = None,
         limits: Limits | None = None,
@@ -34,8 +35,9 @@ class ExactProvider:
         kv_tokens: int | None = None,
     ) -> None:
         self.engine = ExactEngine(
-            model, device=device, dtype=dtype, version=version, read=decode, limits=limits, max_len=max_len, kv_tokens=kv_tokens
-        )
+            model, device=device, dtype=dtype, pipeline=pipeline, version=version, read=decode, limits=limits, max_len=max_len,
+            kv_tokens=kv_tokens,
+        )  # fmt: skip
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         refuse_constraints(self.name, sampling.extra)

@@ -34,6 +34,7 @@ def command(
     durability: Annotated[str | None, typer.Option(help="normal: survives a kill of the process; full: a loss of power, too")] = None,
     history: Annotated[str | None, typer.Option(help="keep, or template (fork where the template rewrites history)")] = None,
     workers: Annotated[int | None, typer.Option(help="processes; sessions are spread over them")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="processes of the exact engine; each holds some of the model's layers")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: key.path=value")] = None,
 ) -> int:
     """Serve OpenAI Chat Completions, OpenAI Responses and Anthropic Messages, and record every token."""
@@ -50,6 +51,7 @@ def command(
         "server.durability": durability,
         "model.history": history,
         "server.workers": workers,
+        "engine.options.pipeline": pipeline,
     }
     settings = read(ServeConfig, config, sets or (), flags)
     check(settings)
