@@ -11,7 +11,6 @@ import torch
 
 from tokentrue.engine import ExactEngine, Limits
 from tokentrue.engine.core import Chaos
-from tokentrue.engine.proof import compare
 from tokentrue.engine.runner import LocalRunner
 from tokentrue.engine.scheduling.request import Phase, Request
 from tokentrue.numerics import Ops, exact, filter_logits, logits_of, same_bits, scale_logits, score
@@ -216,7 +215,7 @@ def replayed(run: Run, request: Request, version: int) -> str:
         return "not replayed: the model is in several processes"
     if core.version != version:
         core.load(run.weights[version], version)
-    found = (compare(core, request.tokens, run.trainer, pieces) for pieces in ((1,), (2, 5, 1), (400,)))
+    found = (core.compare(request.tokens, run.trainer, pieces) for pieces in ((1,), (2, 5, 1), (400,)))
     return str(next((difference for difference in found if difference), "not seen in a replay"))
 
 

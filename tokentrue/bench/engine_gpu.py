@@ -30,7 +30,6 @@ import torch
 from tokentrue.bench import Report
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.core import Chaos
-from tokentrue.engine.proof import compare
 from tokentrue.engine.scheduling.schedule import Limits
 from tokentrue.numerics import exact, score
 from tokentrue.numerics.triton import InexactOps
@@ -294,7 +293,7 @@ def where_they_part(engine: ExactEngine, model: Any, run: Run) -> str:
     for prompt, completion, temperature in zip(run.prompts, run.completions, run.temperatures, strict=True):
         if count_differing(model, Run([prompt], [completion], run.seconds, [temperature]))[0]:
             return str(
-                compare(engine.core, [*prompt, *completion.token_ids]) or "the operators agree in a plain step: look at the decode graphs"
+                engine.core.compare([*prompt, *completion.token_ids]) or "the operators agree in a plain step: look at the decode graphs"
             )
     return ""
 

@@ -19,13 +19,14 @@ from tokentrue.engine.model.forward import Forward
 from tokentrue.engine.model.states import StatePool
 from tokentrue.engine.model.step import StepInputs
 from tokentrue.engine.model.weights import Weights
-from tokentrue.engine.proof import PIECES
+from tokentrue.engine.proof import PIECES, difference_of
 from tokentrue.engine.runner import LocalRunner, Runner
 from tokentrue.engine.sample import not_finite
 from tokentrue.engine.scheduling.blocks import BlockPool
 from tokentrue.engine.scheduling.bursts import Bursts
 from tokentrue.engine.scheduling.request import Phase, Request, Sampled
 from tokentrue.engine.scheduling.schedule import Limits, Scheduler, Work, cut_steps
+from tokentrue.engine.trace import Difference
 from tokentrue.errors import EngineError
 from tokentrue.types import Finish
 
@@ -120,6 +121,10 @@ class Core:
         ids = torch.randint(0, self.runner.sizes.vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
         self.free_blocks(length)
         return cut_steps(self.scheduler, ids, PIECES, adapter)
+
+    def compare(self, ids: Sequence[int], model: nn.Module | None = None, pieces: Sequence[int] = PIECES) -> Difference | None:
+        """The first operator whose bits differ between pages and the forward of `model` (the engine's own, unless given)."""
+        return difference_of(self.forward, model or self.model, cut_steps(self.scheduler, ids, pieces))
 
     def drain(self) -> None:
         """Wait for everything in flight."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +12,9 @@ from torch import Tensor
 from tokentrue.engine.model.adapters import Adapter, attach_adapter
 from tokentrue.engine.model.forward import Forward
 from tokentrue.engine.model.step import StepInputs
-from tokentrue.engine.scheduling.schedule import cut_steps
 from tokentrue.engine.trace import Difference, engine_trace, first_difference, model_trace
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import logits_of, same_bits
-
-if TYPE_CHECKING:
-    from tokentrue.engine.core import Core
 
 PIECES = (77, 61, 1, 1, 1)
 
@@ -35,11 +31,6 @@ def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Ad
     if adapter is not None:
         raise ExactnessError(f"adapter {adapter.name!r}: engine and trainer forwards differ in bits")
     raise ExactnessError(f"{type(model).__name__} has a part without an exact form; {difference_of(forward, model, steps)}")
-
-
-def compare(core: Core, ids: list[int], model: Any = None, pieces: tuple[int, ...] = PIECES) -> Difference | None:
-    """The first operator whose bits differ between pages and the forward of `model` (the engine's own, unless given), over these ids."""
-    return difference_of(core.forward, model or core.model, cut_steps(core.scheduler, ids, pieces))
 
 
 def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> Difference | None:
