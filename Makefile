@@ -6,7 +6,7 @@ JOBS   ?= 2
 
 BROWSER := $(VENV)/.browser
 
-.PHONY: demo test check bench clean test-slow test-load test-fuzz test-harness test-vllm test-gpu
+.PHONY: demo test docs check bench clean test-slow test-load test-fuzz test-harness test-vllm test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,6 +57,10 @@ check: $(VENV)/.dev
 	$(BIN)/python scripts/check_prose.py
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+
+# The site, in site/; a warning is an error.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench_render

@@ -1,0 +1,38 @@
+"""`make docs` builds the site without a warning; its pages load nothing from other servers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LOADED = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(https?:[^"'>\s]+)|<link[^>]*\shref=["']?(https?:[^"'>\s]+)""")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [Path(sys.executable).with_name("mkdocs"), "build", "--strict", "--site-dir", folder]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    return folder
+
+
+def test_every_page_is_there_and_asks_no_other_server(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) >= 50
+    for page in pages:
+        asked = [url for found in LOADED.findall(page.read_text()) for url in found if url]
+        assert not asked, f"{page.relative_to(site)}: {asked}"
+
+
+def test_the_reference_has_the_public_names(site: Path) -> None:
+    text = (site / "reference.html").read_text()
+    for name in ("load_renderer", "Client", "ExactEngine", "diagnose", "policy_loss", "Session", "Sampling", "ConfigError", "read_samples"):
+        assert re.search(rf'id="tokentrue[.\w]*\.{name}"', text), f"{name} is not in the reference"
