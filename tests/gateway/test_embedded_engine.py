@@ -45,3 +45,28 @@ async def test_the_engines_check_it_before_they_sample(name: str) -> None:
             await engine.generate((1, 2), Sampling(extra={"response_format": {"type": "json_object"}}))
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize("name", ["exact", "hf"])
+def test_stop_strings_end_a_turn(name: str) -> None:
+    """Whole and streamed, the turn ends where the stop string is complete."""
+    pytest.importorskip("torch")
+    import httpx
+
+    from tokentrue.app.background import BackgroundGateway
+
+    with BackgroundGateway(engine=name) as gateway, httpx.Client(base_url=gateway.url, timeout=60) as http:
+        admin = {"authorization": f"Bearer {gateway.admin_key}"}
+        session = http.post("/sessions", json={}, headers=admin).json()
+        keys = {"authorization": f"Bearer {session['api_key']}"}
+        body = {"model": "m", "messages": [{"role": "user", "content": "What is 3 + 4?"}], "max_tokens": 24, "temperature": 0}
+        free = http.post("/v1/chat/completions", json=body, headers=keys).json()
+        message = free["choices"][0]["message"]
+        text = message["content"] or message["tool_calls"][0]["function"]["arguments"]
+        stop = text[1:3]
+        stopped = http.post("/v1/chat/completions", json={**body, "stop": [stop]}, headers=keys)
+        assert stopped.status_code == 200, stopped.text
+        streamed = http.post("/v1/chat/completions", json={**body, "stop": [stop], "stream": True}, headers=keys)
+        assert streamed.status_code == 200 and streamed.text.rstrip().endswith("[DONE]"), streamed.text
+        nodes = http.get(f"/sessions/{session['session_id']}", headers=admin).json()["nodes"]
+        assert nodes[1]["sampled_tokens"] == nodes[2]["sampled_tokens"] < nodes[0]["sampled_tokens"]

@@ -60,3 +60,13 @@ def test_log_probabilities_survive_as_float32_bits() -> None:
     value = float(torch.tensor(-0.123456789, dtype=torch.float32))
     row = row_of(replace(one("a", 1.0), rollout_logprobs=[None, value, None, -0.25]), "g")
     assert float(row.rollout[1]) == value
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_a_turn_sampled_under_a_penalty_is_refused(penalty: str) -> None:
+    """Such samples come from sessions that were not meant for training; the file says so, turn by turn."""
+    nodes = [{"given": 1, "sampled": 1}, {"given": 1, "sampled": 1, "sampling": {penalty: 0.5}}]
+    sample = replace(one("a", 1.0), metadata={"tokentrue": {"nodes": nodes}})
+    with pytest.raises(TokenContractError, match=f"turn 1: sampled under {penalty}"):
+        row_of(sample, "g")
+    row_of(replace(sample, loss_mask=[0, 1, 0, 0]), "g")

@@ -309,6 +309,16 @@ async def test_a_served_turn_is_preferred_to_a_failed_one_that_fits_better() -> 
     assert len(session.tree) == 3 and session.tree.get(follow.node).parent == served.node
 
 
+async def test_a_failed_turn_that_showed_nothing_is_never_continued() -> None:
+    """An id that no tokenizer knows is recorded, and must not come back as the prefix of another prompt."""
+    session, engine = session_of((5, 2_000_000), said("a", "1"))
+    with pytest.raises(EngineContractError, match="cannot be read"):
+        await session.chat(OPENING)
+    await session.chat([*OPENING, {"role": "assistant", "content": ""}, USER])
+    assert all(node.parent is None for node in session.tree.in_order()) and 2_000_000 not in engine.prompts[1]
+    assert session.coverage().sampled == 2 + len(said("a", "1"))
+
+
 async def test_a_key_that_joins_while_the_turn_is_written_gets_its_answer_later_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

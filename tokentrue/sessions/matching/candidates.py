@@ -6,7 +6,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, call_ids_of, chain_key, message_key, note_calls, read_role
+from tokentrue.sessions.matching.match_keys import (
+    START_KEY,
+    CallRef,
+    call_ids_of,
+    calls_of,
+    chain_key,
+    message_key,
+    note_calls,
+    read_role,
+    reasoning_of,
+    text_of,
+)
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Message
 
@@ -43,7 +54,8 @@ class CandidateIndex:
             self.passed.setdefault(key, node)
             depth += 1
         place = self._places[node.id] = Place(chain_key(key, message_key(node.served), None), depth + 1)
-        self.ends[place.key].append(node)
+        if node.outcome == "served" or _shows_anything(node.served):
+            self.ends[place.key].append(node)
         self.passed.setdefault(place.key, node)
 
     def _reference(self, message: Message, parent: Node | None, seen: Mapping[str, CallRef]) -> CallRef | str | None:
@@ -63,3 +75,8 @@ class CandidateIndex:
                 index -= 1
             node = self._tree.parent(node)
         return None
+
+
+def _shows_anything(served: Message) -> bool:
+    """False for a turn that broke off before a client saw anything of it: no client can replay it, and its ids may be unreadable."""
+    return bool(text_of(served.get("content")) or reasoning_of(served) or calls_of(served))

@@ -85,20 +85,30 @@ def row_of(sample: Sample, group: str, temperature: float = 1.0) -> Row:
 
 
 def temperatures_of(sample: Sample, mask: Tensor, default: float) -> Tensor:
-    """Turn by turn, as the sample's record says. Refused: a trained turn sampled greedily, or under filters that cannot be replayed."""
+    """Turn by turn, as the sample's record says. Refused: a trained turn sampled greedily, under penalties, or under filters that cannot
+    be replayed."""
     found = torch.full((len(sample.token_ids),), default, dtype=torch.float32)
     at = 0
     for turn, node in enumerate(sample.metadata.get("tokentrue", {}).get("nodes", ())):
         start, end = at + node["given"], at + node["given"] + node["sampled"]
         at = end
         temperature = float(node.get("temperature", default))
-        if sample.sampling_mask is None and bool(mask[start:end].any()):
-            require_no_truncation(sample, turn, node)
+        if bool(mask[start:end].any()):
+            require_no_penalties(sample, turn, node)
+            if sample.sampling_mask is None:
+                require_no_truncation(sample, turn, node)
         if temperature > 0:
             found[start:end] = temperature
         elif bool(mask[start:end].any()):
             raise TokenContractError(f"sample {sample.sample_id}, turn {turn}: sampled at temperature 0, which has no policy gradient")
     return found
+
+
+def require_no_penalties(sample: Sample, turn: int, node: Mapping[str, Any]) -> None:
+    found = [name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty") if name in node.get("sampling", {})]
+    if found:
+        cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
+        raise TokenContractError(f"sample {sample.sample_id}, turn {turn}: sampled under {', '.join(found)}: {cure}")
 
 
 def require_no_truncation(sample: Sample, turn: int, node: Mapping[str, Any]) -> None:
