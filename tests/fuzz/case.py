@@ -166,11 +166,11 @@ class Case:
     def log(self) -> list[Generation]:
         return self.world.engine.log[self.session]
 
-    async def send(self, asked: Asked) -> Heard:
+    async def send(self, asked: Asked, **headers: str) -> Heard:
         self.world.requests += 1
         body = self.body(asked)
         self.note(f"POST {PATHS[asked.dialect]} key={asked.key} {json.dumps(body, ensure_ascii=False)}")
-        heard = await self.world.gateway.post(self.path(asked.dialect), body, key=asked.key)
+        heard = await self.world.gateway.post(self.path(asked.dialect), body, key=asked.key, headers=headers)
         self.hear(heard)
         return heard
 
@@ -276,6 +276,15 @@ class Case:
 
     def note(self, line: str) -> None:
         self.transcript.append(line)
+
+    async def wait_in_flight(self, count: int) -> None:
+        """Returns when the gateway has this many requests of the session in flight."""
+        for _ in range(400):
+            _, shown = await self.world.gateway.admin("GET", f"/sessions/{self.session}")
+            if shown["in_flight"] >= count:
+                return
+            await asyncio.sleep(0.01)
+        raise Violation("a request is admitted", f"{shown['in_flight']} in flight, {count} were sent")
 
     # The end.
     async def settle(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,14 +58,16 @@ class Gateway:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), connector=aiohttp.TCPConnector(limit=0))
 
     async def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
-        await self._http.close()
         if self._process.returncode is None:
             self._process.send_signal(how)
+        if how is not signal.SIGKILL:
+            await self._http.close()
         try:
             await asyncio.wait_for(self._process.communicate(), STOPPING_S)
         except TimeoutError:
             self._process.kill()
             await self._process.communicate()
+        await self._http.close()  # of a killed process only now: its clients see the connection break, not the other way round
         return self._process.returncode or 0
 
     async def admin(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -73,16 +75,18 @@ class Gateway:
             raw = await answer.read()
         return answer.status, decoded(raw)
 
-    async def post(self, path: str, body: Any, *, key: str | None = None) -> Heard:
+    async def post(self, path: str, body: Any, *, key: str | None = None, headers: Mapping[str, str] | None = None) -> Heard:
         """To the end of the answer."""
-        async with self.open(path, body, key=key) as heard:
+        async with self.open(path, body, key=key, headers=headers) as heard:
             async for _ in self.read(heard):
                 pass
             return heard.heard
 
     @asynccontextmanager
-    async def open(self, path: str, body: Any, *, key: str | None = None) -> AsyncIterator[Reading]:
-        headers = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"}
+    async def open(
+        self, path: str, body: Any, *, key: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Reading]:
+        headers = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json", **(headers or {})}
         if key is not None:
             headers["idempotency-key"] = key
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")

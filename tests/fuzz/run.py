@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fuzz import faults
+from tests.fuzz import faults, retries
 from tests.fuzz import steps as all_steps
 from tests.fuzz.case import Case, World
 from tests.fuzz.engine import Engine, Generation
@@ -24,6 +25,7 @@ from tests.fuzz.vocabulary import Vocabulary
 from tests.parts import own_dir, tokenizer_dir
 
 HANGING_S = 120.0
+RESTART_EVERY = 60  # cases
 MINIMIZED = 40  # cases that are run again to find the steps that matter
 
 
@@ -105,7 +107,7 @@ async def run(settings: Settings) -> Outcome:
 
 
 class Restarts:
-    """The first cases of a run wait for each other; then the gateway is killed and started again on the same store."""
+    """Some cases wait for each other; then the gateway is killed, while it generates for them, and started again on the same store."""
 
     def __init__(self, gateway: Gateway, cases: int) -> None:
         self._gateway, self._missing = gateway, cases
@@ -114,9 +116,11 @@ class Restarts:
     async def wait(self, case: Case) -> None:
         if self._done.is_set():
             return
+        before = await retries.prepare_kill(case)
         case.note("## the gateway is killed and started again")
         await self._arrived()
         await self._done.wait()
+        await retries.check_after_kill(case, before)
 
     async def leave(self) -> None:
         """A case that ended before it came this far."""
@@ -141,13 +145,14 @@ class Runner:
 
     async def all(self) -> None:
         settings, outcome, world = self._settings, self._outcome, self._world
-        first = range(settings.at_once) if settings.case is None else [settings.case]
-        if settings.case is None or settings.case < settings.at_once:
-            self._restarts = Restarts(world.gateway, len(first))
-        await asyncio.gather(*(self._one(index, settings.steps) for index in first))
-        self._restarts, self._next = None, settings.at_once
-        if settings.case is None:
-            await asyncio.gather(*(self._worker() for _ in range(settings.at_once)))
+        if settings.case is not None:
+            alone = self._with_restart([settings.case]) if self._is_restarted(settings.case) else self._one(settings.case, settings.steps)
+            await alone
+        else:
+            while not self._over():
+                first, self._next = self._next, self._next + settings.at_once
+                await self._with_restart(range(first, self._next))
+                await asyncio.gather(*(self._worker() for _ in range(settings.at_once)))
         sound = [case for case in self._done if not any(found.case == case.index for found in outcome.found)]
         try:
             await self._check_store(sound)
@@ -156,6 +161,14 @@ class Runner:
         outcome.requests, outcome.seconds = world.requests, time.monotonic() - self._began
         outcome.generations = sum(len(log) for log in world.engine.log.values())
         outcome.tokens = sum(generation.delivered for log in world.engine.log.values() for generation in log)
+
+    def _is_restarted(self, index: int) -> bool:
+        return index % RESTART_EVERY < self._settings.at_once
+
+    async def _with_restart(self, cases: Sequence[int]) -> None:
+        self._restarts = Restarts(self._world.gateway, len(cases))
+        await asyncio.gather(*(self._one(index, self._settings.steps) for index in cases))
+        self._restarts = None
 
     def _over(self) -> bool:
         settings = self._settings
@@ -166,7 +179,7 @@ class Runner:
         return self._world.requests >= settings.turns
 
     async def _worker(self) -> None:
-        while not self._over():
+        while not self._over() and not self._is_restarted(self._next):
             index, self._next = self._next, self._next + 1
             await self._one(index, None)
 
@@ -180,6 +193,7 @@ class Runner:
         if found is None:
             return
         self._outcome.found.append(found)
+        print(f"case {found.case}: {found.rule}", file=sys.stderr, flush=True)
         is_first = sum(1 for other in self._outcome.found if other.rule == found.rule) == 1
         if is_first and only is None and self._restarts is None and self._settings.minimize:
             await self._minimize(found)

@@ -6,14 +6,15 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tests.fuzz.case import Asked, Case, all_of, next_messages, until
-from tests.fuzz.dialects import ANTHROPIC, CHAT, RESPONSES, Wire, comparable, node_of
+from tests.fuzz.dialects import ANTHROPIC, CHAT, Wire, node_of
 from tests.fuzz.faults import break_the_engine, fail_one_of_two, hang_up, lose_connections, odd_version
-from tests.fuzz.harness import TOOLS, edit
+from tests.fuzz.harness import edit
+from tests.fuzz.histories import chain_responses, change_system, change_tools, start_anew
 from tests.fuzz.messages import Message
 from tests.fuzz.oracle import Violation, join_parts, short
+from tests.fuzz.retries import ask_many_at_once, ask_twice_at_once, ask_with_key, expect_recorded, retry_as_sdks_do
 
 Step = Callable[[Case], Awaitable[None]]
 
@@ -61,69 +62,6 @@ async def ask_again(case: Case) -> None:
     await case.ask(asked)
     case.plan()
     await case.ask(case.request(case.after(turn), lossy=case.rng.random() < 0.3))
-
-
-async def ask_with_key(case: Case) -> None:
-    """A retry under the same key gets the recorded answer."""
-    asked = case.request(next_messages(case))
-    asked.key = f"retry-{case.session}-{case.rng.getrandbits(40):x}"
-    case.plan()
-    start = len(case.log)
-    heard = await case.send(asked)
-    case.judged(asked, heard, join_parts(case.log[start:]))
-    if case.rng.random() < 0.2:
-        await case.compare_with_whole(asked, heard)
-    await expect_recorded(case, asked, case.whole(asked, heard))
-
-
-async def ask_twice_at_once(case: Case) -> None:
-    """Identical requests in flight are one turn; one of them may be streamed and the other not."""
-    asked = case.request(next_messages(case))
-    asked.key = None
-    other = replace(asked, stream=not asked.stream) if case.rng.random() < 0.7 else asked
-    if case.rng.random() < 0.3:  # each with a key of its own: both keys must find the answer later
-        asked = replace(asked, key=f"one-{case.session}-{case.rng.getrandbits(40):x}")
-        other = replace(other, key=f"two-{case.session}-{case.rng.getrandbits(40):x}")
-    hold, start = asyncio.Event(), len(case.log)
-    case.plan(hold=hold, after=case.rng.randint(0, 3))
-    case.plan(hold=hold)
-    first = asyncio.ensure_future(case.send(asked))
-    await until(lambda: len(case.log) > start or first.done())
-    second = asyncio.ensure_future(case.send(other))
-    await asyncio.sleep(0.02)
-    hold.set()
-    heard = await all_of([first, second])
-    made = join_parts(case.log[start:])
-    case.world.engine.plans[case.session].clear()
-    wholes = [case.whole(asked, one) for one in heard if one.status == 200]
-    if len(wholes) != 2:
-        raise Violation("a good request is answered", f"{[one.status for one in heard]} {short(heard[0].whole or heard[1].whole)}")
-    if len(made) == 1:
-        compare(asked, other, wholes)
-        case.judged(asked, heard[0], made)
-        if other.key is not None:
-            await expect_recorded(case, other, wholes[1])
-        return
-    case.note("# the second came too late to be joined")
-    for one in made:
-        case.judge_prompt(asked, one)
-
-
-async def expect_recorded(case: Case, asked: Asked, whole: dict[str, Any]) -> None:
-    """A retry under the key gets the recorded answer and adds nothing."""
-    count = len(case.log)
-    again = await case.send(asked)
-    if again.status != 200 or len(case.log) != count:
-        raise Violation("a keyed retry adds nothing", f"{again.status}, {len(case.log) - count} more generations, {short(again.whole)}")
-    if comparable(asked.dialect, case.whole(asked, again)) != comparable(asked.dialect, whole):
-        raise Violation("a keyed retry gets the recorded answer", f"{short(whole)}\n  {short(again.whole or again.events)}")
-
-
-def compare(asked: Asked, other: Asked, wholes: Sequence[dict[str, Any]]) -> None:
-    one, two = (comparable(asked.dialect, whole) for whole in wholes)
-    if one != two:
-        first, second = ("streamed" if request.stream else "whole" for request in (asked, other))
-        raise Violation("a streamed answer is the whole answer", f"\n  {first}: {one}\n  joined, {second}: {two}")
 
 
 async def ask_in_parallel(case: Case) -> None:
@@ -198,44 +136,6 @@ async def given_twins(case: Case) -> None:
         case.must_train.add(node_of(one.whole))
 
 
-async def change_tools(case: Case) -> None:
-    """Other tools, the same in another order, or none."""
-    tools = list(TOOLS)
-    case.rng.shuffle(tools)
-    before = case.tools
-    case.tools = tuple(case.rng.choice((tools[:2], tools[:4], list(reversed(before)), [])))
-    case.plan()
-    await case.ask(case.request(next_messages(case)))
-    if case.rng.random() < 0.5:
-        case.tools = before
-        case.plan()
-        await case.ask(case.request(next_messages(case)))
-
-
-async def start_anew(case: Case) -> None:
-    """A sub-agent, or a summary in place of the history."""
-    messages = case.opening()
-    if case.turns and case.rng.random() < 0.5:
-        first = case.turns[0].path
-        messages = [*first[: 1 + (first[0].role == "system")], Message(role="user", text="Summary: " + case.some_text())]
-    case.plan()
-    await case.ask(case.request(messages))
-
-
-async def previous_response(case: Case) -> None:
-    """Responses: the history by its id."""
-    turns = [turn for turn in case.turns if turn.response_id and turn.tools == case.tools]
-    if not turns:
-        return await go_on(case)
-    turn = case.rng.choice(turns[-3:])
-    messages = case.after(turn)
-    case.plan()
-    asked = case.request(messages, lossy=False)
-    asked.dialect, asked.previous, asked.new = RESPONSES, turn.response_id, len(messages) - len(turn.path)
-    asked.messages, asked.fields = messages, {"model": "m"}
-    await case.ask(asked)
-
-
 async def prefill(case: Case) -> None:
     """A conversation that ends in an assistant message: continued as that message, or refused by name."""
     asked = case.request([*next_messages(case), Message(role="assistant", text="It begins " + case.writer.words(2))], lossy=False)
@@ -268,7 +168,8 @@ async def reward_a_leaf(case: Case) -> None:
 STEPS: dict[Step, int] = {
     go_on: 16, several_calls: 8, go_on_exactly: 6, change_history: 8, ask_again: 6, ask_with_key: 5, ask_twice_at_once: 9,
     ask_in_parallel: 3, ask_for_several: 4, fail_one_of_two: 1, break_the_engine: 8, lose_connections: 2, hang_up: 4,
-    given_twins: 3, change_tools: 4, start_anew: 4, previous_response: 2, prefill: 1, odd_version: 1, reward_a_leaf: 2,
+    given_twins: 3, change_tools: 4, start_anew: 4, chain_responses: 3, change_system: 3,
+    ask_many_at_once: 3, retry_as_sdks_do: 2, prefill: 1, odd_version: 1, reward_a_leaf: 2,
 }  # fmt: skip
 
 
