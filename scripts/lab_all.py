@@ -2,6 +2,7 @@
 
     python scripts/lab_all.py --device cuda --out out/lab --jobs 14 --deadline 560        # makes its models first (32M parameters)
     python scripts/lab_all.py --device cpu --tiny --out out/lab --jobs 2 --deadline 200   # does the whole thing work?
+    python scripts/lab_all.py --pretrained DIR --tasks FILE --steps 100 --lr 2e-5 --jobs 16 --out out/lab    # `pretrained` alone
     tokentrue lab show tim-grpo --out out/lab                                             # table and figure of what is on file
 
 Needs torch, transformers, tokenizers, safetensors and numpy alone. On a CUDA device the runs share it through the multi-process service
@@ -44,6 +45,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "-vocab": ("--pad-vocab", "32768"),
 }
 WARM, WARM_UPS = "warm-up", ("warm", "warm-moe")
+PRETRAINED = "pretrained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class Job:
         return [Path(f"{self.scale.model}-{arm.variant}" if arm.variant else self.scale.model) for arm in self.arms]
 
     def ready(self) -> bool:
+        if self.experiment == PRETRAINED:
+            return True
         return all((path / "training_curve.json").exists() for path in self.models)  # the file that is written last
 
 
@@ -70,15 +74,19 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     shared = options.device == "cuda" and start_sharing(options.out)
     say(began, f"multi-process service: {shared}")
-    makers = make_models(options)
-    jobs = planned(options, options.steps if shared or options.device == "cpu" else options.steps_alone)
+    makers = [] if options.pretrained else make_models(options)
+    steps = options.steps if shared or options.pretrained or options.device == "cpu" else options.steps_alone
+    jobs = planned_pretrained(options) if options.pretrained else planned(options, steps)
+    if options.pretrained:
+        compile_kernels(jobs)
+        say(began, "kernels compiled")
     say(began, f"{len(jobs)} jobs of {jobs[-1].scale.steps} steps")
     try:
         done = work_through(jobs, options, began)
     finally:
         for maker in makers:
             maker.kill()
-        for ending in VARIANTS:
+        for ending in () if options.pretrained else VARIANTS:
             said = Path(f"{options.models}{ending}.txt")
             say(began, f"model{ending}: " + " | ".join(said.read_text().splitlines()[-3:] if said.exists() else ()))
         if shared:
@@ -96,6 +104,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--steps-alone", type=int, default=14, help="steps where runs must take turns on the device")
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--pretrained", help="an instruct model's directory: run the experiment of that name on it")
+    parser.add_argument("--tasks", help="its questions, see scripts/make_reasoning_tasks.py")
+    parser.add_argument("--groups", type=int, default=4, help="pretrained: tasks per step, 8 rollouts each")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="tiny models and batches: a look at whether it works")
     return parser.parse_args()
@@ -160,6 +171,35 @@ def planned(options: argparse.Namespace, steps: int) -> list[Job]:
         for parts in [tuple(arms)] if together else [(arm,) for arm in arms]:
             jobs += [Job(experiment=name, arms=parts, together=together, scale=scale, seed=seed) for seed in scale.seeds]
     return jobs
+
+
+def planned_pretrained(options: argparse.Namespace) -> list[Job]:
+    from tokentrue.lab.arms import Scale
+    from tokentrue.lab.registry import module_of
+
+    scale = replace(
+        Scale(), model=options.pretrained, tasks=options.tasks, device=options.device, jobs=1, steps=options.steps, lr=options.lr,
+        groups=options.groups, seeds=tuple(range(options.seeds)),
+    )  # fmt: skip
+    arms = module_of(PRETRAINED).arms(quick=False)
+    return [Job(experiment=PRETRAINED, arms=(arm,), together=False, scale=scale, seed=seed) for arm in arms for seed in scale.seeds]
+
+
+def compile_kernels(jobs: list[Job]) -> None:
+    """One step of an arm of each dtype, all at once: afterwards the kernels are in the compiler's cache."""
+    by_dtype = {job.arms[0].dtype: job for job in reversed(jobs)}
+    context = mp.get_context("spawn")
+    first = [context.Process(target=one_step, args=(job,)) for job in by_dtype.values()]
+    for process in first:
+        process.start()
+    for process in first:
+        process.join()
+
+
+def one_step(job: Job) -> None:
+    from tokentrue.lab.arms import run_arm
+
+    run_arm(replace(job.arms[0], scorer="exact"), replace(job.scale, steps=1), job.seed)
 
 
 def worker(asked: Any, answers: Any, number: int) -> None:

@@ -170,3 +170,17 @@ def test_all_of_the_lab_by_a_deadline(tmp_path: Path) -> None:
 def test_compact_is_what_json_stringify_writes() -> None:
     assert compact('{"expression": "1 + 2", "n": [1, 2]}') == '{"expression":"1 + 2","n":[1,2]}'
     assert compact("not json") == "not json"
+
+
+def test_pretrained_arms_run_in_16_bit_and_a_forgotten_mask_shows(tmp_path: Path) -> None:
+    """The shipped model stands in: an exact arm in bfloat16, and top-p with and without the kept ids."""
+    from tokentrue.lab.pretrained import arms
+
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"question": f"Tom has {i} pens. Tom gets {i} more. How many now?", "answer": str(2 * i)}) + "\n"
+                             for i in range(100)))  # fmt: skip
+    scale = Scale(tasks=str(tasks), groups=2, size=4, steps=1, heldout=2, lr=1e-5, seeds=(0,), jobs=1)
+    found = {arm.name: run_arm(arm, scale, 0)["rows"][0] for arm in arms(quick=False) if "GRPO, exact" in arm.name or "top-p" in arm.name}
+    exact, replayed, dropped = found.values()
+    assert exact["exact_compared"] > 0 and exact["exact_differing"] == 0 == exact["mismatch/delta_abs_mean"]
+    assert abs(replayed["mismatch/ratio_mean"] - 1) < 0.01 and dropped["mismatch/ratio_mean"] < replayed["mismatch/ratio_mean"] - 0.01

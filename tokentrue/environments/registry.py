@@ -1,4 +1,4 @@
-"""Environments by name: the three of the house, or `package.module:Class` for anybody's own."""
+"""Environments by name: those of the house, or `package.module:Class` for anybody's own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "calculator": "tokentrue.environments.calculator:Calculator",
     "shop": "tokentrue.environments.shop:Shop",
     "ledger": "tokentrue.environments.ledger:Ledger",
+    "questions": "tokentrue.environments.questions:Questions",
 }
 
 

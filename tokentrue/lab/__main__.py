@@ -15,6 +15,7 @@ def main() -> None:
     parser.add_argument("name", choices=list(EXPERIMENTS))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model")
+    parser.add_argument("--tasks")
     parser.add_argument("--device")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--groups", type=int)
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--only")
     parser.add_argument("--out", type=Path, default=Path("out/lab"))
     given = parser.parse_args()
-    named = {key: getattr(given, key) for key in ("model", "device", "steps", "groups", "lr", "jobs")}
+    named = {key: getattr(given, key) for key in ("model", "tasks", "device", "steps", "groups", "lr", "jobs")}
     scale = replace(Scale(seeds=tuple(range(given.seeds))), **{key: value for key, value in named.items() if value is not None})
 
     def heard(result: dict[str, object]) -> None:

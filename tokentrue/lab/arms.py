@@ -22,16 +22,19 @@ from tokentrue.providers.exact import ExactProvider
 from tokentrue.renderers import load_renderer
 from tokentrue.train import Groups, OptimConfig, Publisher, Rounds, StepReport, TrainConfig, Trainer, train
 from tokentrue.train.config import Baseline
+from tokentrue.types import Sample
 
 CONVERSATION_TOKENS = 640  # cache room for one conversation
 TURN_TOKENS = 56
+ANSWER_TOKENS = 32  # to a question
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How big. `model` is a model directory; `lr` belongs to the size."""
+    """How big, and on what. `model` is a model directory; `lr` belongs to the size."""
 
     model: str = str(SMALL_MODEL)
+    tasks: str | None = None  # a file for the environment `questions`; otherwise the calculator
     device: str = "cpu"
     groups: int = 8
     size: int = 8
@@ -72,6 +75,9 @@ class Arm:
     lr_factor: float = 1.0
     variant: str = ""
     horizon: int | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of engine and trainer
+    top_p: float = 1.0
+    forget_masks: bool = False  # the trainer scores over the whole vocabulary, whatever the sampler kept
 
     @property
     def exact(self) -> bool:
@@ -79,7 +85,7 @@ class Arm:
 
 
 KEPT = (
-    "reward", "staleness_mean",
+    "reward", "staleness_mean", "mismatch/ratio_mean",
     "update/grad_norm", "update/loss", "mismatch/delta_abs_mean", "mismatch/delta_min", "mismatch/delta_max", "mismatch/k1",
     "mismatch/k3", "mismatch/chi2", "mismatch/ess", "mismatch/log_ppl_trainer", "mismatch/skew_positive", "mismatch/skew_negative",
     "mismatch/pull_positive", "mismatch/pull_negative", "update/kept", "exact_compared", "exact_differing", "tokens_trained",
@@ -98,9 +104,11 @@ async def _run(arm: Arm, scale: Scale, seed: int) -> dict[str, Any]:
     renderer = load_renderer(model_of(arm, scale))
     provider = provider_for(arm, scale, at_once=max(scale.groups * scale.size, scale.heldout))
     config = rollout_config(scale, seed, horizon=arm.horizon, tasks=scale.groups)
+    if scale.tasks is not None:
+        config = replace(config, environment="questions", options={"path": scale.tasks}, max_tokens=ANSWER_TOKENS)
     rows: list[dict[str, float]] = []
     try:
-        sessions = LocalSessions(renderer, provider, sampling=config.sampling)
+        sessions = LocalSessions(renderer, provider, sampling={**config.sampling, "top_p": arm.top_p})
         rounds = KeptRounds(rounds_for(arm, config, sessions, renderer, provider))
 
         def add_row(report: StepReport, seconds: Mapping[str, float]) -> None:
@@ -131,6 +139,22 @@ class KeptRounds:
         return self.kept[number]
 
 
+class RoundsWithoutMasks:
+    """Rounds whose samples say nothing of filters: what a trainer sees that was not told of them."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    async def play(self, number: int) -> Groups:
+        return [[forget_mask(sample) for sample in group] for group in await self._rounds.play(number)]
+
+
+def forget_mask(sample: Sample) -> Sample:
+    own = sample.metadata["tokentrue"]
+    nodes = [{key: value for key, value in node.items() if key != "sampling"} for node in own["nodes"]]
+    return replace(sample, sampling_mask=None, metadata={**sample.metadata, "tokentrue": {**own, "nodes": nodes}})
+
+
 def rollout_config(scale: Scale, seed: int, *, horizon: int | None, tasks: int) -> RolloutConfig:
     return RolloutConfig(
         options={"steps": horizon, "max_turns": (horizon or 2) + 2, "stream": False},
@@ -145,7 +169,8 @@ def rollout_config(scale: Scale, seed: int, *, horizon: int | None, tasks: int) 
 
 def rounds_for(arm: Arm, config: RolloutConfig, sessions: Sessions, renderer: Any, provider: ExactProvider) -> Rounds:
     if arm.retelling == "none":
-        return RolloutRounds(config, sessions)
+        rounds = RolloutRounds(config, sessions)
+        return RoundsWithoutMasks(rounds) if arm.forget_masks else rounds
     rounds = RolloutRounds(config, TranscribedSessions(sessions))
     return RetoldRounds(rounds, arm.retelling, renderer=renderer, provider=provider)
 
@@ -176,13 +201,13 @@ def model_of(arm: Arm, scale: Scale) -> str:
 
 def provider_for(arm: Arm, scale: Scale, *, at_once: int) -> ExactProvider:
     """The exact engine. Its cache holds `at_once` conversations and no more: many runs share a device."""
-    return ExactProvider(model_of(arm, scale), device=scale.device, dtype="float32", kv_tokens=at_once * CONVERSATION_TOKENS)
+    return ExactProvider(model_of(arm, scale), device=scale.device, dtype=arm.dtype, kv_tokens=at_once * CONVERSATION_TOKENS)
 
 
 def trainer_for(arm: Arm, scale: Scale) -> Trainer:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(model_of(arm, scale), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_of(arm, scale), dtype=getattr(torch, arm.dtype))
     config = TrainConfig(
         steps=scale.steps,
         baseline=arm.baseline,

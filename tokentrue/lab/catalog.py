@@ -57,4 +57,12 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         ),
         command="tokentrue lab run regimes --model DIR",
     ),
+    "pretrained": Experiment(
+        module="tokentrue.lab.pretrained",
+        claim=(
+            "From the literature: bf16 kernels that differ between trainer and engine destabilise training, float16 shrinks the "
+            "difference by an order, equal bits hold, corrections recover; under top-p the kept ids must be replayed."
+        ),
+        command="tokentrue lab run pretrained --model DIR --tasks FILE --lr 2e-5 --steps 100 --groups 4",
+    ),
 }

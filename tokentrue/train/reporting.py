@@ -19,6 +19,7 @@ MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
     "k1": "corr/k1",
     "k3": "corr/k3",
     "chi2": "chi2/token",
+    "ratio_mean": "ratio/raw/mean",
     "ess": "ratio/sequence/ess",
     "log_ppl_trainer": "log_ppl/trainer",
     "skew_positive": "contribution/rollout/positive/skew",

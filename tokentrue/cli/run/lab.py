@@ -17,6 +17,7 @@ def command(
     name: Annotated[str | None, typer.Argument(help="the experiment to run")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: a smoke test, not a result")] = False,
     model: Annotated[str | None, typer.Option(help="model directory (default: the small model that ships)")] = None,
+    tasks: Annotated[str | None, typer.Option(help="pretrained: JSON lines of questions and answers")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     steps: Annotated[int | None, typer.Option(help="training steps of each run")] = None,
     seeds: Annotated[int, typer.Option(help="runs of each arm")] = 3,
@@ -45,7 +46,7 @@ def command(
 
         print(shown_table(name, out=out).as_text())
         return 0
-    changes = dict(model=model, device=device, steps=steps, groups=groups, lr=lr, seeds=tuple(range(seeds)), jobs=jobs)
+    changes = dict(model=model, tasks=tasks, device=device, steps=steps, groups=groups, lr=lr, seeds=tuple(range(seeds)), jobs=jobs)
     return run(name, quick, changes, only, out, as_json)
 
 

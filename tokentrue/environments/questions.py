@@ -1,0 +1,62 @@
+"""Questions with one right answer, from a JSON-lines file of `{"question": …, "answer": …}`: one turn, no tools.
+
+`scripts/make_reasoning_tasks.py` writes such a file from the task generators of `reasoning-gym`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokentrue.environments.base import Split, Task, digest, split_of
+from tokentrue.environments.tools import last_number
+from tokentrue.errors import ConfigError
+
+
+class Questions:
+    """Reward 1 when the reply's last number (or, for an answer that is no number, its last line) is the answer, else 0.
+
+    A question belongs to the training or the held-out split by its text. Tasks are drawn with replacement.
+    """
+
+    name = "questions"
+
+    def __init__(self, *, path: str) -> None:
+        self.path = path
+
+    def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
+        known = read_questions(self.path, split)
+        rng = random.Random(f"{self.name}/{split}/{seed}")
+        return [task_of(*rng.choice(known)) for _ in range(count)]
+
+    async def run(self, client: Any, task: Task) -> float:
+        reply = await client.chat.completions.create(model="tokentrue", messages=[{"role": "user", "content": task.prompt}])
+        return float(is_right(reply.choices[0].message.content or "", str(task.data["answer"])))
+
+
+def task_of(question: str, answer: str) -> Task:
+    return Task(task_id=f"questions/{digest(question)[:12]}", prompt=question, data={"answer": answer})
+
+
+def is_right(text: str, answer: str) -> bool:
+    if answer.lstrip("-").isdecimal():
+        return last_number(text) == int(answer)
+    lines = text.strip().splitlines()
+    return bool(lines) and lines[-1].strip() == answer
+
+
+@cache
+def read_questions(path: str, split: Split) -> tuple[tuple[str, str], ...]:
+    try:
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+        found = {(str(row["question"]), str(row["answer"])) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"questions: {path} is not a JSON-lines file of questions and answers: {error!r}") from error
+    kept = sorted(pair for pair in found if split_of(pair[0]) == split)
+    if not kept:
+        raise ConfigError(f"questions: {path} holds no question of the {split} split; write more than a few dozen")
+    return tuple(kept)

@@ -1,0 +1,59 @@
+"""A pretrained model on tasks with one right answer: the mismatch of the field (16-bit trainer, ordinary kernels) and what changes it.
+
+`--model` is an instruct model's directory, `--tasks` a file for the environment `questions`. Rollouts come from the exact engine in the
+arm's dtype; "kernels" means that the trainer scores with the model's own forward pass in that dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokentrue.lab.arms import Arm
+from tokentrue.lab.study import after, average, before, late, worst
+from tokentrue.mismatch import Correction, Weights
+
+CURVES = {
+    "reward": "rollout reward",
+    "mismatch/delta_abs_mean": "mean |δ|",
+    "update/grad_norm": "gradient norm",
+    "mismatch/log_ppl_trainer": "-log p of sampled tokens",
+}
+COLUMNS = (
+    ("held-out before", before),
+    ("held-out reward", after),
+    ("rollout reward, last quarter", late("reward")),
+    ("mean abs δ", average("mismatch/delta_abs_mean", ".1e")),
+    ("lowest δ", worst("mismatch/delta_min", ".2g", low=True)),
+    ("k3", average("mismatch/k3", ".1e")),
+    ("mean ratio", average("mismatch/ratio_mean", ".4f")),
+    ("-log p, last quarter", late("mismatch/log_ppl_trainer")),
+    ("gradient norm, largest", worst("update/grad_norm", ".1f")),
+)
+BYPASS = Correction(denominator="rollout")  # PPO's ratio against what the engine reported, as trainers do that skip the recomputation
+TIS = Correction(weights=Weights(upper=2.0))
+
+
+def arms(*, quick: bool) -> list[Arm]:
+    made = [
+        *family("GRPO", correction=BYPASS),
+        *family("REINFORCE", loss="reinforce", baseline="whitened"),
+        plain("GRPO, top-p 0.8, kept ids replayed", top_p=0.8, correction=BYPASS),
+        plain("GRPO, top-p 0.8, kept ids dropped", top_p=0.8, correction=BYPASS, forget_masks=True),
+        plain("GRPO, int8 rollouts, TIS", source="int8", correction=TIS),
+    ]
+    return [made[0], made[1], made[-2]] if quick else made
+
+
+def family(name: str, **loss: Any) -> list[Arm]:
+    """One loss with every source of mismatch."""
+    return [
+        Arm(name=f"{name}, exact bf16", dtype="bfloat16", **loss),
+        plain(f"{name}, bf16 kernels", **loss),
+        plain(f"{name}, fp16 kernels", dtype="float16", **loss),
+        plain(f"{name}, int8 rollouts", source="int8", **loss),
+        plain(f"{name}, fp8 rollouts", source="fp8", **loss),
+    ]
+
+
+def plain(name: str, **settings: Any) -> Arm:
+    return Arm(name=name, **{"dtype": "bfloat16", "scorer": "plain", **settings})
