@@ -3,11 +3,11 @@
 A `Session` is the record of a conversation, with an engine to continue it. Messages come in, a reply goes out, and everything between
 is kept as exact token ids. `Session._admit` reads the request and finds out whether it is a retry of a recorded turn or equal to one in
 flight; if not, `Session._run_turn` runs it:
-1. resolve  (`sessions/matching`)    which recorded turn do these messages continue?
-2. prompt   (`sessions/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new messages
-3. generate (`sessions/generation`)  the engine samples n choices; a stream emits events as tokens come
-4. parse    (`sessions/generation`)  sampled ids become the message that is served; a stream is parsed while it is generated
-5. commit   (`sessions/commits`)     checked, written to the journal, then added to the tree; only then is the reply returned
+1. resolve  (`sessions/matching`)           which recorded turn do these messages continue?
+2. prompt   (`sessions/stages/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new messages
+3. generate (`sessions/stages/generation`)  the engine samples n choices; a stream emits events as tokens come
+4. parse    (`sessions/stages/generation`)  sampled ids become the message that is served; a stream is parsed while it is generated
+5. commit   (`sessions/stages/commits`)     checked, written to the journal, then added to the tree; only then is the reply returned
 A turn that ends early is committed with its reason, as far as the engine has reported it.
 """
 
@@ -26,18 +26,18 @@ from typing import Any, Literal
 from tokentrue.errors import ConfigError, InputError, SessionConflict
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
-from tokentrue.sessions.client import Client
+from tokentrue.sessions.client import InProcessClient
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord
-from tokentrue.sessions.limits import Limits
+from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.matcher import Conversation, Matcher
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
-from tokentrue.sessions.stages.commits import AskedTurn, nodes_from_drafts, replies_from_record, reply_from_node, rows_from_nodes
+from tokentrue.sessions.stages.commits import PreparedTurn, nodes_from_drafts, replies_from_record, reply_from_node, rows_from_nodes
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
 from tokentrue.sessions.stages.prompts import build_prompt
 from tokentrue.sessions.stages.requests import PinnedSampling, format_identity, identify_request, is_same_request, settle_sampling
 from tokentrue.sessions.stages.serving import split_message
 from tokentrue.sessions.store import tree_from_rows
-from tokentrue.sessions.tree import AttemptKey, Node, Outcome, Tree
+from tokentrue.sessions.tree import Node, Outcome, Tree, TurnKey
 from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest
 
 History = Literal["keep", "template"]
@@ -58,13 +58,13 @@ class Session:
         sampling: Sampling | Mapping[str, Any] | None = None,
         history: History | None = None,
         training: bool = True,
-        limits: Limits | None = None,
+        limits: SessionLimits | None = None,
         key_hash: str | None = None,
         _record: SessionRecord | None = None,
         _tree: Tree | None = None,
     ) -> None:
         self.renderer, self.provider, self.journal = renderer, provider, journal
-        self.limits = limits or Limits()
+        self.limits = limits or SessionLimits()
         self._pinned = PinnedSampling.of(sampling)
         follows: History = getattr(renderer, "history", "keep")
         if history not in (None, follows):
@@ -87,7 +87,7 @@ class Session:
         self._tokens = sum(len(node.given_ids) + len(node.sampled_ids) for node in self.tree.nodes.values())
         self._matcher = Matcher(self.tree, renderer)
         self._single_flight = SingleFlight()
-        self._attempts_in_flight: Counter[AttemptKey] = Counter()
+        self._turns_in_flight: Counter[TurnKey] = Counter()
         self._is_ending = False
         self._created = journal.create(self.record) if journal is not None and _record is None else None
         # A new session is claimed when it is in the journal: an id that is taken must not revoke the session that has it.
@@ -95,7 +95,7 @@ class Session:
 
     @classmethod
     async def open(
-        cls, journal: Journal, session_id: str, *, renderer: Renderer, provider: Provider, limits: Limits | None = None
+        cls, journal: Journal, session_id: str, *, renderer: Renderer, provider: Provider, limits: SessionLimits | None = None
     ) -> Session:
         """Resumes a recorded session, bit for bit where it stood. An older object of the same session can write no more."""
         record, rows = await asyncio.to_thread(lambda: (journal.get(session_id), journal.rows(session_id)))
@@ -163,10 +163,10 @@ class Session:
     def _admit(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
         """The turn that answers this request, and whether it was started for it; or the recorded answer of a retry."""
         self._check_open()
-        asked = self._matcher.read(request.messages, request.tools)
+        conversation = self._matcher.read(request.messages, request.tools)
         training = self.record.training
         sampling = settle_sampling(request.sampling, self._pinned, renderer=self.renderer, provider=self.provider, training=training)
-        identity = identify_request(request, asked, sampling)
+        identity = identify_request(request, conversation, sampling)
         if request.request_key is not None and (recorded := self._find_recorded(request.request_key, identity)):
             return replies_from_record(recorded, tree=self.tree, renderer=self.renderer), False
         turn = self._single_flight.find(identity)
@@ -174,7 +174,7 @@ class Session:
         if turn is None:
             self.limits.admit(n=request.n, nodes=len(self.tree), tokens=self._tokens, in_flight=len(self._single_flight))
             turn = InFlightTurn(identity, streamed=streamed)
-            self._single_flight.start(turn, self._run_turn(turn, request, asked, sampling))
+            self._single_flight.start(turn, self._run_turn(turn, request, conversation, sampling))
         else:
             self.counters["joined"] += 1
         turn.join(request.request_key)
@@ -200,12 +200,12 @@ class Session:
     ) -> tuple[Reply, ...]:
         """The turn, in a straight line."""
         started = self.tree.settled_seq
-        plan = self._matcher.resolve(conversation, self._attempts_in_flight)
-        self._attempts_in_flight[plan.attempt] += 1
+        plan = self._matcher.resolve(conversation, self._turns_in_flight)
+        self._turns_in_flight[plan.turn_key] += 1
         try:
             prompt = await build_prompt(plan, conversation.tools, request.template_kwargs, renderer=self.renderer, tree=self.tree)
             self.limits.admit_prompt(len(prompt.ids))
-            asked = AskedTurn(
+            prepared = PreparedTurn(
                 request=request,
                 tools=conversation.tools,
                 prompt=prompt,
@@ -214,34 +214,34 @@ class Session:
                 identity=format_identity(turn.identity),
                 request_keys=turn.request_keys,
             )
-            drafts = await self._generate(turn, asked)
-            replies = await self._commit(drafts, asked)
+            drafts = await self._generate(turn, prepared)
+            replies = await self._commit(drafts, prepared)
             await self._close(turn, [reply.node for reply in replies])
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             self.counters["cancelled" if cancelled else f"failed:{getattr(error, 'code', 'error')}"] += 1
             raise
         finally:
-            self._attempts_in_flight[plan.attempt] -= 1
-            self._attempts_in_flight += Counter()  # drops what is zero
+            self._turns_in_flight[plan.turn_key] -= 1
+            self._turns_in_flight += Counter()  # drops what is zero
         if turn.streamed:
             for index, reply in enumerate(replies):
                 turn.emit(TurnEvent(index=index, node=reply.node, reply=reply))
         return replies
 
-    async def _generate(self, turn: InFlightTurn, asked: AskedTurn) -> list[Draft]:
+    async def _generate(self, turn: InFlightTurn, prepared: PreparedTurn) -> list[Draft]:
         """The engine's n answers, parsed. Where they end early, what the engine has reported is committed with the reason."""
         choices = [
             Choice(
                 index=index,
                 node=token_hex(16),
-                prompt=asked.prompt,
-                tools=asked.tools,
-                sampling=asked.sampling,
+                prompt=prepared.prompt,
+                tools=prepared.tools,
+                sampling=prepared.sampling,
                 renderer=self.renderer,
                 emit=turn.emit if turn.streamed else None,
             )
-            for index in range(asked.request.n)
+            for index in range(prepared.request.n)
         ]
         try:
             await generate_all(choices, self.provider, self.id)
@@ -249,16 +249,16 @@ class Session:
         except BaseException as error:
             outcome: Outcome = turn.outcome_if_cancelled if isinstance(error, asyncio.CancelledError) else "engine_failed"
             partial = [await choice.parse_partial(outcome) for choice in choices]
-            await self._commit([draft for draft in partial if draft is not None], asked)
+            await self._commit([draft for draft in partial if draft is not None], prepared)
             if outcome == "deleted":
                 raise SessionConflict(f"session {self.id!r} was deleted while this turn was being generated") from error
             raise
 
-    async def _commit(self, drafts: Sequence[Draft], asked: AskedTurn) -> tuple[Reply, ...]:
+    async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:
         """All or nothing, and to the end even if the client leaves meanwhile: the journal first, then the tree."""
-        nodes = nodes_from_drafts(drafts, asked, self.tree)
+        nodes = nodes_from_drafts(drafts, prepared, self.tree)
         try:
-            await run_to_completion(self._write(nodes, asked.prompt.parent))
+            await run_to_completion(self._write(nodes, prepared.prompt.parent))
         finally:
             for node in nodes:
                 self.tree.release_seq(node.seq)
@@ -330,12 +330,12 @@ class Session:
         self.revision += 1
 
 
-async def rollout(agent: Callable[[Client, Any], Awaitable[Any]], task: Any, session: Session) -> Sample:
+async def rollout(agent: Callable[[InProcessClient, Any], Awaitable[Any]], task: Any, session: Session) -> Sample:
     """Run an agent function on a task and return what it did as a training sample (of the newest leaf, where there are several).
 
     The agent gets one object that is both a chat callable and an OpenAI-like client. A number that it returns is the reward.
     """
-    outcome = await agent(Client(session), task)
+    outcome = await agent(InProcessClient(session), task)
     if isinstance(outcome, (int, float)):
         await session.reward(float(outcome))
     samples = session.samples()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.world import VOCABULARY, build, clone_of, nudged
-from tokentrue.engine import ExactEngine, Limits
+from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, ExactnessError, FileFormatError, LimitExceeded, SamplingError
 from tokentrue.numerics import exact, same_bits, score
 from tokentrue.types import Finish, Sampling
@@ -27,7 +27,7 @@ def model() -> Any:
 
 @pytest.fixture
 def engine(model: Any) -> Iterator[ExactEngine]:
-    engine = ExactEngine(copy.deepcopy(model), limits=Limits(max_requests=8, max_waiting=20))
+    engine = ExactEngine(copy.deepcopy(model), limits=ScheduleLimits(max_requests=8, max_waiting=20))
     yield engine
     engine.close()
 

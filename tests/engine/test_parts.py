@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokentrue.engine.sample import GOLDEN, MASK, child_seed, gumbel, mix, stream_key
 from tokentrue.engine.scheduling.blocks import BlockPool, block_hash
 from tokentrue.engine.scheduling.request import Phase, Request, Sampled, spans_of
-from tokentrue.engine.scheduling.schedule import Limits, Scheduler
+from tokentrue.engine.scheduling.schedule import ScheduleLimits, Scheduler
 from tokentrue.numerics import filter_logits, logprobs_of, ops_for, scale_logits
 from tokentrue.types import Sampling, VersionSpan
 
@@ -52,7 +52,9 @@ def test_any_schedule_serves_everyone_and_loses_no_block(seed: int) -> None:
     """Random arrivals into a cache too small for all; a fake model that only appends tokens."""
     rng = random.Random(seed)
     pool = BlockPool(rng.randint(8, 20), 4, shuffle=rng)
-    scheduler = Scheduler(pool, Limits(max_requests=rng.randint(1, 5), step_tokens=rng.randint(3, 20), chunk_tokens=rng.randint(1, 9)))
+    scheduler = Scheduler(
+        pool, ScheduleLimits(max_requests=rng.randint(1, 5), step_tokens=rng.randint(3, 20), chunk_tokens=rng.randint(1, 9))
+    )
     requests = [request_of([rng.randint(0, 2) for _ in range(rng.randint(1, 16))], rng.randint(1, 8)) for _ in range(rng.randint(1, 8))]
     todo = list(requests)
     for _ in range(2000):
@@ -78,7 +80,7 @@ def test_any_schedule_serves_everyone_and_loses_no_block(seed: int) -> None:
 
 
 def test_a_group_waits_for_the_first_to_compute_the_prompt() -> None:
-    scheduler = Scheduler(BlockPool(50, 4), Limits())
+    scheduler = Scheduler(BlockPool(50, 4), ScheduleLimits())
     group = [request_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) for _ in range(3)]
     for request in group:
         scheduler.add(request)

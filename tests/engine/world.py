@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tokentrue.engine import ExactEngine, Limits
+from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.engine.core import Chaos
 from tokentrue.engine.runner import LocalRunner
 from tokentrue.engine.scheduling.request import Phase, Request
@@ -130,7 +130,7 @@ def engine_of(
     chaos = None
     if rng is not None:
         chaos = Chaos(pages=rng, chunk=lambda request, most: rng.choice([most, rng.randint(1, most)]), unproven=unproven)
-    limits = Limits(max_requests=7, step_tokens=150, chunk_tokens=90)
+    limits = ScheduleLimits(max_requests=7, step_tokens=150, chunk_tokens=90)
     return ExactEngine(
         copy.deepcopy(model), dtype=dtype, pipeline=pipeline, limits=limits, max_len=400, kv_tokens=1200, chaos=chaos, ops=ops
     )

@@ -315,17 +315,17 @@ def journal_written_later(patch: Patch) -> None:
 
 
 def any_secret_opens(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.auth.Claim.check", lambda self, key_hash: None)
+    patch.setattr("tokentrue.gateway.auth.SessionAccess.check", lambda self, key_hash: None)
 
 
 def a_key_opens_any_named_session(patch: Patch) -> None:
-    from tokentrue.gateway.auth import ApiKeys, Claim
+    from tokentrue.gateway.auth import ApiKeys, SessionAccess
 
     claim = ApiKeys.claim
 
-    def open_door(self: Any, headers: Any, named: str | None) -> Claim:
+    def open_door(self: Any, headers: Any, named: str | None) -> SessionAccess:
         made = claim(self, headers, None)
-        return made if named is None else Claim(session_id=named, key_hash=None)
+        return made if named is None else SessionAccess(session_id=named, key_hash=None)
 
     patch.setattr(ApiKeys, "claim", open_door)
 

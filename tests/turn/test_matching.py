@@ -126,7 +126,7 @@ async def test_swapped_tool_results_fork() -> None:
     assert again.root == "retry"
     swapped_again = await ask(session, renamed, *results("x1", "x0"))
     assert swapped_again.root == "retry"
-    assert session.tree.attempts_like(session.tree.get(swapped.node))[-1].id == swapped_again.node
+    assert session.tree.answers_like(session.tree.get(swapped.node))[-1].id == swapped_again.node
 
 
 async def test_the_model_sees_the_ids_that_were_served() -> None:

@@ -125,7 +125,7 @@ def given_messages_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
 
 def tools_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        matcher._Search, "_has_same_tools", lambda self, node: matcher.tools_key(node.tools) == matcher.tools_key(self._asked.tools)
+        matcher._Search, "_has_same_tools", lambda self, node: matcher.tools_key(node.tools) == matcher.tools_key(self._conversation.tools)
     )
 
 

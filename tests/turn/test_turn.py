@@ -24,7 +24,7 @@ from tokentrue.errors import (
 )
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.samples import audit
-from tokentrue.sessions import Journal, Limits
+from tokentrue.sessions import Journal, SessionLimits
 from tokentrue.sessions.stages.prompts import Prompt, build_prompt
 from tokentrue.types import Completion, Finish, RoutedExperts, TurnEvent, TurnRequest
 
@@ -313,7 +313,7 @@ async def test_each_turn_records_the_routing_of_the_positions_that_it_added(star
 
 
 async def test_limits_are_settings() -> None:
-    session, _ = session_of(*[said("a", "1")] * 4, limits=Limits(max_nodes=1, max_prompt_tokens=40, max_n=2))
+    session, _ = session_of(*[said("a", "1")] * 4, limits=SessionLimits(max_nodes=1, max_prompt_tokens=40, max_n=2))
     with pytest.raises(InputError, match="n must be"):
         await session.turn(TurnRequest(messages=OPENING, n=3))
     with pytest.raises(LimitExceeded, match="max_prompt_tokens=40"):

@@ -17,7 +17,7 @@ from tokentrue.app.devices import require_device, require_dtype
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits
-from tokentrue.sessions.limits import Limits as SessionLimits
+from tokentrue.sessions.limits import SessionLimits as SessionLimits
 
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway

@@ -30,7 +30,7 @@ import torch
 from tokentrue.bench import Report
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.core import Chaos
-from tokentrue.engine.scheduling.schedule import Limits
+from tokentrue.engine.scheduling.schedule import ScheduleLimits
 from tokentrue.numerics import exact, score
 from tokentrue.numerics.triton import InexactOps
 from tokentrue.types import Completion, Sampling
@@ -254,7 +254,7 @@ def replace_bits(shared: Shared, model: Any) -> Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storm:
+class ScheduleRun:
     """What came of a random schedule: log-probabilities that differ, of `tokens`; requests that differ alone, of `asked`."""
 
     wrong: int
@@ -266,14 +266,14 @@ class Storm:
     first: str = ""
 
 
-def storm(model: Any, count: int, seed: int) -> Storm:
+def storm(model: Any, count: int, seed: int) -> ScheduleRun:
     """Random lengths, temperatures, chunks, pages and preemptions."""
     chance = random.Random(seed)
     chaos = Chaos(pages=random.Random(seed + 1), chunk=lambda request, most: chance.randint(1, most))
     prefix = prompts_of(1, 300, seed)[0]
     prompts = [[*prefix[: chance.choice((0, 64, 200, 300))], *prompts_of(1, chance.randint(1, 700), seed + i)[0]] for i in range(count)]
     samplings = [plain(chance.randint(1, 300), seed=i, temperature=chance.choice((0.6, 1.0, 1.0, 1.3))) for i in range(count)]
-    small = Limits(max_requests=128, step_tokens=2048, chunk_tokens=1024)
+    small = ScheduleLimits(max_requests=128, step_tokens=2048, chunk_tokens=1024)
     with engine_of(model, limits=small, kv_tokens=max(12_000, 75 * count), chaos=chaos) as engine:
         run = generate(engine, prompts, samplings)
         scheduler = engine.core.scheduler
@@ -285,7 +285,7 @@ def storm(model: Any, count: int, seed: int) -> Storm:
         for i in alone:
             again = generate(engine, [prompts[i]], [replace(samplings[i])]).completions[0]
             moved += again.token_ids != run.completions[i].token_ids or again.logprobs != run.completions[i].logprobs
-    return Storm(wrong=wrong, tokens=total, moved=moved, asked=len(alone), preemptions=preemptions, prefix_hits=hits, first=first)
+    return ScheduleRun(wrong=wrong, tokens=total, moved=moved, asked=len(alone), preemptions=preemptions, prefix_hits=hits, first=first)
 
 
 def where_they_part(engine: ExactEngine, model: Any, run: Run) -> str:

@@ -1,6 +1,6 @@
 """Zero-mismatch rollout engine: its log-probabilities are the trainer's, bit for bit."""
 
 from tokentrue.engine.engine import ExactEngine
-from tokentrue.engine.scheduling.schedule import Limits
+from tokentrue.engine.scheduling.schedule import ScheduleLimits
 
-__all__ = ["ExactEngine", "Limits"]
+__all__ = ["ExactEngine", "ScheduleLimits"]

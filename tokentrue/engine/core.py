@@ -25,7 +25,7 @@ from tokentrue.engine.sample import not_finite
 from tokentrue.engine.scheduling.blocks import BlockPool
 from tokentrue.engine.scheduling.bursts import Bursts
 from tokentrue.engine.scheduling.request import Phase, Request, Sampled
-from tokentrue.engine.scheduling.schedule import Limits, Scheduler, Work, cut_steps
+from tokentrue.engine.scheduling.schedule import ScheduleLimits, Scheduler, Work, cut_steps
 from tokentrue.engine.trace import Difference
 from tokentrue.errors import EngineError
 from tokentrue.types import Finish
@@ -48,7 +48,7 @@ class Chaos:
 
 class Core:
     def __init__(
-        self, runner: Runner, *, limits: Limits, version: int, read: Callable[[Sequence[int]], str] | None = None,
+        self, runner: Runner, *, limits: ScheduleLimits, version: int, read: Callable[[Sequence[int]], str] | None = None,
         chaos: Chaos | None = None,
     ) -> None:  # fmt: skip
         """`runner` computes the steps; `read` turns token ids into text, for stop strings alone."""

@@ -27,7 +27,7 @@ from tokentrue.engine.pipeline import PipelinePlan, start_pipeline
 from tokentrue.engine.runner import LocalRunner, Runner
 from tokentrue.engine.sample import child_seed
 from tokentrue.engine.scheduling.request import Request
-from tokentrue.engine.scheduling.schedule import Limits
+from tokentrue.engine.scheduling.schedule import ScheduleLimits
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, SamplingError
 from tokentrue.numerics import Contract, Ops, exact
 from tokentrue.numerics.patching.patch import STATE
@@ -35,7 +35,7 @@ from tokentrue.numerics.patching.replacements import is_experts
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GPU_LIMITS = Limits(step_tokens=16384, chunk_tokens=4096)
+GPU_LIMITS = ScheduleLimits(step_tokens=16384, chunk_tokens=4096)
 """A GPU wants long steps: a prompt's piece of a few hundred tokens does not fill it."""
 EXTRAS = {"adapter", "ignore_eos", "prompt_logprobs", "routed_experts"}
 """Keys of Sampling.extra that the engine understands; any other is refused."""
@@ -44,7 +44,7 @@ EXTRAS = {"adapter", "ignore_eos", "prompt_logprobs", "routed_experts"}
 class ExactEngine:
     def __init__(
         self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", pipeline: int = 1, *,
-        limits: Limits | None = None, max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
+        limits: ScheduleLimits | None = None, max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
         read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None, chaos: Chaos | None = None,
     ) -> None:  # fmt: skip
         """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes itself."""
@@ -52,7 +52,7 @@ class ExactEngine:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         where = torch.device(device)
         self._undo = ExitStack()
-        self.limits = limits or (GPU_LIMITS if where.type == "cuda" else Limits())
+        self.limits = limits or (GPU_LIMITS if where.type == "cuda" else ScheduleLimits())
         self._host = where if pipeline == 1 else torch.device("cpu")
         self.model = load_model(model_dir, device=self._host, dtype=DTYPES[dtype])
         self.eos_ids = eos_of(self.model)

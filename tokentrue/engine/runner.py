@@ -14,7 +14,7 @@ from tokentrue.engine.model.forward import Forward
 from tokentrue.engine.model.step import StepInputs
 from tokentrue.engine.model.weights import Weights, load_weights
 from tokentrue.engine.proof import prove
-from tokentrue.engine.scheduling.schedule import Limits
+from tokentrue.engine.scheduling.schedule import ScheduleLimits
 from tokentrue.numerics import Contract, Ops
 from tokentrue.numerics.delta import GatedDelta
 
@@ -58,7 +58,7 @@ class LocalRunner:
     depth = 1
     dead: str | None = None
 
-    def __init__(self, model: Any, decoder: Decoder, ops: Ops, contract: Contract, *, num_blocks: int, limits: Limits) -> None:
+    def __init__(self, model: Any, decoder: Decoder, ops: Ops, contract: Contract, *, num_blocks: int, limits: ScheduleLimits) -> None:
         num_states = states_for(decoder, limits)
         self.model = model
         self.contract = contract
@@ -109,7 +109,7 @@ def check_adapter(adapter: Adapter, model: Any, forward: Forward, first: int = 0
         forward.ops.self_test(linears=linears, heads=set(), dtype=dtype)
 
 
-def states_for(decoder: Decoder, limits: Limits) -> int | None:
+def states_for(decoder: Decoder, limits: ScheduleLimits) -> int | None:
     """For hybrid models: a slot for every running request, and as many snapshots."""
     hybrid = any(isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
     return 2 * limits.max_requests + 2 if hybrid else None

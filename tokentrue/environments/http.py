@@ -111,15 +111,15 @@ class GatewaySessions:
 
     async def _opened(self, plan: Plan) -> tuple[str, str, str]:
         metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
-        asked: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**self._sampling, "seed": plan.seed}}
+        settings: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**self._sampling, "seed": plan.seed}}
         if self._resume and self._admin_key is not None:
             session_id = hashlib.sha256(plan.key.encode()).hexdigest()[:32]
             try:
-                await self.call("POST", "/sessions", {**asked, "session_id": session_id})
+                await self.call("POST", "/sessions", {**settings, "session_id": session_id})
             except SessionConflict:
                 self.forget(session_id)
             return session_id, f"{self.base_url}/sessions/{session_id}/v1", self._admin_key
-        made = await self.call("POST", "/sessions", asked)
+        made = await self.call("POST", "/sessions", settings)
         return made["session_id"], made["base_url"], made["api_key"]
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 
 from tokentrue.gateway.admin.routes import admin_routes
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send, problem_headers, send_json
-from tokentrue.gateway.auth import Claim
+from tokentrue.gateway.auth import SessionAccess
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, PathFields, Seal
 from tokentrue.gateway.metrics.meter import Metered
@@ -166,7 +166,7 @@ class ModelRequests:
         else:
             await self._dispatch(parameters["operation"].rstrip("/"), claim, scope, receive, send)
 
-    async def _dispatch(self, operation: str, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _dispatch(self, operation: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
         model, verb = google_call(operation)
         in_google = dialect_name(scope["path"]) == "google"
         known = verb in GOOGLE_STREAMS or verb == GOOGLE_COUNTS if in_google else operation in GENERATES or operation in (COUNTS, LISTS)

@@ -46,7 +46,7 @@ def hash_key(key: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class SessionAccess:
     """A request says that it belongs to a session; the key behind `key_hash` proves it, None where the admin key already has."""
 
     session_id: str
@@ -68,7 +68,7 @@ class ApiKeys:
     def is_admin(self, presented: str) -> bool:
         return hmac.compare_digest(presented.encode(), self._admin)
 
-    def claim(self, headers: Headers, named: str | None, in_url: str | None = None) -> Claim:
+    def claim(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
         """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one that the key names.
         `in_url` is a key from the query, where the dialect has one there; a header wins over it."""
         presented = read_key(headers) or in_url
@@ -77,13 +77,13 @@ class ApiKeys:
         if self.is_admin(presented):
             if named is None:
                 raise Refused(400, "no_session", "the admin key names no session; use /sessions/{id}/v1/… or the session's api_key")
-            return Claim(session_id=named, key_hash=None)
+            return SessionAccess(session_id=named, key_hash=None)
         owner = session_from_key(presented)
         if owner is None:
             raise invalid_key()
         if named is not None and named != owner:
             raise Refused(403, "wrong_session", "this key belongs to another session")
-        return Claim(session_id=owner, key_hash=hash_key(presented))
+        return SessionAccess(session_id=owner, key_hash=hash_key(presented))
 
     def require_admin(self, headers: Headers) -> None:
         presented = read_key(headers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from tokentrue.errors import ConfigError
-from tokentrue.sessions.limits import Limits as SessionLimits
+from tokentrue.sessions.limits import SessionLimits as SessionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

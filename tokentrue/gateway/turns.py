@@ -18,7 +18,7 @@ import orjson
 
 from tokentrue.errors import EngineTimeout, SessionNotFound
 from tokentrue.gateway.asgi import RawHeaders, Receive, Scope, Send, read_body, send_json
-from tokentrue.gateway.auth import Claim, invalid_key
+from tokentrue.gateway.auth import SessionAccess, invalid_key
 from tokentrue.gateway.dialects import CountingDialect, Dialect, PathFields, RequestHead
 from tokentrue.gateway.metrics.meter import CLOCK
 from tokentrue.gateway.services import Services
@@ -44,7 +44,7 @@ class TurnHandler:
         self._services = services
 
     @asynccontextmanager
-    async def open(self, claim: Claim) -> AsyncGenerator[SessionHandle, None]:
+    async def open(self, claim: SessionAccess) -> AsyncGenerator[SessionHandle, None]:
         """The session of a claim; a key that fits nothing does not learn whether the session exists."""
         async with AsyncExitStack() as stack:
             try:
@@ -57,7 +57,7 @@ class TurnHandler:
             yield handle
 
     async def serve(
-        self, name: str, claim: Claim, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None = None
+        self, name: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None = None
     ) -> None:
         clock = TurnClock(time.perf_counter())
         CLOCK.set(clock)
@@ -133,7 +133,7 @@ class TurnHandler:
         await stream.finish()
         return replies
 
-    async def count_tokens(self, name: str, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
+    async def count_tokens(self, name: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.open(claim) as handle:
             dialect = cast("CountingDialect", handle.dialects[name])
             with self._services.bodies.reserve() as take:

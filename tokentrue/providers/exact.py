@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokentrue.engine import ExactEngine, Limits
+from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.errors import EngineUnreachable
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.constraints import refuse_constraints
@@ -30,7 +30,7 @@ class ExactProvider:
         pipeline: int = 1,
         version: int = UNVERSIONED,
         decode: Callable[[Sequence[int]], str] | None = None,
-        limits: Limits | None = None,
+        limits: ScheduleLimits | None = None,
         max_len: int | None = None,
         kv_tokens: int | None = None,
     ) -> None:

@@ -1,7 +1,7 @@
 """Records become training samples, with coverage, certificates and exporters."""
 
 from tokentrue.samples.assemble import Assembly, assemble, coverage_of, coverage_to_json
-from tokentrue.samples.audit import Audit, Finding, audit
+from tokentrue.samples.audit import Audit, AuditFinding, audit
 from tokentrue.samples.files import export_bytes, read_samples, write_samples
 from tokentrue.samples.shape import sample_from_json, sample_to_json
 from tokentrue.samples.survivors import find_left_out
@@ -9,7 +9,7 @@ from tokentrue.samples.survivors import find_left_out
 __all__ = [
     "Assembly",
     "Audit",
-    "Finding",
+    "AuditFinding",
     "assemble",
     "audit",
     "coverage_of",

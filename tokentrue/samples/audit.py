@@ -22,7 +22,7 @@ from tokentrue.types import Sample, VersionSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class AuditFinding:
     """Something that does not hold. `start`/`end` are token positions in the sample, where they are known."""
 
     sample: str
@@ -44,7 +44,7 @@ class Audit:
     sampled: int = 0
     trained: int = 0
     sessions: dict[str, _SessionAudit] = field(default_factory=dict[str, "_SessionAudit"])
-    findings: list[Finding] = field(default_factory=list[Finding])
+    findings: list[AuditFinding] = field(default_factory=list[AuditFinding])
 
     @property
     def ok(self) -> bool:
@@ -78,29 +78,31 @@ def audit(samples: Iterable[Sample]) -> Audit:
         session = result.sessions.setdefault(sample.session_id, _SessionAudit())
         own: Any = sample.metadata.get("tokentrue")
         if not isinstance(own, Mapping) or "nodes" not in own:
-            result.findings.append(Finding(sample=sample.sample_id, what="metadata.tokentrue is missing: nothing to check against"))
+            result.findings.append(AuditFinding(sample=sample.sample_id, what="metadata.tokentrue is missing: nothing to check against"))
             continue
         result.findings += _check_columns(sample)
         result.findings += _check_links(sample)
         result.findings += _check_replay(sample)
         if cast("Mapping[str, Any]", own).get("seal") != seal(sample):
             what = "the seal is broken: mask, spans, reward, names or coverage were changed"
-            result.findings.append(Finding(sample=sample.sample_id, what=what))
+            result.findings.append(AuditFinding(sample=sample.sample_id, what=what))
         result.findings += _check_session(sample, session)
     for name, session in result.sessions.items():
         result.findings += _check_coverage(name, session)
     return result
 
 
-def _check_columns(sample: Sample) -> Iterator[Finding]:
+def _check_columns(sample: Sample) -> Iterator[AuditFinding]:
     """Mask, log-probabilities and spans must tell one story."""
     at = 0
     for span in sample.spans:
         if span.start != at or span.end <= span.start:
-            yield Finding(sample=sample.sample_id, what=f"spans leave a gap or overlap before token {span.start}", start=at, end=span.start)
+            yield AuditFinding(
+                sample=sample.sample_id, what=f"spans leave a gap or overlap before token {span.start}", start=at, end=span.start
+            )
         at = span.end
         if span.trainable and span.kind != "sampled":
-            yield Finding(sample=sample.sample_id, what="given tokens are marked trainable", start=span.start, end=span.end)
+            yield AuditFinding(sample=sample.sample_id, what="given tokens are marked trainable", start=span.start, end=span.end)
         for index in range(span.start, min(span.end, len(sample.token_ids))):
             if sample.loss_mask[index] != int(span.trainable):
                 yield _at(sample, index, f"loss_mask is {sample.loss_mask[index]}, its span says {int(span.trainable)} ({span.why})")
@@ -111,16 +113,16 @@ def _check_columns(sample: Sample) -> Iterator[Finding]:
                 yield _at(sample, index, f"{value} is not a log-probability")
     if at != len(sample.token_ids):
         length = len(sample.token_ids)
-        yield Finding(sample=sample.sample_id, what=f"spans end at token {at} of {length}", start=at, end=length)
+        yield AuditFinding(sample=sample.sample_id, what=f"spans end at token {at} of {length}", start=at, end=length)
 
 
-def _check_replay(sample: Sample) -> Iterator[Finding]:
+def _check_replay(sample: Sample) -> Iterator[AuditFinding]:
     """Routing covers the inputs, and every sampled token is among the ids that its row of the sampling mask kept."""
     routed, mask = sample.routed_experts, sample.sampling_mask
     inputs = max(0, len(sample.token_ids) - 1)
     if routed is not None and (routed.start, routed.end) != (0, inputs):
         what = f"routed experts cover positions [{routed.start}, {routed.end}) of {inputs} inputs"
-        yield Finding(sample=sample.sample_id, what=what, start=0, end=inputs)
+        yield AuditFinding(sample=sample.sample_id, what=what, start=0, end=inputs)
     for index in range(len(sample.token_ids)) if mask is not None else ():
         row = mask.row(index) if mask is not None else EMPTY
         if row and sample.rollout_logprobs[index] is None:
@@ -129,22 +131,26 @@ def _check_replay(sample: Sample) -> Iterator[Finding]:
             yield _at(sample, index, "the token is not among the ids that its sampling mask kept")
 
 
-def _at(sample: Sample, index: int, what: str) -> Finding:
-    return Finding(sample=sample.sample_id, what=what, start=index, end=index + 1)
+def _at(sample: Sample, index: int, what: str) -> AuditFinding:
+    return AuditFinding(sample=sample.sample_id, what=what, start=index, end=index + 1)
 
 
-def _check_links(sample: Sample) -> Iterator[Finding]:
+def _check_links(sample: Sample) -> Iterator[AuditFinding]:
     """Every link of the chain, computed again; a broken one is narrowed down by its block checksums."""
     previous = start_link(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
     at, sent = 0, sha256()  # over the sample's own ids, up to each turn
     for turn, node in enumerate(sample.metadata["tokentrue"]["nodes"]):
         given_end, end = at + node["given"], at + node["given"] + node["sampled"]
         if end > len(sample.token_ids):
-            yield Finding(sample=sample.sample_id, what=f"turn {turn} ends at token {end} of {len(sample.token_ids)}", start=at, end=end)
+            yield AuditFinding(
+                sample=sample.sample_id, what=f"turn {turn} ends at token {end} of {len(sample.token_ids)}", start=at, end=end
+            )
             return
         values = sample.rollout_logprobs[given_end:end]
         if None in values:
-            yield Finding(sample=sample.sample_id, what=f"turn {turn}: sampled tokens without log-probability", start=given_end, end=end)
+            yield AuditFinding(
+                sample=sample.sample_id, what=f"turn {turn}: sampled tokens without log-probability", start=given_end, end=end
+            )
             return
         link = _link(sample, node, previous, at, given_end, end)
         if link.hex() != node["chain"]:
@@ -152,14 +158,14 @@ def _check_links(sample: Sample) -> Iterator[Finding]:
         sent.update(TokenIds(sample.token_ids[at:given_end]).tobytes())
         if "prompt_sha256" in node and sent.hexdigest() != node["prompt_sha256"]:
             what = f"turn {turn}: the prompt in this sample is not what the engine was sent (prompt_sha256 of node {node['node']})"
-            yield Finding(sample=sample.sample_id, what=what, start=0, end=given_end)
+            yield AuditFinding(sample=sample.sample_id, what=what, start=0, end=given_end)
         sent.update(TokenIds(sample.token_ids[given_end:end]).tobytes())
         previous, at = bytes.fromhex(node["chain"]), end
     if at != len(sample.token_ids):
         length = len(sample.token_ids)
-        yield Finding(sample=sample.sample_id, what=f"the nodes end at token {at} of {length}", start=at, end=length)
+        yield AuditFinding(sample=sample.sample_id, what=f"the nodes end at token {at} of {length}", start=at, end=length)
     if format_digest(previous) != sample.certificate.chain:
-        yield Finding(sample=sample.sample_id, what="certificate.chain is not the chain of its last node")
+        yield AuditFinding(sample=sample.sample_id, what="certificate.chain is not the chain of its last node")
 
 
 def _link(sample: Sample, node: dict[str, Any], previous: bytes, at: int, given_end: int, end: int) -> bytes:
@@ -187,7 +193,7 @@ def _versions(sample: Sample, node: dict[str, Any], given_end: int, end: int) ->
     ]
 
 
-def _locate_change(sample: Sample, node: dict[str, Any], turn: int, at: int, given_end: int, end: int) -> Iterator[Finding]:
+def _locate_change(sample: Sample, node: dict[str, Any], turn: int, at: int, given_end: int, end: int) -> Iterator[AuditFinding]:
     ids = TokenIds(sample.token_ids[at:end]).tobytes()
     numbers = array("d", [value for value in sample.rollout_logprobs[given_end:end] if value is not None])
     found = False
@@ -198,20 +204,20 @@ def _locate_change(sample: Sample, node: dict[str, Any], turn: int, at: int, giv
                 found = True
                 start = base + block * BLOCK
                 what = f"turn {turn}: {column} changed (the certificate's chain breaks at node {node['node']})"
-                yield Finding(sample=sample.sample_id, what=what, start=start, end=min(start + BLOCK, end))
+                yield AuditFinding(sample=sample.sample_id, what=what, start=start, end=min(start + BLOCK, end))
     if not found:
         what = f"turn {turn}: versions, hashes or the order of nodes changed (the chain breaks at node {node['node']})"
-        yield Finding(sample=sample.sample_id, what=what, start=at, end=end)
+        yield AuditFinding(sample=sample.sample_id, what=what, start=at, end=end)
 
 
-def _check_session(sample: Sample, session: _SessionAudit) -> Iterator[Finding]:
+def _check_session(sample: Sample, session: _SessionAudit) -> Iterator[AuditFinding]:
     """Prefix identity between the samples of a session, and no token trained twice."""
     own = sample.metadata["tokentrue"]
     if sample.sample_id in session.seen:
-        yield Finding(sample=sample.sample_id, what="this sample is in the file twice")
+        yield AuditFinding(sample=sample.sample_id, what="this sample is in the file twice")
     session.seen.add(sample.sample_id)
     if session.claimed and session.claimed != own.get("coverage"):
-        yield Finding(sample=sample.sample_id, what="samples of one session disagree about its coverage")
+        yield AuditFinding(sample=sample.sample_id, what="samples of one session disagree about its coverage")
     session.claimed = session.claimed or dict(own.get("coverage") or {})
     at = 0
     for turn, node in enumerate(own["nodes"]):
@@ -219,7 +225,7 @@ def _check_session(sample: Sample, session: _SessionAudit) -> Iterator[Finding]:
         at = end
         if session.links.setdefault(node["node"], (node["chain"], start)) != (node["chain"], start):
             what = f"turn {turn}: node {node['node']} has another history in another sample"
-            yield Finding(sample=sample.sample_id, what=what, start=start, end=end)
+            yield AuditFinding(sample=sample.sample_id, what=what, start=start, end=end)
         trained = sum(sample.loss_mask[given_end:end])
         if not trained:
             continue
@@ -227,18 +233,18 @@ def _check_session(sample: Sample, session: _SessionAudit) -> Iterator[Finding]:
         first = session.trained_by.setdefault(node["node"], sample.sample_id)
         if first != sample.sample_id:
             what = f"turn {turn}: trained here and in sample {first}"
-            yield Finding(sample=sample.sample_id, what=what, start=given_end, end=end)
+            yield AuditFinding(sample=sample.sample_id, what=what, start=given_end, end=end)
 
 
-def _check_coverage(name: str, session: _SessionAudit) -> Iterator[Finding]:
+def _check_coverage(name: str, session: _SessionAudit) -> Iterator[AuditFinding]:
     claimed = session.claimed
     if not claimed:
         return
     missing = sum(item["tokens"] for item in claimed["untrained"])
     if claimed["sampled"] != claimed["trained"] + missing:
         what = f"coverage does not add up: {claimed['sampled']} sampled, {claimed['trained']} trained, {missing} accounted for"
-        yield Finding(sample=f"session {name}", what=what)
+        yield AuditFinding(sample=f"session {name}", what=what)
     if session.trained != claimed["trained"]:
         found = f"{session.trained} tokens are trained in this file, the session has {claimed['trained']}"
         what = f"{found}: samples are missing or masks changed"
-        yield Finding(sample=f"session {name}", what=what)
+        yield AuditFinding(sample=f"session {name}", what=what)

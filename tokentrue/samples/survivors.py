@@ -2,7 +2,7 @@
 
 * `retried`: the same turn was asked again after this answer was complete, and this answer was never continued.
 * `rolled_back`: it had been continued, then the agent went back and asked the same turn again.
-* `not_chosen`: another answer to the same turn was continued (n > 1, requests in flight together, or an earlier attempt after all).
+* `not_chosen`: another answer to the same turn was continued (n > 1, requests in flight together, or an earlier answer after all).
 * `disconnected`, `engine_failed`, `deleted`, `aborted`: the client never got the whole of it, and nothing follows.
 
 Giving up reaches down: what follows a given-up node is given up for the same reason. A reward on the leaf itself speaks for it:
@@ -22,9 +22,9 @@ def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
     rewarded_paths = {node.id for leaf in rewarded if leaf in tree.nodes for node in tree.path(tree.nodes[leaf])}
     newest = tree.last_activity()
     reasons: dict[str, str] = {}
-    for attempts in tree.attempts.values():
-        if len(attempts) > 1:
-            reasons |= {node_id: why for node_id, why in _losers(tree, attempts, newest).items() if node_id not in rewarded_paths}
+    for answers in tree.answers.values():
+        if len(answers) > 1:
+            reasons |= {node_id: why for node_id, why in _losers(tree, answers, newest).items() if node_id not in rewarded_paths}
     for node in tree.in_order():  # parents come before children
         before = node.parent or node.origin
         if before in reasons and node.id not in rewarded_paths and node.id not in reasons:
@@ -42,15 +42,15 @@ def _unserved_reason(node: Node) -> str | None:
     return "aborted" if node.finish is Finish.ABORT else None
 
 
-def _losers(tree: Tree, attempts: list[Node], newest: dict[str, int]) -> dict[str, str]:
-    """Of several attempts at one turn the one with the latest activity survives, and every parallel one that was continued."""
-    served = [node for node in attempts if _unserved_reason(node) is None or tree.followers.get(node.id)]
+def _losers(tree: Tree, answers: list[Node], newest: dict[str, int]) -> dict[str, str]:
+    """Of several answers to one turn the one with the latest activity survives, and every parallel one that was continued."""
+    served = [node for node in answers if _unserved_reason(node) is None or tree.followers.get(node.id)]
     if not served:
         return {}
     survivor = max(served, key=lambda node: newest[node.id])
     any_followed = any(tree.followers.get(node.id) for node in served)
     losers: dict[str, str] = {}
-    for node in attempts:
+    for node in answers:
         followed = bool(tree.followers.get(node.id))
         if node is survivor or (not followed and _unserved_reason(node)):
             continue

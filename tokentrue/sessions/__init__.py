@@ -1,11 +1,22 @@
 """The record of a session: an append-only token tree, matching by what was served, and a durable journal."""
 
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, StoreLock
-from tokentrue.sessions.limits import Limits
+from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.matcher import Continue, Matcher, Root
 from tokentrue.sessions.store import load_tree
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 
 __all__ = [
-    "Continue", "Journal", "Limits", "Matcher", "Node", "Rewards", "Root", "ServedRef", "SessionRecord", "StoreLock", "Tree", "load_tree",
+    "Continue",
+    "Journal",
+    "Matcher",
+    "Node",
+    "Rewards",
+    "Root",
+    "ServedRef",
+    "SessionLimits",
+    "SessionRecord",
+    "StoreLock",
+    "Tree",
+    "load_tree",
 ]  # fmt: skip

@@ -64,7 +64,7 @@ def _fields(value: Any) -> Any:
     return value
 
 
-class Client:
+class InProcessClient:
     """See the module. `client.chat` is both callable and the OpenAI namespace."""
 
     def __init__(self, session: Turns) -> None:

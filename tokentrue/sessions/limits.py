@@ -8,7 +8,7 @@ from tokentrue.errors import InputError, LimitExceeded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SessionLimits:
     """None means no limit. `max_tokens` counts recorded tokens (given and sampled), `max_in_flight` turns being generated."""
 
     max_nodes: int | None = 10_000

@@ -23,7 +23,7 @@ from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts,
 Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted"]
 """Whether the client got the whole turn, or why it did not: it left, the engine failed, or the session was deleted meanwhile."""
 
-AttemptKey: TypeAlias = tuple[str | None, bytes]
+TurnKey: TypeAlias = tuple[str | None, bytes]
 """(parent, digest of the given messages): nodes with one key are answers to exactly the same turn."""
 
 
@@ -101,7 +101,7 @@ class _HashState(Protocol):
     def copy(self) -> _HashState: ...
 
 
-def attempt_key(parent: Node | None, given: tuple[Given, ...], tools: Tools | None) -> AttemptKey:
+def turn_key(parent: Node | None, given: tuple[Given, ...], tools: Tools | None) -> TurnKey:
     """Names a turn exactly: what it continues, and every message given after that (for a root, the tools too)."""
     items = [{"served": item.node} if isinstance(item, ServedRef) else item for item in given]
     return (None, digest(items, tools)) if parent is None else (parent.id, digest(items))
@@ -115,11 +115,11 @@ class Tree:
         self.nodes: dict[str, Node] = {}
         self.children: dict[str | None, list[Node]] = defaultdict(list)
         self.followers: dict[str | None, list[Node]] = defaultdict(list)  # children, and roots that continue a node in meaning
-        self.attempts: dict[AttemptKey, list[Node]] = defaultdict(list)
+        self.answers: dict[TurnKey, list[Node]] = defaultdict(list)
         self.keyed: dict[str, list[Node]] = defaultdict(list)  # request key -> its served nodes
         self.next_seq = 0
         self._reserved: set[int] = set()  # of nodes that are being written
-        self._attempt_keys: dict[str, AttemptKey] = {}
+        self._turn_keys: dict[str, TurnKey] = {}
         self._hashes: dict[str, _HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
         self._start = start_link(template=template, tokenizer=tokenizer)
@@ -193,9 +193,9 @@ class Tree:
         """The arguments of every call that was served under this id, as the model wrote them, oldest first."""
         return self._arguments.get(call_id, ())
 
-    def attempts_like(self, node: Node) -> list[Node]:
+    def answers_like(self, node: Node) -> list[Node]:
         """Every answer to exactly the turn that `node` answers, itself included."""
-        return self.attempts[self._attempt_keys[node.id]]
+        return self.answers[self._turn_keys[node.id]]
 
     # Certificates and digests.
     def link(self, node: Node) -> bytes:
@@ -248,8 +248,8 @@ class Tree:
         self.nodes[node.id] = node
         self.children[node.parent].append(node)
         self.followers[node.parent or node.origin].append(node)
-        key = self._attempt_keys[node.id] = attempt_key(parent, node.given, node.tools)
-        self.attempts[key].append(node)
+        key = self._turn_keys[node.id] = turn_key(parent, node.given, node.tools)
+        self.answers[key].append(node)
         self.next_seq = max(self.next_seq, node.seq + 1)
         self._reserved.discard(node.seq)
         for call in node.served.get("tool_calls") or ():
@@ -267,8 +267,8 @@ class Tree:
         """As it is now, for another thread to read while this one grows."""
         copy = Tree(template=self.template, tokenizer=self.tokenizer)
         copy.nodes, copy.next_seq = dict(self.nodes), self.next_seq
-        copy._attempt_keys, copy._hashes = dict(self._attempt_keys), dict(self._hashes)
-        for name in ("children", "followers", "attempts", "keyed"):
+        copy._turn_keys, copy._hashes = dict(self._turn_keys), dict(self._hashes)
+        for name in ("children", "followers", "answers", "keyed"):
             index: dict[Any, list[Node]] = getattr(copy, name)
             index.update((key, list(found)) for key, found in getattr(self, name).items())
         return copy

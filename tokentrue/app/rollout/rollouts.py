@@ -25,7 +25,7 @@ from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import EngineError
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import coverage_to_json, sample_from_json, sample_to_json
-from tokentrue.sessions.client import Client
+from tokentrue.sessions.client import InProcessClient
 from tokentrue.turn import Session
 from tokentrue.types import Sample
 
@@ -58,7 +58,7 @@ class LocalSession:
 
     def __init__(self, session: Session) -> None:
         self.session_id = session.id
-        self.client = Client(session)
+        self.client = InProcessClient(session)
         self._session = session
 
     async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:

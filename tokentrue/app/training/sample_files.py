@@ -32,7 +32,7 @@ def vocabulary_of(model: str) -> int:
         raise FileFormatError(f"model: no configuration could be loaded from {model!r}: {reason}") from error
 
 
-class FileSource:
+class SampleFile:
     """Groups of a file, in the order of their first sample; samples of one group need not be neighbours.
 
     A sample without group is a group of its own session. Samples without reward are left out, and `notes` says how many.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokentrue.app.embedded import Embedded, embedded_gateway
 from tokentrue.app.rollout.rollouts import RolloutRounds
-from tokentrue.app.training.sample_files import FileSource, vocabulary_of
+from tokentrue.app.training.sample_files import SampleFile, vocabulary_of
 from tokentrue.app.training.settings import TrainRun, loss_for
 from tokentrue.app.wiring import REMOTE, EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments import RolloutConfig, load_environment, plan_groups, run_groups
@@ -90,18 +90,18 @@ def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
     return Store(directory=directory, run_hash=run_hash, model=model, to_json=sample_to_json, from_json=sample_from_json), first
 
 
-def file_for(settings: TrainRun, *, trust: bool) -> FileSource | None:
+def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
     """The samples to train on, read and checked; None where rollouts are played live."""
     if settings.samples is None:
         return None
-    source = FileSource(settings.samples, model=settings.model_path, trust=trust)
+    source = SampleFile(settings.samples, model=settings.model_path, trust=trust)
     if len(source) < settings.train.groups_per_step:
         source.notes.append(f"train.groups_per_step is {settings.train.groups_per_step}: each step trains on all {len(source)} groups")
     return source
 
 
 @contextlib.asynccontextmanager
-async def source_for(settings: TrainRun, ranks: Any, file: FileSource | None) -> AsyncIterator[tuple[Any, Any, Any]]:
+async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) -> AsyncIterator[tuple[Any, Any, Any]]:
     """Rounds, where weights go, and the evaluation: live on rank 0, from a file, or nothing on the other ranks."""
     from tokentrue.train import Publisher, SourceRounds
 

@@ -20,7 +20,7 @@ def command(
     """Re-check exported samples; exit 1 where something does not hold, and say where."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from tokentrue.samples import Finding, audit, read_samples
+    from tokentrue.samples import AuditFinding, audit, read_samples
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
@@ -33,7 +33,7 @@ def command(
 
         result = audit(counted())
     if not result.samples:
-        result.findings.append(Finding(sample=file.name, what="holds no sample: there is nothing to check"))
+        result.findings.append(AuditFinding(sample=file.name, what="holds no sample: there is nothing to check"))
     if as_json:
         print(json.dumps(_report(result), indent=1))
     else:

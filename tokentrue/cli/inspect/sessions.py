@@ -27,7 +27,7 @@ def command(
         raise ConfigError(f"no action {action!r}; choose one of {', '.join(ACTIONS)}")
     if action != "list" and session_id is None:
         raise ConfigError(f"`{action}` needs a session id; `tokentrue sessions {source}` lists them")
-    opened = GatewaySource(source) if source.startswith(("http://", "https://")) else JournalSource(source)
+    opened = GatewaySessions(source) if source.startswith(("http://", "https://")) else JournalSource(source)
     try:
         if action == "list":
             show_list(opened.list_sessions(limit), as_json=as_json)
@@ -41,7 +41,7 @@ def command(
     return 0
 
 
-class GatewaySource:
+class GatewaySessions:
     """A running gateway; the admin key comes from TOKENTRUE_ADMIN_KEY."""
 
     def __init__(self, url: str) -> None:

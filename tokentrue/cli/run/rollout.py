@@ -24,7 +24,7 @@ from tokentrue.cli.words import count_of
 from tokentrue.environments import Plan, Rollout, load_environment, run_plans
 from tokentrue.errors import ConfigError
 
-Heard = Callable[[Rollout], None]
+OnRollout = Callable[[Rollout], None]
 
 
 def command(
@@ -78,7 +78,7 @@ def check_gateway(url: str) -> None:
         client.sessions(limit=1)
 
 
-async def play(settings: RolloutRun, plans: list[Plan], heard: Heard, *, quiet: bool) -> None:
+async def play(settings: RolloutRun, plans: list[Plan], heard: OnRollout, *, quiet: bool) -> None:
     from tokentrue.app.rollout.rollouts import open_sessions
 
     config = settings.rollout
@@ -91,7 +91,7 @@ async def play(settings: RolloutRun, plans: list[Plan], heard: Heard, *, quiet: 
 
 
 @contextmanager
-def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Iterator[Heard]:
+def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Iterator[OnRollout]:
     """Writes what it is told, with a progress bar around it."""
     from tokentrue.cli.progress import progress_bar
 

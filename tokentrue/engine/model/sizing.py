@@ -7,7 +7,7 @@ import os
 import torch
 
 from tokentrue.engine.model.decoder import Decoder
-from tokentrue.engine.scheduling.schedule import Limits
+from tokentrue.engine.scheduling.schedule import ScheduleLimits
 from tokentrue.numerics import Ops
 from tokentrue.numerics.delta import GatedDelta
 
@@ -15,7 +15,7 @@ CPU_SHARE, GPU_SHARE = 0.25, 0.85
 CPU_MOST_BYTES = 4 << 30
 
 
-def blocks_for(decoder: Decoder, ops: Ops, *, limits: Limits, kv_tokens: int | None, device: torch.device, share: float = 1.0) -> int:
+def blocks_for(decoder: Decoder, ops: Ops, *, limits: ScheduleLimits, kv_tokens: int | None, device: torch.device, share: float = 1.0) -> int:
     """Enough for every request at full length if memory allows, else `share` of what memory allows; one more for the null block."""
     _, heads, head_dim = decoder.heads
     attentions = sum(not isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
@@ -26,7 +26,7 @@ def blocks_for(decoder: Decoder, ops: Ops, *, limits: Limits, kv_tokens: int | N
     return max(2, -(-wanted // ops.block_size)) + 1
 
 
-def free_bytes(decoder: Decoder, limits: Limits, device: torch.device) -> int:
+def free_bytes(decoder: Decoder, limits: ScheduleLimits, device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         heads, key_heads, size = decoder.heads

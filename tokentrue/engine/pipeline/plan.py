@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokentrue.engine.scheduling.schedule import Limits
+from tokentrue.engine.scheduling.schedule import ScheduleLimits
 from tokentrue.errors import ConfigError, ExactnessError
 from tokentrue.numerics.fingerprint import ModelShapes
 
@@ -26,7 +26,7 @@ class PipelinePlan:
     device: str
     max_positions: int
     kv_tokens: int | None
-    limits: Limits
+    limits: ScheduleLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class StageSpec:
     threads: int
     max_positions: int
     kv_tokens: int | None
-    limits: Limits
+    limits: ScheduleLimits
 
     @property
     def is_first(self) -> bool:

@@ -20,7 +20,7 @@ from tokentrue.types import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ScheduleLimits:
     max_requests: int = 256  # running at once
     step_tokens: int = 2048  # new tokens per step, all requests together
     chunk_tokens: int = 512  # of one prompt per step
@@ -57,7 +57,12 @@ def cut_steps(scheduler: Scheduler, ids: Sequence[int], pieces: Sequence[int], a
 
 class Scheduler:
     def __init__(
-        self, pool: BlockPool, limits: Limits, *, chunk: Callable[[Request, int], int] | None = None, states: StatePool | None = None
+        self,
+        pool: BlockPool,
+        limits: ScheduleLimits,
+        *,
+        chunk: Callable[[Request, int], int] | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """`chunk(request, most)` may choose a smaller piece of a prompt: for tests, because no bit may depend on it."""
         self.pool = pool

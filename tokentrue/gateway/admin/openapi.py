@@ -48,9 +48,9 @@ def _operation(
 
 
 def _page_responses() -> Json:
-    asked: Json = {"description": "the admin key is missing or wrong", "content": {"text/plain": {"schema": {}}}}
+    no_key: Json = {"description": "the admin key is missing or wrong", "content": {"text/plain": {"schema": {}}}}
     page: Json = {"description": "the page", "content": {"text/html": {"schema": {}}}}
-    return {"200": page, "307": {"description": "the page is at /view/"}, "401": asked, "403": asked, "405": {"description": "use GET"}}
+    return {"200": page, "307": {"description": "the page is at /view/"}, "401": no_key, "403": no_key, "405": {"description": "use GET"}}
 
 
 def _object(properties: Json, *required: str) -> Json:

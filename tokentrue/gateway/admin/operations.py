@@ -27,23 +27,23 @@ class OperationHandlers:
 
     # Weight updates.
     async def pause(self, request: Request) -> Response:
-        asked = decode_admin(await request_body(self._services, request), Pause)
-        if asked.drain and asked.abort:
+        body = decode_admin(await request_body(self._services, request), Pause)
+        if body.drain and body.abort:
             raise InputError("drain and abort: what is broken off stays in flight until resume; choose one")
         services, admission = self._services, self._services.admission
         admission.pause()
         services.provider.inner.pause()
         services.metrics.paused.set(1)
-        aborted = await services.provider.inner.interrupt() if asked.abort else 0
-        drain_s = min(max(asked.timeout_s, 0.0), LONGEST_DRAIN_S)
-        drained = await admission.drain(drain_s) if asked.drain else admission.in_flight == 0
+        aborted = await services.provider.inner.interrupt() if body.abort else 0
+        drain_s = min(max(body.timeout_s, 0.0), LONGEST_DRAIN_S)
+        drained = await admission.drain(drain_s) if body.drain else admission.in_flight == 0
         others = await self._ask_others(request)
         answer: dict[str, Any] = {
             "paused": True,
             "drained": drained and all(other["drained"] for other in others),
             "in_flight": admission.in_flight + sum(other["in_flight"] for other in others),
         }
-        if asked.abort:
+        if body.abort:
             answer["aborted"] = aborted + sum(other["aborted"] for other in others)
         return json_response(200, answer)
 
@@ -56,12 +56,12 @@ class OperationHandlers:
         return json_response(200, {"paused": False, "in_flight": services.admission.in_flight})
 
     async def note_version(self, request: Request) -> Response:
-        asked = decode_admin(await request_body(self._services, request), Version)
-        asked.check()
-        self._services.provider.version = asked.version
-        self._services.metrics.version.set(asked.version)
+        body = decode_admin(await request_body(self._services, request), Version)
+        body.check()
+        self._services.provider.version = body.version
+        self._services.metrics.version.set(body.version)
         await self._ask_others(request)
-        return json_response(200, {"version": asked.version})
+        return json_response(200, {"version": body.version})
 
     async def _ask_others(self, request: Request) -> list[Any]:
         workers = self._services.workers

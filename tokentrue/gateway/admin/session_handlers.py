@@ -24,19 +24,19 @@ class SessionHandlers:
         self._services = services
 
     async def create(self, request: Request) -> Response:
-        asked = decode_admin(await request_body(self._services, request), CreateSession)
-        session_id = check_session_id(asked.session_id) if asked.session_id is not None else self._new_id()
+        body = decode_admin(await request_body(self._services, request), CreateSession)
+        session_id = check_session_id(body.session_id) if body.session_id is not None else self._new_id()
         forwarded = await forward_to_owner(self._services, request, session_id)
         if forwarded is not None:
             return forwarded
         key, config = new_session_key(session_id), self._services.config
         session = self._services.new_session(
             session_id=session_id,
-            group=asked.group,
-            metadata=asked.metadata,
-            sampling=asked.sampling,
-            history=asked.history or config.history,
-            training=config.training if asked.training is None else asked.training,
+            group=body.group,
+            metadata=body.metadata,
+            sampling=body.sampling,
+            history=body.history or config.history,
+            training=config.training if body.training is None else body.training,
             key_hash=hash_key(key),
         )
         await session.ready()
@@ -81,11 +81,11 @@ class SessionHandlers:
         return json_response(200, {"session_id": session_id, "state": state})
 
     async def reward(self, request: Request) -> Response:
-        asked = decode_admin(await request_body(self._services, request), GiveReward)
-        asked.check()
+        body = decode_admin(await request_body(self._services, request), GiveReward)
+        body.check()
         async with self._services.sessions.lease(request.path_params["session_id"]) as handle:
-            await handle.session.reward(asked.reward, leaf=asked.leaf, metadata=asked.metadata)
-            return json_response(200, {"session_id": handle.session.id, "reward": asked.reward, "leaf": asked.leaf})
+            await handle.session.reward(body.reward, leaf=body.leaf, metadata=body.metadata)
+            return json_response(200, {"session_id": handle.session.id, "reward": body.reward, "leaf": body.leaf})
 
     async def samples(self, request: Request) -> Response:
         async with self._services.sessions.lease(request.path_params["session_id"]) as handle:

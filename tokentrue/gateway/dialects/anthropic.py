@@ -161,18 +161,18 @@ class Anthropic:
         return build_error(problem)
 
 
-def head_from_anthropic(asked: MessagesHead) -> RequestHead:
-    check_context_management(asked.context_management)
-    tools = tools_from_anthropic(asked.tools)
-    extra, tools = constraints_from(choice_from_anthropic(asked.tool_choice), format_from_config(asked.output_config), tools)
-    given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+def head_from_anthropic(head: MessagesHead) -> RequestHead:
+    check_context_management(head.context_management)
+    tools = tools_from_anthropic(head.tools)
+    extra, tools = constraints_from(choice_from_anthropic(head.tool_choice), format_from_config(head.output_config), tools)
+    given = {"temperature": head.temperature, "top_p": head.top_p, "top_k": head.top_k}
     present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return RequestHead(
-        model=asked.model,
-        stream=bool(asked.stream),
-        sampling=Sampling(max_tokens=asked.max_tokens, stop=tuple(asked.stop_sequences or ()), extra=extra, **present),
+        model=head.model,
+        stream=bool(head.stream),
+        sampling=Sampling(max_tokens=head.max_tokens, stop=tuple(head.stop_sequences or ()), extra=extra, **present),
         tools=tools,
-        opening=opening_from(asked.system),
+        opening=opening_from(head.system),
     )
 
 
@@ -283,9 +283,9 @@ def format_from_config(config: Json | None) -> Json | None:
     return {"type": "json_schema", "json_schema": {"schema": cast("Json", schema)}}
 
 
-def check_context_management(asked: Json | None) -> None:
+def check_context_management(head: Json | None) -> None:
     """Keeping all thinking is what happens here anyway; any other edit would change the context that was sampled from."""
-    edits = (asked or {}).get("edits") or ()
+    edits = (head or {}).get("edits") or ()
     if not isinstance(edits, list | tuple):
         raise MessageError("must be a list", field="context_management.edits")
     for index, edit in enumerate(cast("Sequence[Any]", edits)):

@@ -106,20 +106,20 @@ class OpenAIChat:
         return build_error(problem)
 
 
-def head_from_chat(asked: ChatHead) -> RequestHead:
-    tools = tools_from_chat(asked.tools, "tools")
-    extra, tools = constraints_from(asked.tool_choice, asked.response_format, tools)
+def head_from_chat(head: ChatHead) -> RequestHead:
+    tools = tools_from_chat(head.tools, "tools")
+    extra, tools = constraints_from(head.tool_choice, head.response_format, tools)
     return RequestHead(
-        model=asked.model,
-        stream=bool(asked.stream),
-        n=check_choices(asked.n),
-        sampling=sampling_from_chat(asked, extra),
+        model=head.model,
+        stream=bool(head.stream),
+        n=check_choices(head.n),
+        sampling=sampling_from_chat(head, extra),
         tools=tools,
-        template_kwargs=asked.chat_template_kwargs or {},
+        template_kwargs=head.chat_template_kwargs or {},
         options=ChatOptions(
-            logprobs=bool(asked.logprobs),
-            include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
-            return_token_ids=bool(asked.return_token_ids),
+            logprobs=bool(head.logprobs),
+            include_usage=bool(head.stream_options and head.stream_options.include_usage),
+            return_token_ids=bool(head.return_token_ids),
         ),
     )
 
@@ -132,29 +132,29 @@ def check_choices(n: int | None) -> int:
     return n
 
 
-def sampling_from_chat(asked: ChatHead, extra: Mapping[str, Any]) -> Sampling:
-    limits = {asked.max_tokens, asked.max_completion_tokens} - {None}
+def sampling_from_chat(head: ChatHead, extra: Mapping[str, Any]) -> Sampling:
+    limits = {head.max_tokens, head.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise SamplingError("max_tokens and max_completion_tokens differ; send one of them")
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if head.top_logprobs is not None and not head.logprobs:
         raise MessageError("needs logprobs: true", field="top_logprobs")
-    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    stop = (head.stop,) if isinstance(head.stop, str) else tuple(head.stop or ())
     given = {
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
-        "min_p": asked.min_p,
-        "seed": asked.seed,
-        "presence_penalty": asked.presence_penalty,
-        "frequency_penalty": asked.frequency_penalty,
-        "repetition_penalty": asked.repetition_penalty,
-        "top_logprobs": asked.top_logprobs,
+        "temperature": head.temperature,
+        "top_p": head.top_p,
+        "top_k": head.top_k,
+        "min_p": head.min_p,
+        "seed": head.seed,
+        "presence_penalty": head.presence_penalty,
+        "frequency_penalty": head.frequency_penalty,
+        "repetition_penalty": head.repetition_penalty,
+        "top_logprobs": head.top_logprobs,
         "max_tokens": next(iter(limits), None),
     }
     present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if present.get("top_k") == -1:  # vLLM and SGLang write "off" so
         present["top_k"] = 0
-    return Sampling(**present, stop=stop, stop_token_ids=tuple(asked.stop_token_ids or ()), extra=extra)
+    return Sampling(**present, stop=stop, stop_token_ids=tuple(head.stop_token_ids or ()), extra=extra)
 
 
 def tools_from_chat(tools: list[dict[str, Any]] | None, path: str) -> tuple[dict[str, Any], ...] | None:

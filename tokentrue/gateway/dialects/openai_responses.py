@@ -158,27 +158,27 @@ class OpenAIResponses:
         return build_error(problem)
 
 
-def head_from_responses(asked: ResponsesHead) -> RequestHead:
-    for index, name in enumerate(asked.include or ()):
+def head_from_responses(head: ResponsesHead) -> RequestHead:
+    for index, name in enumerate(head.include or ()):
         if name not in INCLUDES:
             raise MessageError(f"{echo(name)} is not supported; known: {', '.join(sorted(INCLUDES))}", field=f"include[{index}]")
-    tools, served = tools_from_responses(asked.tools)
-    extra, tools = constraints_from(choice_from_responses(asked.tool_choice), format_from_text(asked.text), tools)
-    given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_logprobs": asked.top_logprobs}
-    given["max_tokens"] = asked.max_output_tokens
+    tools, served = tools_from_responses(head.tools)
+    extra, tools = constraints_from(choice_from_responses(head.tool_choice), format_from_text(head.text), tools)
+    given = {"temperature": head.temperature, "top_p": head.top_p, "top_logprobs": head.top_logprobs}
+    given["max_tokens"] = head.max_output_tokens
     present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return RequestHead(
-        model=asked.model,
-        stream=bool(asked.stream),
+        model=head.model,
+        stream=bool(head.stream),
         sampling=Sampling(extra=extra, **present),
         tools=tools,
-        opening=({"role": "system", "content": asked.instructions},) if asked.instructions else (),
-        continues=read_response_id(asked.previous_response_id),
+        opening=({"role": "system", "content": head.instructions},) if head.instructions else (),
+        continues=read_response_id(head.previous_response_id),
         options=ResponsesOptions(
-            stored=asked.store is not False,
-            logprobs="message.output_text.logprobs" in (asked.include or ()),
+            stored=head.store is not False,
+            logprobs="message.output_text.logprobs" in (head.include or ()),
             served=served,
-            echo=echoed_settings(asked),
+            echo=echoed_settings(head),
         ),
     )
 
@@ -202,18 +202,18 @@ def read_response_id(response_id: str | None) -> ContinuedResponse | None:
     return ContinuedResponse(node=node.removesuffix(INSTRUCTED), instructed=node.endswith(INSTRUCTED))
 
 
-def echoed_settings(asked: ResponsesHead) -> Json:
+def echoed_settings(head: ResponsesHead) -> Json:
     return {
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": asked.previous_response_id,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "tools": asked.tools or [],
-        "tool_choice": asked.tool_choice or "auto",
-        "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
+        "instructions": head.instructions,
+        "max_output_tokens": head.max_output_tokens,
+        "metadata": head.metadata or {},
+        "parallel_tool_calls": head.parallel_tool_calls is not False,
+        "previous_response_id": head.previous_response_id,
+        "temperature": head.temperature,
+        "top_p": head.top_p,
+        "tools": head.tools or [],
+        "tool_choice": head.tool_choice or "auto",
+        "text": {"format": (head.text and head.text.format) or {"type": "text"}},
         "truncation": "disabled",
     }
 

@@ -21,7 +21,7 @@ from tokentrue.sessions.matching.conversations import Conversation, Conversation
 from tokentrue.sessions.matching.match_keys import CallRef, calls_of, tools_key
 from tokentrue.sessions.matching.projections import find_losses, format_losses
 from tokentrue.sessions.plain_json import digest
-from tokentrue.sessions.tree import AttemptKey, Given, Node, ServedRef, Tree, attempt_key
+from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
 from tokentrue.types import Message, Messages, Tools
 
 
@@ -32,7 +32,7 @@ class Continue:
     node: Node
     tail: tuple[Message, ...]
     projection: str
-    attempt: AttemptKey
+    turn_key: TurnKey
     why: str | None = None
     detail: str = ""
 
@@ -43,7 +43,7 @@ class Root:
 
     messages: tuple[Message, ...]
     given: tuple[Given, ...]
-    attempt: AttemptKey
+    turn_key: TurnKey
     why: str
     detail: str = ""
     origin: Node | None = None
@@ -68,26 +68,26 @@ class Matcher:
         """Copies, checks and keys a request; malformed messages are refused by field."""
         return self._reader.read(messages, tools)
 
-    def resolve(self, asked: Conversation, in_flight: Mapping[AttemptKey, int]) -> Plan:
+    def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Plan:
         """`in_flight` counts the turns that are being generated."""
-        found = _Search(self._tree, self._index, self._renderer, asked, in_flight).find_deepest()
+        found = _Search(self._tree, self._index, self._renderer, conversation, in_flight).find_deepest()
         if found is None:
-            return self._start_root(asked, in_flight)
+            return self._start_root(conversation, in_flight)
         node, fit, ambiguous, same_tools = found
-        tail = restore_tail(self._tree, self._index, node, asked)
+        tail = restore_tail(self._tree, self._index, node, conversation)
         if not same_tools:
-            return self._root_after(node, tail, asked, in_flight)
-        attempt = attempt_key(node, tail, asked.tools)
-        why, detail = self._explain_edge(attempt, tail, in_flight)
+            return self._root_after(node, tail, conversation, in_flight)
+        key = turn_key(node, tail, conversation.tools)
+        why, detail = self._explain_edge(key, tail, in_flight)
         how = format_losses(tuple(sorted(fit.losses)), ambiguous=ambiguous)
-        return Continue(node=node, tail=tail, projection=how, attempt=attempt, why=why, detail=detail)
+        return Continue(node=node, tail=tail, projection=how, turn_key=key, why=why, detail=detail)
 
-    def _explain_edge(self, attempt: AttemptKey, tail: Sequence[Message], in_flight: Mapping[AttemptKey, int]) -> tuple[str | None, str]:
-        node = attempt[0]
-        if in_flight.get(attempt):
+    def _explain_edge(self, key: TurnKey, tail: Sequence[Message], in_flight: Mapping[TurnKey, int]) -> tuple[str | None, str]:
+        node = key[0]
+        if in_flight.get(key):
             return "parallel", "another request for this turn was in flight"
-        if attempt in self._tree.attempts:
-            return "retry", f"turn asked again after node {self._tree.attempts[attempt][-1].id}"
+        if key in self._tree.answers:
+            return "retry", f"turn asked again after node {self._tree.answers[key][-1].id}"
         if any(message.get("role") == "assistant" for message in tail):
             return "edited", f"messages after node {node} are not what was served"
         if any(parent == node for parent, _ in in_flight):
@@ -96,48 +96,48 @@ class Matcher:
             return "branch", f"node {node} had already been continued otherwise"
         return None, ""
 
-    def _root_after(self, node: Node, tail: tuple[Message, ...], asked: Conversation, in_flight: Mapping[AttemptKey, int]) -> Root:
+    def _root_after(self, node: Node, tail: tuple[Message, ...], conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Root:
         """The conversation continues `node` under other tools: it is rendered anew."""
         given = refer_to_path(self._tree, node, tail)
         root = Root(
             messages=(*self._tree.messages(node), *tail),
             given=given,
-            attempt=attempt_key(None, given, asked.tools),
+            turn_key=turn_key(None, given, conversation.tools),
             why="tools_changed",
             detail=f"node {node.id} was sampled under other tools",
             origin=node,
         )
         return self._explain_repeat(root, in_flight) or root
 
-    def _start_root(self, asked: Conversation, in_flight: Mapping[AttemptKey, int]) -> Root:
-        messages = tuple(asked.messages)
-        root = Root(messages=messages, given=messages, attempt=attempt_key(None, messages, asked.tools), why="first")
+    def _start_root(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Root:
+        messages = tuple(conversation.messages)
+        root = Root(messages=messages, given=messages, turn_key=turn_key(None, messages, conversation.tools), why="first")
         if not len(self._tree) and not in_flight:
             return root
         if repeated := self._explain_repeat(root, in_flight):
             return repeated
-        why, detail = self._explain_root(asked)
+        why, detail = self._explain_root(conversation)
         return replace(root, why=why, detail=detail)
 
-    def _explain_repeat(self, root: Root, in_flight: Mapping[AttemptKey, int]) -> Root | None:
-        if in_flight.get(root.attempt):
+    def _explain_repeat(self, root: Root, in_flight: Mapping[TurnKey, int]) -> Root | None:
+        if in_flight.get(root.turn_key):
             return replace(root, why="parallel", detail="another request for this turn was in flight")
-        if root.attempt in self._tree.attempts:
-            last = self._tree.attempts[root.attempt][-1]
+        if root.turn_key in self._tree.answers:
+            last = self._tree.answers[root.turn_key][-1]
             return replace(root, why="retry", detail=f"first turn asked again after node {last.id}")
         return None
 
-    def _explain_root(self, asked: Conversation) -> tuple[str, str]:
+    def _explain_root(self, conversation: Conversation) -> tuple[str, str]:
         """Why nothing could be continued: the first message that no recorded conversation leads through says it."""
         passed = self._index.passed
-        shared = next((i for i, key in enumerate(asked.keys) if key not in passed), len(asked.keys))
+        shared = next((i for i, key in enumerate(conversation.keys) if key not in passed), len(conversation.keys))
         if shared == 0:
             return "new_conversation", "shares no message with this session"
-        before = passed[asked.keys[shared - 1]]
-        if any(facts.role == "assistant" for facts in asked.facts):
-            role = asked.facts[min(shared, len(asked.facts) - 1)].role
+        before = passed[conversation.keys[shared - 1]]
+        if any(facts.role == "assistant" for facts in conversation.facts):
+            role = conversation.facts[min(shared, len(conversation.facts) - 1)].role
             return "edited", f"messages[{shared}] ({role}) is not what led to node {before.id}"
-        if shared == len(asked.keys) and digest(before.tools) != asked.tools_exact:
+        if shared == len(conversation.keys) and digest(before.tools) != conversation.tools_exact:
             return "tools_changed", f"the same messages led to node {before.id} under other tools"
         return "history_replaced", f"shares only its first {shared} message(s) with this session: a summary, or another task"
 
@@ -146,17 +146,17 @@ class _Search:
     """One request against every candidate."""
 
     def __init__(
-        self, tree: Tree, index: CandidateIndex, renderer: Renderer, asked: Conversation, in_flight: Mapping[AttemptKey, int]
+        self, tree: Tree, index: CandidateIndex, renderer: Renderer, conversation: Conversation, in_flight: Mapping[TurnKey, int]
     ) -> None:
         self._tree, self._index, self._renderer = tree, index, renderer
         self._asked, self._in_flight = asked, in_flight
 
     def find_deepest(self) -> tuple[Node, PathFit, bool, bool] | None:
         """The node to continue, its fit, whether others fit as well, and whether the tools are the same."""
-        for at in range(len(self._asked.facts) - 1, -1, -1):
-            if self._asked.facts[at].role != "assistant":
+        for at in range(len(self._conversation.facts) - 1, -1, -1):
+            if self._conversation.facts[at].role != "assistant":
                 continue
-            fits = [(node, fit) for node in self._index.ends.get(self._asked.keys[at], ()) if (fit := self._fit(node)) is not None]
+            fits = [(node, fit) for node in self._index.ends.get(self._conversation.keys[at], ()) if (fit := self._fit(node)) is not None]
             fits = [(node, fit) for node, fit in fits if not fit.respelled or self._renders_alike(node)]
             fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits  # a whole answer before one that broke off
             same = [(node, fit) for node, fit in fits if self._has_same_tools(node)]
@@ -172,9 +172,9 @@ class _Search:
 
     def _rank(self, item: tuple[Node, PathFit]) -> tuple[bool, bool, int]:
         node = item[0]
-        replaced = any(other.started > node.seq for other in self._tree.attempts_like(node))
-        attempt = attempt_key(node, restore_tail(self._tree, self._index, node, self._asked), self._asked.tools)
-        return replaced, attempt in self._tree.attempts or bool(self._in_flight.get(attempt)), -node.seq
+        replaced = any(other.started > node.seq for other in self._tree.answers_like(node))
+        key = turn_key(node, restore_tail(self._tree, self._index, node, self._conversation), self._conversation.tools)
+        return replaced, key in self._tree.answers or bool(self._in_flight.get(key)), -node.seq
 
     def _fit(self, node: Node) -> PathFit | None:
         """None where a turn on the path was edited. Siblings share the walk to their parent, as does the next request."""
@@ -206,10 +206,10 @@ class _Search:
     def _has_same_tools(self, node: Node) -> bool:
         if node.tools is self._asked.tools or digest(node.tools) == self._asked.tools_exact:
             return True
-        if tools_key(node.tools) != tools_key(self._asked.tools):
+        if tools_key(node.tools) != tools_key(self._conversation.tools):
             return False
         recorded = self._tree.messages(node)[:-1]
-        return self._render_equal(node, recorded, node.tools, recorded, self._asked.tools)
+        return self._render_equal(node, recorded, node.tools, recorded, self._conversation.tools)
 
     def _renders_alike(self, node: Node) -> bool:
         """Are the given messages on the path to `node`, as they are spelled now, rendered to the same ids as the recorded ones?"""
@@ -217,8 +217,8 @@ class _Search:
         now: list[Message] = []
         for step in self._tree.path(node):
             for item, message in zip((*step.given, ServedRef(step.id)), (*self._tree.given_messages(step), step.served), strict=True):
-                asked = message if isinstance(item, ServedRef) else self._asked.facts[len(now)].message
-                now.append({**asked, "tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else asked)
+                sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
+                now.append({**sent, "tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else sent)
                 recorded.append(message)
         return self._render_equal(node, recorded[:-1], node.tools, now[:-1], node.tools)
 
@@ -232,11 +232,12 @@ class _Search:
         return was.token_ids == now.token_ids
 
 
-def restore_tail(tree: Tree, index: CandidateIndex, node: Node, asked: Conversation) -> tuple[Message, ...]:
+def restore_tail(tree: Tree, index: CandidateIndex, node: Node, conversation: Conversation) -> tuple[Message, ...]:
     """What is new after `node`. Tool results get the call ids that were served: templates may print them, and the sampled tokens may
     hold them."""
     depth = index.place(node).depth
-    return tuple(_restore(tree, node, depth, facts, asked.references[at]) for at, facts in enumerate(asked.facts[depth:], depth))
+    new = enumerate(conversation.facts[depth:], depth)
+    return tuple(_restore(tree, node, depth, facts, conversation.references[at]) for at, facts in new)
 
 
 def _restore(tree: Tree, node: Node, depth: int, facts: MessageFacts, reference: CallRef | str | None) -> Message:

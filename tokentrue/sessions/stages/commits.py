@@ -33,8 +33,8 @@ _OF_THE_ENGINE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedTurn:
-    """What the turn was asked for, with everything that was settled before the engine was called."""
+class PreparedTurn:
+    """A request with everything that is settled before the engine is called: prompt, sampling, tools, identity."""
 
     request: TurnRequest
     tools: Tools | None
@@ -45,9 +45,9 @@ class AskedTurn:
     request_keys: Sequence[str]  # grows while equal requests join
 
 
-def nodes_from_drafts(drafts: Sequence[Draft], asked: AskedTurn, tree: Tree) -> list[Node]:
+def nodes_from_drafts(drafts: Sequence[Draft], prepared: PreparedTurn, tree: Tree) -> list[Node]:
     """Fit to enter the record: the prompt that was sent is the recorded one, and the certificate fits."""
-    nodes = [_node_from_draft(draft, asked, tree, seq=tree.next_seq + index) for index, draft in enumerate(drafts)]
+    nodes = [_node_from_draft(draft, prepared, tree, seq=tree.next_seq + index) for index, draft in enumerate(drafts)]
     for node in nodes:
         tree.check(node)
     for _ in nodes:
@@ -55,19 +55,19 @@ def nodes_from_drafts(drafts: Sequence[Draft], asked: AskedTurn, tree: Tree) -> 
     return nodes
 
 
-def _node_from_draft(draft: Draft, asked: AskedTurn, tree: Tree, *, seq: int) -> Node:
-    prompt, done = asked.prompt, draft.completion
+def _node_from_draft(draft: Draft, prepared: PreparedTurn, tree: Tree, *, seq: int) -> Node:
+    prompt, done = prepared.prompt, draft.completion
     logprobs = array("d", done.logprobs)
     link = next_link(
         tree.link_before(prompt.parent), given_ids=prompt.given_ids, sampled_ids=done.token_ids, logprobs=logprobs, versions=done.versions
     )
     why, detail = prompt.why, prompt.detail
     if draft.choice and why in (None, "first"):
-        why, detail = "choice", f"choice {draft.choice} of {asked.request.n}"
+        why, detail = "choice", f"choice {draft.choice} of {prepared.request.n}"
     return Node(
         id=draft.node,
         seq=seq,
-        started=asked.started,
+        started=prepared.started,
         parent=None if prompt.parent is None else prompt.parent.id,
         given=prompt.given,
         given_ids=prompt.given_ids,
@@ -82,18 +82,18 @@ def _node_from_draft(draft: Draft, asked: AskedTurn, tree: Tree, *, seq: int) ->
         prompt_digest=_sent_digest(done, prompt, tree),
         stopped_by=done.stopped_by,
         attempts=tuple(_storable(attempt) for attempt in draft.parsed.attempts if attempt.status is not Status.OK),
-        dialect=asked.request.dialect,
+        dialect=prepared.request.dialect,
         projection=prompt.projection,
         why=why,
         detail=detail,
         origin=None if prompt.origin is None else prompt.origin.id,
         outcome=draft.outcome,
-        tools=asked.tools if prompt.parent is None else prompt.parent.tools,
-        template_kwargs=freeze(asked.request.template_kwargs, "template_kwargs"),
+        tools=prepared.tools if prompt.parent is None else prompt.parent.tools,
+        template_kwargs=freeze(prepared.request.template_kwargs, "template_kwargs"),
         sampling=draft.sampling,
-        request_key=asked.request.request_key,
-        joined_keys=tuple(key for key in asked.request_keys if key != asked.request.request_key),
-        request_digest=asked.identity,
+        request_key=prepared.request.request_key,
+        joined_keys=tuple(key for key in prepared.request_keys if key != prepared.request.request_key),
+        request_digest=prepared.identity,
         choice=draft.choice,
         created=time.time(),
         routed_experts=_own_routing(done, prompt),

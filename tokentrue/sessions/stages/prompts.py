@@ -14,7 +14,7 @@ from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.matching.matcher import Continue, Plan, Root, refer_to_path
-from tokentrue.sessions.tree import Given, Node, Tree, attempt_key
+from tokentrue.sessions.tree import Given, Node, Tree, turn_key
 from tokentrue.types import PromptSpan, Refusal, TemplateKwargs, Tools
 
 P = ParamSpec("P")
@@ -56,7 +56,7 @@ def _root_after_refusal(plan: Continue, refusal: Refusal, tree: Tree, tools: Too
     return Root(
         messages=(*tree.messages(plan.node), *plan.tail),
         given=given,
-        attempt=attempt_key(None, given, tools),
+        turn_key=turn_key(None, given, tools),
         why=refusal.why,
         detail=refusal.detail,
         origin=plan.node,

@@ -44,9 +44,9 @@ class PinnedSampling:
         return replace(sampling, **{name: getattr(pinned, name) for name in self.values})
 
 
-def settle_sampling(asked: Sampling, pinned: PinnedSampling, *, renderer: Renderer, provider: Provider, training: bool) -> Sampling:
+def settle_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: Renderer, provider: Provider, training: bool) -> Sampling:
     """Pinned values over the client's, the renderer's stop tokens added; refused where a trainer could not score what is sampled."""
-    sampling = pinned.apply(asked)
+    sampling = pinned.apply(requested)
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     sampling = replace(sampling, stop_token_ids=stops, extra=freeze(sampling.extra, "sampling.extra"))
     if not training:
@@ -59,13 +59,13 @@ def settle_sampling(asked: Sampling, pinned: PinnedSampling, *, renderer: Render
     return sampling
 
 
-def identify_request(request: TurnRequest, asked: Conversation, sampling: Sampling) -> bytes:
+def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
     """Equal for equal requests only: messages, tools, sampling, template settings, n and dialect, exactly."""
     try:
         settings = dumps([sampling_to_json(sampling), request.template_kwargs])
     except (TypeError, ValueError) as error:
         raise SamplingError(f"sampling.extra and template_kwargs must be plain JSON values: {error}") from error
-    return digest(asked.exact, settings, b"%d" % request.n, request.dialect.encode())
+    return digest(conversation.exact, settings, b"%d" % request.n, request.dialect.encode())
 
 
 def format_identity(identity: bytes) -> str:

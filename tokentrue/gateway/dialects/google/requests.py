@@ -145,18 +145,18 @@ def opening_from(head: GenerateHead) -> tuple[Message, ...]:
     return ({"role": "system", "content": text},) if text else ()
 
 
-def head_from_google(asked: GenerateHead) -> RequestHead:
+def head_from_google(head: GenerateHead) -> RequestHead:
     where = "generationConfig"
-    config = convert(camel_keys(asked.generation_config or {}, where), GenerationConfig, where)
+    config = convert(camel_keys(head.generation_config or {}, where), GenerationConfig, where)
     thinking = convert(camel_keys(config.thinking_config or {}, f"{where}.thinkingConfig"), ThinkingConfig, f"{where}.thinkingConfig")
-    tools = tools_from_google(asked.tools)
-    extra, tools = constraints_from(choice_from_google(asked.tool_config, tools), format_from_config(config), tools)
+    tools = tools_from_google(head.tools)
+    extra, tools = constraints_from(choice_from_google(head.tool_config, tools), format_from_config(config), tools)
     return RequestHead(
         model="",
         n=check_candidates(config.candidate_count),
         sampling=sampling_from_config(config, extra),
         tools=tools,
-        opening=opening_from(asked),
+        opening=opening_from(head),
         options=GoogleOptions(logprobs=bool(config.response_logprobs), thoughts=bool(thinking.include_thoughts)),
     )
 
