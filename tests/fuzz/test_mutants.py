@@ -53,8 +53,8 @@ MUTANTS = (
             ),
             (
                 "turn.py",
-                "            replies = await self._commit(drafts, asked)\n",
-                "            replies = await self._commit(drafts, asked)\n"
+                "            replies = await self._commit(drafts, prepared)\n",
+                "            replies = await self._commit(drafts, prepared)\n"
                 "            remembered[repr(request.sampling)] = self.tree.get(replies[0].node)\n",
             ),
         ],
@@ -87,8 +87,8 @@ MUTANTS = (
         changes=[
             (
                 "turn.py",
-                "            await self._commit([draft for draft in partial if draft is not None], asked)\n",
-                '            await self._commit([draft for draft in partial if draft is not None and outcome != "engine_failed"], asked)\n',
+                "            await self._commit([draft for draft in partial if draft is not None], prepared)\n",
+                '            await self._commit([draft for draft in partial if draft is not None and outcome != "engine_failed"], prepared)\n',
             )
         ],
         rules=["every sampled token is in the record"],
@@ -98,8 +98,8 @@ MUTANTS = (
         changes=[
             (
                 "turn.py",
-                "            await self._commit([draft for draft in partial if draft is not None], asked)\n",
-                '            await self._commit([draft for draft in partial if draft is not None and outcome != "deleted"], asked)\n',
+                "            await self._commit([draft for draft in partial if draft is not None], prepared)\n",
+                '            await self._commit([draft for draft in partial if draft is not None and outcome != "deleted"], prepared)\n',
             )
         ],
         rules=["every sampled token is in the record"],
