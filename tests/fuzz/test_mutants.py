@@ -88,7 +88,7 @@ MUTANTS = (
             (
                 "turn.py",
                 "            await self._commit([draft for draft in partial if draft is not None], prepared)\n",
-                '            await self._commit([draft for draft in partial if draft is not None and outcome != "engine_failed"], prepared)\n',
+                '            await self._commit([draft for draft in partial if draft and outcome != "engine_failed"], prepared)\n',
             )
         ],
         rules=["every sampled token is in the record"],

@@ -15,7 +15,9 @@ CPU_SHARE, GPU_SHARE = 0.25, 0.85
 CPU_MOST_BYTES = 4 << 30
 
 
-def blocks_for(decoder: Decoder, ops: Ops, *, limits: ScheduleLimits, kv_tokens: int | None, device: torch.device, share: float = 1.0) -> int:
+def blocks_for(
+    decoder: Decoder, ops: Ops, *, limits: ScheduleLimits, kv_tokens: int | None, device: torch.device, share: float = 1.0
+) -> int:
     """Enough for every request at full length if memory allows, else `share` of what memory allows; one more for the null block."""
     _, heads, head_dim = decoder.heads
     attentions = sum(not isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)

@@ -149,7 +149,7 @@ class _Search:
         self, tree: Tree, index: CandidateIndex, renderer: Renderer, conversation: Conversation, in_flight: Mapping[TurnKey, int]
     ) -> None:
         self._tree, self._index, self._renderer = tree, index, renderer
-        self._asked, self._in_flight = asked, in_flight
+        self._conversation, self._in_flight = conversation, in_flight
 
     def find_deepest(self) -> tuple[Node, PathFit, bool, bool] | None:
         """The node to continue, its fit, whether others fit as well, and whether the tools are the same."""
@@ -178,7 +178,7 @@ class _Search:
 
     def _fit(self, node: Node) -> PathFit | None:
         """None where a turn on the path was edited. Siblings share the walk to their parent, as does the next request."""
-        fits, parent = self._asked.fits, self._tree.parent(node)
+        fits, parent = self._conversation.fits, self._tree.parent(node)
         if node.id not in fits:
             if parent is not None and parent.id not in fits:
                 fits[parent.id] = self._fit_steps(PathFit(), self._tree.path(parent))
@@ -187,7 +187,7 @@ class _Search:
         return fits[node.id]
 
     def _fit_steps(self, before: PathFit, steps: Sequence[Node]) -> PathFit | None:
-        facts, nodes = self._asked.facts, self._tree.nodes
+        facts, nodes = self._conversation.facts, self._tree.nodes
         score, losses, respelled = before.score, set(before.losses), before.respelled
         at = self._index.place(steps[0]).depth - len(steps[0].given) - 1
         for step in steps:
@@ -204,7 +204,7 @@ class _Search:
         return PathFit(depth=at, score=score, losses=frozenset(losses), respelled=respelled)
 
     def _has_same_tools(self, node: Node) -> bool:
-        if node.tools is self._asked.tools or digest(node.tools) == self._asked.tools_exact:
+        if node.tools is self._conversation.tools or digest(node.tools) == self._conversation.tools_exact:
             return True
         if tools_key(node.tools) != tools_key(self._conversation.tools):
             return False
