@@ -13,6 +13,7 @@
     ├── SessionError            the record
     │   ├── SessionNotFound     HTTP 404
     │   ├── SessionConflict     compare-and-swap lost, id taken, session ended; HTTP 409
+    │   │   └── KeyConflict     a request key that names another request
     │   ├── LimitExceeded       size, age or concurrency; HTTP 413/429
     │   └── JournalError        the durable store
     ├── EngineError             provider -> engine; HTTP 502
@@ -89,6 +90,10 @@ class SessionNotFound(SessionError):
 
 class SessionConflict(SessionError):
     code = "session_conflict"
+
+
+class KeyConflict(SessionConflict):
+    code = "idempotency_conflict"
 
 
 class LimitExceeded(SessionError):

@@ -23,7 +23,7 @@ from dataclasses import replace
 from secrets import token_hex
 from typing import Any, Literal
 
-from tokentrue.errors import ConfigError, InputError, SessionConflict
+from tokentrue.errors import ConfigError, InputError, KeyConflict, SessionConflict
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import InProcessClient
@@ -186,7 +186,7 @@ class Session:
         in_flight = None if recorded else self._single_flight.find_key(request_key)
         is_other = not is_same_request(recorded[0].request_digest, identity) if recorded else in_flight and in_flight.identity != identity
         if is_other:
-            raise SessionConflict(f"request key {request_key!r} was used for another request; use a new key")
+            raise KeyConflict(f"request key {request_key!r} was used for another request; use a new key")
         return recorded
 
     def _check_open(self) -> None:

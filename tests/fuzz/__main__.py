@@ -22,13 +22,14 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, default=ROOT, help="the source tree to serve")
     parser.add_argument("--at-once", type=int, default=3, help="cases that run side by side")
     parser.add_argument("--workers", type=int, default=1, help="processes of the gateway")
+    parser.add_argument("--live", type=int, default=None, help="sessions that the gateway keeps in memory; others are read from the store")
     parser.add_argument("--keep-going", action="store_true", help="count violations by rule instead of ending at the first")
     parser.add_argument("--without", default="", help="steps that are left out, by name (prefill,odd_version)")
     asked = parser.parse_args()
     steps = None if asked.steps is None else [int(step) for step in asked.steps.split(",")]
     settings = Settings(
         turns=asked.turns, seconds=asked.seconds, seed=asked.seed, case=asked.case, steps=steps, model=asked.model, tree=asked.tree,
-        at_once=asked.at_once, workers=asked.workers, keep_going=asked.keep_going, without=asked.without.split(","),
+        at_once=asked.at_once, workers=asked.workers, live=asked.live, keep_going=asked.keep_going, without=asked.without.split(","),
     )  # fmt: skip
     outcome = asyncio.run(run(settings))
     print(outcome.report())

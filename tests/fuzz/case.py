@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.fuzz import dialects, reassemble
-from tests.fuzz.dialects import ANTHROPIC, CHAT, PATHS, RESPONSES, Tool, Wire
+from tests.fuzz.dialects import ANTHROPIC, CHAT, GOOGLE, PATHS, RESPONSES, Tool, Wire
 from tests.fuzz.engine import Engine, Generation, Plan
 from tests.fuzz.gateway import Gateway, Heard
+from tests.fuzz.google import google_body
 from tests.fuzz.harness import lose, random_losses, random_wire
 from tests.fuzz.messages import Fit, Message, fit
 from tests.fuzz.oracle import Judge, Sampled, Turn, Violation, join_parts, short
@@ -102,7 +103,7 @@ class Case:
     def request(self, messages: Sequence[Message], *, lossy: bool = True) -> Asked:
         rng = self.rng
         sent = lose(messages, random_losses(rng), rng) if lossy else list(messages)
-        dialect = rng.choice((CHAT, CHAT, RESPONSES, RESPONSES, ANTHROPIC, ANTHROPIC))
+        dialect = rng.choice((CHAT, CHAT, RESPONSES, RESPONSES, ANTHROPIC, ANTHROPIC, GOOGLE))
         wire = random_wire(rng) if lossy else Wire()
         if dialect == ANTHROPIC and not wire.inline:  # a thinking block needs the signature that it was served with
             sent = [m if m.reasoning in self.signatures else replace(m, reasoning="") for m in sent]
@@ -124,13 +125,14 @@ class Case:
             fields["tool_choice"] = {"type": "auto"} if dialect == ANTHROPIC else "auto"
         limit = rng.choice((None, None, None, 100_000, 90_000, rng.randint(1, 30)))
         if limit is not None:
-            fields[{CHAT: "max_tokens", RESPONSES: "max_output_tokens", ANTHROPIC: "max_tokens"}[dialect]] = limit
-        if dialect != ANTHROPIC and rng.random() < 0.2:
+            fields["max_output_tokens" if dialect == RESPONSES else "max_tokens"] = limit
+        if dialect in {CHAT, RESPONSES} and rng.random() < 0.2:
             fields["user"] = rng.choice(("u1", "u2"))
-        if dialect == CHAT and rng.random() < 0.3:
+        if dialect in {CHAT, GOOGLE} and rng.random() < 0.3:
             fields["seed"] = rng.choice((1, 2))
         if dialect != RESPONSES and rng.random() < 0.08:
-            fields["stop" if dialect == CHAT else "stop_sequences"] = rng.choice((["oo", "o"], ["the she", "he"], ["ok"], ["</", "/t"]))
+            stops = rng.choice((["oo", "o"], ["the she", "he"], ["ok"], ["</", "/t"]))
+            fields["stop_sequences" if dialect == ANTHROPIC else "stop"] = stops
         return fields
 
     def body(self, asked: Asked) -> dict[str, Any]:
@@ -138,6 +140,8 @@ class Case:
         if asked.previous is not None:
             system = messages[:1] if messages[0].role == "system" else []
             messages = [*system, *messages[-asked.new :]]
+        if asked.dialect == GOOGLE:
+            return google_body(messages, asked.tools, self.signatures, asked.fields, inline=asked.wire.inline)
         if asked.dialect == CHAT:
             body = dialects.chat_body(messages, asked.tools, asked.wire)
             body |= {"n": asked.n} if asked.n > 1 else {}
@@ -148,8 +152,11 @@ class Case:
             body = dialects.anthropic_body(messages, asked.tools, asked.wire, self.signatures)
         return {**body, **asked.fields, "stream": asked.stream}
 
-    def path(self, dialect: str) -> str:
-        return f"/sessions/{self.session}/v1/{PATHS[dialect]}"
+    def path(self, asked: Asked) -> str:
+        if asked.dialect == GOOGLE:
+            method = "streamGenerateContent?alt=sse" if asked.stream else "generateContent"
+            return f"/sessions/{self.session}/v1beta/models/{asked.fields.get('model', 'm')}:{method}"
+        return f"/sessions/{self.session}/v1/{PATHS[asked.dialect]}"
 
     def plan(self, output: Output | None = None, **how: Any) -> Plan:
         """Queues the next generation."""
@@ -169,8 +176,8 @@ class Case:
     async def send(self, asked: Asked, **headers: str) -> Heard:
         self.world.requests += 1
         body = self.body(asked)
-        self.note(f"POST {PATHS[asked.dialect]} key={asked.key} {json.dumps(body, ensure_ascii=False)}")
-        heard = await self.world.gateway.post(self.path(asked.dialect), body, key=asked.key, headers=headers)
+        self.note(f"POST {asked.dialect} key={asked.key} {json.dumps(body, ensure_ascii=False)}")
+        heard = await self.world.gateway.post(self.path(asked), body, key=asked.key, headers=headers)
         self.hear(heard)
         return heard
 
@@ -261,8 +268,6 @@ class Case:
         start = len(self.log)
         other = replace(asked, stream=not asked.stream)
         again = await self.send(other)
-        if again.status == 409:
-            return
         if again.status != 200:
             raise Violation("a keyed retry is answered", f"{again.status} {short(again.whole)}")
         if len(self.log) != start:

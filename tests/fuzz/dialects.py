@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.fuzz.google import comparable_google, message_of, signatures_in
 from tests.fuzz.messages import Call, Message, load_finite
 
 Json = dict[str, Any]
-CHAT, RESPONSES, ANTHROPIC = "chat", "responses", "anthropic"
+CHAT, RESPONSES, ANTHROPIC, GOOGLE = "chat", "responses", "anthropic", "google"
 PATHS = {CHAT: "chat/completions", RESPONSES: "responses", ANTHROPIC: "messages"}
 CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -206,7 +207,7 @@ class Answer:
 
 
 def answers_of(dialect: str, whole: Json) -> list[Answer]:
-    return {CHAT: chat_answers, RESPONSES: responses_answers, ANTHROPIC: anthropic_answers}[dialect](whole)
+    return {CHAT: chat_answers, RESPONSES: responses_answers, ANTHROPIC: anthropic_answers, GOOGLE: google_answers}[dialect](whole)
 
 
 def node_of(whole: Json) -> str:
@@ -261,7 +262,14 @@ def anthropic_answers(whole: Json) -> list[Answer]:
     return [Answer(message=message, node=node_of(whole), finish=whole["stop_reason"])]
 
 
+def google_answers(whole: Json) -> list[Answer]:
+    (candidate,) = whole["candidates"]
+    return [Answer(message=message_of(candidate["content"]["parts"]), node=whole["responseId"], finish=candidate["finishReason"])]
+
+
 def signatures_of(dialect: str, whole: Json) -> dict[str, str]:
+    if dialect == GOOGLE:
+        return signatures_in(whole)
     if dialect != ANTHROPIC:
         return {}
     return {block["thinking"]: block["signature"] for block in whole["content"] if block["type"] == "thinking"}
@@ -279,6 +287,8 @@ def comparable(dialect: str, whole: Json) -> Any:
         return whole["id"], whole["model"], rows
     if dialect == RESPONSES:
         return whole["id"], whole["status"], whole["incomplete_details"], whole["usage"], by_kind(whole["output"])
+    if dialect == GOOGLE:
+        return comparable_google(whole)
     return whole["id"], whole["stop_reason"], whole["stop_sequence"], whole["usage"]["output_tokens"], by_kind(whole["content"])
 
 

@@ -141,7 +141,7 @@ async def leave_in_mid_answer(case: Case, asked: Asked) -> asyncio.Event:
 
 async def read_some(case: Case, asked: Asked, body: object, count: int) -> list[Any]:
     """The first events of an answer; leaving closes the connection."""
-    async with case.world.gateway.open(case.path(asked.dialect), body) as reading:
+    async with case.world.gateway.open(case.path(asked), body) as reading:
         async for _ in case.world.gateway.read(reading):
             if len(reading.heard.events) >= count:
                 break
@@ -157,7 +157,7 @@ async def delete_in_mid_stream(case: Case) -> None:
     case.plan(hold=hold, after=case.rng.randint(2, 12))
     case.world.requests += 1
     case.note(f"POST {asked.dialect}, then DELETE: {short(case.body(asked))}")
-    task = asyncio.ensure_future(case.world.gateway.post(case.path(asked.dialect), case.body(asked)))
+    task = asyncio.ensure_future(case.world.gateway.post(case.path(asked), case.body(asked)))
     await until(lambda: len(case.log) > start or task.done())
     if case.log[start:]:
         await case.log[start].arrived.wait()
@@ -173,7 +173,8 @@ async def delete_in_mid_stream(case: Case) -> None:
         case.uncertain.append(generation)
         case.heard_partly.append((generation, partial_texts(asked.dialect, heard.events)))
     case.deleted = True
-    after = await case.world.gateway.post(case.path(CHAT), {"model": "m", "messages": [{"role": "user", "content": "more"}]})
+    more = {"model": "m", "messages": [{"role": "user", "content": "more"}]}
+    after = await case.world.gateway.post(case.path(replace(asked, dialect=CHAT)), more)
     if after.status not in {404, 409}:
         raise Violation("an ended session admits nothing", f"{after.status} {short(after.whole)}")
 

@@ -35,13 +35,14 @@ class Heard:
 class Gateway:
     """`tree` is the source tree that is served."""
 
-    def __init__(self, folder: Path, model: Path, engine_url: str, *, tree: Path = ROOT, workers: int = 1) -> None:
+    def __init__(self, folder: Path, model: Path, engine_url: str, *, tree: Path = ROOT, workers: int = 1, live: int | None = None) -> None:
         self.store = folder / "journal.sqlite"
         self.log = folder / "serve.log"
         self.tree = tree
         self._env = {**os.environ, "PYTHONPATH": str(tree), "TOKENTRUE_ADMIN_KEY": ADMIN}
         self._arguments = ["--model", str(model), "--engine", "sglang", "--url", engine_url, "--store", f"sqlite:{self.store}"]
         self._arguments += ["--workers", str(workers)] if workers > 1 else []
+        self._arguments += ["--set", f"limits.live_sessions={live}"] if live is not None else []
         self.url = ""
 
     async def start(self) -> None:
@@ -108,6 +109,8 @@ class Gateway:
                         data = line[5:].strip()
                         heard.events.append("[DONE]" if data == b"[DONE]" else json.loads(data))
                         yield heard.events[-1]
+                    elif line.startswith(b"{"):  # an error in Google's dialect is bare JSON
+                        heard.events.append(json.loads(line))
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             heard.broken = repr(error)
 

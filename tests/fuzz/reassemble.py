@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tests.fuzz.dialects import CHAT, RESPONSES
+from tests.fuzz.dialects import CHAT, GOOGLE, RESPONSES
+from tests.fuzz.google import assemble_google
 
 Json = dict[str, Any]
 
@@ -24,6 +25,11 @@ def assemble(dialect: str, events: Sequence[Any]) -> Json:
     for event in events:
         if isinstance(event, dict) and ("error" in event or event.get("type") == "error") and event.get("object") != "response":
             raise Broken(json.dumps(event)[:300])
+    if dialect == GOOGLE:
+        whole = assemble_google(events)
+        if isinstance(whole, str):
+            raise Broken(whole)
+        return whole
     return {CHAT: assemble_chat, RESPONSES: assemble_responses}.get(dialect, assemble_anthropic)(events)
 
 
@@ -38,6 +44,10 @@ def partial_texts(dialect: str, events: Sequence[Any]) -> list[str]:
             for name in ("content", "reasoning_content"):
                 key = (choice["index"], name)
                 fields[key] = fields.get(key, "") + (delta.get(name) or "")
+        for candidate in event.get("candidates") or ():
+            for part in candidate["content"]["parts"]:
+                key = ("google", bool(part.get("thought")))
+                fields[key] = fields.get(key, "") + part.get("text", "")
         kind = event.get("type")
         if kind in {"response.output_text.delta", "response.reasoning_text.delta"}:
             key = (event["output_index"], kind)

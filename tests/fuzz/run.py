@@ -42,6 +42,7 @@ class Settings:
     tree: Path = ROOT
     at_once: int = 3
     workers: int = 1
+    live: int | None = None
     keep_going: bool = False
     minimize: bool = True
     without: Sequence[str] = ()
@@ -92,7 +93,7 @@ async def run(settings: Settings) -> Outcome:
     vocabulary = Vocabulary(model)
     engine = Engine(vocabulary, settings.seed)
     with tempfile.TemporaryDirectory() as folder:
-        gateway = Gateway(Path(folder), model, await engine.start(), tree=settings.tree, workers=settings.workers)
+        gateway = Gateway(Path(folder), model, await engine.start(), tree=settings.tree, workers=settings.workers, live=settings.live)
         try:
             await gateway.start()
             world = World(gateway=gateway, engine=engine, vocabulary=vocabulary, judge=Judge(vocabulary, strict=settings.model == "own"))

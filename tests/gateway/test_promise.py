@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,23 @@ async def test_a_second_key_that_joined_a_request_has_the_same_answer_later() ->
     )
     later = await chat(app, session["api_key"], idempotency_key="b")
     assert first[1]["id"] == second[1]["id"] == later[1]["id"] and engine.asked == 1
+    await app.close()
+
+
+async def test_a_key_names_a_request_not_its_spelling(tmp_path: Path) -> None:
+    """What does not change the turn (streamed or not, `user`) may differ, before a restart and after it; what does is refused."""
+    store = f"sqlite:{tmp_path / 'j.db'}"
+    app = gateway(Engine(), store=store)
+    session = await new_session(app)
+    first = await chat(app, session["api_key"], idempotency_key="k")
+    for _ in range(2):
+        other = await chat(app, session["api_key"], {**HELLO, "user": "me"}, idempotency_key="k")
+        again = await chat(app, session["api_key"], idempotency_key="k")
+        assert [first[0], other[0], again[0]] == [200] * 3 and first[1]["id"] == other[1]["id"] == again[1]["id"]
+        status, refused = await chat(app, session["api_key"], {**HELLO, "seed": 1}, idempotency_key="k")
+        assert (status, refused["error"]["code"]) == (409, "idempotency_conflict")
+        await app.close()
+        app = gateway(Engine(), store=store)
     await app.close()
 
 

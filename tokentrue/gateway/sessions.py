@@ -29,7 +29,7 @@ from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal, Reply, Tool
 
 OpenSession = Callable[[str], Awaitable[Session]]
-REMEMBERED_KEYS = 256
+REMEMBERED_BODIES = 256
 TOKEN_BYTES = 48  # of a recorded token: its id, its log-probability, its share of text and spans, roughly
 NODE_BYTES = 4096
 
@@ -51,7 +51,6 @@ class SessionHandle:
         self._limits = limits
         self._opening: tuple[Message, ...] = ()  # of the last request: an equal one is the same object
         self._tools: tuple[bytes, tuple[Tool, ...] | None] = (b"", None)  # of the last request, as JSON and as parsed
-        self._idempotent: OrderedDict[str, str] = OrderedDict()  # Idempotency-Key -> digest of its body
         self._numbers: OrderedDict[str, int] = OrderedDict()  # digest of a body -> the number of the last request that had it
         self._tools_ignored: bool | None = None  # known after the first request with tools
         self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
@@ -119,7 +118,7 @@ class SessionHandle:
         given = header(scope, b"idempotency-key")
         retries = header(scope, b"x-stainless-retry-count")
         if given:
-            return self._given_key(given, body_digest(body))
+            return f"key:{given}"  # whether it names this request, the session says, which has the record
         if retries is None:
             return None
         digest = body_digest(body)
@@ -127,16 +126,9 @@ class SessionHandle:
             recorded = self._requests_with(digest)
             self._numbers[digest] = recorded if retries == "0" else max(0, recorded - 1)  # the latter: a retry after a restart
             self._numbers.move_to_end(digest)
-            while len(self._numbers) > REMEMBERED_KEYS:
+            while len(self._numbers) > REMEMBERED_BODIES:
                 self._numbers.popitem(last=False)
         return f"{digest}#{self._numbers[digest]}"
-
-    def _given_key(self, given: str, digest: str) -> str:
-        if self._idempotent.setdefault(given, digest) != digest:
-            raise Refused(409, "idempotency_conflict", "this Idempotency-Key was used for another body; choose a new one")
-        while len(self._idempotent) > REMEMBERED_KEYS:
-            self._idempotent.popitem(last=False)
-        return f"key:{given}"
 
     def _requests_with(self, digest: str) -> int:
         """How many recorded requests of this session had this very body."""

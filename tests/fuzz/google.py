@@ -1,0 +1,111 @@
+"""Google GenerateContent: requests from the oracle's messages, answers read back, streamed chunks put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tests.fuzz.messages import Call, Message, load_finite
+
+Json = dict[str, Any]
+FIELDS = {"temperature": "temperature", "seed": "seed", "max_tokens": "maxOutputTokens", "stop": "stopSequences"}
+
+
+def google_body(messages: Sequence[Message], tools: Sequence[Any], signatures: dict[str, str], fields: Json, *, inline: bool) -> Json:
+    """`fields` in the words of Chat Completions; the model and the streaming are in the path."""
+    body: Json = {}
+    if messages and messages[0].role == "system":
+        body["systemInstruction"] = {"parts": [{"text": messages[0].text}]}
+        messages = messages[1:]
+    body["contents"] = contents_of(messages, signatures, inline=inline)
+    if tools:
+        declared = [{"name": t.name, "description": t.description, "parametersJsonSchema": t.parameters} for t in tools]
+        body["tools"] = [{"functionDeclarations": declared}]
+    if "tool_choice" in fields:
+        body["toolConfig"] = {"functionCallingConfig": {"mode": "AUTO"}}
+    config: Json = {FIELDS[name]: value for name, value in fields.items() if name in FIELDS}
+    return {**body, "generationConfig": {**config, "thinkingConfig": {"includeThoughts": True}}}
+
+
+def contents_of(messages: Sequence[Message], signatures: dict[str, str], *, inline: bool) -> list[Json]:
+    names: dict[str, str] = {}
+    out: list[Json] = []
+    results: list[Json] = []
+    for message in messages:
+        names |= {call.id: call.name for call in message.calls}
+        if message.role == "tool":
+            if not results:
+                out.append({"role": "user", "parts": results})
+            told = {"id": message.answers, "name": names.get(message.answers, "unknown"), "response": {"output": message.text}}
+            results.append({"functionResponse": told})
+            continue
+        results = []
+        parts = model_parts(message, signatures, inline=inline) if message.role == "assistant" else [{"text": message.text}]
+        out.append({"role": "model" if message.role == "assistant" else "user", "parts": parts})
+    return out
+
+
+def model_parts(message: Message, signatures: dict[str, str], *, inline: bool) -> list[Json]:
+    inlined = inline and bool(message.reasoning)
+    text = f"<think>\n{message.reasoning}\n</think>\n\n{message.text}" if inlined else message.text
+    parts: list[Json] = [{"text": text}] if text else []
+    for call in message.calls:
+        parts.append({"functionCall": {"id": call.id, "name": call.name, "args": args_of(call.arguments)}})
+    parts = parts or [{"text": ""}]
+    if not message.reasoning or inlined:
+        return parts
+    if (signature := signatures.get(f"google {message.reasoning}")) is not None:
+        parts[0]["thoughtSignature"] = signature
+        return parts  # the signature holds the reasoning
+    return [{"text": message.reasoning, "thought": True}, *parts]
+
+
+def args_of(arguments: str) -> Json:
+    try:
+        value = load_finite(arguments or "{}")
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"_raw_arguments": arguments}
+
+
+def message_of(parts: Sequence[Json]) -> Message:
+    text = reasoning = ""
+    calls: list[Call] = []
+    for part in parts:
+        if "functionCall" in part:
+            told = part["functionCall"]
+            raw = told["args"].get("_raw_arguments") if len(told["args"]) == 1 else None
+            arguments = raw if isinstance(raw, str) else json.dumps(told["args"], ensure_ascii=False)
+            calls.append(Call(id=told["id"], name=told["name"], arguments=arguments))
+        elif part.get("thought"):
+            reasoning += part["text"]
+        else:
+            text += part["text"]
+    return Message(role="assistant", text=text, reasoning=reasoning, calls=tuple(calls), served=True)
+
+
+def signatures_in(whole: Json) -> dict[str, str]:
+    """Of an answer whose reasoning one signature holds."""
+    parts = whole["candidates"][0]["content"]["parts"]
+    found = [part["thoughtSignature"] for part in parts if "thoughtSignature" in part]
+    return {f"google {message_of(parts).reasoning}": found[0]} if len(found) == 1 else {}
+
+
+def comparable_google(whole: Json) -> Any:
+    (candidate,) = whole["candidates"]
+    message = message_of(candidate["content"]["parts"])
+    calls = [(call.id, call.name, call.arguments) for call in message.calls]
+    return whole["responseId"], candidate["finishReason"], whole["usageMetadata"], message.reasoning, message.text, calls
+
+
+def assemble_google(events: Sequence[Any]) -> Json | str:
+    """The whole answer, or why there is none: the stream broke."""
+    parts: list[Json] = []
+    whole: Json = {}
+    for event in events:
+        (candidate,) = event["candidates"]
+        parts += candidate["content"]["parts"]
+        if "finishReason" in candidate:
+            whole = {**event, "candidates": [{**candidate, "content": {"role": "model", "parts": parts}}]}
+    return whole or "no finish reason"
