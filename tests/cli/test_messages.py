@@ -79,6 +79,9 @@ WRONG = [
     ("view nowhere.jsonl", "nowhere.jsonl: no such file", ""),
     ("view file --export file/page.html", "file", ""),
     ("diagnose bad.jsonl --trainer empty", "bad.jsonl:1: not JSON", ""),
+    ("lab run thresholds --device cuda", "device: 'cuda' is not available", "use cpu"),
+    ("samples bad.jsonl -o empty", "cannot write 'empty'", "no file name"),
+    ("verify empty --template noise.bin", "noise.bin is not text", ""),
     ("lab run nothing", "no experiment 'nothing'", "choose one of"),
     ("completion tcsh", "no shell 'tcsh'", "bash, zsh, fish"),
 ]

@@ -20,6 +20,8 @@ def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = 
     if format not in EXPORTERS:
         raise FileFormatError(f"no format {format!r}; choose one of {', '.join(EXPORTERS)}")
     target = Path(path)
+    if not target.name or target.is_dir():
+        raise FileFormatError(f"cannot write {str(path)!r}: it is no file name")
     scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         count = EXPORTERS[format].write(samples, scratch)

@@ -31,12 +31,19 @@ def command(
     with Console(stderr=True).status("proving"):
         from tokentrue.renderers import verify
 
-        found = verify(model, chat_template=template.read_text(encoding="utf-8") if template else None, template_kwargs=kwargs or None)
+        found = verify(model, chat_template=_text_of(template), template_kwargs=kwargs or None)
     if as_json:
         print(json.dumps(found.to_json(), indent=1, ensure_ascii=False))
     else:
         _show(found)
     return 0 if found.ok else 1
+
+
+def _text_of(template: Path | None) -> str | None:
+    try:
+        return None if template is None else template.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--template: {template} is not text: {error}") from error
 
 
 def _setting(item: str) -> tuple[str, Any]:

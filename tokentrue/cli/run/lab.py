@@ -51,12 +51,14 @@ def command(
 
 
 def run(name: str, quick: bool, changes: dict[str, Any], only: str | None, out: Path, as_json: bool) -> int:
+    from tokentrue.app.devices import require_device
     from tokentrue.app.libraries import quiet_libraries
     from tokentrue.cli.progress import progress_bar
     from tokentrue.lab.arms import Scale
     from tokentrue.lab.registry import run_experiment, runs_of
 
     quiet_libraries()
+    require_device(changes["device"])
     scale = replace(Scale(), **{key: value for key, value in changes.items() if value is not None})
     with progress_bar(name, runs_of(name, scale, quick=quick, only=only), quiet=as_json) as advance:
 

@@ -74,7 +74,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             where = f"{path.name}:{number}"
             try:
                 row = loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise FileFormatError(f"{where}: not JSON: {error}") from error
             if not isinstance(row, Mapping):
                 raise FileFormatError(f"{where}: a line must be a JSON object")

@@ -94,7 +94,7 @@ def write_table(rows: Iterable[Mapping[str, Any]], path: Path, types: Mapping[st
     pa: Any = import_module("pyarrow")
     pq: Any = import_module("pyarrow.parquet")
     schema, count, iterator = _schema(types), 0, iter(rows)
-    with pq.ParquetWriter(path, schema) as writer:
+    with path.open("wb") as file, pq.ParquetWriter(file, schema) as writer:  # a file: pyarrow reads a path with a colon as a URI
         while group := list(islice(iterator, _GROUP)):
             writer.write_table(pa.Table.from_pylist([{name: row.get(name) for name in types} for row in group], schema=schema))
             count += len(group)
