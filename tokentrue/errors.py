@@ -23,6 +23,7 @@
     │   └── EngineContractError its answer lacks or contradicts what we need
     ├── GatewayError            client -> gateway: it refused a call
     │   └── GatewayUnreachable
+    ├── AgentError              a command-line agent or its score command could not be run
     ├── TokenContractError      recorded ids, log-probabilities or spans do not fit together: always a bug, never repaired
     ├── AuditError              a certificate, mask or log-probability of an exported sample does not hold
     ├── TrainingError           a training run that cannot go on: nothing to learn from, numbers that are not finite, stale weights
@@ -130,6 +131,10 @@ class GatewayError(TokenTrueError):
 
 class GatewayUnreachable(GatewayError):
     code = "gateway_unreachable"
+
+
+class AgentError(TokenTrueError):
+    code = "agent"
 
 
 class TokenContractError(TokenTrueError):

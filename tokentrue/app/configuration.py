@@ -18,9 +18,19 @@ from tokentrue.errors import ConfigError, InputError
 T = TypeVar("T")
 
 
-def read(type_: type[T], path: Path | None = None, sets: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> T:
-    """Defaults, then the file, then `overrides` (dotted keys from flags; None means not given), then `--set`."""
-    values = _file(path) if path is not None else {}
+def read(
+    type_: type[T],
+    path: Path | None = None,
+    sets: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> T:
+    """The dataclasses' defaults, then `defaults` (dotted keys of one command), then the file, then `overrides` (dotted keys from flags;
+    None means not given), then `--set`."""
+    values: dict[str, Any] = {}
+    for dotted, value in (defaults or {}).items():
+        set_dotted(values, dotted, value)
+    merge(values, _file(path) if path is not None else {})
     for dotted, value in (overrides or {}).items():
         if value is not None:
             set_dotted(values, dotted, value)
@@ -30,6 +40,16 @@ def read(type_: type[T], path: Path | None = None, sets: Sequence[str] = (), ove
             raise ConfigError(f"--set {text!r}: write key.path=value")
         set_dotted(values, dotted.strip(), literal(value.strip()))
     return build(type_, values)
+
+
+def merge(values: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Puts the keys of `over` over those of `values`, table by table."""
+    for name, value in over.items():
+        known = values.get(name)
+        if isinstance(known, dict) and isinstance(value, Mapping):
+            merge(known, value)
+        else:
+            values[name] = value
 
 
 def _file(path: Path) -> dict[str, Any]:

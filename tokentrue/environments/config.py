@@ -40,4 +40,5 @@ class RolloutConfig:
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        return {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        """Filters are pinned off: agents ask for them, and log-probabilities would then be those of another distribution."""
+        return {"temperature": self.temperature, "max_tokens": self.max_tokens, "top_p": 1.0, "top_k": 0}

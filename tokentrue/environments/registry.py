@@ -1,4 +1,4 @@
-"""Environments by name: those of the house, or `package.module:Class` for anybody's own."""
+"""Environments by name: small ones, any command-line agent, or `package.module:Class` for anybody's own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "shop": "tokentrue.environments.shop:Shop",
     "ledger": "tokentrue.environments.ledger:Ledger",
     "questions": "tokentrue.environments.questions:Questions",
+    "agent": "tokentrue.environments.agents:CommandLineAgent",
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tokentrue.app.configuration import as_mapping
 from tokentrue.app.wiring import EngineConfig, ModelConfig
@@ -31,10 +33,36 @@ class RolloutRun:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} must be at least 1")
 
 
+AGENT_DEFAULTS: Mapping[str, Any] = {
+    "rollout.environment": "agent",
+    "rollout.tasks": 1_000_000,  # all of the file
+    "rollout.max_tokens": 4096,
+    "rollout.concurrency": 4,
+    "rollout.timeout_s": 1800.0,
+}
+
+
+def agent_settings(agent: str | None, tasks: Path | None, score: str | None, out: Path | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """What --agent, --tasks and --score set, and the defaults that then hold."""
+    if agent is None:
+        if tasks is not None or score is not None:
+            raise ConfigError("--tasks and --score belong to --agent")
+        return {}, {}
+    given = {"agent": agent, "tasks": None if tasks is None else str(tasks), "score": score}
+    given["transcripts"] = str((out or RolloutRun().out) / "transcripts")
+    return {f"rollout.options.{name}": value for name, value in given.items()}, AGENT_DEFAULTS
+
+
 def plan_rollouts(config: RolloutConfig) -> list[Plan]:
     """Every rollout of the run; the same for the same configuration, in every process."""
     environment = load_environment(config.environment, config.options)
     return plan_groups(environment.tasks(config.tasks, seed=config.seed, split=config.split), n=config.group_size, seed=config.seed)
+
+
+def describe_environment(config: RolloutConfig) -> list[str]:
+    """What the environment says about how it runs here."""
+    notes = getattr(load_environment(config.environment, config.options), "notes", None)
+    return [] if notes is None else notes()
 
 
 def remember(settings: RolloutRun) -> None:

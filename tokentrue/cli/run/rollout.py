@@ -18,7 +18,7 @@ import typer
 
 from tokentrue.app.configuration import read
 from tokentrue.app.rollout.files import Recorder, lines_of, trim_to_whole_groups
-from tokentrue.app.rollout.settings import RolloutRun, plan_rollouts, remember
+from tokentrue.app.rollout.settings import RolloutRun, agent_settings, describe_environment, plan_rollouts, remember
 from tokentrue.cli.progress import loading, rollout_log
 from tokentrue.cli.words import count_of
 from tokentrue.environments import Plan, Rollout, load_environment, run_plans
@@ -35,6 +35,9 @@ def command(
     engine: Annotated[str | None, typer.Option(help="exact, hf, sglang or vllm, where no --url names a gateway")] = None,
     device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N")] = None,
     dtype: Annotated[str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16")] = None,
+    agent: Annotated[str | None, typer.Option(help="a command-line agent: a preset's name, or a command with {task} in it")] = None,
+    tasks: Annotated[Path | None, typer.Option(help="of --agent: a JSON-lines file, or Harbor task directories")] = None,
+    score: Annotated[str | None, typer.Option(help="of --agent: a shell command; its exit code or last number")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="a Ray address, or `local`: gateways and rollouts as actors")] = None,
     again: Annotated[bool, typer.Option("--again", help="play groups with a failed rollout again")] = False,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: rollout.tasks=32")] = None,
@@ -42,7 +45,8 @@ def command(
 ) -> int:
     """Play groups of rollouts through a gateway and write them as samples."""
     own = {"model.path": model, "engine.name": engine, "engine.options.device": device, "engine.options.dtype": dtype}
-    settings = read(RolloutRun, config, sets or (), {"out": out, "url": url, **own})
+    of_agent, defaults = agent_settings(agent, tasks, score, out)
+    settings = read(RolloutRun, config, sets or (), {"out": out, "url": url, **own, **of_agent}, defaults)
     if ray is not None and settings.url is not None:
         raise ConfigError("--ray starts gateways of its own; leave --url out")
     if settings.url is not None:
@@ -57,6 +61,9 @@ def command(
 
 def run(settings: RolloutRun, log: Path, *, ray: str | None, again: bool, as_json: bool) -> int:
     plans = plan_rollouts(settings.rollout)
+    if not as_json:
+        for note in describe_environment(settings.rollout):
+            print(f"  {note}")
     remember(settings)
     done = trim_to_whole_groups(settings.out, plans, again=again)
     left = [plan for plan in plans if plan.group not in done]

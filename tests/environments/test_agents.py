@@ -1,0 +1,255 @@
+"""Command-line agents: what a rollout leaves behind (nothing), what its score is, which tasks are read, what an agent can reach."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tokentrue.environments.agents import CommandLineAgent
+from tokentrue.environments.agents.presets import PRESETS, load_preset
+from tokentrue.environments.agents.process import CommandResult, run_supervised
+from tokentrue.environments.agents.sandbox import has_namespaces
+from tokentrue.environments.agents.score import reward_from_command
+from tokentrue.environments.agents.tasks import read_tasks
+from tokentrue.environments.agents.workspace import PREFIX, make_workspace, own_name, remove_abandoned
+from tokentrue.errors import AgentError, ConfigError
+
+CLIENT = SimpleNamespace(base_url="http://127.0.0.1:1/sessions/s1/v1/", api_key="tt-s1-secret")
+NAMESPACES = pytest.mark.skipif(not has_namespaces(), reason="no user namespaces here")
+SANDBOXES = [pytest.param("namespace", marks=NAMESPACES), "process"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "sum.txt").write_text("x = 2 + 2\n")
+    line = {"id": "sum", "prompt": 'it\'s a "task" $HOME', "dir": "repo"}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(line) + "\n")
+    return tmp_path
+
+
+def make_agent(folder: Path, command: str, score: str = "true", **more: Any) -> CommandLineAgent:
+    settings = {"tasks": str(folder / "tasks.jsonl"), "directory": str(folder / "rollouts"), "transcripts": str(folder / "transcripts")}
+    return CommandLineAgent(agent=command, score=score, **{"sandbox": "process", **settings, **more})
+
+
+async def play(agent: CommandLineAgent) -> float:
+    (task,) = agent.tasks(9)
+    return await agent.run(CLIENT, task)
+
+
+def left_over(mark: str) -> list[str]:
+    found: list[str] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if mark in line:
+                found.append(line)
+    return found
+
+
+async def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+async def test_a_rollout_works_on_its_own_copy_and_leaves_nothing(folder: Path, sandbox: Any) -> None:
+    """The task is one argument; home and session address are the rollout's own; a process that left its group is ended."""
+    script = 'printf "%s\\n" "$1" > told.txt; echo more >> sum.txt; echo $HOME $OPENAI_BASE_URL; setsid sleep 4711 & exit 3'
+    agent = make_agent(folder, f"sh -c '{script}' agent {{task}}", "grep -q more sum.txt && cat told.txt && echo 0.25", sandbox=sandbox)
+    assert await play(agent) == 0.25
+    assert (folder / "repo" / "sum.txt").read_text() == "x = 2 + 2\n"
+    assert list((folder / "rollouts").iterdir()) == [] and left_over("4711") == []
+    transcript = (folder / "transcripts" / "s1.log").read_text()
+    assert 'it\'s a "task" $HOME' in transcript and "http://127.0.0.1:1/sessions/s1/v1" in transcript and "rollouts/" in transcript
+
+
+@NAMESPACES
+async def test_in_a_namespace_nothing_else_can_be_written_or_seen(folder: Path) -> None:
+    script = "touch /usr/written /etc/written; ls /proc | grep -c '^[0-9]*$'; echo own > /tmp/x; touch inside"
+    agent = make_agent(
+        folder, f'sh -c "{script}" {{task}}', "test -e inside && test ! -e /usr/written && test ! -e /etc/written", sandbox="namespace"
+    )
+    assert await play(agent) == 1.0
+    transcript = (folder / "transcripts" / "s1.log").read_text()
+    assert transcript.count("Read-only file system") == 2
+    assert int(transcript.splitlines()[3]) < 8, transcript  # processes that it can see
+
+
+async def test_time_out_and_cancellation_end_everything(folder: Path) -> None:
+    agent = make_agent(folder, "sh -c 'touch begun; setsid sleep 4712 & sleep 4712' {task}", "test -e begun", agent_timeout_s=1.0)
+    assert await play(agent) == 1.0  # what it did in its time is scored
+    agent = make_agent(folder, "sh -c 'setsid sleep 4712 & sleep 4712' {task}")
+    task = asyncio.create_task(play(agent))
+    await wait_for(lambda: len(left_over("4712")) >= 3)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and left_over("4712") == [] and list((folder / "rollouts").iterdir()) == []
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+def test_a_killed_run_leaves_nothing(folder: Path, sandbox: str) -> None:
+    program = f"""
+import asyncio
+from tests.environments.test_agents import make_agent, play
+from pathlib import Path
+asyncio.run(play(make_agent(Path({str(folder)!r}), "sh -c 'setsid sleep 4713 & sleep 4713' {{task}}", sandbox={sandbox!r})))
+"""
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2], stdin=subprocess.DEVNULL)
+    asyncio.run(wait_for(lambda: len(left_over("4713\0")) >= 2, 30))
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    asyncio.run(wait_for(lambda: left_over("4713\0") == [] and list((folder / "rollouts").iterdir()) == []))
+
+
+def test_a_run_killed_between_two_processes_leaves_nothing(tmp_path: Path) -> None:
+    program = f"""
+import time
+from pathlib import Path
+from tokentrue.environments.agents.workspace import make_workspace
+with make_workspace(None, kind="copy", ref=None, under=Path({str(tmp_path)!r})):
+    time.sleep(60)
+"""
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2], stdin=subprocess.DEVNULL)
+    asyncio.run(wait_for(lambda: any(tmp_path.glob("*/work")), 30))
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    asyncio.run(wait_for(lambda: list(tmp_path.iterdir()) == []))
+
+
+def test_directories_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    abandoned, own = tmp_path / f"{PREFIX}999999.123-0-x", tmp_path / f"{PREFIX}{own_name()}-0-x"
+    reused = tmp_path / f"{PREFIX}{os.getpid()}.1-0-x"  # the number of a living process that is another one
+    for directory in (abandoned, own, reused):
+        (directory / "home").mkdir(parents=True)
+    assert remove_abandoned(tmp_path) == 2 and list(tmp_path.iterdir()) == [own]
+
+
+def test_a_git_worktree(tmp_path: Path) -> None:
+    repository = tmp_path / "repo"
+    repository.mkdir()
+    commands = ["init -q", "config user.email a@b", "config user.name n", "commit -q --allow-empty -m one"]
+    for command in commands:
+        subprocess.run(["git", "-C", str(repository), *command.split()], check=True)
+    (repository / "untracked").touch()
+    with make_workspace(repository, kind="worktree", ref="HEAD", under=tmp_path / "rollouts") as place:
+        assert (place.work / ".git").is_file() and not (place.work / "untracked").exists() and place.shared == (repository / ".git",)
+    listed = subprocess.run(["git", "-C", str(repository), "worktree", "list"], capture_output=True, text=True, check=True).stdout
+    assert len(listed.splitlines()) == 1 and list((tmp_path / "rollouts").iterdir()) == []
+    with pytest.raises(ConfigError, match="git worktree failed"), make_workspace(tmp_path, kind="worktree", ref=None, under=tmp_path / "r"):
+        pass
+
+
+SCORES = [(0, "", 1.0), (0, "passed\n", 1.0), (0, "3 passed\n0.75\n", 0.75), (0, "nan", 1.0), (1, "0.75", 0.0), (4, "", 0.0)]
+
+
+@pytest.mark.parametrize(("code", "printed", "reward"), SCORES)
+def test_scores(code: int, printed: str, reward: float) -> None:
+    assert reward_from_command(CommandResult(code=code, seconds=0), printed, "c") == reward
+
+
+@pytest.mark.parametrize("code", [None, 126, 127, 137])
+def test_a_score_command_that_did_not_run_is_no_score(code: int | None) -> None:
+    with pytest.raises(AgentError, match="score: 'c'"):
+        reward_from_command(CommandResult(code=code, seconds=0), "", "c")
+
+
+async def test_what_cannot_run_is_an_error_with_its_cure(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no preset 'clode-code'"):
+        make_agent(folder, "clode-code")
+    with pytest.raises(ConfigError, match="'nothing-of-this-name' is not there"):
+        await play(make_agent(folder, "nothing-of-this-name {task}"))
+    (folder / "program").write_text("#!/no/such/interpreter\n")
+    (folder / "program").chmod(0o700)
+    with pytest.raises(AgentError, match=r"could not be run \(exit code 127\)"):
+        await play(make_agent(folder, f"{folder / 'program'} {{task}}"))
+    agent = make_agent(folder, "true {task}")
+    with pytest.raises(ConfigError, match="gateway over HTTP"):
+        await agent.run(SimpleNamespace(), agent.tasks(1)[0])
+
+
+def test_tasks_are_read_or_refused_by_line(folder: Path) -> None:
+    path = folder / "bad.jsonl"
+    for text, named in {
+        "{": "bad.jsonl:1 is not JSON",
+        "{}": "needs a prompt",
+        '{"prompt": "a", "promt": 1}': "unknown field 'promt'",
+        '{"prompt": "a", "dir": "none"}': "no directory",
+        '{"prompt": "a", "split": "x"}': "split",
+        '{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}': "'1' twice",
+        "": "holds no task",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=named):
+            read_tasks(path)
+    path.write_text(
+        '{"id": "a", "prompt": "1", "split": "heldout"}\n{"id": "b", "prompt": "2", "score": "false"}\n{"id": "c", "prompt": "3"}\n'
+    )
+    agent = make_agent(folder, "true {task}", tasks=str(path))
+    assert [task.task_id for task in agent.tasks(9)] == ["b", "c"] and [t.task_id for t in agent.tasks(9, split="heldout")] == ["a"]
+    assert [task.task_id for task in agent.tasks(1, seed=1)] == [task.task_id for task in agent.tasks(1, seed=1)]
+
+
+@pytest.fixture
+def harbor(tmp_path: Path) -> Path:
+    """A task directory in Harbor's layout."""
+    task = tmp_path / "tasks" / "hello"
+    for name in ("environment", "tests", "solution"):
+        (task / name).mkdir(parents=True)
+    settings = 'version = "1.0"\n[verifier]\ntimeout_sec = 20.0\n[agent]\ntimeout_sec = 20.0\n[environment]\ncpus = 1\n'
+    (task / "task.toml").write_text(settings)
+    (task / "instruction.md").write_text("Write hello to /app/hello.txt.")
+    (task / "environment" / "Dockerfile").write_text("FROM python:3.13-slim\nWORKDIR /app\n")
+    verdict = 'test "$(cat /app/hello.txt)" = hello && reward=1 || reward=0'
+    (task / "tests" / "test.sh").write_text(f"#!/bin/sh\n{verdict}\necho $reward > /logs/verifier/reward.txt\n")
+    return task
+
+
+@NAMESPACES
+@pytest.mark.parametrize(
+    ("command", "reward"), [("echo hello > /app/hello.txt", 1.0), ("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt", 0.0)]
+)
+async def test_harbor_tasks_as_they_are(harbor: Path, tmp_path: Path, command: str, reward: float) -> None:
+    """/app, /tests and /logs are where the task expects them; the agent does not see the tests, and its own reward does not count."""
+    agent = make_agent(
+        tmp_path, f"sh -c '{command}; test ! -e /tests || rm -rf /app/hello.txt' {{task}}", tasks=str(harbor.parent), sandbox="namespace"
+    )
+    assert await play(agent) == reward
+    assert any("Dockerfile" in note for note in agent.notes())
+    with pytest.raises(ConfigError, match="use sandbox='namespace'"):
+        make_agent(tmp_path, "true {task}", tasks=str(harbor)).notes()
+
+
+def test_presets_say_how_to_start_and_what_changes() -> None:
+    from tokentrue.environments.agents.preset import SessionAddress
+
+    address = SessionAddress(openai="http://g/sessions/s/v1", root="http://g/sessions/s", api_key="the-key")
+    for name in PRESETS:
+        preset = load_preset(name)
+        launch = preset.launch(address, "do it")
+        said = json.dumps([launch.arguments, dict(launch.env), dict(launch.home_files), dict(launch.work_files)])
+        assert preset.name == name and preset.changes and preset.install
+        assert "do it" in launch.arguments and "the-key" in said and "http://g/sessions/s" in said
+
+
+async def test_the_supervisor_reports_the_exit_code(tmp_path: Path) -> None:
+    for command, code in ((["sh", "-c", "exit 7"], 7), (["sh", "-c", "kill -TERM $$"], 143), (["no-such-program"], 127)):
+        got = await run_supervised(command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, output=tmp_path / "log")
+        assert got.code == code

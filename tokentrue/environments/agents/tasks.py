@@ -1,0 +1,128 @@
+"""Tasks for command-line agents: a JSON-lines file, or Harbor task directories as they are.
+
+A line: `{"id": "fix-1", "prompt": "…", "dir": "repo", "ref": "main", "score": "pytest -q", "split": "heldout", "env": {…}}`; only `prompt`
+is needed. `dir` is copied (or checked out) for every rollout and is relative to the file.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokentrue.environments.base import Split, Task, digest
+from tokentrue.errors import ConfigError
+
+FIELDS = ("id", "prompt", "dir", "ref", "score", "split", "env", "timeout_s")
+HARBOR_SCORE = "sh /tests/test.sh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    """`tests` is the directory of a Harbor task's verifier, which the agent does not see."""
+
+    task_id: str
+    prompt: str
+    source: Path | None = None
+    ref: str | None = None
+    score: str | None = None
+    split: Split = "train"
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    timeout_s: float | None = None
+    score_timeout_s: float | None = None
+    tests: Path | None = None
+
+    @property
+    def as_task(self) -> Task:
+        return Task(task_id=self.task_id, prompt=self.prompt, data={"agent_task": self})
+
+
+def read_tasks(path: Path) -> list[AgentTask]:
+    if path.is_dir():
+        found = read_harbor(path)
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"tasks: cannot read {path}: {error}") from error
+        found = [task_from_line(line, f"{path}:{number}", path.parent) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f"tasks: {path} holds no task")
+    seen: set[str] = set()
+    for task in found:
+        if task.task_id in seen:
+            raise ConfigError(f"tasks: {path} holds {task.task_id!r} twice; give each task an id of its own")
+        seen.add(task.task_id)
+    return found
+
+
+def task_from_line(line: str, where: str, folder: Path) -> AgentTask:
+    try:
+        fields: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"tasks: {where} is not JSON: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+        raise ConfigError(f"tasks: {where} needs a prompt")
+    unknown = sorted(set(fields) - set(FIELDS))
+    if unknown:
+        raise ConfigError(f"tasks: {where}: unknown field {unknown[0]!r}; known: {', '.join(FIELDS)}")
+    source = (folder / fields["dir"]).resolve() if fields.get("dir") else None
+    if source is not None and not source.is_dir():
+        raise ConfigError(f"tasks: {where}: no directory {source}")
+    if fields.get("split", "train") not in ("train", "heldout"):
+        raise ConfigError(f"tasks: {where}: split must be train or heldout")
+    return AgentTask(
+        task_id=str(fields.get("id") or digest(line)[:12]),
+        prompt=fields["prompt"],
+        source=source,
+        ref=fields.get("ref"),
+        score=fields.get("score"),
+        split=fields.get("split", "train"),
+        env={str(name): str(value) for name, value in (fields.get("env") or {}).items()},
+        timeout_s=fields.get("timeout_s"),
+    )
+
+
+def read_harbor(path: Path) -> list[AgentTask]:
+    """One task directory, or a directory of them."""
+    folders = [path] if (path / "task.toml").exists() else sorted(found.parent for found in path.glob("*/task.toml"))
+    return [harbor_task(folder.resolve()) for folder in folders]
+
+
+def harbor_task(folder: Path) -> AgentTask:
+    try:
+        settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        prompt = (folder / "instruction.md").read_text(encoding="utf-8")
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tasks: {folder} is no Harbor task: {error}") from error
+    if not (folder / "tests" / "test.sh").exists():
+        raise ConfigError(f"tasks: {folder} has no tests/test.sh")
+    environment = folder / "environment"
+    return AgentTask(
+        task_id=folder.name,
+        prompt=prompt,
+        source=environment if environment.is_dir() else None,
+        score=HARBOR_SCORE,
+        env={str(name): str(value) for name, value in section(settings, "environment").get("env", {}).items()},
+        timeout_s=section(settings, "agent").get("timeout_sec"),
+        score_timeout_s=section(settings, "verifier").get("timeout_sec"),
+        tests=folder / "tests",
+    )
+
+
+def section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = settings.get(name, {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def needs_image(task: AgentTask) -> bool:
+    """True for a Harbor task with a Dockerfile, whose steps are not run here."""
+    return task.tests is not None and task.source is not None and (task.source / "Dockerfile").exists()
+
+
+def of_split(tasks: Sequence[AgentTask], split: Split) -> list[AgentTask]:
+    """Tasks without a held-out part serve for both."""
+    return [task for task in tasks if task.split == split] or list(tasks)
