@@ -131,6 +131,16 @@ class Measured(Protocol):
 
 
 @runtime_checkable
+class Adapting(Protocol):
+    """An engine that serves LoRA adapters beside its base weights; a request names one in `Sampling.extra["adapter"]`."""
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of those loaded now."""
+        ...
+
+
+@runtime_checkable
 class Tokenizing(Protocol):
     """An engine that can say how it tokenises a text; only used to compare it with ours."""
 

@@ -187,7 +187,8 @@ class ModelRequests:
             await self._turns.count_tokens("anthropic", claim, scope, receive, send)
         else:
             async with self._turns.open(claim):
-                await send_json(send, 200, list_models(self._config.model))
+                base = self._config.model
+                await send_json(send, 200, list_models(base, *(f"{base}:{name}" for name in self._services.provider.adapters)))
 
 
 def dialect_name(path: str) -> str:
@@ -216,8 +217,8 @@ def check_streamed_as_events(in_path: PathFields, scope: Scope) -> None:
         raise Refused(400, "not_supported", "streams are server-sent events here; add ?alt=sse", field="alt")
 
 
-def list_models(name: str) -> dict[str, Any]:
+def list_models(*names: str) -> dict[str, Any]:
     """Both vendors' fields: OpenAI's list and Anthropic's page."""
-    model = {"id": name, "object": "model", "type": "model", "created": 0, "owned_by": "tokentrue", "display_name": name}
-    model["created_at"] = "1970-01-01T00:00:00Z"
-    return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+    kind = {"object": "model", "type": "model", "created": 0, "owned_by": "tokentrue", "created_at": "1970-01-01T00:00:00Z"}
+    data = [{"id": name, **kind, "display_name": name} for name in names]
+    return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}

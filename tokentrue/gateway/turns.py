@@ -16,7 +16,7 @@ from typing import cast
 
 import orjson
 
-from tokentrue.errors import EngineTimeout, SessionNotFound
+from tokentrue.errors import EngineTimeout, MessageError, SessionNotFound
 from tokentrue.gateway.asgi import RawHeaders, Receive, Scope, Send, read_body, send_json
 from tokentrue.gateway.auth import SessionAccess, invalid_key
 from tokentrue.gateway.dialects import CountingDialect, Dialect, PathFields, RequestHead
@@ -67,6 +67,7 @@ class TurnHandler:
             head, request = await self._read(dialect, handle, scope, receive)
             if in_path is not None:
                 head = replace(head, model=in_path.model, stream=in_path.stream)
+            request = name_adapter(request, head.model, self._services)
             with handle.count_in_flight():
                 async with cancel_on_disconnect(receive), self._services.admission.admit(), self._deadline():
                     if head.stream:
@@ -174,3 +175,14 @@ class TurnHandler:
 
 def answer_headers(handle: SessionHandle, reply: Reply) -> RawHeaders:
     return [(b"x-tokentrue-session", handle.session.id.encode()), (b"x-tokentrue-node", reply.node.encode())]
+
+
+def name_adapter(request: TurnRequest, model: str, services: Services) -> TurnRequest:
+    """Sample with an adapter where the model's name is one: `adapter`, or `base:adapter`. Any other name is the base model's."""
+    loaded, base = services.provider.adapters, services.config.model
+    name = model.removeprefix(f"{base}:")
+    if name not in loaded:
+        if name != model:
+            raise MessageError(f"adapter {name!r} is not loaded; loaded: {', '.join(loaded) or 'none'}", field="model")
+        return request
+    return replace(request, sampling=replace(request.sampling, extra={**request.sampling.extra, "adapter": name}))

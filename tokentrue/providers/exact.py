@@ -33,11 +33,20 @@ class ExactProvider:
         limits: ScheduleLimits | None = None,
         max_len: int | None = None,
         kv_tokens: int | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
+        """`adapters` are loaded at start: name -> directory that peft saved."""
         self.engine = ExactEngine(
             model, device=device, dtype=dtype, pipeline=pipeline, version=version, read=decode, limits=limits, max_len=max_len,
             kv_tokens=kv_tokens,
         )  # fmt: skip
+
+        for name, folder in (adapters or {}).items():
+            self.engine.load_adapter(name, folder)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return self.engine.adapters
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         refuse_constraints(self.name, sampling.extra)

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineTimeout, EngineUnreachable
 from tokentrue.ids import TokenIds
-from tokentrue.protocols import Interruptible, Measured, Provider, Rejoining, WeightSink
+from tokentrue.protocols import Adapting, Interruptible, Measured, Provider, Rejoining, WeightSink
 from tokentrue.providers.transport.building import CompletionBuilder
 from tokentrue.replay import join_masks, join_routing
 from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
@@ -52,6 +52,12 @@ class Pool:
     @property
     def truthful_filters(self) -> frozenset[str]:
         return frozenset.intersection(*(replica.truthful_filters for replica in self._replicas))
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Those that every replica has loaded."""
+        names = [set(replica.adapters) if isinstance(replica, Adapting) else set[str]() for replica in self._replicas]
+        return sorted(set.intersection(*names))
 
     def pause(self) -> None:
         self._open.clear()

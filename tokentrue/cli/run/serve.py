@@ -34,6 +34,7 @@ def command(
     durability: Annotated[str | None, typer.Option(help="normal: survives a kill of the process; full: a loss of power, too")] = None,
     history: Annotated[str | None, typer.Option(help="keep, or template (fork where the template rewrites history)")] = None,
     workers: Annotated[int | None, typer.Option(help="processes; sessions are spread over them")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="NAME=DIR: a LoRA adapter of the exact engine; repeat it for several")] = None,
     pipeline: Annotated[int | None, typer.Option(help="processes of the exact engine; each holds some of the model's layers")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: key.path=value")] = None,
 ) -> int:
@@ -52,6 +53,7 @@ def command(
         "model.history": history,
         "server.workers": workers,
         "engine.options.pipeline": pipeline,
+        "engine.options.adapters": adapters_from(adapter) if adapter else None,
     }
     settings = read(ServeConfig, config, sets or (), flags)
     check(settings)
@@ -82,6 +84,15 @@ def command(
             gateway = gateway_for(settings, admin_key=admin_key)
         run_worker(gateway, public, ready=say_hello)
     return 0
+
+
+def adapters_from(flags: list[str]) -> dict[str, str]:
+    """--adapter NAME=DIR."""
+    pairs = [flag.partition("=") for flag in flags]
+    for name, equals, folder in pairs:
+        if not (name and equals and folder):
+            raise ConfigError(f"--adapter {name + equals + folder!r}: write NAME=DIR")
+    return {name: folder for name, _, folder in pairs}
 
 
 def check(settings: ServeConfig) -> None:

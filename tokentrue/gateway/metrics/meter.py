@@ -6,13 +6,13 @@ The time that a turn spends here is the engine's; the rest of the turn is what t
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tokentrue.protocols import EngineControl
+from tokentrue.protocols import Adapting, EngineControl
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling, VersionSpan
 
 
@@ -39,6 +39,10 @@ class Metered:
     @property
     def truthful_filters(self) -> frozenset[str]:
         return self.inner.truthful_filters
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return self.inner.adapters if isinstance(self.inner, Adapting) else ()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         clock, started = CLOCK.get(), time.perf_counter()
