@@ -28,7 +28,8 @@ def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: t
 
 def read_model(source: str | Path, dtype: torch.dtype) -> Any:
     """The model of a directory on the host, in `dtype`. MXFP4 experts (gpt-oss) are dequantised: a 4-bit value times a power of two."""
-    from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
 
     try:
         stored: Any = getattr(AutoConfig.from_pretrained(str(source)), "quantization_config", None)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -141,7 +141,7 @@ class Pipeline:
             pipe = self._stages[stage].pipe
             self._tell(self._stages[stage], say.Tensor(local, flat.dtype, tuple(flat.shape)))
             try:
-                pipe.send_bytes(flat.view(-1).view(torch.uint8).numpy())
+                pipe.send_bytes(memoryview(flat.view(-1).view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
             except OSError:
                 self._die()
 
@@ -186,7 +186,7 @@ class Pipeline:
             self._die((self._stages.index(stage), answer.text))
         stage.answers.append(answer)
 
-    def _die(self, failure: tuple[int, str] | None = None) -> None:
+    def _die(self, failure: tuple[int, str] | None = None) -> NoReturn:
         """End every stage, and say which one was the cause: one that was killed, before one that lost its neighbour."""
         deadline = time.monotonic() + 2.0
         killed: list[tuple[int, int]] = []

@@ -162,7 +162,7 @@ class PackedAttention(torch.autograd.Function):
             token_major(dq.mul_(scale), q.shape).to(q.dtype),
             token_major(dk.unsqueeze(2), k.shape).to(k.dtype),
             token_major(dv.unsqueeze(2), v.shape).to(v.dtype),
-            None if d_sinks is None else d_sinks.flatten().to(sinks.dtype),
+            None if d_sinks is None or sinks is None else d_sinks.flatten().to(sinks.dtype),
             None,
             None,
             None,
