@@ -84,7 +84,7 @@ def test_an_unknown_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "retokenize" in capsys.readouterr().err
 
 
-SETS = ("rollout.tasks=3", "rollout.group_size=4", "train.checkpoint_every=1", "tensorboard=false")
+SETS = ("rollout.tasks=3", "rollout.group_size=4", "train.checkpoint_every=1", "log=[]")
 TRAIN = ("--json", *(part for text in SETS for part in ("--set", text)))
 
 
@@ -136,7 +136,7 @@ def test_training_from_a_file_of_samples(tmp_path: Path, capsys: pytest.CaptureF
     assert rollout(tmp_path / "played", "--set", "rollout.group_size=4") == 0
     capsys.readouterr()
     source = str(tmp_path / "played" / "samples.jsonl")
-    settings = ("--samples", source, "--steps", "2", "--json", "--set", "train.groups_per_step=3", "--set", "tensorboard=false")
+    settings = ("--samples", source, "--steps", "2", "--json", "--set", "train.groups_per_step=3", "--set", "log=[]")
     assert command("train", ["--out", str(tmp_path / "trained"), *settings]) == 0
     found = losses(capsys.readouterr().out)
     assert found[0]["exact_compared"] == found[0]["tokens_trained"] and found[0]["exact_differing"] == 0

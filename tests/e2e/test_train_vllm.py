@@ -37,7 +37,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
 def settings(out: Path, urls: list[str], steps: int) -> list[str]:
     sets = {
         "engine.name": "vllm", "engine.urls": json.dumps(urls), "rollout.tasks": 4, "rollout.group_size": 6, "rollout.timeout_s": 600,
-        "train.steps": steps, "train.exact": "false", "optim.lr": 4e-4, "tensorboard": "false", "threads": 1,
+        "train.steps": steps, "train.exact": "false", "optim.lr": 4e-4, "log": "[]", "threads": 1,
     }  # fmt: skip
     return ["--out", str(out), "--json", *(part for key, value in sets.items() for part in ("--set", f"{key}={value}"))]
 

@@ -34,7 +34,7 @@ def train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., t
         path = tmp_path / "samples.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        settings = ("--samples", str(path), "--out", str(tmp_path / "out"), "--json", "--set", "tensorboard=false", "--steps", "1")
+        settings = ("--samples", str(path), "--out", str(tmp_path / "out"), "--json", "--set", "log=[]", "--steps", "1")
         code = command("train", [*settings, *more])
         said = capsys.readouterr()
         return code, [json.loads(line) for line in said.out.splitlines() if line.startswith("{")], said.err

@@ -97,7 +97,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_step(tmp_path: Path) -> No
 
 def test_metrics_are_never_erased(tmp_path: Path) -> None:
     for value in (0.25, 0.75):
-        writer = MetricsWriter(tmp_path, provenance={}, tensorboard=False)
+        writer = MetricsWriter(tmp_path, provenance={}, log=())
         writer.write(0, 1, {"reward": value}, {})
         writer.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward"] == 0.75

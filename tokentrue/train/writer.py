@@ -1,24 +1,30 @@
-"""Metrics to JSON lines and to TensorBoard. Every row names its run, its policy version and the machine."""
+"""Metrics to JSON lines, and to the loggers that were asked for. Every row names its run, its policy version and the machine."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tokentrue.train.loggers import LOGGERS, LoggedRun, LoggerName
+
 
 class MetricsWriter:
     """Appends. A resumed run continues the file; rows of steps that it repeats move to `metrics.before-N.jsonl`: nothing is erased."""
 
-    def __init__(self, directory: Path, *, provenance: Mapping[str, Any], first_step: int = 0, tensorboard: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, provenance: Mapping[str, Any], first_step: int = 0, log: Sequence[LoggerName] = ("tensorboard",)
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         self._provenance = {**provenance, "hardware": hardware(), "torch": torch.__version__}
+        run = LoggedRun(directory=directory, config=self._provenance, first_step=first_step)
+        self._loggers = [LOGGERS[name](run) for name in log]
         lines = self._lines()
         kept = [line for line in lines if is_before(line, first_step)]
         if len(kept) < len(lines):
@@ -27,13 +33,6 @@ class MetricsWriter:
         self._file = self.path.open("w")
         self._file.writelines(line + "\n" for line in kept)
         self._file.flush()
-        self._board: Any = None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard.writer import SummaryWriter
-            except ImportError:
-                return
-            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step or None)
 
     def _lines(self) -> list[str]:
         return self.path.read_text().splitlines() if self.path.exists() else []
@@ -43,14 +42,13 @@ class MetricsWriter:
         row = {"step": step, "policy_version": version, **metrics, **timed, **self._provenance}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in {**metrics, **timed}.items():
-                self._board.add_scalar(name, value, step)
+        for logger in self._loggers:
+            logger.log(step, {**metrics, **timed})
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for logger in self._loggers:
+            logger.close()
 
 
 def is_before(line: str, first_step: int) -> bool:

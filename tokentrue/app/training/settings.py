@@ -12,6 +12,7 @@ from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
 from tokentrue.errors import ConfigError
 from tokentrue.train.config import EvaluationConfig, OptimConfig, TrainConfig
+from tokentrue.train.loggers import LoggerName
 
 if TYPE_CHECKING:
     from tokentrue.mismatch import LossConfig
@@ -42,7 +43,7 @@ class TrainRun:
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 2
-    tensorboard: bool = True
+    log: tuple[LoggerName, ...] = ("tensorboard",)  # besides metrics.jsonl
 
     def __post_init__(self) -> None:
         for name in ("temperature", "seed"):

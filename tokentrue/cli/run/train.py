@@ -1,7 +1,7 @@
 """tokentrue train: the reference trainer, live against a gateway of its own or offline from a file of samples.
 
 One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: rank 0 then runs gateway, engine and environment, and
-all ranks train. The output directory holds checkpoints, `metrics.jsonl`, TensorBoard files and the resolved configuration.
+all ranks train. The output directory holds checkpoints, `metrics.jsonl`, the files of `log` and the resolved configuration.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def open_metrics(settings: TrainRun, ranks: Any, run_hash: str, first: int) -> I
     settings.out.mkdir(parents=True, exist_ok=True)
     (settings.out / "config.json").write_text(json.dumps(as_mapping(settings), indent=1, sort_keys=True))
     provenance = {"run": run_hash, "model": settings.model.shown, "engine": settings.engine.name, "loss": settings.loss.name}
-    writer = MetricsWriter(settings.out, provenance=provenance, first_step=first, tensorboard=settings.tensorboard)
+    writer = MetricsWriter(settings.out, provenance=provenance, first_step=first, log=settings.log)
     try:
         yield lambda report, seconds: writer.write(report.step, report.version, report.metrics, seconds)
     finally:
@@ -127,4 +127,5 @@ def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
     print(f"  exactness: {differing} of {compared:,} log-probabilities differ")
     print(f"  a step: {costs.line()}")
     print(f"  weights in {settings.out / 'checkpoints'}; `tokentrue serve --model` takes any of them")
-    print(f"  metrics in {settings.out / 'metrics.jsonl'}; tensorboard --logdir {settings.out / 'tensorboard'}")
+    board = f"; tensorboard --logdir {settings.out / 'tensorboard'}" if "tensorboard" in settings.log else ""
+    print(f"  metrics in {settings.out / 'metrics.jsonl'}{board}")
