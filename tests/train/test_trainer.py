@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,3 +156,25 @@ def test_ulps() -> None:
     assert ulps(1.0, 1.0) == 0
     assert ulps(-0.5, float(np.nextafter(np.float32(-0.5), np.float32(0)))) == 1
     assert ulps(-1e-45, 1e-45) == 2
+
+
+def test_longer_responses_halve_the_rate_and_a_checkpoint_remembers_them(base: torch.nn.Module, tmp_path: Path) -> None:
+    from tokentrue.train import checkpoint
+
+    def made(surge: float) -> Trainer:
+        t = trainer(base)
+        t.optim = OptimConfig(lr=1e-3, length_surge=surge)
+        t.response_lengths = [4.0] * 12  # far shorter than what comes
+        return t
+
+    groups = groups_for(base)
+    assert made(0.0).step(groups).metrics["update/lr"] == 1e-3
+    t = made(1.25)
+    assert t.step(groups).metrics["update/lr"] == 0.5e-3
+    path = checkpoint.save(t, tmp_path, rounds={}, run_hash="h", model=None, keep=1)
+    assert path is not None
+    again = made(1.25)
+    checkpoint.load(again, path, run_hash="h")
+    assert again.response_lengths == t.response_lengths and len(again.response_lengths) == 13
+    with pytest.raises(ConfigError, match="length_surge"):
+        OptimConfig(length_surge=0.5)

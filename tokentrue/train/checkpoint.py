@@ -74,6 +74,7 @@ def save(
             out.write(json.dumps({"round": number, "groups": groups}) + "\n")
     state = {"version": trainer.version, "updates": trainer.updates, "run_hash": run_hash, "torch": torch.__version__}
     state["loss_scale"] = [trainer.scale.value, trainer.scale.good]
+    state["response_lengths"] = trainer.response_lengths
     state["digests"] = {path.name: digest_of(path) for path in sorted(partial.iterdir())}
     (partial / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(target, ignore_errors=True)
@@ -159,7 +160,9 @@ def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
             place(value, weights[name])
     restore_optimizer(trainer, moments)
     trainer.version, trainer.updates = version, updates
-    trainer.scale.value, trainer.scale.good = json.loads((path / "state.json").read_text()).get("loss_scale", [1.0, 0])
+    state = json.loads((path / "state.json").read_text())
+    trainer.scale.value, trainer.scale.good = state.get("loss_scale", [1.0, 0])
+    trainer.response_lengths = list(state.get("response_lengths", ()))
     return Checkpoint(path=path, version=version, rounds=rounds)
 
 

@@ -27,6 +27,7 @@ class OptimConfig:
     schedule: Schedule = "constant"
     warmup: int = 0
     final: float = 0.1  # share of lr at the end of a decay
+    length_surge: float = 0.0  # > 1: halve lr each time the smoothed response length exceeds so many times its reference; 0: never
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -37,6 +38,8 @@ class OptimConfig:
             raise ConfigError(f"optim.schedule: {self.schedule!r} is not one of constant, linear, cosine")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optim.betas: {self.betas!r} must be two numbers in [0, 1)")
+        if self.length_surge != 0 and self.length_surge <= 1:
+            raise ConfigError(f"optim.length_surge: {self.length_surge!r} must be > 1, or 0 for off")
         if self.warmup < 0 or not 0 <= self.final <= 1:
             raise ConfigError("optim: warmup must be >= 0 and final in [0, 1]")
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, ExactnessError, TokenContractError, TrainingError
-from tokentrue.mismatch import LossConfig, Metrics, diagnose, policy_loss
+from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.train.checks.exactness import Agreement, agreement, require_exact
 from tokentrue.train.config import OptimConfig, TrainConfig, learning_rate
 from tokentrue.train.data.batch import Row, rows_of, session_advantages
@@ -81,6 +81,7 @@ class Trainer:
         self.version = 0
         self.updates = 0
         self.skipped = 0  # updates in a row
+        self.response_lengths: list[float] = []  # mean sampled tokens per row, step by step
         self.masters = MasterWeights(model)
         self.scale = LossScale.of(next(model.parameters()).dtype)
         self.optimizer = torch.optim.AdamW(
@@ -95,6 +96,7 @@ class Trainer:
             raise ConfigError("a training step got no rows: every rollout of the batch failed, or none was asked for")
         require_own_versions(rows, self.config, self.version)
         advantages = session_advantages(rows, self.config.baseline)
+        self.response_lengths.append(sum(int(row.sampled.sum()) for row in rows) / len(rows))
         with self.scorer.active(self.model):
             epochs = self.planned(rows, advantages)
             with clock("recompute"):
@@ -209,6 +211,8 @@ class Trainer:
     def update(self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool) -> UpdateResult:
         """One optimiser update over a minibatch. A gradient that is not finite changes no weight, and too many of them stop the run."""
         rate = learning_rate(self.optim, self.updates, self.config.steps * self.config.updates_per_step)
+        if self.optim.length_surge:
+            rate *= LengthDecay(surge=self.optim.length_surge).scale(self.response_lengths)
         self.updates += 1
         merged, total = self.accumulate(rows, values, part, is_first=is_first)
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.masters.parameters, self.optim.clip_norm)))
