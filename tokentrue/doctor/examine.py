@@ -13,6 +13,7 @@ from tokentrue.doctor.layers import locate_difference
 from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.probes.experts import probe_experts
 from tokentrue.doctor.probes.identity import probe_identity
+from tokentrue.doctor.probes.interruption import probe_interruption
 from tokentrue.doctor.probes.meaning import gather_observations, probe_meaning
 from tokentrue.doctor.probes.samples import probe_samples
 from tokentrue.doctor.probes.stability import probe_stability
@@ -45,11 +46,13 @@ async def examine(
     engine_model: Any = None,
     seed: int = 7,
     samples: Sequence[Sample] = (),
+    interrupt: bool = False,
     on_progress: Progress = lambda _: None,
 ) -> Report:
     """Runs every probe. `dtype` is what the engine should compute in (the model directory's own by default).
 
     `engine_model` is the engine's torch module where it runs in this process: then the first layer that differs is looked for.
+    `interrupt` pauses and preempts a running generation too, which holds up the engine's other clients for a moment.
     """
     exam = Examination(
         provider=provider,
@@ -71,6 +74,8 @@ async def examine(
         probes: dict[str, Callable[[Examination], Awaitable[list[Finding]]]] = {
             "meaning": probe_meaning, "stability": probe_stability, "weights": probe_weights, "experts": probe_experts,
         }  # fmt: skip
+        if interrupt:
+            probes["interruption"] = probe_interruption
         for name, probe in probes.items():
             on_progress(name)
             findings += await probe(exam)
@@ -104,7 +109,7 @@ def settle(findings: Sequence[Finding]) -> list[Finding]:
 
 DTYPES = ("dtype_bfloat16", "dtype_float16")
 NUMBERS = ("other_weights", "rope", "int8_weights", "fp8_weights", "fp8_kv_cache", "routing")
-REPEATS = ("batch_variant", "prefix_cache", "prefill_decode")
+REPEATS = ("batch_variant", "prefix_cache", "prefill_decode", "pause", "preemption")
 FOLLOWS: dict[str, tuple[str, ...]] = {
     "tokenizer": ("special_tokens", "template"),
     "special_tokens": ("template",),
@@ -117,6 +122,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "dtype_float16": REPEATS,
     "batch_variant": (*NUMBERS, "prefill_decode"),
     "prefix_cache": (*NUMBERS, "prefill_decode"),
+    "pause": ("preemption",),
     "sampled_temperature": ("greedy_logprobs",),
     "context_truncated": ("prefill_decode",),
 }

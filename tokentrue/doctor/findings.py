@@ -123,6 +123,12 @@ CAUSES: Mapping[str, tuple[str, str]] = {
         "flush the prefix cache at every weight update; turn off KV-cache quantisation",
     ),
     "prefill_decode": ("prefill and decode disagree beyond rounding", "check chunked prefill, attention backend and KV-cache dtype"),
+    "pause": ("a paused generation resumes with other numbers", "update the engine; abort generations before pausing it"),
+    "preemption": ("a preempted generation resumes with other numbers", "give the KV cache more memory; update the engine"),
+    "penalties_ignored": (
+        "log-probabilities under penalties are those before the penalty",
+        "use an engine that reports the penalised distribution (vLLM processed_logprobs), or sample without penalties",
+    ),
     "dtype_bfloat16": ("the engine computes in bfloat16", "serve with the trainer's dtype, or expect this spread and correct for it"),
     "dtype_float16": ("the engine computes in float16", "serve with the trainer's dtype, or expect this spread and correct for it"),
     "int8_weights": ("the engine's weights are quantised to int8", "serve unquantised weights, or correct for the mismatch"),

@@ -28,6 +28,16 @@ class EngineRoutes(Protocol):
 
     async def facts(self) -> Mapping[str, str]: ...
 
+    async def pause(self) -> bool:
+        """Holds every running generation where it is. False: no such route."""
+        ...
+
+    async def preempt(self) -> bool:
+        """Of a paused engine: drops the keys and values of running generations, which are computed again. False: no such route."""
+        ...
+
+    async def resume(self) -> bool: ...
+
     async def close(self) -> None: ...
 
 
@@ -51,6 +61,15 @@ class NoRoutes:
 
     async def facts(self) -> Mapping[str, str]:
         return {}
+
+    async def pause(self) -> bool:
+        return False
+
+    async def preempt(self) -> bool:
+        return False
+
+    async def resume(self) -> bool:
+        return False
 
     async def close(self) -> None:
         pass
@@ -87,8 +106,25 @@ class HttpRoutes:
         keys = ("id", "root", "max_model_len")
         return {f"engine {key}": str(models[0][key]) for key in keys if models[0].get(key) is not None}
 
+    async def pause(self) -> bool:
+        return await self._post("/pause?mode=keep") or await self._post("/pause_generation", {"mode": "in_place"})
+
+    async def preempt(self) -> bool:
+        reset = "/reset_prefix_cache?reset_running_requests=true"
+        return await self._post(reset) or await self._post("/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> bool:
+        return await self._post("/resume") or await self._post("/continue_generation")
+
     async def close(self) -> None:
         await self._http.close()
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> bool:
+        try:
+            await self._http.read("POST", path, body or {}, retry=False)
+        except (EngineContractError, EngineRejected):
+            return False
+        return True
 
     async def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any] | None:
         """The answer as JSON; None where the route is missing or does not take this request."""

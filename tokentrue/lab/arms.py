@@ -215,6 +215,7 @@ def trainer_for(arm: Arm, scale: Scale) -> Trainer:
         epochs=arm.epochs,
         lag=arm.lag,
         exact=arm.exact,
+        max_idle_steps=scale.steps,  # a rare reward is no reason to stop a study
         micro_tokens=4096 if scale.device == "cpu" else 8192,
     )
     from tokentrue.train.update.scoring import ExactScorer, PlainScorer

@@ -31,12 +31,13 @@ def command(
     served: Annotated[Path | None, typer.Option("--served", help="hf, exact: the directory that the engine loads, if another")] = None,
     previous: Annotated[Path | None, typer.Option("--previous", help="the weights before the last update, to recognise stale ones")] = None,
     adapter: Annotated[Path | None, typer.Option("--adapter", help="a PEFT adapter that belongs to the trainer's policy")] = None,
+    interrupt: Annotated[bool, typer.Option("--interrupt", help="also pause and preempt a generation; others wait a moment")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the report as one HTML page")] = None,
 ) -> int:
     """Exit 0: no fault found. 1: a fault, with its likely cause and cure. 2: called wrongly, or nothing could be probed."""
     _check(engine, url, model, dtype)
-    report = asyncio.run(_run(engine, url, model, samples, dtype, served, previous, adapter, quiet=as_json))
+    report = asyncio.run(_run(engine, url, model, samples, dtype, served, previous, adapter, interrupt=interrupt, quiet=as_json))
     if output is not None:
         from tokentrue.doctor import report_page
 
@@ -70,6 +71,7 @@ async def _run(
     previous: Path | None,
     adapter: Path | None,
     *,
+    interrupt: bool,
     quiet: bool,
 ) -> Report:
     from rich.console import Console
@@ -96,6 +98,7 @@ async def _run(
                 previous=previous,
                 engine_model=module,
                 samples=recorded,
+                interrupt=interrupt,
                 on_progress=lambda name: status.update(f"probing: {name}"),
             )
         finally:

@@ -98,6 +98,7 @@ async def probe_meaning(exam: Examination) -> list[Finding]:
         await _low_temperature(exam, prompts, tops),
         await _filters(exam, prompts, tops),
         await _greedy(exam, prompts, tops),
+        await _penalties(exam),
         _wire(exam),
     ]
 
@@ -178,6 +179,37 @@ async def _filters(exam: Examination, prompts: Sequence[Sequence[int]], tops: Se
     if median(outside) <= limit:
         return fault(name, "filters_ignored", f"equal to the unfiltered within {median(outside):.2g}")
     return cannot_tell(name, f"neither renormalised ({median(inside):.2g} off) nor unfiltered ({median(outside):.2g} off)")
+
+
+async def _penalties(exam: Examination) -> Finding:
+    """Sampled under a presence penalty: the reference's logits with the penalty, or without it?"""
+    name, penalty = "meaning: penalties", 1.0
+    if "presence_penalty" not in exam.provider.truthful_filters:
+        return cannot_tell(name, "this engine does not claim to report penalised log-probabilities; training sessions refuse penalties")
+    prompt = exam.prompts()[1]
+    try:
+        found = await exam.provider.generate(prompt, Sampling(max_tokens=24, seed=exam.seed, presence_penalty=penalty))
+    except (EngineError, InputError, TokenContractError) as error:
+        return cannot_tell(name, str(error))
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *found.token_ids]])
+        logits = exam.reference.model(ids).logits[0, len(prompt) - 1 : -1].double()
+    counted = torch.zeros_like(logits)
+    for index, token in enumerate(found.token_ids[:-1]):
+        counted[index + 1 :, token] = penalty
+    targets = ids[0, len(prompt) :, None]
+    theirs = torch.tensor(found.logprobs, dtype=torch.float64)
+    plain, penalised = (x.log_softmax(-1).gather(-1, targets)[:, 0] for x in (logits, logits - counted))
+    limit, apart = max(exam.spread.limit, 1e-3), (plain - penalised).abs()
+    clear = apart > 3 * limit
+    if not bool(clear.any()):
+        return cannot_tell(name, "the penalty changes no sampled token's log-probability visibly")
+    inside, outside = (float((theirs - side)[clear].abs().median()) for side in (penalised, plain))
+    if inside <= limit:
+        return ok(name, f"penalised within {inside:.2g}")
+    if outside <= limit:
+        return fault(name, "penalties_ignored", f"equal to the unpenalised within {outside:.2g}")
+    return cannot_tell(name, f"neither penalised ({inside:.2g} off) nor unpenalised ({outside:.2g} off)")
 
 
 async def _greedy(exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]) -> Finding:

@@ -26,7 +26,7 @@ async def probe_stability(exam: Examination) -> list[Finding]:
 async def _repeat(exam: Examination) -> Finding:
     prompt, sampling = exam.prompts()[0], Sampling(temperature=1.0, max_tokens=16, seed=exam.seed)
     first, second = [await exam.provider.generate(prompt, sampling) for _ in range(2)]
-    return _compare(exam, "stability: same request twice", "unstable", first, second)
+    return compare_runs(exam, "stability: same request twice", "unstable", first, second)
 
 
 async def _batch(exam: Examination) -> Finding:
@@ -36,7 +36,7 @@ async def _batch(exam: Examination) -> Finding:
     alone = await exam.provider.generate(prompts[1], sampling)
     others = [prompt[: len(prompt) - shorter] for shorter, prompt in enumerate(prompts * 2)][: BATCH - 1]
     together = await exam.generate([prompts[1], *others], sampling)
-    return _compare(exam, "stability: alone and in a batch", "batch_variant", alone, together[0])
+    return compare_runs(exam, "stability: alone and in a batch", "batch_variant", alone, together[0])
 
 
 async def _prefix_cache(exam: Examination) -> Finding:
@@ -47,7 +47,7 @@ async def _prefix_cache(exam: Examination) -> Finding:
     prompt, sampling = [*mixed[:8], *middle, *mixed[-8:]], Sampling(temperature=0.0, max_tokens=8)
     cold = await exam.provider.generate(prompt, sampling)
     warm = await exam.provider.generate(prompt, sampling)
-    return _compare(exam, "stability: prefix cache cold and warm", "prefix_cache", cold, warm)
+    return compare_runs(exam, "stability: prefix cache cold and warm", "prefix_cache", cold, warm)
 
 
 async def _prefill(exam: Examination) -> Finding:
@@ -60,10 +60,10 @@ async def _prefill(exam: Examination) -> Finding:
     longer = (*prompt, *decoded.token_ids[:cut])
     filled = await exam.provider.generate(longer, Sampling(temperature=0.0, max_tokens=len(decoded.token_ids) - cut))
     rest = Completion(token_ids=decoded.token_ids[cut:], logprobs=decoded.logprobs[cut:], finish=decoded.finish)
-    return _compare(exam, "stability: prefill and decode", "prefill_decode", rest, filled)
+    return compare_runs(exam, "stability: prefill and decode", "prefill_decode", rest, filled)
 
 
-def _compare(exam: Examination, name: str, known: str, first: Completion, second: Completion) -> Finding:
+def compare_runs(exam: Examination, name: str, known: str, first: Completion, second: Completion) -> Finding:
     """Tokens may part at a near tie; up to there the log-probabilities must agree, within rounding or, for the exact engine, in bits."""
     ids, others = list(first.token_ids), list(second.token_ids)
     common = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
