@@ -66,13 +66,22 @@ class ExactEngine:
         self.contract: Contract = runner.contract
         self.core = Core(runner, limits=self.limits, version=version, read=read, chaos=chaos)
         if chaos is None or not chaos.unproven:
-            self.core.prove()
+            self._prove()
         self._state = threading.Condition()
         self._inbox: list[Request] = []
         self._stepping = False
         self._pauses = 0
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    def _prove(self) -> None:
+        """A refused model is left as it was found, and no process is left running."""
+        try:
+            self.core.prove()
+        except BaseException:
+            self.core.close()
+            self._undo.close()
+            raise
 
     def _local_runner(self, ops: Ops | None, positions: int, kv_tokens: int | None) -> LocalRunner:
         contract = self._undo.enter_context(exact(self.model, ops=ops))
