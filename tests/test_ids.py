@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.types import spans_from_runs
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -68,3 +69,9 @@ def test_nothing_can_change_them() -> None:
 def test_half_an_id_is_refused() -> None:
     with pytest.raises(TokenContractError, match="5 bytes"):
         TokenIds.from_bytes(b"12345")
+
+
+def test_runs_of_tokens_become_spans_without_gaps() -> None:
+    runs = [(0, 1), (2, 1), (3, 1), (0, 2), (1, 2), (2, 1)]
+    assert [(span.start, span.end, span.version) for span in spans_from_runs(runs)] == [(0, 5, 1), (5, 6, 2), (6, 8, 1)]
+    assert spans_from_runs([(0, 7)]) == ()

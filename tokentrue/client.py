@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,7 +27,6 @@ from tokentrue.samples.shape import sample_from_json
 from tokentrue.types import Coverage, Sample, Untrained
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
     from anthropic import Anthropic, AsyncAnthropic
     from openai import AsyncOpenAI, OpenAI
@@ -215,7 +214,7 @@ class Client:
         """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""
 
         @contextmanager
-        def block() -> Iterator[ClientSession]:
+        def block() -> Generator[ClientSession, None, None]:
             session = self.open(**settings)
             try:
                 yield session
@@ -331,7 +330,7 @@ class AsyncClient:
         """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""
 
         @asynccontextmanager
-        async def block() -> AsyncIterator[AsyncClientSession]:
+        async def block() -> AsyncGenerator[AsyncClientSession, None]:
             session = await self.open(**settings)
             try:
                 yield session

@@ -14,7 +14,7 @@
     │   ├── SessionNotFound     HTTP 404
     │   ├── SessionConflict     compare-and-swap lost, id taken, session ended; HTTP 409
     │   │   └── KeyConflict     a request key that names another request
-    │   ├── LimitExceeded       size, age or concurrency; HTTP 413/429
+    │   ├── LimitExceeded       a size or an age: HTTP 413; too much in flight: 429
     │   └── JournalError        the durable store
     ├── EngineError             provider -> engine; HTTP 502
     │   ├── EngineUnreachable
@@ -98,7 +98,13 @@ class KeyConflict(SessionConflict):
 
 
 class LimitExceeded(SessionError):
+    """A size, a count or an age. With `retry_after_s` the limit is on what is in flight, and the same request may succeed later."""
+
     code = "limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class JournalError(SessionError):

@@ -313,6 +313,10 @@ class Session:
 
         await self._change(change)
 
+    async def replace_key(self, key_hash: str) -> None:
+        """The session's API key is another one from now on; the one before opens nothing any more."""
+        await self._change(lambda record: replace(record, key_hash=key_hash))
+
     async def end(self) -> None:
         """No further turn is admitted, and turns in flight end here, recorded as "deleted"; the record stays readable."""
         self._is_ending = True

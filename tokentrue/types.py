@@ -9,7 +9,7 @@ Messages and tools are plain mappings in the OpenAI Chat Completions shape: `rol
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
@@ -26,6 +26,7 @@ Tool: TypeAlias = Mapping[str, Any]
 Tools: TypeAlias = Sequence[Tool]
 TemplateKwargs: TypeAlias = Mapping[str, Any]
 
+MAX_CHOICES = 128  # answers to one request
 UNVERSIONED = 0
 """Policy version of an engine that has not been told one."""
 
@@ -111,6 +112,19 @@ class VersionSpan:
     start: int
     end: int
     version: int
+
+
+def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
+    """`(number of tokens, version)` in their order, as spans; neighbours of one version are one span, empty runs are left out."""
+    spans: list[VersionSpan] = []
+    end = 0
+    for count, version in runs:
+        start, end = end, end + count
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(start=spans[-1].start, end=end, version=version)
+        elif count:
+            spans.append(VersionSpan(start=start, end=end, version=version))
+    return tuple(spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ import pytest
 from tokentrue.cluster import actors
 from tokentrue.cluster.rollout import Fleet, require_listener
 from tokentrue.environments import Plan, RolloutConfig, Task, plan_groups
-from tokentrue.errors import ConfigError, EngineUnreachable
+from tokentrue.environments.http import GatewaySessions
+from tokentrue.errors import ConfigError, EngineUnreachable, SessionConflict
 
 pytest.importorskip("ray")
 PLANS = plan_groups([Task(task_id=f"t{i}", prompt="") for i in range(16)], n=4, seed=0)
@@ -99,3 +100,18 @@ async def test_an_absence_is_waited_for_and_an_agent_s_failure_is_not(
     assert found.reward == (1.0 if said is None else None)
     assert (found.error is None) if said is None else (said in (found.error or ""))
     assert moody.opened == opened if opened < 99 else moody.opened > 1, "an absence was not tried again"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_agent_is_given_a_key_of_its_session_and_never_the_admin_key(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def call(self: GatewaySessions, method: str, path: str, body: Any = None) -> Any:
+        if path == "/sessions" and begun:
+            raise SessionConflict("this session exists")
+        assert method == "POST" and (path == "/sessions" or path.endswith("/key"))
+        return {"api_key": "of the session"}
+
+    monkeypatch.setattr(GatewaySessions, "call", call)
+    async with GatewaySessions("http://127.0.0.1:1", sampling={}, admin_key="of the admin", resume=True) as sessions:
+        opened = sessions.open(PLANS[0])
+        session = await opened.__aenter__()
+        assert session.client.api_key == "of the session"

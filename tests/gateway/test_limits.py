@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -19,9 +20,70 @@ import pytest
 from tests.gateway.inside import ask, gateway, new_session
 from tests.gateway.test_workers import Engine, serving, worker_pids
 from tests.gateway.world import Made, Server, scripted_server, wait_until
+from tokentrue.errors import LimitExceeded
+from tokentrue.gateway.metrics.meter import CLOCK, EngineClock, Metered
+from tokentrue.gateway.problems import problem_from
+from tokentrue.ids import TokenIds
+from tokentrue.sessions import SessionLimits
+from tokentrue.types import Chunk, Completion, Finish, Sampling
 
 HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 LONG = "word " * 200_000
+
+
+async def test_time_in_the_engine_is_wall_time_when_choices_overlap() -> None:
+    class Slow:
+        async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Completion:
+            await asyncio.sleep(0.05)
+            return Completion(token_ids=TokenIds([1]), logprobs=(-0.5,), finish=Finish.STOP)
+
+        async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+            for _ in range(2):
+                await asyncio.sleep(0.02)
+                yield Chunk(token_ids=TokenIds([1]), logprobs=(-0.5,), policy_version=0)
+
+    clock, engine = EngineClock(), Metered(Slow())  # type: ignore[arg-type]
+    CLOCK.set(clock)
+    started = time.perf_counter()
+
+    async def read() -> None:
+        async for _ in engine.stream(TokenIds([1]), Sampling()):
+            pass
+
+    await asyncio.gather(*[engine.generate(TokenIds([1]), Sampling()) for _ in range(4)], read(), read())
+    assert 0.045 < clock.engine_s <= time.perf_counter() - started
+
+
+def test_a_limit_on_what_is_in_flight_may_be_tried_again() -> None:
+    limits = SessionLimits(max_nodes=10, max_in_flight=2)
+    with pytest.raises(LimitExceeded) as in_flight:
+        limits.admit(n=1, nodes=0, tokens=0, in_flight=2)
+    with pytest.raises(LimitExceeded) as nodes:
+        limits.admit(n=1, nodes=10, tokens=0, in_flight=0)
+    assert (problem_from(in_flight.value).status, problem_from(nodes.value).status) == (429, 413)
+
+
+async def test_a_resumed_session_gets_a_key_of_its_own_and_the_old_one_ends() -> None:
+    app = gateway()
+    session = await new_session(app)
+    body, path = json.dumps(HELLO).encode(), f"/sessions/{session['session_id']}/key"
+    assert (await ask(app, "POST", path, b"", key=session["api_key"]))[0] == 403
+    status, answer = await ask(app, "POST", path)
+    key = json.loads(answer)["api_key"]
+    assert status == 201 and key != session["api_key"]
+    assert (await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"]))[0] == 401
+    assert (await ask(app, "POST", "/v1/chat/completions", body, key=key))[0] == 200
+    await app.close()
+
+
+async def test_a_failed_turn_leaves_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    app = gateway()
+    session = await new_session(app)
+    with caplog.at_level("INFO", logger="tokentrue.gateway"):
+        status, _ = await ask(app, "POST", "/v1/chat/completions", json.dumps({**HELLO, "n": 1000}).encode(), key=session["api_key"])
+    (line,) = [json.loads(record.message) for record in caplog.records if record.message.startswith("{")]
+    assert status == line["status"] == 400 and (line["event"], line["session"]) == ("turn_failed", session["session_id"])
+    await app.close()
 
 
 # Memory.

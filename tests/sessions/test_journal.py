@@ -141,8 +141,7 @@ async def test_sessions_end_by_age(journal: Journal) -> None:
     assert {item.id for item in journal.sessions()} == {"fresh", "busy"}
 
 
-async def test_an_older_journal_is_brought_up_to_date(tmp_path: Path) -> None:
-    path = tmp_path / "j.db"
+def write_first_version(path: Path) -> None:
     old = sqlite3.connect(path)
     for statement in STEPS[0][0].split(";"):
         old.execute(statement)
@@ -153,6 +152,21 @@ async def test_an_older_journal_is_brought_up_to_date(tmp_path: Path) -> None:
     old.execute("INSERT INTO nodes VALUES ('s', 0, 'old', NULL, x'01000000', x'', x'', x'00', x'7b7d', NULL, 2.0)")
     old.commit()
     old.close()
+
+
+def test_a_reader_leaves_an_older_journal_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "j.db"
+    write_first_version(path)
+    before = path.read_bytes()
+    reader = Journal(path, read_only=True)
+    assert reader.get("s").rewards.session == 1.0 and [item.id for item in reader.rows("s")] == ["old"]
+    reader.close()
+    assert path.read_bytes() == before and sorted(tmp_path.iterdir()) == [path]
+
+
+async def test_an_older_journal_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "j.db"
+    write_first_version(path)
     journal = Journal(path)
     assert journal.get("s").rewards.session == 1.0
     assert [item.id for item in journal.rows("s")] == ["old"]

@@ -17,6 +17,7 @@ from tokentrue.errors import (
     EngineContractError,
     InputError,
     LimitExceeded,
+    MessageError,
     SamplingError,
     SessionConflict,
     SessionNotFound,
@@ -25,6 +26,7 @@ from tokentrue.errors import (
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.samples import audit
 from tokentrue.sessions import Journal, SessionLimits
+from tokentrue.sessions.client import InProcessClient
 from tokentrue.sessions.stages.prompts import Prompt, build_prompt
 from tokentrue.types import Completion, Finish, RoutedExperts, TurnEvent, TurnRequest
 
@@ -393,6 +395,18 @@ async def test_an_unchanged_agent_comes_back_as_a_sample(run: Any, reward: float
     sample = await tt.rollout(run, "mend it", session)
     assert sum(sample.loss_mask) == 480 and sample.reward == reward
     assert session.coverage().ratio == 1.0 and len(session.samples()) == 1
+
+
+async def test_the_in_process_client_passes_what_the_engine_must_enforce() -> None:
+    session, _ = session_of(*[sampled_turn(i, tokens=160, name="own") for i in range(2)])
+    client = InProcessClient(session)
+    ask: dict[str, Any] = {"messages": [{"role": "user", "content": "look"}], "tools": TOOLS}
+    await client.chat.completions.create(**ask, tool_choice="required")
+    assert session.tree.in_order()[-1].sampling.extra["tool_choice"] == "required"
+    await client.chat.completions.create(**ask, tool_choice="none")
+    assert session.tree.in_order()[-1].tools is None
+    with pytest.raises(MessageError, match="tool_choice"):
+        await client.chat.completions.create(**ask, tool_choice="sometimes")
 
 
 async def test_an_agent_that_never_asked_has_no_sample() -> None:

@@ -11,7 +11,7 @@ import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from tokentrue.errors import ConfigError, InputError
 
@@ -72,9 +72,10 @@ def literal(text: str) -> Any:
 def set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
     *folders, name = dotted.split(".")
     for folder in folders:
-        values = values.setdefault(folder, {})
-        if not isinstance(values, dict):
+        inner: Any = values.setdefault(folder, {})
+        if not isinstance(inner, dict):
             raise ConfigError(f"{dotted}: {folder} is a value, not a table")
+        values = cast("dict[str, Any]", inner)
     values[name] = value
 
 
@@ -115,13 +116,13 @@ def _value(hint: Any, value: Any, path: str) -> Any:
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path}: must be a table")
-        return build(hint, value, path=path)  # pyright: ignore[reportArgumentType]
+        return build(cast("type[Any]", hint), cast("Mapping[str, Any]", value), path=path)
     if origin is tuple or origin in (list, Sequence):
         return _sequence(origin, inner, value, path)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path}: must be a table")
-        return dict(value)
+        return dict(cast("Mapping[Any, Any]", value))
     return _plain(hint, value, path)
 
 
@@ -141,7 +142,7 @@ def _one_of(hints: tuple[Any, ...], value: Any, path: str) -> Any:
 def _sequence(origin: Any, inner: tuple[Any, ...], value: Any, path: str) -> Any:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ConfigError(f"{path}: must be a list")
-    made = [_value(inner[0] if inner else Any, item, f"{path}[{index}]") for index, item in enumerate(value)]
+    made = [_value(inner[0] if inner else Any, item, f"{path}[{index}]") for index, item in enumerate(cast("Sequence[Any]", value))]
     return tuple(made) if origin is tuple else made
 
 
@@ -161,7 +162,7 @@ def as_mapping(config: Any) -> Any:
         pairs = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
         return {name: as_mapping(value) for name, value in pairs if value is not None}
     if isinstance(config, Mapping):
-        return {str(name): as_mapping(value) for name, value in config.items() if value is not None}
+        return {str(name): as_mapping(value) for name, value in cast("Mapping[Any, Any]", config).items() if value is not None}
     if isinstance(config, list | tuple):
-        return [as_mapping(value) for value in config]
+        return [as_mapping(value) for value in cast("Sequence[Any]", config)]
     return str(config) if isinstance(config, Path) else config

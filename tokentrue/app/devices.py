@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from tokentrue.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -12,7 +14,7 @@ def require_device(device: str) -> None:
     import torch
 
     try:
-        kind, index = torch.device(device).type, torch.device(device).index
+        kind, index = torch.device(device).type, cast("int | None", torch.device(device).index)
     except RuntimeError as error:
         raise ConfigError(f"device: {device!r} is no device of torch; use cpu, cuda or cuda:N") from error
     if kind not in {"cpu", "cuda"}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class Embedded:
 
 
 @contextlib.asynccontextmanager
-async def embedded_gateway(settings: ServeConfig) -> AsyncIterator[Embedded]:
+async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, None]:
     """Serves until the block ends; signals stay with the caller. Where no admin key is set, this gateway gets one of its own."""
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.workers.server import listen, log_to_stderr, serve_embedded

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 NEEDS_NO_TORCH = frozenset({"sglang", "vllm", "scripted"})
 
 
 @contextmanager
-def without_torch(engine: str) -> Iterator[None]:
+def without_torch(engine: str) -> Generator[None, None, None]:
     """Within the block transformers is loaded without torch, where `engine` runs elsewhere and torch is not loaded already."""
     if engine not in NEEDS_NO_TORCH or "torch" in sys.modules or "transformers" in sys.modules:
         yield

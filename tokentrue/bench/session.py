@@ -26,7 +26,7 @@ class FreeRenderer:
         return Rendered(token_ids=TokenIds(self._given * len(messages)))
 
     def extend(self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Any = None, *, template_kwargs: Any = None) -> Extension:
-        return Extension(prefix_ids=prefix_ids, added_ids=self._given)
+        return Extension(prefix_ids=TokenIds(prefix_ids), added_ids=TokenIds(self._given))
 
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Any = None) -> Parsed:
         number = str(sampled_ids[0])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+def progress_bar(title: str, total: int, *, quiet: bool = False) -> Generator[Callable[[str], None], None, None]:
     """Call what it yields once per finished piece, with a word about it."""
     if quiet:
         yield lambda _: None
@@ -28,7 +28,7 @@ def progress_bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Cal
 
 
 @contextlib.contextmanager
-def loading(what: str, *, quiet: bool = False) -> Iterator[None]:
+def loading(what: str, *, quiet: bool = False) -> Generator[None, None, None]:
     """Says on stderr that something is being loaded: a spinner with the elapsed time on a terminal, one line elsewhere."""
     if quiet:
         yield
@@ -48,7 +48,7 @@ def loading(what: str, *, quiet: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rollout_log(out: Path) -> Iterator[Path]:
+def rollout_log(out: Path) -> Generator[Path, None, None]:
     """Tracebacks of agents and environments go to `out/rollouts.log`; the file is there when something was written."""
     path = out / "rollouts.log"
     handler = logging.FileHandler(path, delay=True, encoding="utf-8")

@@ -67,7 +67,8 @@ class GatewayActor:
 def node_address() -> str:
     import ray
 
-    return ray.util.get_node_ip_address()
+    util: Any = ray.util
+    return str(util.get_node_ip_address())
 
 
 class RolloutActor:

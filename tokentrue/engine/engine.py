@@ -29,6 +29,7 @@ from tokentrue.engine.sample import child_seed
 from tokentrue.engine.scheduling.request import Request
 from tokentrue.engine.scheduling.schedule import ScheduleLimits
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, SamplingError
+from tokentrue.ids import TokenIds
 from tokentrue.numerics import Contract, Ops, exact
 from tokentrue.numerics.patching.patch import STATE
 from tokentrue.numerics.patching.replacements import is_experts
@@ -141,7 +142,7 @@ class ExactEngine:
                 ended = request.finish is not None  # before the tokens are counted, so that none is left behind
                 for at in range(sent, request.num_sampled):
                     token, logprob, version = request.tokens[prompt + at], request.logprobs[at], request.versions[at]
-                    yield Chunk(token_ids=(token,), logprobs=(logprob,), policy_version=version)
+                    yield Chunk(token_ids=TokenIds((token,)), logprobs=(logprob,), policy_version=version)
                     sent = at + 1
                 if ended:
                     yield Chunk(final=self.result(request))
@@ -157,7 +158,7 @@ class ExactEngine:
             if self._closed:
                 raise EngineError("the engine is closed")
             if len(self._inbox) + len(self.core.scheduler.waiting) >= self.limits.max_waiting:
-                raise LimitExceeded(f"{self.limits.max_waiting} requests are waiting already; try again later")
+                raise LimitExceeded(f"{self.limits.max_waiting} requests are waiting already; try again later", retry_after_s=1.0)
             self._inbox.append(request)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="exact-engine", daemon=True)

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -102,23 +102,24 @@ class GatewaySessions:
             del self._sent[key]
 
     @asynccontextmanager
-    async def open(self, plan: Plan) -> AsyncIterator[GatewaySession]:
+    async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession, None]:
         """A session for one rollout. It is ended when the block ends in order; after an error it stays, to be looked at or resumed."""
-        session_id, base_url, api_key = await self._opened(plan)
+        session_id, base_url, api_key = await self._create(plan)
         yield GatewaySession(self, session_id, self._openai.with_options(base_url=base_url, api_key=api_key))
         await self.call("DELETE", f"/sessions/{session_id}" + ("?purge=true" if self._purge else ""))
         self.forget(session_id)
 
-    async def _opened(self, plan: Plan) -> tuple[str, str, str]:
+    async def _create(self, plan: Plan) -> tuple[str, str, str]:
         metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
         settings: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**self._sampling, "seed": plan.seed}}
         if self._resume and self._admin_key is not None:
             session_id = hashlib.sha256(plan.key.encode()).hexdigest()[:32]
             try:
-                await self.call("POST", "/sessions", {**settings, "session_id": session_id})
-            except SessionConflict:
+                made = await self.call("POST", "/sessions", {**settings, "session_id": session_id})
+            except SessionConflict:  # it was begun before: an agent is given a key of this session, never the admin key
                 self.forget(session_id)
-            return session_id, f"{self.base_url}/sessions/{session_id}/v1", self._admin_key
+                made = await self.call("POST", f"/sessions/{session_id}/key")
+            return session_id, f"{self.base_url}/sessions/{session_id}/v1", made["api_key"]
         made = await self.call("POST", "/sessions", settings)
         return made["session_id"], made["base_url"], made["api_key"]
 

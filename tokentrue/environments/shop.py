@@ -34,6 +34,11 @@ class Shop:
 
     async def run(self, client: Any, task: Task) -> float:
         listing = "\n".join([task.data["listing"]] * self.pages)
-        tools = {"calculator": (CALCULATOR, calculate), "prices": (PRICES, lambda _: listing)}
+
+        def list_prices(arguments: str) -> str:
+            del arguments
+            return listing
+
+        tools = {"calculator": (CALCULATOR, calculate), "prices": (PRICES, list_prices)}
         answer = await work(client, [{"role": "user", "content": task.prompt}], tools=tools, max_turns=self.max_turns)
         return float(answer is not None and last_number(answer) == task.answer)

@@ -11,16 +11,17 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import orjson
 
 from tokentrue.errors import EngineTimeout, MessageError, SessionNotFound
-from tokentrue.gateway.asgi import RawHeaders, Receive, Scope, Send, read_body, send_json
+from tokentrue.gateway.asgi import ClientGone, RawHeaders, Receive, Scope, Send, read_body, send_json
 from tokentrue.gateway.auth import SessionAccess, invalid_key
 from tokentrue.gateway.dialects import CountingDialect, Dialect, PathFields, RequestHead
-from tokentrue.gateway.metrics.meter import CLOCK
+from tokentrue.gateway.metrics.meter import CLOCK, EngineClock
+from tokentrue.gateway.problems import problem_from
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.gateway.streaming import EventStream, cancel_on_disconnect
@@ -30,13 +31,13 @@ LOG = logging.getLogger("tokentrue.gateway")
 STREAM = "tokentrue.stream"  # in the scope: the event stream of this request, once there is one
 
 
-@dataclass(slots=True)
-class TurnClock:
-    """When a turn began and how long it was with the engine."""
+class TurnClock(EngineClock):
+    """When a turn began, when its first byte went out, and how long it was with the engine."""
 
-    started: float
-    engine_s: float = 0.0
-    first_byte: float | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = time.perf_counter()
+        self.first_byte: float | None = None
 
 
 class TurnHandler:
@@ -59,8 +60,17 @@ class TurnHandler:
     async def serve(
         self, name: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None = None
     ) -> None:
-        clock = TurnClock(time.perf_counter())
+        clock = TurnClock()
         CLOCK.set(clock)
+        try:
+            await self._serve(name, claim, scope, receive, send, in_path, clock)
+        except BaseException as error:
+            log_failure(name, claim.session_id, error, clock)
+            raise
+
+    async def _serve(
+        self, name: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None, clock: TurnClock
+    ) -> None:
         async with self.open(claim) as handle:
             dialect = handle.dialects[name]
             handle.check_open()
@@ -186,3 +196,19 @@ def name_adapter(request: TurnRequest, model: str, services: Services) -> TurnRe
             raise MessageError(f"adapter {name!r} is not loaded; loaded: {', '.join(loaded) or 'none'}", field="model")
         return request
     return replace(request, sampling=replace(request.sampling, extra={**request.sampling.extra, "adapter": name}))
+
+
+def log_failure(dialect: str, session_id: str, error: BaseException, clock: TurnClock) -> None:
+    """The log line of a turn that was refused, failed, or whose client left."""
+    gone = isinstance(error, ClientGone | asyncio.CancelledError)
+    problem = None if gone else problem_from(error)
+    line = {
+        "event": "turn_failed",
+        "session": session_id,
+        "dialect": dialect,
+        "status": None if problem is None else problem.status,
+        "code": "client_gone" if problem is None else problem.code,
+        "total_ms": round((time.perf_counter() - clock.started) * 1000, 3),
+        "engine_ms": round(clock.engine_s * 1000, 3),
+    }
+    LOG.info(orjson.dumps(line).decode())

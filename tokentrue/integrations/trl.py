@@ -40,7 +40,7 @@ def rollout_func(
 
     def run(prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         pinned = {"temperature": trainer.args.temperature, **(sampling or {})}
-        settings = {"concurrency": concurrency, "timeout_s": timeout_s}
+        settings: dict[str, Any] = {"concurrency": concurrency, "timeout_s": timeout_s}
         rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, sampling=pinned, seed=seed, **settings)
         groups = [f"step-{trainer.state.global_step}/{_name(prompt)}" for prompt in prompts]
         found = rollouts.run(prompts, groups)

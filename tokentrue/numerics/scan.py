@@ -44,8 +44,8 @@ def scan_sequences(
     last = q.new_zeros(len(lengths), q.shape[1], q.shape[2], v.shape[2]) if state is None else state.clone()
     out = torch.empty_like(v)
     for members, rows in groups(lengths, q.device):
-        together = [x[rows].view(len(members), -1, *x.shape[1:]) for x in (q, k, v, decay, beta)]
-        found, last[members] = recurrent_scan(*together, last[members])
+        qm, km, vm, decays, betas = (x[rows].view(len(members), -1, *x.shape[1:]) for x in (q, k, v, decay, beta))
+        found, last[members] = recurrent_scan(qm, km, vm, decays, betas, last[members])
         out[rows] = found.flatten(0, 1)
     return out, last
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -112,8 +112,9 @@ class HFProvider:
 def _load(model: str, dtype: str, device: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
+    models: Any = AutoModelForCausalLM
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        loaded: Any = models.from_pretrained(model, dtype=getattr(torch, dtype))
         return loaded.to(device)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load model {model!r}: {str(error).splitlines()[0]}") from error
@@ -127,10 +128,10 @@ def pick(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator)
     else:
         logprobs_V = filter_logprobs(torch.log_softmax(logits_V / sampling.temperature, dim=-1), sampling)
         token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
-    top = torch.topk(logprobs_V, min(sampling.top_logprobs, logprobs_V.numel())) if sampling.top_logprobs else None
-    chosen = {} if top is None else dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    top: Any = torch.topk(logprobs_V, min(sampling.top_logprobs, logprobs_V.numel())) if sampling.top_logprobs else None
+    chosen: dict[int, float] = {} if top is None else dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     possible = logprobs_V > -torch.inf
-    kept = [] if bool(possible.all()) else possible.nonzero().squeeze(-1).tolist()
+    kept = [] if bool(possible.all()) else cast("list[int]", possible.nonzero().squeeze(-1).tolist())
     return token, float(logprobs_V[token]), chosen, kept
 
 

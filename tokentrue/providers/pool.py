@@ -21,7 +21,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.protocols import Adapting, Interruptible, Measured, Provider, Rejoining, WeightSink
 from tokentrue.providers.transport.building import CompletionBuilder
 from tokentrue.replay import join_masks, join_routing
-from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
+from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
 
 RESUMABLE = (EngineUnreachable, EngineTimeout)
 
@@ -51,7 +51,8 @@ class Pool:
 
     @property
     def truthful_filters(self) -> frozenset[str]:
-        return frozenset.intersection(*(replica.truthful_filters for replica in self._replicas))
+        first, *others = (replica.truthful_filters for replica in self._replicas)
+        return first.intersection(*others)
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -238,11 +239,7 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
     """Pieces of one generation, end to end; what not every piece has (top log-probabilities, say) is left out."""
     if len(pieces) == 1:
         return replace(pieces[0], prompt_tokens=len(prompt_ids))
-    spans: list[VersionSpan] = []
-    start = 0
-    for piece in pieces:
-        spans += [VersionSpan(start=start + s.start, end=start + s.end, version=s.version) for s in piece.versions if s.end > s.start]
-        start += len(piece.token_ids)
+    runs = [(span.end - span.start, span.version) for piece in pieces for span in piece.versions]
     tops = [piece.top_logprobs for piece in pieces]
     raws = [piece.raw_logprobs for piece in pieces]
     masks = [piece.sampling_mask for piece in pieces]
@@ -250,7 +247,7 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
         pieces[-1],
         token_ids=TokenIds.concat(piece.token_ids for piece in pieces),
         logprobs=tuple(x for piece in pieces for x in piece.logprobs),
-        versions=tuple(spans),
+        versions=spans_from_runs(runs),
         prompt_tokens=len(prompt_ids),
         top_logprobs=tuple(x for top in tops for x in top or ()) if all(top is not None for top in tops) else None,
         raw_logprobs=tuple(x for raw in raws for x in raw or ()) if all(raw is not None for raw in raws) else None,

@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -138,6 +138,7 @@ def read_script(path: str | Path) -> list[Mapping[str, Any]]:
 def check_turn(turn: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(turn, Mapping):
         raise FileFormatError(f"{where}: a turn is an object, not {type(turn).__name__}")
+    turn = cast("Mapping[str, Any]", turn)
     if unknown := set(turn) - KEYS:
         raise FileFormatError(f"{where}: unknown key {sorted(unknown)[0]!r}; known: {', '.join(sorted(KEYS))}")
     if ("text" in turn) == ("token_ids" in turn) and turn.get("status", 200) < 400:

@@ -24,7 +24,7 @@ from tokentrue.engine.verify import Draw, redraw
 from tokentrue.errors import SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Provider, WeightSink
-from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan
+from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, spans_from_runs
 
 CHUNK = 32
 
@@ -110,17 +110,11 @@ class VerifiedProvider:
     def completion(
         self, prompt_ids: TokenIds, sampling: Sampling, draws: list[Draw], versions: list[int], finish: Finish, by: int | None
     ) -> Completion:
-        spans: list[VersionSpan] = []
-        for index, version in enumerate(versions):
-            if spans and spans[-1].version == version:
-                spans[-1] = replace(spans[-1], end=index + 1)
-            else:
-                spans.append(VersionSpan(start=index, end=index + 1, version=version))
         return Completion(
             token_ids=TokenIds(d.token_id for d in draws),
             logprobs=tuple(d.logprob for d in draws),
             finish=finish,
-            versions=tuple(spans),
+            versions=spans_from_runs((1, version) for version in versions),
             prompt_tokens=len(prompt_ids),
             stopped_by=by,
             top_logprobs=tuple(d.top for d in draws) if sampling.top_logprobs else None,

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from tokentrue.errors import InputError
+from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
 
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 _IGNORED = {
-    "model", "user", "metadata", "store", "timeout", "stream_options", "parallel_tool_calls", "logprobs", "extra_headers", "tool_choice"
+    "model", "user", "metadata", "store", "timeout", "stream_options", "parallel_tool_calls", "logprobs", "extra_headers"
 }  # fmt: skip
 
 
@@ -101,14 +103,18 @@ def _request(body: Mapping[str, Any]) -> TurnRequest:
     sampling = {name: given.pop(name) for name in _SAMPLING & set(given) if given[name] is not None or given.pop(name)}
     limits = [given.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
     stop = given.pop("stop", None)
+    tools = tuple(given.pop("tools", None) or ()) or None
+    extra, tools = constraints_from(given.pop("tool_choice", None), given.pop("response_format", None), tools)
     if (whole := given.pop("sampling", None)) is None:
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         top = int(given.pop("top_logprobs", None) or 0)
         whole = Sampling(**sampling, max_tokens=next((v for v in limits if v is not None), None), stop=stops, top_logprobs=top)
+    if extra:
+        whole = replace(whole, extra={**whole.extra, **extra})
     kwargs: dict[str, Any] = given.pop("chat_template_kwargs", None) or given.pop("template_kwargs", None) or {}
     request = TurnRequest(
         messages=[_message(message) for message in given.pop("messages")],
-        tools=given.pop("tools", None) or None,
+        tools=tools,
         sampling=whole,
         template_kwargs=kwargs,
         n=int(given.pop("n", None) or 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokentrue.errors import InputError, LimitExceeded
+from tokentrue.types import MAX_CHOICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,15 +16,17 @@ class SessionLimits:
     max_tokens: int | None = 20_000_000
     max_prompt_tokens: int | None = None
     max_in_flight: int | None = 256
-    max_n: int = 64
+    max_n: int = MAX_CHOICES
 
     def admit(self, *, n: int, nodes: int, tokens: int, in_flight: int) -> None:
         """Before anything is generated."""
         if not 1 <= n <= self.max_n:
             raise InputError(f"n must be between 1 and {self.max_n}, got {n}")
-        for name, limit, value in (("max_nodes", self.max_nodes, nodes + n), ("max_in_flight", self.max_in_flight, in_flight + 1)):
-            if limit is not None and value > limit:
-                raise LimitExceeded(f"session limit {name}={limit} reached; end the session or raise the limit")
+        if self.max_nodes is not None and nodes + n > self.max_nodes:
+            raise LimitExceeded(f"session limit max_nodes={self.max_nodes} reached; end the session or raise the limit")
+        if self.max_in_flight is not None and in_flight >= self.max_in_flight:
+            limit = f"max_in_flight={self.max_in_flight}"
+            raise LimitExceeded(f"session limit {limit} reached; try again, or raise the limit", retry_after_s=1.0)
         if self.max_tokens is not None and tokens >= self.max_tokens:
             raise LimitExceeded(f"session limit max_tokens={self.max_tokens} reached; end the session or raise the limit")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.asynccontextmanager
-async def open_sessions(settings: RolloutRun) -> AsyncIterator[GatewaySessions]:
+async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions, None]:
     """Sessions on the gateway that `settings.url` names, or on one that is started in this process."""
     from tokentrue.app.embedded import embedded_gateway
     from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, ServerConfig
@@ -76,7 +76,7 @@ class LocalSessions:
         self._sampling = dict(sampling)
 
     @contextlib.asynccontextmanager
-    async def open(self, plan: Plan) -> AsyncIterator[LocalSession]:
+    async def open(self, plan: Plan) -> AsyncGenerator[LocalSession, None]:
         session = Session(
             renderer=self._renderer,
             provider=self._provider,

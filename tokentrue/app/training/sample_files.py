@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokentrue.errors import FileFormatError, RenderError
 from tokentrue.samples.reading import read_sound_samples, require_model
@@ -25,8 +26,9 @@ def vocabulary_of(model: str) -> int:
     """How many token ids a model knows, from its configuration."""
     from transformers import AutoConfig
 
+    configs: Any = AutoConfig
     try:
-        return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
+        return int(configs.from_pretrained(model).get_text_config().vocab_size)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise FileFormatError(f"model: no configuration could be loaded from {model!r}: {reason}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,9 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     optim, loss = settings.optim, loss_for(settings.loss)
 
     def load() -> Any:
+        models: Any = AutoModelForCausalLM
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=getattr(torch, settings.dtype))
+            loaded: Any = models.from_pretrained(settings.model_path, dtype=getattr(torch, settings.dtype))
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: cannot load a model from {settings.model_path}: {error}") from error
         return loaded.to(settings.device)
@@ -101,7 +102,7 @@ def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
 
 
 @contextlib.asynccontextmanager
-async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) -> AsyncIterator[tuple[Any, Any, Any]]:
+async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) -> AsyncGenerator[tuple[Any, Any, Any], None]:
     """Rounds, where weights go, and the evaluation: live on rank 0, from a file, or nothing on the other ranks."""
     from tokentrue.train import Publisher, SourceRounds
 

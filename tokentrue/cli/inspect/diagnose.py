@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -168,8 +168,9 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
         raise ConfigError(f"--dtype: {dtype!r} is not one of {', '.join(kinds)}")
     if not Path(trainer).is_dir():
         raise ConfigError(f"--trainer: {trainer} is not a directory with a model")
+    models: Any = AutoModelForCausalLM
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(trainer, dtype=kinds[dtype])
+        model: Any = models.from_pretrained(trainer, dtype=kinds[dtype])
     except (OSError, ValueError) as error:
         raise ConfigError(f"--trainer: cannot load {trainer}: {str(error).splitlines()[0]}") from error
     model.to(device).eval()
@@ -187,7 +188,8 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
         ids = torch.tensor([list(sample.token_ids)], device=device)
         with torch.no_grad():
             values, tops = (score_plainly if plain else score_exactly)(ids, _temperature(sample))
-        return [None, *values.tolist()], None if tops is None else [-1, *tops.tolist()]
+        found: tuple[Any, Any] = values, tops
+        return [None, *found[0].tolist()], None if tops is None else [-1, *found[1].tolist()]
 
     return of
 
@@ -211,7 +213,7 @@ def _diagnose(rows: Sequence[Row], correction: str) -> tuple[Diagnosis, list[tup
     if all(row.reward is not None for row in rows):
         rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         groups = [row.group if row.group is not None else "all" for row in rows]
-        advantages = grpo_advantages(rewards, groups, std=False).tolist()
+        advantages = cast("list[float]", grpo_advantages(rewards, groups, std=False).tolist())
     names = sorted({kind for row in rows for kind in row.kinds})
     labels = list(dict.fromkeys(sorted((row.step for row in rows), key=_natural)))
     parts: dict[str, list[Diagnosis]] = {label: [] for label in labels}
@@ -308,7 +310,7 @@ def _show(whole: Diagnosis, verdict: str, output: Path | None) -> None:
 
 
 @contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[Callable[[], None]]:
+def _progress(total: int, quiet: bool) -> Generator[Callable[[], None], None, None]:
     from rich.progress import Progress
 
     with Progress(transient=True, disable=quiet or not sys.stderr.isatty()) as progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -117,8 +117,9 @@ def show_list(sessions: list[dict[str, Any]], *, as_json: bool) -> None:
     for column in ("session", "group", "state", "turns", "coverage", "reward"):
         table.add_column(column)
     for entry in sessions:
-        ratio = (entry.get("coverage") or {}).get("ratio")
-        cells = (entry["session_id"], entry.get("group"), entry.get("state"), entry.get("turns"), ratio, entry.get("reward"))
+        ratio = cast("dict[str, Any]", entry.get("coverage") or {}).get("ratio")
+        facts = [entry.get(name) for name in ("session_id", "group", "state", "turns")]
+        cells: tuple[Any, ...] = (*facts, ratio, entry.get("reward"))
         table.add_row(*("" if cell is None else f"{cell:.2%}" if cell is ratio else str(cell) for cell in cells))
     Console().print(table)
     print(count_of(len(sessions), "session"))
@@ -128,7 +129,7 @@ def show_one(session: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(session, indent=1))
         return
-    coverage = session.get("coverage") or {}
+    coverage = cast("dict[str, Any]", session.get("coverage") or {})
     print(f"session {session['session_id']}, {session.get('state')}, group {session.get('group') or '-'}")
     print(f"coverage {coverage.get('ratio', 1.0):.2%} of {count_of(coverage.get('sampled', 0), 'sampled token')}")
     for node in session.get("nodes", ()):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -98,7 +98,7 @@ async def play(settings: RolloutRun, plans: list[Plan], heard: OnRollout, *, qui
 
 
 @contextmanager
-def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Iterator[OnRollout]:
+def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Generator[OnRollout, None, None]:
     """Writes what it is told, with a progress bar around it."""
     from tokentrue.cli.progress import progress_bar
 
@@ -124,7 +124,7 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
     rows = lines_of(out / "rollouts.jsonl")
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     sampled, trained = sum(row["sampled"] for row in rows), sum(row["trained"] for row in rows)
-    summary = {
+    summary: dict[str, Any] = {
         "rollouts": len(rows),
         "planned": len(plans),
         "groups": len({row["group"] for row in rows}),

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,7 +98,9 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
 
 
 @contextlib.contextmanager
-def open_metrics(settings: TrainRun, ranks: Any, run_hash: str, first: int) -> Iterator[Callable[[Any, Mapping[str, float]], None]]:
+def open_metrics(
+    settings: TrainRun, ranks: Any, run_hash: str, first: int
+) -> Generator[Callable[[Any, Mapping[str, float]], None], None, None]:
     """The resolved configuration, then a row of metrics per step; rank 0 alone writes."""
     if not ranks.first:
         yield lambda report, seconds: None

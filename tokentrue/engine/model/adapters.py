@@ -53,7 +53,7 @@ def read_adapter(
         state = source
     if config is None:
         raise EngineError(f"adapter {name!r}: a state dict needs config= with r and lora_alpha the first time it is loaded")
-    config = config if isinstance(config, Mapping) else cast(Any, config).to_dict()
+    config = cast("AdapterConfig", config if isinstance(config, Mapping) else cast(Any, config).to_dict())
     for key, what in REFUSED.items():
         if config.get(key):
             raise ExactnessError(f"adapter {name!r} uses {what} ({key}), which has no exact form")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tokentrue.ids import TokenIds
-from tokentrue.types import Completion, Finish, RoutedExperts, Sampling, SamplingMask, VersionSpan
+from tokentrue.types import Completion, Finish, RoutedExperts, Sampling, SamplingMask, VersionSpan, spans_from_runs
 
 _numbers = itertools.count()
 
@@ -122,7 +122,7 @@ class Request:
     def completion(self, fingerprint: str) -> Completion:
         assert self.finish is not None
         return Completion(
-            token_ids=tuple(self.sampled_ids),
+            token_ids=TokenIds(self.sampled_ids),
             logprobs=tuple(self.logprobs),
             finish=self.finish,
             versions=spans_of(self.versions),
@@ -151,11 +151,5 @@ def mask_of(rows: Sequence[bytes]) -> SamplingMask:
 
 def spans_of(versions: list[int]) -> tuple[VersionSpan, ...]:
     if versions and versions.count(versions[0]) == len(versions):
-        return (VersionSpan(start=0, end=len(versions), version=versions[0]),)
-    spans: list[VersionSpan] = []
-    start = 0
-    for version, run in itertools.groupby(versions):
-        end = start + len(list(run))
-        spans.append(VersionSpan(start=start, end=end, version=version))
-        start = end
-    return tuple(spans)
+        return spans_from_runs([(len(versions), versions[0])])
+    return spans_from_runs((1, version) for version in versions)

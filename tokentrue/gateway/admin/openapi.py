@@ -193,6 +193,7 @@ def _session_paths() -> Json:
             "get": _operation("One session: its tree, coverage, state", parameters=(SESSION,)),
             "delete": _operation("End a session", parameters=(SESSION, purge)),
         },
+        f"{one}/key": {"post": _operation("A new API key for a session; the old one ends", parameters=(SESSION,))},
         f"{one}/reward": {"post": _operation("Give a reward", body=reward, parameters=(SESSION,))},
         f"{one}/samples": {"get": _operation("Training samples", parameters=(SESSION, format_))},
     }

@@ -24,6 +24,7 @@ def admin_routes(services: Services) -> list[Route]:
     table: Mapping[str, Mapping[str, Guarded]] = {
         "/sessions": {"POST": (sessions.create, True), "GET": (sessions.list, True)},
         "/sessions/{session_id}": {"GET": (sessions.show, True), "DELETE": (sessions.delete, True)},
+        "/sessions/{session_id}/key": {"POST": (sessions.renew_key, True)},
         "/sessions/{session_id}/reward": {"POST": (sessions.reward, True)},
         "/sessions/{session_id}/samples": {"GET": (sessions.samples, True)},
         "/admin/pause": {"POST": (operations.pause, True)},

@@ -41,9 +41,20 @@ class SessionHandlers:
         )
         await session.ready()
         self._services.sessions.add(session)
-        own = f"{config.base_url or str(request.base_url).rstrip('/')}/sessions/{session_id}"
-        made = {"session_id": session_id, "api_key": key, "base_url": f"{own}/v1", "anthropic_base_url": own, "google_base_url": own}
-        return json_response(201, made)
+        return json_response(201, self._address(request, session_id, key))
+
+    def _address(self, request: Request, session_id: str, key: str) -> dict[str, str]:
+        own = f"{self._services.config.base_url or str(request.base_url).rstrip('/')}/sessions/{session_id}"
+        return {"session_id": session_id, "api_key": key, "base_url": f"{own}/v1", "anthropic_base_url": own, "google_base_url": own}
+
+    async def renew_key(self, request: Request) -> Response:
+        """For whoever resumes a session whose key is lost: a new key, under which the old one opens nothing."""
+        session_id = request.path_params["session_id"]
+        key = new_session_key(session_id)
+        async with self._services.sessions.lease(session_id) as handle:
+            handle.check_open()
+            await handle.session.replace_key(hash_key(key))
+        return json_response(201, self._address(request, session_id, key))
 
     def _new_id(self) -> str:
         """An id that this worker owns, so that the request need not be forwarded."""

@@ -28,7 +28,8 @@ from tokentrue.gateway.dialects.base import (
     text_field,
 )
 from tokentrue.gateway.dialects.seal import Seal
-from tokentrue.gateway.dialects.tools import check_function, constraints_from
+from tokentrue.gateway.dialects.tools import check_function
+from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
 TEXT_BLOCKS = ("text",)

@@ -24,8 +24,9 @@ from tokentrue.gateway.dialects.base import (
     raw_items,
 )
 from tokentrue.gateway.dialects.chat_answers import ChatEncoder, ChatOptions, build_completion, build_error
-from tokentrue.gateway.dialects.tools import check_function, constraints_from
-from tokentrue.types import Message, Reply, Sampling
+from tokentrue.gateway.dialects.tools import check_function
+from tokentrue.sessions.constraints import constraints_from
+from tokentrue.types import MAX_CHOICES, Message, Reply, Sampling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # tuples: what is compared with them may be unhashable
 TEXT_PARTS = ("text", "refusal")
@@ -127,8 +128,8 @@ def head_from_chat(head: ChatHead) -> RequestHead:
 def check_choices(n: int | None) -> int:
     if n is None:
         return 1
-    if not 1 <= n <= 128:
-        raise SamplingError(f"n must be between 1 and 128, got {n}")
+    if not 1 <= n <= MAX_CHOICES:
+        raise SamplingError(f"n must be between 1 and {MAX_CHOICES}, got {n}")
     return n
 
 

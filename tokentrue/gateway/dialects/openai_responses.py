@@ -38,7 +38,7 @@ from tokentrue.gateway.dialects.responses_requests import (
     tools_from_responses,
 )
 from tokentrue.gateway.dialects.seal import Seal
-from tokentrue.gateway.dialects.tools import constraints_from
+from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
 INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}

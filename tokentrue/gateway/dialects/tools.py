@@ -1,11 +1,11 @@
-"""Tools and what must be enforced, as every dialect checks them: in the words of Chat Completions."""
+"""Tool definitions, as every dialect checks them: in the words of Chat Completions."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from tokentrue.errors import MessageError
-from tokentrue.gateway.dialects.base import Json, echo, object_of
+from tokentrue.gateway.dialects.base import object_of
 
 
 def check_function(value: Any, where: str) -> None:
@@ -16,38 +16,3 @@ def check_function(value: Any, where: str) -> None:
         raise MessageError("must be a string", field=f"{where}.description")
     if not isinstance(function.get("parameters") or {}, dict):
         raise MessageError("must be a JSON schema object", field=f"{where}.parameters")
-
-
-def constraints_from(
-    choice: str | Json | None, format_: Json | None, tools: tuple[Json, ...] | None
-) -> tuple[Json, tuple[Json, ...] | None]:
-    """What only the engine can enforce goes on in `Sampling.extra`, by name; "none" takes the tools out of the prompt."""
-    extra: Json = {}
-    if choice == "none":
-        tools = None
-    elif choice not in (None, "auto"):
-        if isinstance(choice, str) and choice != "required":
-            raise MessageError(f"must be 'auto', 'none', 'required' or a named function, not {echo(choice)}", field="tool_choice")
-        if not tools:
-            raise MessageError("needs tools", field="tool_choice")
-        extra["tool_choice"] = named_choice(choice, tools) if isinstance(choice, dict) else choice
-    if format_ is not None and format_.get("type") != "text":
-        if format_.get("type") not in ("json_object", "json_schema"):
-            raise MessageError(f"type {echo(format_.get('type'))} is not supported", field="response_format.type")
-        declared = cast("Json", format_["json_schema"]) if isinstance(format_.get("json_schema"), dict) else {}
-        if format_["type"] == "json_schema" and not isinstance(declared.get("schema"), dict):
-            raise MessageError("must have a JSON schema", field="response_format.json_schema.schema")
-        if "tool_choice" in extra:
-            raise MessageError("cannot be enforced together with tool_choice; send one of them", field="response_format")
-        extra["response_format"] = format_
-    return extra, tools
-
-
-def named_choice(choice: Json, tools: tuple[Json, ...]) -> Json:
-    function = cast("Json", choice["function"]) if isinstance(choice.get("function"), dict) else {}
-    name = function.get("name")
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise MessageError("must be 'auto', 'none', 'required' or a named function", field="tool_choice")
-    if all(tool["function"]["name"] != name for tool in tools):
-        raise MessageError(f"names {echo(name)}, which is not among the tools", field="tool_choice.function.name")
-    return {"type": "function", "function": {"name": name}}

@@ -6,23 +6,38 @@ The time that a turn spends here is the engine's; the rest of the turn is what t
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from tokentrue.protocols import Adapting, EngineControl
-from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling, VersionSpan
+from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling, spans_from_runs
 
 
-class Clock(Protocol):
-    """Seconds that one turn spent in the engine."""
+class EngineClock:
+    """Wall seconds in which at least one engine call of a turn was running: the calls of n choices overlap."""
 
-    engine_s: float
+    def __init__(self) -> None:
+        self.engine_s = 0.0
+        self._running = 0
+        self._since = 0.0
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        if not self._running:
+            self._since = time.perf_counter()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self.engine_s += time.perf_counter() - self._since
 
 
-CLOCK: ContextVar[Clock | None] = ContextVar("tokentrue_engine_clock", default=None)
+CLOCK: ContextVar[EngineClock | None] = ContextVar("tokentrue_engine_clock", default=None)
 
 
 class Metered:
@@ -45,28 +60,25 @@ class Metered:
         return self.inner.adapters if isinstance(self.inner, Adapting) else ()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        clock, started = CLOCK.get(), time.perf_counter()
-        try:
+        with (CLOCK.get() or EngineClock()).run():
             completion = await self.inner.generate(prompt_ids, sampling, session=session)
-        finally:
-            if clock is not None:
-                clock.engine_s += time.perf_counter() - started
         return self._stamp(completion, [])
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        clock, started = CLOCK.get(), time.perf_counter()
+        clock = CLOCK.get() or EngineClock()
         seen: list[tuple[int, int]] = []  # (tokens, version noted when they came)
         stream: Any = self.inner.stream(prompt_ids, sampling, session=session)
         async with aclosing(stream) as chunks:
-            async for chunk in chunks:
-                if clock is not None:
-                    clock.engine_s += time.perf_counter() - started
+            while True:
+                with clock.run():
+                    chunk: Chunk | None = await anext(chunks, None)
+                if chunk is None:
+                    return
                 if chunk.token_ids:
                     seen.append((len(chunk.token_ids), self.version))
                     if chunk.policy_version == UNVERSIONED:
                         chunk = replace(chunk, policy_version=self.version)
                 yield chunk if chunk.final is None else replace(chunk, final=self._stamp(chunk.final, seen))
-                started = time.perf_counter()
 
     def _stamp(self, completion: Completion, seen: list[tuple[int, int]]) -> Completion:
         if self.version == UNVERSIONED or any(span.version != UNVERSIONED for span in completion.versions):
@@ -74,14 +86,7 @@ class Metered:
         total = len(completion.token_ids)
         if sum(count for count, _ in seen) != total:
             seen = [(total, self.version)]
-        spans: list[VersionSpan] = []
-        for count, version in seen:
-            if spans and spans[-1].version == version:
-                spans[-1] = replace(spans[-1], end=spans[-1].end + count)
-            else:
-                start = spans[-1].end if spans else 0
-                spans.append(VersionSpan(start=start, end=start + count, version=version))
-        return replace(completion, versions=tuple(spans))
+        return replace(completion, versions=spans_from_runs(seen))
 
     async def health(self) -> Mapping[str, Any]:
         return await self.inner.health()

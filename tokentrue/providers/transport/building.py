@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tokentrue.errors import EngineContractError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
-from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, SamplingMask, VersionSpan, is_logprob
+from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, SamplingMask, VersionSpan, is_logprob, spans_from_runs
 
 
 class CompletionBuilder:
@@ -19,7 +19,7 @@ class CompletionBuilder:
         self.top: list[Mapping[int, float]] = []
         self.raw: list[float] = []
         self.kept: list[Sequence[int]] = []  # ids that filters kept, a row for each token, where the engine reports them
-        self.spans: list[VersionSpan] = []
+        self.runs: list[tuple[int, int]] = []  # (tokens, policy version) as they came
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int) -> Chunk:
         """Append tokens of one policy version."""
@@ -32,10 +32,7 @@ class CompletionBuilder:
             raise EngineContractError(f"{self.engine} returned {bad} as a token id")
         self.ids += ids
         self.logprobs += checked
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = VersionSpan(start=self.spans[-1].start, end=len(self.ids), version=version)
-        elif ids:
-            self.spans.append(VersionSpan(start=start, end=len(self.ids), version=version))
+        self.runs.append((len(ids), version))
         return Chunk(token_ids=TokenIds(ids), logprobs=checked, policy_version=version)
 
     def complete(
@@ -55,7 +52,7 @@ class CompletionBuilder:
                 token_ids=TokenIds(self.ids),
                 logprobs=tuple(self.logprobs),
                 finish=finish,
-                versions=tuple(self.spans if versions is None else versions),
+                versions=spans_from_runs(self.runs) if versions is None else tuple(versions),
                 prompt_tokens=prompt_tokens,
                 stopped_by=stopped_by,
                 top_logprobs=tuple(self.top) if self.top else None,

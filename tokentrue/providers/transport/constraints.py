@@ -8,7 +8,7 @@ of the distribution that is sampled from, so the reported log-probabilities are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -59,22 +59,27 @@ def _one(extra: Mapping[str, Any], *, others: tuple[str, ...]) -> str | None:
 
 
 def _tag(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    tag = extra["tool_choice"]
-    if not isinstance(tag, Mapping) or tag.get("type") != "structural_tag":
+    tag = _object(extra["tool_choice"])
+    if tag.get("type") != "structural_tag":
         raise SamplingError("tool_choice: must be a structural tag, as the renderer's call_tag gives it")
     return tag
 
 
+def _object(value: Any) -> Mapping[str, Any]:
+    """A JSON object; anything else reads as an empty one."""
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
 def _schema(format_: Any) -> Mapping[str, Any] | None:
     """The schema that is asked for; None for any object."""
-    kind = format_.get("type") if isinstance(format_, Mapping) else None
+    format_ = _object(format_)
+    kind = format_.get("type")
     if kind == "json_object":
         return None
-    declared = format_.get("json_schema") if kind == "json_schema" else None
-    schema = declared.get("schema") if isinstance(declared, Mapping) else None
-    if not isinstance(schema, Mapping):
+    schema = _object(format_.get("json_schema")).get("schema")
+    if kind != "json_schema" or not isinstance(schema, Mapping):
         raise SamplingError("response_format: must be of type json_object, or json_schema with a json_schema.schema")
-    return schema
+    return cast("Mapping[str, Any]", schema)
 
 
 def _text(value: Any) -> str:

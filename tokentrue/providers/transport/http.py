@@ -6,7 +6,7 @@ A request is retried only while nothing has been sampled for it. After the respo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
@@ -69,7 +69,7 @@ class EngineHttp:
     @asynccontextmanager
     async def _respond(
         self, method: str, path: str, body: Mapping[str, object] | bytes | None, retries: int
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """A response with status 2xx. Leaving the block before its end closes the connection, which cancels the request."""
         data = body if isinstance(body, bytes | None) else orjson.dumps(body)
         async with await self._request(method, path, data, retries) as response:

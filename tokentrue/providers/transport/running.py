@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
@@ -21,7 +21,7 @@ class RunningRequests:
         self._ids: set[str] = set()
 
     @asynccontextmanager
-    async def hold(self, abort: Callable[[str], Awaitable[None]]) -> AsyncIterator[str]:
+    async def hold(self, abort: Callable[[str], Awaitable[None]]) -> AsyncGenerator[str, None]:
         """A new request id for the block in which the engine samples; `abort` is awaited if the block is left by an exception."""
         request_id = uuid4().hex
         self._ids.add(request_id)

@@ -31,7 +31,9 @@ class WrittenWeights:
 
 def write_weights(weights: Iterable[tuple[str, Any]], root: Path, *, version: int, keep: Iterable[Path] = ()) -> WrittenWeights:
     """Writes a version whole, then removes all others but those in `keep`. Blocks: call it in a thread."""
-    from safetensors.torch import save_file
+    from safetensors import torch as safetensors_torch
+
+    save_file: Any = vars(safetensors_torch)["save_file"]
 
     target = (root / f"version-{version:06d}").absolute()
     partial = root / f".{target.name}.partial"

@@ -100,10 +100,12 @@ class Journal:
             connection = sqlite3.connect(
                 ":memory:" if self._in_memory else self.path, timeout=30, isolation_level=None, check_same_thread=False
             )
+            if self._read_only:
+                return _readable(connection)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(f"PRAGMA synchronous={self._synchronous}")
             connection.execute("PRAGMA foreign_keys=ON")
-            self._migrate(connection)
+            migrate(connection)
         except BaseException as error:
             if connection is not None:
                 connection.close()
@@ -112,16 +114,6 @@ class Journal:
                 raise JournalError(f"cannot open the journal {self.target}: {error}; {cure}") from error
             raise
         return connection
-
-    def _migrate(self, connection: sqlite3.Connection) -> None:
-        if self._read_only and read_version(connection) < VERSION:
-            lock = StoreLock(self.path)  # nobody may be writing while a reader brings an older journal up to date
-            try:
-                migrate(connection)
-            finally:
-                lock.release()
-        else:
-            migrate(connection)
 
     def _check_file(self, db: sqlite3.Connection) -> None:
         """Is the file whole? SQLite's own structure check, the row of every session, and the counts."""
@@ -314,3 +306,15 @@ def _delete_sessions(db: sqlite3.Connection, session_ids: Sequence[str]) -> None
 
 def _count_sessions(db: sqlite3.Connection, change: int) -> None:
     db.execute("UPDATE totals SET count = count + ? WHERE name='sessions'", (change,))
+
+
+def _readable(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """The journal for reading. An older one is copied into memory and brought up to date there: a reader changes no file."""
+    if read_version(connection) >= VERSION:
+        migrate(connection)  # refuses a newer one; there is nothing to do for this one
+        return connection
+    copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    connection.backup(copy)
+    connection.close()
+    migrate(copy)
+    return copy

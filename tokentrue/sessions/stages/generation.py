@@ -29,8 +29,8 @@ from tokentrue.types import (
     Sampling,
     Tools,
     TurnEvent,
-    VersionSpan,
     are_logprobs,
+    spans_from_runs,
 )
 
 T = TypeVar("T")
@@ -191,30 +191,26 @@ class _Received:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self._logprobs = array("d")
-        self._versions: list[VersionSpan] = []
+        self._runs: list[tuple[int, int]] = []  # (tokens, policy version) of each chunk
 
     def add(self, chunk: Chunk) -> None:
         if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
             raise EngineContractError(f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}")
         _check_version(chunk.policy_version)
-        start = len(self.token_ids)
         self.token_ids.extend(chunk.token_ids)
         self._logprobs.extend(chunk.logprobs)
-        if self._versions and self._versions[-1].version == chunk.policy_version:
-            self._versions[-1] = replace(self._versions[-1], end=len(self.token_ids))
-        else:
-            self._versions.append(VersionSpan(start=start, end=len(self.token_ids), version=chunk.policy_version))
+        self._runs.append((len(chunk.token_ids), chunk.policy_version))
 
     def completion(self, prompt_tokens: int) -> Completion | None:
         """An aborted one; None where nothing was reported."""
         if not self.token_ids:
             return None
-        unversioned = [span.version for span in self._versions] == [UNVERSIONED]
+        versions = spans_from_runs(self._runs)
         return Completion(
             token_ids=cast("Any", self.token_ids),
             logprobs=tuple(self._logprobs),
             finish=Finish.ABORT,
-            versions=() if unversioned else tuple(self._versions),
+            versions=() if [span.version for span in versions] == [UNVERSIONED] else versions,
             prompt_tokens=prompt_tokens,
         )
 

@@ -16,12 +16,11 @@ from tokentrue.gateway.dialects.google.answers import GoogleEncoder, GoogleOptio
 from tokentrue.gateway.dialects.google.contents import camel_keys, join_model_turn, messages_from_content, system_text
 from tokentrue.gateway.dialects.google.tools import choice_from_google, schema_of, tools_from_google
 from tokentrue.gateway.dialects.seal import Seal
-from tokentrue.gateway.dialects.tools import constraints_from
-from tokentrue.types import Message, Reply, Sampling
+from tokentrue.sessions.constraints import constraints_from
+from tokentrue.types import MAX_CHOICES, Message, Reply, Sampling
 
 S = TypeVar("S", bound=msgspec.Struct)
 ITEMS = "contents"
-MOST_CANDIDATES = 128
 
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
@@ -162,8 +161,8 @@ def head_from_google(head: GenerateHead) -> RequestHead:
 
 
 def check_candidates(count: int | None) -> int:
-    if count is not None and not 1 <= count <= MOST_CANDIDATES:
-        raise SamplingError(f"generationConfig.candidateCount must be between 1 and {MOST_CANDIDATES}, got {count}")
+    if count is not None and not 1 <= count <= MAX_CHOICES:
+        raise SamplingError(f"generationConfig.candidateCount must be between 1 and {MAX_CHOICES}, got {count}")
     return count or 1
 
 
