@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -139,6 +140,15 @@ def test_only_two_providers_import_the_engine(path: Path) -> None:
     if path.name not in {"exact.py", "verified.py"}:
         lines = [line for module, line in imported_modules(path) if module.split(".")[0] == "engine"]
         assert not lines, f"{path}:{lines}: only exact.py and verified.py may import the engine"
+
+
+MOST_FILES = 12
+BROAD = {"integrations"}  # one file per framework
+
+
+def test_a_folder_holds_at_most_a_dozen_files() -> None:
+    folders = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in FILES if path.stem not in {"__init__", "__main__"})
+    assert not {name: count for name, count in folders.items() if count > MOST_FILES and name not in BROAD}
 
 
 def test_files_form_no_cycle() -> None:

@@ -325,7 +325,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A committed turn, as the client will hear of it. `message` is what was served (call ids included)."""
+    """A committed turn, as the client receives it. `message` is what was served (call ids included)."""
 
     node: str
     message: Message

@@ -16,7 +16,7 @@ from tokentrue.errors import ConfigError
 from tokentrue.lab import EXPERIMENTS, SOURCES, Arm, Scale, run_experiment
 from tokentrue.lab.arms import run_arm
 from tokentrue.lab.registry import module_of, select_arms, show_results
-from tokentrue.lab.retelling import RetoldRounds, TranscribedSessions, compact, given_span, reencode, rerender, sampled_span, stringify
+from tokentrue.lab.rewriting import RewrittenRounds, TranscribedSessions, compact, given_span, reencode, rerender, sampled_span, stringify
 from tokentrue.lab.routing import routing_flips
 from tokentrue.lab.sources import quantise, rollout_weights
 from tokentrue.types import Certificate, Sample
@@ -114,7 +114,7 @@ async def test_retold_samples_carry_the_engines_own_log_probabilities() -> None:
     config = rollout_config(scale, 0, horizon=None, tasks=1)
     sessions = TranscribedSessions(LocalSessions(renderer, provider, sampling=config.sampling))
     try:
-        played = RetoldRounds(RolloutRounds(config, sessions), "stringify", renderer=renderer, provider=provider)
+        played = RewrittenRounds(RolloutRounds(config, sessions), "stringify", renderer=renderer, provider=provider)
         (group,) = await played.play(0)
     finally:
         await provider.close()
@@ -174,7 +174,7 @@ def test_compact_is_what_json_stringify_writes() -> None:
 
 def test_pretrained_arms_run_in_16_bit_and_a_forgotten_mask_shows(tmp_path: Path) -> None:
     """The shipped model stands in: an exact arm in bfloat16, and top-p with and without the kept ids."""
-    from tokentrue.lab.pretrained import arms
+    from tokentrue.lab.experiments.pretrained import arms
 
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps({"question": f"Tom has {i} pens. Tom gets {i} more. How many now?", "answer": str(2 * i)}) + "\n"

@@ -78,7 +78,7 @@ class Costs:
 
     @property
     def shares(self) -> dict[str, float]:
-        """By part; `wait` is the time in which rollouts are played and nothing is trained."""
+        """By part; `wait` is the time in which rollouts run and nothing is trained."""
         whole = self._spent.get("step", 0.0)
         return {name: self._spent[name] / whole for name in self.PARTS} if whole else {}
 

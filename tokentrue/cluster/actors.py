@@ -1,7 +1,7 @@
 """The two kinds of actors. Imported where Ray is installed.
 
 A `GatewayActor` serves a gateway with its own engine and its own journal; started again after a crash it finds its sessions there. A
-`RolloutActor` plays rollouts; started again, it begins a lost rollout anew in the same session, hears the recorded answers, and samples
+`RolloutActor` runs rollouts; started again, it begins a lost rollout anew in the same session, gets the recorded answers, and samples
 only what was never answered. So a death costs the current turn of the rollouts that it touched.
 """
 

@@ -42,7 +42,7 @@ class Fleet:
         return self.gateways[int(hashlib.sha256(plan.key.encode()).hexdigest()[:8], 16) % len(self.gateways)]
 
     def play(self, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> None:
-        """Hands out every rollout, and hears of each as it ends."""
+        """Hands out every rollout, and reports each as it ends."""
         running = [self.workers[number % len(self.workers)].play.remote(plan, self.gateway_of(plan)) for number, plan in enumerate(plans)]
         while running:
             ended, running = self._ray.wait(running, num_returns=1)

@@ -1,7 +1,7 @@
-"""Sessions on a gateway over HTTP: opened by the admin routes, played with the real OpenAI client, closed with a reward.
+"""Sessions on a gateway over HTTP: opened by the admin routes, used with the real OpenAI client, closed with a reward.
 
 Every model call carries an Idempotency-Key made of its body and of how often this rollout has sent that body before. A retry, or a
-rollout that is begun again in its session after a crash, therefore hears the recorded answers and adds nothing; only what was never
+rollout that is begun again in its session after a crash, therefore gets the recorded answers and adds nothing; only what was never
 answered is sampled.
 """
 

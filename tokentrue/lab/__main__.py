@@ -28,10 +28,10 @@ def main() -> None:
     named = {key: getattr(given, key) for key in ("model", "tasks", "device", "steps", "groups", "lr", "jobs")}
     scale = replace(Scale(seeds=tuple(range(given.seeds))), **{key: value for key, value in named.items() if value is not None})
 
-    def heard(result: dict[str, object]) -> None:
+    def report(result: dict[str, object]) -> None:
         print(result["arm"], result["seed"], result.get("after"), result.get("seconds"), result.get("error", ""), flush=True)
 
-    print(run_experiment(given.name, scale, quick=given.quick, out=given.out, only=given.only, on_result=heard).as_text())
+    print(run_experiment(given.name, scale, quick=given.quick, out=given.out, only=given.only, on_result=report).as_text())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from tokentrue.app.rollout.rollouts import LocalSessions, RolloutRounds, evaluate
 from tokentrue.environments import SMALL_MODEL, RolloutConfig, Sessions
 from tokentrue.errors import ConfigError
-from tokentrue.lab.retelling import Retelling, RetoldRounds, TranscribedSessions
+from tokentrue.lab.rewriting import Rewriting, RewrittenRounds, TranscribedSessions
 from tokentrue.lab.routing import is_mixture, routing_flips
 from tokentrue.lab.sources import SourceSink, rollout_weights
 from tokentrue.mismatch import Correction, LossConfig, loss_named
@@ -58,7 +58,7 @@ class Scale:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """`source` changes the rollout's weights, `scorer="plain"` takes the trainer off the engine's kernels (the everyday mismatch),
-    `retelling` trains on something else than what was sampled. `variant` names a relative of the scale's model, in the directory beside
+    `rewriting` trains on something else than what was sampled. `variant` names a relative of the scale's model, in the directory beside
     it with that ending; `horizon` is the number of steps of every problem (otherwise one or two)."""
 
     name: str
@@ -68,7 +68,7 @@ class Arm:
     baseline: Baseline = "grpo"
     correction: Correction | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    retelling: Retelling = "none"
+    rewriting: Rewriting = "none"
     minibatches: int = 1
     epochs: int = 1
     lag: int = 0
@@ -81,7 +81,7 @@ class Arm:
 
     @property
     def exact(self) -> bool:
-        return self.source == "none" and self.scorer == "exact" and self.retelling == "none"
+        return self.source == "none" and self.scorer == "exact" and self.rewriting == "none"
 
 
 KEPT = (
@@ -128,7 +128,7 @@ async def _run(arm: Arm, scale: Scale, seed: int) -> dict[str, Any]:
 
 
 class KeptRounds:
-    """Rounds that keep what was played, by number, until somebody takes it."""
+    """Rounds that keep what was sampled, by number, until somebody takes it."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -168,11 +168,11 @@ def rollout_config(scale: Scale, seed: int, *, horizon: int | None, tasks: int) 
 
 
 def rounds_for(arm: Arm, config: RolloutConfig, sessions: Sessions, renderer: Any, provider: ExactProvider) -> Rounds:
-    if arm.retelling == "none":
+    if arm.rewriting == "none":
         rounds = RolloutRounds(config, sessions)
         return RoundsWithoutMasks(rounds) if arm.forget_masks else rounds
     rounds = RolloutRounds(config, TranscribedSessions(sessions))
-    return RetoldRounds(rounds, arm.retelling, renderer=renderer, provider=provider)
+    return RewrittenRounds(rounds, arm.rewriting, renderer=renderer, provider=provider)
 
 
 async def held_out_reward(trainer: Trainer, provider: ExactProvider, config: RolloutConfig, renderer: Any, tasks: int) -> float:

@@ -17,7 +17,7 @@ class Experiment:
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     "retokenize": Experiment(
-        module="tokentrue.lab.retokenize",
+        module="tokentrue.lab.experiments.retokenize",
         claim=(
             "Training on re-tokenised or re-rendered conversations puts the gradient on tokens that nobody sampled, with log-"
             "probabilities far below anything in the rollout; they dominate the gradient, and the policy degrades. Token-in, token-"
@@ -26,7 +26,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         command="tokentrue lab run retokenize",
     ),
     "tim-reinforce": Experiment(
-        module="tokentrue.lab.tim_reinforce",
+        module="tokentrue.lab.experiments.tim_reinforce",
         claim=(
             "With plain REINFORCE, rollouts whose probabilities differ from the trainer's bias the gradient. Small sources (other "
             "kernels, bf16, int8) leave the reward alone on a small model; coarse ones (int4, int3) do not."
@@ -34,7 +34,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         command="tokentrue lab run tim-reinforce",
     ),
     "tim-grpo": Experiment(
-        module="tokentrue.lab.tim_grpo",
+        module="tokentrue.lab.experiments.tim_grpo",
         claim=(
             "Of the ways to live with a mismatched rollout, truncated importance weights with sequence rejection on r_corr track "
             "exact rollouts best; recomputation alone hides the mismatch, and bypass mixes it into the clipped ratio."
@@ -42,7 +42,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         command="tokentrue lab run tim-grpo",
     ),
     "thresholds": Experiment(
-        module="tokentrue.lab.thresholds",
+        module="tokentrue.lab.experiments.thresholds",
         claim=(
             "τ_tok and τ_seq can be read off the exact reference: the right threshold is the one whose corrected gradient has the "
             "largest cosine with the gradient of exact rollouts, not one taken from another model's paper."
@@ -50,7 +50,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         command="tokentrue lab run thresholds",
     ),
     "regimes": Experiment(
-        module="tokentrue.lab.regimes",
+        module="tokentrue.lab.experiments.regimes",
         claim=(
             "The same source of mismatch does more harm where errors add up (longer horizons, older policies), where there are more"
             " tokens to err on (a larger vocabulary), or where a small error changes a choice (a mixture of experts)."
@@ -58,7 +58,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         command="tokentrue lab run regimes --model DIR",
     ),
     "pretrained": Experiment(
-        module="tokentrue.lab.pretrained",
+        module="tokentrue.lab.experiments.pretrained",
         claim=(
             "From the literature: bf16 kernels that differ between trainer and engine destabilise training, float16 shrinks the "
             "difference by an order, equal bits hold, corrections recover; under top-p the kept ids must be replayed."

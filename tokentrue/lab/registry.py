@@ -43,7 +43,7 @@ def run_experiment(
     if not arms:
         raise ConfigError(f"--only {only!r} fits no arm of {name}; they are {', '.join(a.name for a in module.arms(quick=quick))}")
 
-    def heard(result: Any) -> None:
+    def record(result: Any) -> None:
         with (out / f"{name}.runs.jsonl").open("a") as file:  # a study that is stopped keeps what it has
             file.write(json.dumps(result) + "\n")
         if on_result is not None:
@@ -51,7 +51,7 @@ def run_experiment(
 
     (out / f"{name}.runs.jsonl").unlink(missing_ok=True)
     together = hasattr(module, "run_arms")
-    results = run_seeds_guarded(module.run_arms, arms, scale, heard) if together else run_study(arms, scale, on_result=heard)
+    results = run_seeds_guarded(module.run_arms, arms, scale, record) if together else run_study(arms, scale, on_result=record)
     table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=notes_of(name))
     write(out, name, arms, results, table, module)
     return table

@@ -90,7 +90,7 @@ class Renderer:
         return self._extender.rewrites(messages, new, tools, self._merge(template_kwargs))
 
     def encode_sampled(self, text: str) -> list[int]:
-        """Text that plays a model's own output, its markers as tokens; for engines that answer from a script."""
+        """Text that stands for a model's own output, its markers as tokens; for engines that answer from a script."""
         return self.codec.encode_after(text, literal="")
 
     def _normalise(self, messages: Messages) -> list[JsonObject]:

@@ -3,7 +3,7 @@
     step-000010/
       model.safetensors, config.json, tokenizer …   a Hugging Face directory: parameters and persistent buffers
       optimizer.safetensors                          moments and step counts by parameter name
-      rounds.jsonl                                   batches played but not yet trained on (off-policy modes)
+      rounds.jsonl                                   batches sampled but not yet trained on (off-policy modes)
       state.json                                     version, counters, configuration hash, digests; written last
 
 A checkpoint is written under another name and moved into place: what is called step-… is whole. `latest` links to the newest.

@@ -46,7 +46,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """`lag` k: batch j is played by the weights of step max(0, j - k); 0 is synchronous, 1 is one step off.
+    """`lag` k: batch j is sampled by the weights of step max(0, j - k); 0 is synchronous, 1 is one step off.
 
     `exact`: score with the batch-invariant operators, and stop when a token sampled by the current weights has other bits here than
     in the rollout. `minibatches` and `epochs` give several updates per batch; then the ratio of PPO has something to clip.

@@ -1,8 +1,8 @@
-"""The loop: play, train, publish, with a fixed lag between the policy that plays and the policy that learns.
+"""The loop: roll out, train, publish, with a fixed lag between the policy that samples and the policy that learns.
 
-Invariants: round j is played by the weights of version max(0, j - lag), all of it: weights are published only when every round that
-an older version must play has ended. So staleness is a number that the configuration sets, and a run repeats bit for bit whatever
-the timing. With lag 0 nothing overlaps; with lag 1 round j + 1 is played while step j trains.
+Invariants: round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when every round that
+an older version must sample has ended. So staleness is a number that the configuration sets, and a run repeats bit for bit whatever
+the timing. With lag 0 nothing overlaps; with lag 1 round j + 1 is sampled while step j trains.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def train(
     Ctrl-C (cancellation) lets a step in progress finish and writes a checkpoint.
     """
     run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
-    run.played = resume(trainer, store)
+    run.finished = resume(trainer, store)
     await run.begin()
     try:
         for number in range(trainer.version, trainer.config.steps):
@@ -113,8 +113,8 @@ class Run:
     store: Store | None
     evaluator: Evaluator | None
     on_step: Callable[[StepReport, Mapping[str, float]], None] | None
-    playing: dict[int, asyncio.Task[Groups]] = field(default_factory=dict[int, "asyncio.Task[Groups]"])
-    played: dict[int, Groups] = field(default_factory=dict[int, Groups])
+    running: dict[int, asyncio.Task[Groups]] = field(default_factory=dict[int, "asyncio.Task[Groups]"])
+    finished: dict[int, Groups] = field(default_factory=dict[int, Groups])
     reports: list[StepReport] = field(default_factory=list[StepReport])
     idle: int = 0
     kept: int = 0  # the version of the newest checkpoint
@@ -129,12 +129,12 @@ class Run:
 
     async def step(self, number: int) -> None:
         trainer = self.trainer
-        start(self.playing, self.played, self.rounds, trainer, first=number)
+        start(self.running, self.finished, self.rounds, trainer, first=number)
         began = time.perf_counter()
-        groups = await take_round(trainer, self.playing, self.played, number)
+        groups = await take_round(trainer, self.running, self.finished, number)
         waited = time.perf_counter() - began
         report = await finish(asyncio.ensure_future(asyncio.to_thread(trainer.step, groups)))
-        for task in list(self.playing.values()):  # rounds that older weights must play
+        for task in list(self.running.values()):  # rounds that older weights must sample
             await asyncio.wait([task])
         await self.publish(trainer)
         counts = self.rounds.counts(number) if isinstance(self.rounds, CountingRounds) else {}
@@ -146,7 +146,7 @@ class Run:
             self.on_step(report, seconds)
         self.idle = require_progress(report, self.idle, trainer.config)
         if self.store is not None and self.is_due():
-            await settle(self.playing, self.played)
+            await settle(self.running, self.finished)
             self.keep()
 
     def is_due(self) -> bool:
@@ -159,7 +159,7 @@ class Run:
 
     def keep(self) -> None:
         assert self.store is not None
-        keep(self.trainer, self.store, self.played, best=None if self.evaluator is None else self.evaluator.best_version)
+        keep(self.trainer, self.store, self.finished, best=None if self.evaluator is None else self.evaluator.best_version)
         self.kept, self.kept_at = self.trainer.version, time.monotonic()
 
     def keep_if_possible(self) -> None:
@@ -168,9 +168,9 @@ class Run:
             self.keep()
 
     async def cancel_rounds(self) -> None:
-        for task in self.playing.values():
+        for task in self.running.values():
             task.cancel()
-        await asyncio.gather(*self.playing.values(), return_exceptions=True)
+        await asyncio.gather(*self.running.values(), return_exceptions=True)
 
 
 async def finish(step: asyncio.Future[StepReport]) -> StepReport:
@@ -194,30 +194,32 @@ def require_progress(report: StepReport, idle: int, config: TrainConfig) -> int:
     return idle
 
 
-def start(playing: dict[int, asyncio.Task[Groups]], played: Mapping[int, Groups], rounds: Rounds, trainer: Trainer, *, first: int) -> None:
+def start(
+    running: dict[int, asyncio.Task[Groups]], finished: Mapping[int, Groups], rounds: Rounds, trainer: Trainer, *, first: int
+) -> None:
     """Starts every round that the current weights may play and nobody has."""
     if not trainer.ranks.first:
         return
     for number in range(first, min(first + trainer.config.lag + 1, trainer.config.steps)):
-        if number not in playing and number not in played:
-            playing[number] = asyncio.create_task(rounds.play(number))
+        if number not in running and number not in finished:
+            running[number] = asyncio.create_task(rounds.play(number))
 
 
-async def take_round(trainer: Trainer, playing: dict[int, asyncio.Task[Groups]], played: dict[int, Groups], number: int) -> Groups:
+async def take_round(trainer: Trainer, running: dict[int, asyncio.Task[Groups]], finished: dict[int, Groups], number: int) -> Groups:
     """Round `number`, on every rank."""
     groups: Groups | None = None
     if trainer.ranks.first:
-        groups = played.pop(number) if number in played else await playing.pop(number)
+        groups = finished.pop(number) if number in finished else await running.pop(number)
     return trainer.ranks.from_first(groups)
 
 
-async def settle(playing: dict[int, asyncio.Task[Groups]], played: dict[int, Groups]) -> None:
-    for number in list(playing):
-        played[number] = await playing.pop(number)
+async def settle(running: dict[int, asyncio.Task[Groups]], finished: dict[int, Groups]) -> None:
+    for number in list(running):
+        finished[number] = await running.pop(number)
 
 
-def keep(trainer: Trainer, store: Store, played: Mapping[int, Groups], *, best: int | None = None) -> None:
-    waiting = {number: [[store.to_json(sample) for sample in group] for group in groups] for number, groups in played.items()}
+def keep(trainer: Trainer, store: Store, finished: Mapping[int, Groups], *, best: int | None = None) -> None:
+    waiting = {number: [[store.to_json(sample) for sample in group] for group in groups] for number, groups in finished.items()}
     kept = trainer.config.keep_checkpoints
     checkpoint.save(trainer, store.directory, model=store.model, run_hash=store.run_hash, rounds=waiting, keep=kept, best=best)
 

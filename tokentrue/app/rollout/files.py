@@ -1,4 +1,4 @@
-"""The files of a rollout: `samples.jsonl` and `rollouts.jsonl`, whole groups only, so that what is missing can be played later.
+"""The files of a rollout: `samples.jsonl` and `rollouts.jsonl`, whole groups only, so that what is missing can be run later.
 
 A group counts as done when a line of each of its rollouts is on file; its samples are written before. Whatever a crash left after that is
 cut off when the run goes on.

@@ -90,7 +90,7 @@ class LocalSessions:
 
 @dataclass(slots=True)
 class Tally:
-    """What a run has played so far."""
+    """What a run has sampled so far."""
 
     rollouts: int = 0
     failed: int = 0
@@ -111,7 +111,7 @@ class Tally:
 
 
 class RolloutRounds:
-    """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run plays the same rounds."""
+    """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run samples the same rounds."""
 
     def __init__(
         self,

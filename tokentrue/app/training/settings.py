@@ -29,7 +29,7 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRun:
-    """`samples` trains from a file; without it rounds are played live by the `rollout` section."""
+    """`samples` trains from a file; without it rounds are sampled live by the `rollout` section."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -92,7 +92,7 @@ def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
 
 
 def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
-    """The samples to train on, read and checked; None where rollouts are played live."""
+    """The samples to train on, read and checked; None where rollouts run live."""
     if settings.samples is None:
         return None
     source = SampleFile(settings.samples, model=settings.model_path, trust=trust)

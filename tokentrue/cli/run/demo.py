@@ -75,7 +75,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
         costs = Costs()
         with progress_bar("training", steps, quiet=say is not print) as advance:
 
-            def heard(report: Any, seconds: Any) -> None:
+            def on_step(report: Any, seconds: Any) -> None:
                 writer.write(report.step, report.version, report.metrics, seconds)
                 costs.add(seconds)
                 rows.append({**report.metrics, **{f"seconds/{k}": v for k, v in seconds.items()}})
@@ -84,7 +84,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
 
             async with GatewaySessions(here.base_url, sampling=rollout.sampling, admin_key=here.admin_key) as sessions:
                 rounds = RolloutRounds(rollout, sessions, keep=out / "samples.jsonl")
-                await train(trainer, rounds, Publisher(here.provider), on_step=heard)
+                await train(trainer, rounds, Publisher(here.provider), on_step=on_step)
         writer.close()
         async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
             after = await mean_reward(rollout, sessions, "after", heldout, quiet=say is not print)
@@ -158,7 +158,7 @@ def show(result: DemoResult) -> None:
     print("what to try next")
     print(f"  tokentrue audit {folder / 'samples.jsonl'}            re-check the certificates from the file alone")
     print("  tokentrue serve                                 point your own agent at it: any OpenAI or Anthropic client")
-    print("  tokentrue lab list                              where mismatch hurts, and what cures it")
+    print("  tokentrue lab list                              where mismatch hurts, and which correction helps")
 
 
 def _say_nothing(text: str) -> None:

@@ -62,11 +62,11 @@ def run(name: str, quick: bool, changes: dict[str, Any], only: str | None, out: 
     scale = replace(Scale(), **{key: value for key, value in changes.items() if value is not None})
     with progress_bar(name, runs_of(name, scale, quick=quick, only=only), quiet=as_json) as advance:
 
-        def heard(result: dict[str, Any]) -> None:
+        def report(result: dict[str, Any]) -> None:
             note = result.get("error") or (f"reward {result['after']:.2f}" if "after" in result else "")
             advance(f"{result['arm']}, seed {result['seed']}: {note}"[:90])
 
-        table = run_experiment(name, scale, quick=quick, out=out, only=only, on_result=heard)
+        table = run_experiment(name, scale, quick=quick, out=out, only=only, on_result=report)
     from tokentrue.cli.run.lab_report import write_lab_report
 
     page = write_lab_report(out, name, table)

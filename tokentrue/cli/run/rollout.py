@@ -2,7 +2,7 @@
 
 The output directory holds `samples.jsonl` (whole groups only), `rollouts.jsonl` (one line per rollout: reward or error) and
 `config.json`. A group is written when its last rollout has ended, so that an interrupted run leaves whole groups; started again, it
-plays only what is missing.
+runs only what is missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def command(
     tasks: Annotated[Path | None, typer.Option(help="of --agent: a JSON-lines file, or Harbor task directories")] = None,
     score: Annotated[str | None, typer.Option(help="of --agent: a shell command; its exit code or last number")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="a Ray address, or `local`: gateways and rollouts as actors")] = None,
-    again: Annotated[bool, typer.Option("--again", help="play groups with a failed rollout again")] = False,
+    again: Annotated[bool, typer.Option("--again", help="run groups with a failed rollout again")] = False,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: rollout.tasks=32")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> int:
@@ -67,13 +67,13 @@ def run(settings: RolloutRun, log: Path, *, ray: str | None, again: bool, as_jso
     remember(settings)
     done = trim_to_whole_groups(settings.out, plans, again=again)
     left = [plan for plan in plans if plan.group not in done]
-    with record_rollouts(settings.out, plans, len(left), quiet=as_json) as heard:
+    with record_rollouts(settings.out, plans, len(left), quiet=as_json) as on_rollout:
         if left and ray is not None:
             from tokentrue.cluster.rollout import play_on_ray
 
-            play_on_ray(settings, left, address=ray, on_rollout=heard)
+            play_on_ray(settings, left, address=ray, on_rollout=on_rollout)
         elif left:
-            asyncio.run(play(settings, left, heard, quiet=as_json))
+            asyncio.run(play(settings, left, on_rollout, quiet=as_json))
     return print_summary(settings.out, plans, log, as_json=as_json)
 
 
@@ -85,7 +85,7 @@ def check_gateway(url: str) -> None:
         client.sessions(limit=1)
 
 
-async def play(settings: RolloutRun, plans: list[Plan], heard: OnRollout, *, quiet: bool) -> None:
+async def play(settings: RolloutRun, plans: list[Plan], on_rollout: OnRollout, *, quiet: bool) -> None:
     from tokentrue.app.rollout.rollouts import open_sessions
 
     config = settings.rollout
@@ -94,7 +94,7 @@ async def play(settings: RolloutRun, plans: list[Plan], heard: OnRollout, *, qui
         with loading(f"{settings.model.shown}, engine {settings.engine.name}", quiet=quiet or settings.url is not None):
             sessions = await stack.enter_async_context(open_sessions(settings))
         async for rollout in run_plans(environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s):
-            heard(rollout)
+            on_rollout(rollout)
 
 
 @contextmanager
@@ -108,14 +108,14 @@ def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) ->
     try:
         with progress_bar("rollouts", total, quiet=quiet or not total) as advance:
 
-            def heard(rollout: Rollout) -> None:
+            def on_rollout(rollout: Rollout) -> None:
                 nonlocal failed
                 recorder(rollout)
                 failed += rollout.error is not None
                 rewards.extend([] if rollout.reward is None else [rollout.reward])
                 advance(f"reward {sum(rewards) / max(1, len(rewards)):.2f}" + (f"  {failed} failed" if failed else ""))
 
-            yield heard
+            yield on_rollout
     finally:
         recorder.close()
 

@@ -78,7 +78,7 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
         progress_bar("training", max(0, trainer.config.steps - first), quiet=quiet) as advance,
     ):
 
-        def heard(report: Any, seconds: Mapping[str, float]) -> None:
+        def on_step(report: Any, seconds: Mapping[str, float]) -> None:
             costs.add(seconds)
             write(report, seconds)
             if as_json and ranks.first:
@@ -88,7 +88,7 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
             advance(f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}")
 
         async with source_for(settings, ranks, file) as (rounds, publish, evaluator):
-            reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=heard)
+            reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=on_step)
     page = write_training_report(settings) if ranks.first else None
     if not quiet:
         print_summary(settings, reports, costs)

@@ -52,7 +52,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     max_tokens: int
-    listener: Callable[[Request], None] | None = None  # hears in the engine's thread that there are new tokens, or that `finish` is set
+    listener: Callable[[Request], None] | None = None  # called in the engine's thread when there are new tokens, or that `finish` is set
     adapter: str | None = None
     prefix: bytes = b""  # what the names of its cache blocks start from: other weights, other names
     wants_prompt: bool = False

@@ -12,7 +12,7 @@ Rewards = Sequence[Sequence[float]]  # by task, one for each attempt
 
 
 class Evaluator:
-    """Called after every step. `run` plays the tasks on rank 0, where the engines are; all ranks hear the result."""
+    """Called after every step. `run` runs the tasks on rank 0, where the engines are; all ranks get the result."""
 
     def __init__(self, config: EvaluationConfig, run: Callable[[], Awaitable[Rewards]], ranks: Ranks | None = None) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Where batches come from. Round j is the batch of step j: played live by the current weights, or read from a source of samples."""
+"""Where batches come from. Round j is the batch of step j: sampled live by the current weights, or read from a source of samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Groups = list[list[Sample]]
 
 
 class Rounds(Protocol):
-    """`play(j)` returns the groups of round j, in a fixed order. With a lag, several rounds are in play at once."""
+    """`play(j)` returns the groups of round j, in a fixed order. With a lag, several rounds are in progress at once."""
 
     async def play(self, number: int) -> Groups: ...
 
@@ -24,7 +24,7 @@ class CountingRounds(Protocol):
     """Rounds that can say what became of their rollouts."""
 
     def counts(self, number: int) -> Mapping[str, float]:
-        """Of a round that was played: rollouts, failures, time-outs. Forgets them."""
+        """Of a round that has ended: rollouts, failures, time-outs. Forgets them."""
         ...
 
 

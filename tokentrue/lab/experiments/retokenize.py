@@ -17,8 +17,8 @@ COLUMNS = (
 def arms(*, quick: bool) -> list[Arm]:
     made = [
         Arm(name="token-in, token-out"),
-        Arm(name="text encoded again", retelling="reencode"),
-        Arm(name="messages rendered again", retelling="rerender"),
-        Arm(name="messages of a JavaScript harness", retelling="stringify"),
+        Arm(name="text encoded again", rewriting="reencode"),
+        Arm(name="messages rendered again", rewriting="rerender"),
+        Arm(name="messages of a JavaScript harness", rewriting="stringify"),
     ]
     return [made[0], made[3]] if quick else made

@@ -84,20 +84,20 @@ async def _run(made: Sequence[Arm], scale: Scale, seed: int) -> list[dict[str, A
             reference = reference.to(scale.device) + trainer.gradient(await rounds.play(number))[0] / behind
         for source in dict.fromkeys(arm.source for arm in made):
             await Publisher(SourceSink(provider, source))(trainer)
-            played = await rounds.play(0)  # the same tasks and seeds whatever the source: only the mismatch differs
+            sampled = await rounds.play(0)  # the same tasks and seeds whatever the source: only the mismatch differs
             for arm in made:
                 if arm.source == source:
-                    results.append({"arm": arm.name, "seed": seed, **compare_gradient(trainer, arm, played, reference), "rows": []})
+                    results.append({"arm": arm.name, "seed": seed, **compare_gradient(trainer, arm, sampled, reference), "rows": []})
                     results[-1]["seconds"] = time.perf_counter() - began
     finally:
         await provider.close()
     return results
 
 
-def compare_gradient(trainer: Trainer, arm: Arm, played: Any, reference: torch.Tensor) -> dict[str, float]:
+def compare_gradient(trainer: Trainer, arm: Arm, sampled: Any, reference: torch.Tensor) -> dict[str, float]:
     """The arm's gradient of the batch against the reference."""
     trainer.loss = loss_of(arm)
-    found, metrics = trainer.gradient(played)
+    found, metrics = trainer.gradient(sampled)
     return {
         "cosine": float(torch.nn.functional.cosine_similarity(reference, found, dim=0)),
         "norm": float(found.norm() / reference.norm()),

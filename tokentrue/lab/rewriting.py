@@ -1,6 +1,6 @@
-"""What a trainer learns from that gets text or messages instead of the sampled ids: the same rollouts, told again.
+"""What a trainer learns from that gets text or messages instead of the sampled ids: the same rollouts with other ids.
 
-`RetoldRounds` changes each sample after it was played. The log-probabilities of the changed ids are those that the rollout engine itself
+`RewrittenRounds` changes each sample after the rollout. The log-probabilities of the changed ids are those that the rollout engine itself
 gives them, asked for as prompt log-probabilities: the sampler reported none, because nobody sampled these ids.
 """
 
@@ -20,13 +20,13 @@ from tokentrue.protocols import Provider
 from tokentrue.train import Groups, Rounds
 from tokentrue.types import Sample, Sampling, Span
 
-Retelling: TypeAlias = Literal["none", "reencode", "rerender", "stringify"]
+Rewriting: TypeAlias = Literal["none", "reencode", "rerender", "stringify"]
 
 
-class RetoldRounds:
-    """Rounds whose samples are told again in the way that `kind` names."""
+class RewrittenRounds:
+    """Rounds whose samples are rewritten in the way that `kind` names."""
 
-    def __init__(self, rounds: Rounds, kind: Retelling, *, renderer: Any, provider: Provider) -> None:
+    def __init__(self, rounds: Rounds, kind: Rewriting, *, renderer: Any, provider: Provider) -> None:
         self._rounds = rounds
         self._change = change_of(kind, renderer)
         self._provider = provider
@@ -46,14 +46,14 @@ class RetoldRounds:
         return replace(sample, rollout_logprobs=values)
 
 
-def change_of(kind: Retelling, renderer: Any) -> Callable[[Sample], Sample]:
+def change_of(kind: Rewriting, renderer: Any) -> Callable[[Sample], Sample]:
     changes: dict[str, Callable[[Sample], Sample]] = {
         "reencode": lambda sample: reencode(sample, renderer),
         "rerender": lambda sample: rerender(sample, renderer, lambda message: message),
         "stringify": lambda sample: rerender(sample, renderer, stringify),
     }
     if kind not in changes:
-        raise ConfigError(f"no retelling {kind!r}; choose one of {', '.join(changes)}")
+        raise ConfigError(f"no rewriting {kind!r}; choose one of {', '.join(changes)}")
     return changes[kind]
 
 

@@ -1,4 +1,4 @@
-"""Where mismatch might bite harder: longer horizons, a larger vocabulary, older policies, and a mixture of experts whose routing flips."""
+"""Where mismatch might hurt more: longer horizons, a larger vocabulary, older policies, and a mixture of experts whose routing flips."""
 
 from __future__ import annotations
 
