@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -131,7 +131,8 @@ def pick(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator)
     top: Any = torch.topk(logprobs_V, min(sampling.top_logprobs, logprobs_V.numel())) if sampling.top_logprobs else None
     chosen: dict[int, float] = {} if top is None else dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     possible = logprobs_V > -torch.inf
-    kept = [] if bool(possible.all()) else cast("list[int]", possible.nonzero().squeeze(-1).tolist())
+    places: Any = possible.nonzero().squeeze(-1)
+    kept: list[int] = [] if bool(possible.all()) else places.tolist()
     return token, float(logprobs_V[token]), chosen, kept
 
 

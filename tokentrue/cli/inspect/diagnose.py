@@ -213,7 +213,8 @@ def _diagnose(rows: Sequence[Row], correction: str) -> tuple[Diagnosis, list[tup
     if all(row.reward is not None for row in rows):
         rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         groups = [row.group if row.group is not None else "all" for row in rows]
-        advantages = cast("list[float]", grpo_advantages(rewards, groups, std=False).tolist())
+        found: Any = grpo_advantages(rewards, groups, std=False)
+        advantages = cast("list[float]", found.tolist())
     names = sorted({kind for row in rows for kind in row.kinds})
     labels = list(dict.fromkeys(sorted((row.step for row in rows), key=_natural)))
     parts: dict[str, list[Diagnosis]] = {label: [] for label in labels}

@@ -6,7 +6,7 @@ The time that a turn spends here is the engine's; the rest of the turn is what t
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -25,7 +25,7 @@ class EngineClock:
         self._since = 0.0
 
     @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self) -> Generator[None, None, None]:
         if not self._running:
             self._since = time.perf_counter()
         self._running += 1
