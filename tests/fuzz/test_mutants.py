@@ -75,8 +75,8 @@ MUTANTS = (
         name="a loose key names a request in flight",
         changes=[
             (
-                "sessions/matching/matcher.py",
-                '        return digest(b"".join([facts.exact for facts in self.facts]), self.tools_exact)\n',
+                "sessions/matching/conversations.py",
+                "        return digest(self.exacts, self.tools_exact)\n",
                 "        return digest(self.keys[-1], self.tools_exact)\n",
             )
         ],
@@ -105,6 +105,13 @@ MUTANTS = (
         rules=["every sampled token is in the record"],
     ),
 )
+
+
+def test_every_mutant_fits_the_source() -> None:
+    """Whoever renames what a mutant changes learns it at once, not in the next long run."""
+    for mutant in MUTANTS:
+        for name, text, _ in mutant.changes:
+            assert (ROOT / "tokentrue" / name).read_text(encoding="utf-8").count(text) == 1, f"{mutant.name}: {name}"
 
 
 @pytest.mark.fuzz
