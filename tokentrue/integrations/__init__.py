@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-ADAPTERS = ("trl",)
+ADAPTERS = ("areal", "openrlhf", "skyrl", "slime", "tinker", "trl", "verl")
 
 
 def __getattr__(name: str) -> ModuleType:

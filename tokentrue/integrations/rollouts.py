@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tokentrue.client import AsyncClient
-from tokentrue.errors import GatewayError
+from tokentrue.errors import ConfigError, GatewayError
 from tokentrue.types import Sample
 
 Agent: TypeAlias = Callable[[Any, Any], Awaitable[float | None] | float | None]
@@ -44,6 +45,11 @@ class GatewayRollouts:
 
             return list(await asyncio.gather(*map(run_one, range(len(tasks)), tasks, groups)))
 
+    async def run_rollout(self, task: Any, *, group: str, index: int = 0, sampling: Mapping[str, Any] | None = None) -> list[Sample]:
+        """The samples of one rollout, for frameworks that ask for one at a time. `sampling` adds what the framework scores with."""
+        async with AsyncClient(self.url, self.admin_key, timeout_s=self.timeout_s) as client:
+            return await self._run_one(client, task, group, {**(sampling or {}), **self._pinned(group, index)})
+
     def _pinned(self, group: str, index: int) -> dict[str, Any]:
         if self.seed is None:
             return dict(self.sampling)
@@ -62,6 +68,42 @@ class GatewayRollouts:
         return samples
 
 
-def newest(samples: Sequence[Sample]) -> Sample:
+def largest(samples: Sequence[Sample]) -> Sample:
     """The sample of a rollout that trains the most tokens, for trainers that take one row per rollout; ties go to the last one."""
     return max(reversed(samples), key=lambda sample: sum(sample.loss_mask))
+
+
+def tokens_left_out(samples: Sequence[Sample], chosen: Sample) -> int:
+    """Trained tokens of a rollout that one row does not hold."""
+    return sum(sum(sample.loss_mask) for sample in samples) - sum(chosen.loss_mask)
+
+
+def group_name(*parts: Any) -> str:
+    """The same prompt in the same step is the same group."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def scored_settings(temperature: Any = None, top_p: Any = None, top_k: Any = None) -> dict[str, Any]:
+    """A framework's sampling settings in the gateway's names. What leaves the distribution as it is, is left out."""
+    settings = {} if temperature is None else {"temperature": float(temperature)}
+    if top_p is not None and top_p < 1:
+        settings["top_p"] = float(top_p)
+    if top_k is not None and top_k > 0:
+        settings["top_k"] = int(top_k)
+    return settings
+
+
+def centred_rewards(samples: Sequence[Sample]) -> list[float]:
+    """Each sample's advantage: its session's reward minus the mean of its group, where every session counts once."""
+    groups: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group or sample.session_id, {})[sample.session_id] = reward_of(sample)
+    means = {group: sum(rewards.values()) / len(rewards) for group, rewards in groups.items()}
+    return [groups[group][sample.session_id] - means[group] for sample in samples for group in [sample.group or sample.session_id]]
+
+
+def reward_of(sample: Sample) -> float:
+    if sample.reward is None:
+        raise ConfigError(f"session {sample.session_id} has no reward: return a number from the agent, or post one")
+    return sample.reward

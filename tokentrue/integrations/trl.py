@@ -12,12 +12,11 @@ and `tokens_left_out` counts the others; use a trainer that takes them all where
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokentrue.errors import ConfigError
-from tokentrue.integrations.rollouts import Agent, GatewayRollouts, newest
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, tokens_left_out
 from tokentrue.samples.exporters.trl import row
 
 COLUMNS = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward")
@@ -42,11 +41,11 @@ def rollout_func(
         pinned = {"temperature": trainer.args.temperature, **(sampling or {})}
         settings: dict[str, Any] = {"concurrency": concurrency, "timeout_s": timeout_s}
         rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, sampling=pinned, seed=seed, **settings)
-        groups = [f"step-{trainer.state.global_step}/{_name(prompt)}" for prompt in prompts]
+        groups = [f"step-{trainer.state.global_step}/{group_name(prompt)}" for prompt in prompts]
         found = rollouts.run(prompts, groups)
-        chosen = [newest(samples) for samples in found]
+        chosen = [largest(samples) for samples in found]
         rows = [row(sample) for sample in chosen]
-        left_out = [sum(sum(s.loss_mask) for s in samples) - sum(one.loss_mask) for samples, one in zip(found, chosen, strict=True)]
+        left_out = [tokens_left_out(samples, one) for samples, one in zip(found, chosen, strict=True)]
         return {name: [one[name] for one in rows] for name in COLUMNS} | {"tokens_left_out": left_out}
 
     return run
@@ -76,11 +75,3 @@ def correct_with_gateway_logprobs(trainer: Any, publish: Callable[[Any, int], No
     trainer.vllm_generation = Publisher()
     trainer._last_loaded_step = -1
     trainer.use_vllm = True
-
-
-def _name(prompt: Any) -> str:
-    """The same prompt is the same group."""
-    import hashlib
-
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

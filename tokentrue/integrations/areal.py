@@ -1,0 +1,62 @@
+"""AReaL: a rollout workflow whose episodes go through a gateway.
+
+    trainer.train(workflow=workflow(my_agent, url="http://gateway:8000", admin_key=KEY, temperature=gconfig.temperature), …)
+
+`agent(client, data)` gets the dataset's row. Every sample of an episode is a row of the returned batch, each value at its token's own
+index, padded on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, reward_of, scored_settings
+from tokentrue.samples.exporters.base import filled
+from tokentrue.types import Sample
+
+if TYPE_CHECKING:
+    from areal.api import RolloutWorkflow  # pyright: ignore[reportMissingImports]
+    from torch import Tensor
+
+
+def workflow(agent: Agent, *, url: str, admin_key: str | None = None, temperature: float | None = None, **settings: Any) -> RolloutWorkflow:
+    """`settings` are those of `GatewayRollouts`."""
+    from areal.api import RolloutWorkflow  # pyright: ignore[reportMissingImports]
+
+    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+
+    class GatewayWorkflow(RolloutWorkflow):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Tensor]:
+            samples = await rollouts.run_rollout(data, group=group_name(data), sampling=scored_settings(temperature))
+            return tensors_of(samples)
+
+    return GatewayWorkflow()
+
+
+def tensors_of(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """`[rows, longest]` tensors; `versions` is -1 where nothing was sampled, as AReaL has it."""
+    import torch
+
+    longest = max(len(sample.token_ids) for sample in samples)
+
+    def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, value: float = 0) -> Tensor:
+        return torch.tensor([[*row, *([value] * (longest - len(row)))] for row in rows], dtype=dtype)
+
+    return {
+        "input_ids": padded([list(sample.token_ids) for sample in samples], torch.int32),
+        "logprobs": padded([filled(sample.rollout_logprobs) for sample in samples], torch.float32),
+        "loss_mask": padded([list(sample.loss_mask) for sample in samples], torch.int32),
+        "versions": padded([token_versions(sample) for sample in samples], torch.int32, -1),
+        "attention_mask": padded([[1] * len(sample.token_ids) for sample in samples], torch.bool),
+        "rewards": torch.tensor([reward_of(sample) for sample in samples], dtype=torch.float32),
+    }
+
+
+def token_versions(sample: Sample) -> list[int]:
+    """The policy version of each sampled token, -1 elsewhere."""
+    found = [-1] * len(sample.token_ids)
+    for span in sample.spans:
+        if span.kind == "sampled" and span.policy_version is not None:
+            found[span.start : span.end] = [span.policy_version] * (span.end - span.start)
+    return found

@@ -1,0 +1,64 @@
+"""OpenRLHF: an agent executor whose rollouts go through a gateway.
+
+    # my_agent_file.py, given as --train.agent_func_path
+    from tokentrue.integrations.openrlhf import agent_executor
+
+    AgentExecutor = agent_executor(my_agent, url="http://gateway:8000", admin_key=KEY)
+
+`agent(client, task)` gets `{"prompt": …, "label": …}`. OpenRLHF takes one row per rollout: the sample that trains most tokens is used, and
+`extra_logs["tokens_left_out"]` counts the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.errors import ConfigError
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, reward_of, scored_settings, tokens_left_out
+from tokentrue.samples.exporters.base import filled
+from tokentrue.types import Sample
+
+if TYPE_CHECKING:
+    from openrlhf.utils.agent import AgentExecutorBase  # pyright: ignore[reportMissingImports]
+
+
+def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> type[AgentExecutorBase]:
+    """The class that OpenRLHF looks for. `settings` are those of `GatewayRollouts`."""
+    from openrlhf.utils.agent import AgentExecutorBase  # pyright: ignore[reportMissingImports]
+
+    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+
+    class AgentExecutor(AgentExecutorBase):
+        async def execute(
+            self, prompt: Any, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any, images: Any = None
+        ) -> dict[str, Any]:
+            names = ("temperature", "top_p", "top_k")
+            sampling = scored_settings(**{name: getattr(sampling_params, name, None) for name in names})
+            samples = await rollouts.run_rollout({"prompt": prompt, "label": label}, group=group_name(prompt), sampling=sampling)
+            chosen = largest(samples)
+            if len(chosen.token_ids) > max_length:
+                raise ConfigError(
+                    f"sample {chosen.sample_id} has {len(chosen.token_ids)} tokens, OpenRLHF cuts at {max_length}: raise --data.max_len"
+                )
+            logs = {"tokens_left_out": tokens_left_out(samples, chosen)}
+            return {"prompt": prompt, "label": label, "images": images, "extra_logs": logs, **columns_of(chosen)}
+
+    return AgentExecutor
+
+
+def columns_of(sample: Sample) -> dict[str, Any]:
+    """Log-probabilities have full length, 0.0 where nothing was sampled; `action_ranges` are the trained spans."""
+    reward = reward_of(sample)
+    return {
+        "reward": reward,
+        "scores": reward,
+        "observation_tokens": list(sample.token_ids),
+        "action_ranges": _ranges(sample.loss_mask),
+        "rollout_log_probs": filled(sample.rollout_logprobs),
+        "truncated": sample.finish_reason == "length",
+    }
+
+
+def _ranges(mask: Any) -> list[tuple[int, int]]:
+    edges = [i for i in range(len(mask) + 1) if bool(i < len(mask) and mask[i]) != bool(i > 0 and mask[i - 1])]
+    return list(zip(edges[::2], edges[1::2], strict=True))

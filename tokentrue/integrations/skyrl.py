@@ -1,0 +1,83 @@
+"""SkyRL: a generator whose rollouts go through a gateway.
+
+    class Exp(BasePPOExp):
+        def get_generator(self, cfg, tokenizer, inference_engine_client):
+            return generator(my_agent, url="http://gateway:8000", admin_key=KEY, step_wise=cfg.generator.step_wise_trajectories)
+
+`agent(client, task)` gets `{"prompt": messages, "env_class": …, "extras": …}`. With `generator.step_wise_trajectories` every sample of a
+rollout is a row and SkyRL gives all rows of a rollout its advantage; without it SkyRL wants one row per prompt, so the sample that trains
+most tokens is used and `rollout_metrics["tokens_left_out"]` counts the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.errors import ConfigError
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, reward_of, scored_settings, tokens_left_out
+from tokentrue.samples.exporters.base import split
+from tokentrue.types import Sample
+
+if TYPE_CHECKING:
+    from skyrl.train.generators.base import (  # pyright: ignore[reportMissingImports]
+        GeneratorInput,
+        GeneratorInterface,
+        GeneratorOutput,
+    )
+
+
+def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise: bool = False, **settings: Any) -> GeneratorInterface:
+    """`settings` are those of `GatewayRollouts`."""
+    from skyrl.train.generators.base import GeneratorInterface  # pyright: ignore[reportMissingImports]
+
+    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+
+    class GatewayGenerator(GeneratorInterface):
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            trajectories = input_batch["trajectory_ids"]
+            if trajectories is None:
+                raise ConfigError("the batch has no trajectory_ids, so its prompts cannot be grouped")
+            slots = asyncio.Semaphore(rollouts.concurrency)
+            names = ("temperature", "top_p", "top_k")
+            sampling = scored_settings(**{name: (input_batch["sampling_params"] or {}).get(name) for name in names})
+            step = input_batch["batch_metadata"].global_step if input_batch.get("batch_metadata") else None
+
+            async def run_one(index: int) -> list[Sample]:
+                extras = input_batch["env_extras"] or [{}] * len(trajectories)
+                task = {"prompt": input_batch["prompts"][index], "env_class": input_batch["env_classes"][index], "extras": extras[index]}
+                identity = trajectories[index]
+                async with slots:
+                    group = group_name(step, identity.instance_id)
+                    return await rollouts.run_rollout(task, group=group, index=identity.repetition_id, sampling=sampling)
+
+            found = await asyncio.gather(*map(run_one, range(len(trajectories))))
+            return output_of(found, trajectories, step_wise=step_wise)
+
+    return GatewayGenerator()
+
+
+def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any], *, step_wise: bool) -> GeneratorOutput:
+    """SkyRL's columns. The reward stands on the last response token, as SkyRL does with scalar rewards."""
+    chosen = rollouts if step_wise else [[largest(samples)] for samples in rollouts]
+    rows = [(sample, identity, sample is samples[-1]) for samples, identity in zip(chosen, trajectories, strict=True) for sample in samples]
+    parts = [split(sample) for sample, _, _ in rows]
+    left_out = sum(tokens_left_out(samples, largest(samples)) for samples in rollouts)
+    columns: Mapping[str, Any] = {
+        "prompt_token_ids": [part.prompt_ids for part in parts],
+        "response_ids": [part.response_ids for part in parts],
+        "rewards": [[0.0] * (len(part.response_ids) - 1) + [reward_of(sample)] for part, (sample, _, _) in zip(parts, rows, strict=True)],
+        "loss_masks": [part.response_mask for part in parts],
+        "stop_reasons": [sample.finish_reason for sample, _, _ in rows],
+        "rollout_metrics": {"tokens_left_out": 0 if step_wise else left_out},
+        "rollout_logprobs": [part.response_logprobs for part in parts],
+        "trajectory_ids": [identity for _, identity, _ in rows],
+        "trajectory_generation_times": None,
+        "rollout_expert_indices": None,
+        "is_last_step": [is_last for _, _, is_last in rows] if step_wise else None,
+        "env_metrics": None,
+        "pixel_values": None,
+        "image_grid_thw": None,
+    }
+    return dict(columns)  # type: ignore[return-value]  # a TypedDict of SkyRL

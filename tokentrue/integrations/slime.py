@@ -1,0 +1,52 @@
+"""slime and Miles: a generate function whose rollouts go through a gateway.
+
+    # my_rollouts.py
+    from tokentrue.integrations.slime import generate_function
+
+    generate = generate_function(my_agent, url="http://gateway:8000", admin_key=KEY)
+
+    --custom-generate-function-path my_rollouts.generate
+
+`agent(client, sample)` gets the framework's own `Sample` (its `prompt`, `label` and `metadata`). All samples of a rollout are returned;
+they share a `rollout_id`, so both frameworks average within the rollout and do not count it more than once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from tokentrue.errors import ConfigError
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, scored_settings
+from tokentrue.samples.exporters.slime import row
+
+FIELDS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "weight_versions")
+
+
+def generate_function(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> Callable[..., Awaitable[list[Any]]]:
+    """`generate(args, sample, sampling_params, evaluation=False)`. `settings` are those of `GatewayRollouts`."""
+    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+
+    async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> list[Any]:
+        sampling = scored_settings(*(sampling_params.get(name) for name in ("temperature", "top_p", "top_k")))
+        if not evaluation and sampling.keys() & {"top_p", "top_k"}:
+            raise ConfigError("top_p and top_k change what the trainer must score; set --rollout-top-p 1 and --rollout-top-k -1")
+        group = group_name(sample.group_index, sample.prompt)
+        found = await rollouts.run_rollout(sample, group=group, index=sample.index or 0, sampling=sampling)
+        return [_filled(sample, row(each)) for each in found]
+
+    return generate
+
+
+def _filled(sample: Any, recorded: Mapping[str, Any]) -> Any:
+    """A copy of the framework's sample with what was recorded. Rewards that the framework computes itself stay its own."""
+    made = copy.copy(sample)
+    for name in FIELDS:
+        setattr(made, name, recorded[name])
+    made.status = type(sample).Status(recorded["status"])
+    made.metadata = {**(sample.metadata or {}), **recorded["metadata"], "session_id": recorded["session_id"]}
+    made.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
+    if recorded["reward"] is not None:
+        made.reward = recorded["reward"]
+    return made

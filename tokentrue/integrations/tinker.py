@@ -1,0 +1,34 @@
+"""Tinker: recorded samples as `Datum`s for `forward_backward(data, "importance_sampling")`, with group advantages.
+
+    groups = GatewayRollouts(url=url, agent=my_agent).run(tasks, names)
+    client.forward_backward(datums([sample for samples in groups for sample in samples]), "importance_sampling")
+
+Input is `ids[:-1]`, targets are `ids[1:]`. Tokens that were not sampled have advantage 0, because Tinker removes the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.integrations.rollouts import centred_rewards
+from tokentrue.samples.exporters.tinker import row
+from tokentrue.types import Sample
+
+if TYPE_CHECKING:
+    from tinker import Datum  # pyright: ignore[reportMissingImports]
+
+
+def datums(samples: Sequence[Sample]) -> list[Datum]:
+    """One `Datum` per sample; a session's advantage is its reward minus its group's mean, each session counted once."""
+    return [datum(sample, advantage) for sample, advantage in zip(samples, centred_rewards(samples), strict=True)]
+
+
+def datum(sample: Sample, advantage: float) -> Datum:
+    import tinker  # pyright: ignore[reportMissingImports]
+
+    recorded = row(sample)
+    inputs: dict[str, Any] = {name: tinker.TensorData(**recorded["loss_fn_inputs"][name]) for name in ("target_tokens", "logprobs")}
+    values = [advantage * bit for bit in sample.loss_mask[1:]]
+    inputs["advantages"] = tinker.TensorData(data=values, dtype="float32", shape=[len(values)])
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(list(sample.token_ids[:-1])), loss_fn_inputs=inputs)

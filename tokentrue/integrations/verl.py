@@ -1,0 +1,76 @@
+"""verl: an agent loop whose rollouts go through a gateway.
+
+    # my_loops.py, importable by verl's workers
+    from tokentrue.integrations.verl import agent_loop
+
+    GatewayLoop = agent_loop(my_agent, url="http://gateway:8000", admin_key=KEY)
+
+verl finds it through `actor_rollout_ref.rollout.agent.agent_loop_config_path`, a YAML file with `name: gateway` and
+`_target_: my_loops.GatewayLoop`, and `default_agent_loop: gateway`. Set `rollout.calculate_log_probs` and
+`algorithm.rollout_correction`, or verl does not read the log-probabilities.
+
+`agent(client, row)` gets the dataset's row. The v1 trainer (TransferQueue) takes every sample of a rollout; the older one takes one row,
+so there the sample that trains most tokens is used and `extra_fields["tokens_left_out"]` counts the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.errors import ConfigError
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, scored_settings, tokens_left_out
+from tokentrue.samples.exporters import verl as exported
+from tokentrue.samples.exporters.base import versions_of
+from tokentrue.types import Sample
+
+if TYPE_CHECKING:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput  # pyright: ignore[reportMissingImports]
+
+FIELDS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "reward_score", "num_turns")
+
+
+def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> type[AgentLoopBase]:
+    """A class for verl's registry. `settings` are those of `GatewayRollouts`: `sampling`, `seed`, `timeout_s`."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopBase  # pyright: ignore[reportMissingImports]
+
+    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+
+    class GatewayAgentLoop(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+            names = ("temperature", "top_p", "top_k")
+            sampling = scored_settings(**{name: sampling_params.get(name) for name in names})
+            group = str(row["uid"]) if "uid" in row else group_name(row.get("index"), row.get("raw_prompt"))
+            takes_all = "session_id" in row  # the v1 trainer numbers the rollouts of a prompt
+            samples = await rollouts.run_rollout(row, group=group, index=int(row.get("session_id", 0)), sampling=sampling)
+            if takes_all:
+                return [output_of(sample) for sample in samples]
+            chosen = largest(samples)
+            require_fit(chosen, self.rollout_config.prompt_length, self.rollout_config.response_length)
+            return output_of(chosen, tokens_left_out=tokens_left_out(samples, chosen))
+
+    return GatewayAgentLoop
+
+
+def output_of(sample: Sample, **extra: Any) -> AgentLoopOutput:
+    """A sample as verl's own record. Weight versions are the steps that verl's staleness control reads."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput  # pyright: ignore[reportMissingImports]
+
+    row = exported.row(sample)
+    versions = versions_of(sample)
+    extra_fields = {
+        **extra,
+        "reward_extra_info": {},
+        "min_global_steps": min(versions, default=None),
+        "max_global_steps": max(versions, default=None),
+        "sample_id": sample.sample_id,
+    }
+    return AgentLoopOutput(**{name: row[name] for name in FIELDS}, metrics=AgentLoopMetrics(), extra_fields=extra_fields)
+
+
+def require_fit(sample: Sample, prompt_length: int, response_length: int) -> None:
+    """The older trainer pads to fixed lengths and fails later, without a name, on rows that are longer."""
+    row = exported.row(sample)
+    for name, bound in (("prompt", prompt_length), ("response", response_length)):
+        length = len(row[f"{name}_ids"])
+        if length > bound:
+            raise ConfigError(f"sample {sample.sample_id}: its {name} has {length} tokens; rollout.{name}_length is {bound}: raise it")
