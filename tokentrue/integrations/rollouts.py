@@ -45,10 +45,15 @@ class GatewayRollouts:
 
             return list(await asyncio.gather(*map(run_one, range(len(tasks)), tasks, groups)))
 
-    async def run_rollout(self, task: Any, *, group: str, index: int = 0, sampling: Mapping[str, Any] | None = None) -> list[Sample]:
-        """The samples of one rollout, for frameworks that ask for one at a time. `sampling` adds what the framework scores with."""
+    async def run_rollout(
+        self, task: Any, *, group: str, index: int | None = None, sampling: Mapping[str, Any] | None = None
+    ) -> list[Sample]:
+        """The samples of one rollout, for frameworks that ask for one at a time. `sampling` adds what the framework scores with, `index`
+        is the rollout's place in its group."""
+        if index is None and self.seed is not None:
+            raise ConfigError("this trainer does not number the rollouts of a group, so one seed would make them all equal; leave it out")
         async with AsyncClient(self.url, self.admin_key, timeout_s=self.timeout_s) as client:
-            return await self._run_one(client, task, group, {**(sampling or {}), **self._pinned(group, index)})
+            return await self._run_one(client, task, group, {**(sampling or {}), **self._pinned(group, index or 0)})
 
     def _pinned(self, group: str, index: int) -> dict[str, Any]:
         if self.seed is None:

@@ -6,15 +6,18 @@
     generate = generate_function(my_agent, url="http://gateway:8000", admin_key=KEY)
 
     --custom-generate-function-path my_rollouts.generate
+    --custom-reward-post-process-path tokentrue.integrations.slime.group_rewards
 
 `agent(client, sample)` gets the framework's own `Sample` (its `prompt`, `label` and `metadata`). All samples of a rollout are returned;
-they share a `rollout_id`, so both frameworks average within the rollout and do not count it more than once.
+they share a `rollout_id`, so both frameworks average within the rollout and do not count it more than once. `group_rewards` is needed
+where rollouts have several samples: slime itself then takes the whole batch for one group.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 from tokentrue.errors import ConfigError
@@ -50,3 +53,18 @@ def _filled(sample: Any, recorded: Mapping[str, Any]) -> Any:
     if recorded["reward"] is not None:
         made.reward = recorded["reward"]
     return made
+
+
+def group_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Raw rewards, and rewards minus the mean of their prompt's group (over its deviation if `grpo_std_normalization`); each rollout counts
+    once, however many samples it has."""
+    raw = [float(sample.get_reward_value(args)) for sample in samples]
+    groups: dict[Any, dict[Any, float]] = {}
+    for sample, reward in zip(samples, raw, strict=True):
+        groups.setdefault(sample.group_index, {})[sample.rollout_id] = reward
+    means = {name: fmean(rewards.values()) for name, rewards in groups.items()}
+    scales = {
+        name: stdev(rewards.values()) + 1e-6 if args.grpo_std_normalization and len(rewards) > 1 else 1.0
+        for name, rewards in groups.items()
+    }
+    return raw, [(reward - means[s.group_index]) / scales[s.group_index] for s, reward in zip(samples, raw, strict=True)]

@@ -41,7 +41,7 @@ def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settin
             sampling = scored_settings(**{name: sampling_params.get(name) for name in names})
             group = str(row["uid"]) if "uid" in row else group_name(row.get("index"), row.get("raw_prompt"))
             takes_all = "session_id" in row  # the v1 trainer numbers the rollouts of a prompt
-            samples = await rollouts.run_rollout(row, group=group, index=int(row.get("session_id", 0)), sampling=sampling)
+            samples = await rollouts.run_rollout(row, group=group, index=row.get("session_id"), sampling=sampling)
             if takes_all:
                 return [output_of(sample) for sample in samples]
             chosen = largest(samples)

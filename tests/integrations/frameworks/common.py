@@ -1,0 +1,48 @@
+"""What the framework scripts share: the gateway's address, an agent with a calculator, and a look at the record."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from tokentrue.client import Client
+from tokentrue.environments import load_environment
+from tokentrue.types import Sample
+
+GATEWAY: dict[str, Any] = {"url": os.environ["TOKENTRUE_URL"], "admin_key": os.environ["TOKENTRUE_ADMIN_KEY"]}
+MODEL = os.environ["TOKENTRUE_MODEL"]
+ENVIRONMENT = load_environment("calculator", {})
+TASKS = {task.prompt: task for task in ENVIRONMENT.tasks(4, seed=5)}
+
+
+async def solve(client: Any, prompt: str) -> float:
+    """An agent of several turns with tool calls; its reward is 1 or 0."""
+    return await ENVIRONMENT.run(client, TASKS[prompt])
+
+
+async def solve_twice(client: Any, prompt: str) -> float:
+    """As above, then a second conversation: one rollout with two samples."""
+    reward = await ENVIRONMENT.run(client, TASKS[prompt])
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "What is 2 + 2?"}], max_tokens=16)
+    return reward
+
+
+def record() -> dict[str, Sample]:
+    """Everything that the gateway recorded, by sample id."""
+    with Client(**GATEWAY) as client:
+        known = [state["session_id"] for state in client.sessions(limit=1000)]
+        return {sample.sample_id: sample for name in known for sample in client.session_samples(name).samples}
+
+
+def sampled(values: Sequence[Any], mask: Sequence[Any]) -> list[Any]:
+    return [value for value, bit in zip(values, mask, strict=True) if bit]
+
+
+def logprobs_of(sample: Sample) -> list[float]:
+    return [value for value in sample.rollout_logprobs if value is not None]
+
+
+def tell(**result: Any) -> None:
+    print("RESULT " + json.dumps(result))
