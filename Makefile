@@ -6,7 +6,7 @@ JOBS   ?= 2
 
 BROWSER := $(VENV)/.browser
 
-.PHONY: demo test docs check bench clean test-slow test-load test-fuzz test-harness test-vllm test-gpu
+.PHONY: demo test docs check bench clean test-slow test-load test-fuzz test-harness test-vllm test-frameworks test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,7 +27,7 @@ demo: $(VENV)/.base
 	$(BIN)/tokentrue demo
 
 test: $(VENV)/.dev $(BROWSER)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm and not harness and not load and not fuzz"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm and not harness and not load and not fuzz and not frameworks"
 
 # What takes minutes, or needs a real engine, a GPU or npm, has a target of its own.
 test-slow: $(VENV)/.dev
@@ -46,6 +46,10 @@ test-harness: $(VENV)/.dev
 VLLM_PYTHON ?= $(error set VLLM_PYTHON to the Python of an environment with vllm, see docs/engines.md)
 test-vllm: $(VENV)/.dev
 	TOKENTRUE_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
+
+FRAMEWORKS_PYTHON ?= $(error set FRAMEWORKS_PYTHON to the Python of an environment with the trainers, see docs/trainers.md)
+test-frameworks: $(VENV)/.dev
+	TOKENTRUE_FRAMEWORKS_PYTHON=$(FRAMEWORKS_PYTHON) $(BIN)/python -m pytest -m frameworks tests/integrations
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu tests/gpu

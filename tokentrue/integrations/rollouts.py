@@ -99,7 +99,7 @@ def scored_settings(temperature: Any = None, top_p: Any = None, top_k: Any = Non
     return settings
 
 
-def centred_rewards(samples: Sequence[Sample]) -> list[float]:
+def centre_rewards(samples: Sequence[Sample]) -> list[float]:
     """Each sample's advantage: its session's reward minus the mean of its group, where every session counts once."""
     groups: dict[str, dict[str, float]] = {}
     for sample in samples:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tokentrue.integrations.rollouts import centred_rewards
+from tokentrue.integrations.rollouts import centre_rewards
 from tokentrue.samples.exporters.tinker import row
 from tokentrue.types import Sample
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def datums(samples: Sequence[Sample]) -> list[Datum]:
     """One `Datum` per sample; a session's advantage is its reward minus its group's mean, each session counted once."""
-    return [datum(sample, advantage) for sample, advantage in zip(samples, centred_rewards(samples), strict=True)]
+    return [datum(sample, advantage) for sample, advantage in zip(samples, centre_rewards(samples), strict=True)]
 
 
 def datum(sample: Sample, advantage: float) -> Datum:

@@ -1,0 +1,71 @@
+"""Every adapter inside its framework's own code. One gateway here; each framework in the Python that FRAMEWORKS_PYTHON names.
+
+Rows are compared with the gateway's record: ids, masks and log-probabilities. What of a framework is not run is said by its script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokentrue.app.background import BackgroundGateway
+from tokentrue.environments import SMALL_MODEL
+from tokentrue.mismatch import Correction, correct
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = Path(__file__).parent / "frameworks"
+PYTHON = os.environ.get("TOKENTRUE_FRAMEWORKS_PYTHON")
+SOURCES = os.environ.get("TOKENTRUE_FRAMEWORKS_SOURCES", "")
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def gateway() -> Iterator[BackgroundGateway]:
+    with BackgroundGateway(str(SMALL_MODEL)) as running:
+        yield running
+
+
+def run(name: str, gateway: BackgroundGateway, folder: Path) -> dict[str, Any]:
+    assert PYTHON, "set TOKENTRUE_FRAMEWORKS_PYTHON, see docs/trainers.md"
+    path = os.pathsep.join([str(ROOT), str(SCRIPTS), SOURCES])
+    told = {"TOKENTRUE_URL": gateway.url, "TOKENTRUE_ADMIN_KEY": gateway.admin_key, "TOKENTRUE_MODEL": str(SMALL_MODEL)}
+    env = {**os.environ, **told, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    command = [PYTHON, str(SCRIPTS / f"{name}_run.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=580)
+    result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert result is not None, done.stderr[-3000:]
+    return json.loads(result.removeprefix("RESULT "))
+
+
+def test_verl_from_agent_loop_to_gradient(gateway: BackgroundGateway, tmp_path: Path) -> None:
+    told = run("verl", gateway, tmp_path)
+    assert told["rows"] == told["equal"] == 8
+    assert told["left_out"] == [16] * 8, "the second conversation of each rollout is counted"
+    assert told["norm"] > 0
+    assert told["worst"] < 1e-4, "verl's forward in float32 is close to what the engine reported"
+    values = {name: torch.tensor(value) for name, value in json.loads((tmp_path / "verl.json").read_text()).items()}
+    ours = correct(values["old"], values["rollout"], values["mask"], Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": 2.0}))
+    torch.testing.assert_close(ours.weights * values["mask"], values["weights"] * values["mask"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, rows", [("areal", 8), ("openrlhf", 4), ("tinker", 16), ("skyrl", 24), ("slime", 16), ("miles", 16), ("prime_rl", 16)])
+def test_rows_are_the_record(name: str, rows: int, gateway: BackgroundGateway, tmp_path: Path) -> None:
+    told = run(name, gateway, tmp_path)
+    assert told["rows"] == told["equal"] == rows
+    if name in ("slime", "miles", "tinker"):
+        assert told["rollouts"] == 8
+    if name == "slime":
+        assert told["one_reward"] and told["mask_sums_are_of_rollouts"]
+        assert told["group_sums"] == pytest.approx([0, 0], abs=1e-6)
+    if name == "miles":
+        assert told["rewards"] == pytest.approx(told["own_rewards"], abs=1e-5), "Miles' own normalisation of the same rollouts"
+    if name == "skyrl":
+        assert told["left_out"] == 8 * 16 and told["last"] == 8

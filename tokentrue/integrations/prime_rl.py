@@ -1,0 +1,33 @@
+"""prime-rl: recorded samples as its own `TrainingSample`s, with group advantages on the sampled tokens.
+
+    groups = GatewayRollouts(url=url, agent=my_agent).run(tasks, names)
+    training_samples([sample for samples in groups for sample in samples])
+
+prime-rl's own seam for rollouts is a verifiers environment; this is the way past it, for a trainer that reads batches from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tokentrue.integrations.rollouts import centre_rewards
+from tokentrue.samples.exporters.prime_rl import row
+from tokentrue.types import Sample
+
+if TYPE_CHECKING:
+    from prime_rl.transports.rollouts.types import TrainingSample  # pyright: ignore[reportMissingImports]
+
+FIELDS = ("token_ids", "mask", "logprobs", "temperatures", "env_name")
+
+
+def training_samples(samples: Sequence[Sample]) -> list[TrainingSample]:
+    """One per sample; a session's advantage is its reward minus its group's mean, each session counted once."""
+    from prime_rl.transports.rollouts.types import TrainingSample  # pyright: ignore[reportMissingImports]
+
+    made: list[TrainingSample] = []
+    for sample, advantage in zip(samples, centre_rewards(samples), strict=True):
+        recorded = row(sample)
+        advantages = [advantage * bit for bit in sample.loss_mask]
+        made.append(TrainingSample(**{name: recorded[name] for name in FIELDS}, advantages=advantages))
+    return made
