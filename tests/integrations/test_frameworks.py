@@ -52,11 +52,15 @@ def test_verl_from_agent_loop_to_gradient(gateway: BackgroundGateway, tmp_path: 
     assert told["norm"] > 0
     assert told["worst"] < 1e-4, "verl's forward in float32 is close to what the engine reported"
     values = {name: torch.tensor(value) for name, value in json.loads((tmp_path / "verl.json").read_text()).items()}
-    ours = correct(values["old"], values["rollout"], values["mask"], Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": 2.0}))
+    ours = correct(
+        values["old"], values["rollout"], values["mask"], Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": 2.0})
+    )
     torch.testing.assert_close(ours.weights * values["mask"], values["weights"] * values["mask"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name, rows", [("areal", 8), ("openrlhf", 4), ("tinker", 16), ("skyrl", 24), ("slime", 16), ("miles", 16), ("prime_rl", 16)])
+@pytest.mark.parametrize(
+    "name, rows", [("areal", 8), ("openrlhf", 4), ("tinker", 16), ("skyrl", 24), ("slime", 16), ("miles", 16), ("prime_rl", 16)]
+)
 def test_rows_are_the_record(name: str, rows: int, gateway: BackgroundGateway, tmp_path: Path) -> None:
     told = run(name, gateway, tmp_path)
     assert told["rows"] == told["equal"] == rows
@@ -69,3 +73,9 @@ def test_rows_are_the_record(name: str, rows: int, gateway: BackgroundGateway, t
         assert told["rewards"] == pytest.approx(told["own_rewards"], abs=1e-5), "Miles' own normalisation of the same rollouts"
     if name == "skyrl":
         assert told["left_out"] == 8 * 16 and told["last"] == 8
+
+
+def test_examples_run_in_their_frameworks(gateway: BackgroundGateway, tmp_path: Path) -> None:
+    told = run("examples", gateway, tmp_path)
+    assert set(told) == {"verl", "slime", "skyrl", "areal", "openrlhf", "tinker", "prime_rl"}
+    assert all(told.values()), told

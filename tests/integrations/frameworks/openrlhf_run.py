@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """OpenRLHF 0.11.2: our executor, and OpenRLHF's own conversion of a response into an `Experience`.
 
 That conversion's module imports vllm, which is not there: modules with placeholders stand in for the imports, and nothing of them runs.
@@ -37,7 +38,9 @@ async def agent(client: Any, task: Any) -> float:
 async def main() -> None:
     executor = agent_executor(agent, **GATEWAY)()
     settings = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1, logprobs=1)
-    found = await asyncio.gather(*(executor.execute(prompt, "", settings, 1024, None, None) for prompt in list(TASKS)[:2] for _ in range(2)))
+    found = await asyncio.gather(
+        *(executor.execute(prompt, "", settings, 1024, None, None) for prompt in list(TASKS)[:2] for _ in range(2))
+    )
     made = next(kind for kind in vars(samples_generator).values() if hasattr(kind, "_process_response_into_experience"))
     known = {tuple(sample.token_ids): sample for sample in record().values()}
     equal = 0

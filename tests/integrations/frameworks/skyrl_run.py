@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """SkyRL 0.3.0: our generator, SkyRL's own check of its output and its own batch tensors, with one and with all rows of a rollout."""
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import ast
 import asyncio
 import sys
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,8 @@ ARGS = Namespace(
     rollout_top_p=1.0, rollout_top_k=-1, rollout_max_response_len=256, rollout_stop=None, rollout_stop_token_ids=None,
     rollout_skip_special_tokens=False, sglang_dp_size=1, custom_generate_function_path="slime_run.generate", group_rm=False,
     partial_rollout=False, mask_offpolicy_in_partial_rollout=False, n_samples_per_prompt=4, rollout_batch_size=2, reward_key=None,
-    advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True, rollout_external=False, custom_rm_path=None, rm_type=None,
+    advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True,
+    rollout_external=False, custom_rm_path=None, rm_type=None,
 )  # fmt: skip
 
 
@@ -40,7 +42,7 @@ def convert(samples: list[Any]) -> dict[str, Any]:
     """`RolloutManager._convert_samples_to_train_data`, with our post-processing of rewards."""
     from importlib.util import find_spec
 
-    source = ast.parse(open(find_spec("slime.ray").submodule_search_locations[0] + "/rollout.py").read())
+    source = ast.parse((Path(find_spec("slime.ray").submodule_search_locations[0]) / "rollout.py").read_text())
     manager = next(node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "RolloutManager")
     names = ("_convert_samples_to_train_data", "_post_process_rewards")
     found = [node for node in manager.body if getattr(node, "name", None) in names]
@@ -68,8 +70,17 @@ async def main() -> None:
     for rollout, reward in zip(data["rollout_ids"], data["rewards"], strict=True):
         by_rollout.setdefault(rollout, set()).add(reward)
     means = [sum(next(iter(by_rollout[4 * g + i])) for i in range(4)) for g in range(2)]
-    tell(rows=len(rows), equal=equal, rollouts=len(by_rollout), one_reward=all(len(v) == 1 for v in by_rollout.values()), group_sums=means,
-         mask_sums_are_of_rollouts=len({(r, s) for r, s in zip(data["rollout_ids"], data["rollout_mask_sums"], strict=True)}) == len(by_rollout))  # fmt: skip
+    sums = set(zip(data["rollout_ids"], data["rollout_mask_sums"], strict=True))
+    one_reward = all(len(rewards) == 1 for rewards in by_rollout.values())
+    is_per_rollout = len(sums) == len(by_rollout)
+    tell(
+        rows=len(rows),
+        equal=equal,
+        rollouts=len(by_rollout),
+        one_reward=one_reward,
+        group_sums=means,
+        mask_sums_are_of_rollouts=is_per_rollout,
+    )
 
 
 if __name__ == "__main__":

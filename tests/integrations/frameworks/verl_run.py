@@ -52,7 +52,8 @@ def configure(folder: Path) -> Any:
         return compose(
             "ppo_trainer",
             overrides=[
-                f"actor_rollout_ref.model.path={MODEL}", f"{rollout}.name=vllm", f"{rollout}.prompt_length=512", f"{rollout}.response_length=512",
+                f"actor_rollout_ref.model.path={MODEL}", f"{rollout}.name=vllm", f"{rollout}.prompt_length=512",
+                f"{rollout}.response_length=512",
                 f"{rollout}.calculate_log_probs=true", f"{rollout}.agent.agent_loop_config_path={loops}",
                 f"{rollout}.agent.default_agent_loop=one", f"{rollout}.temperature=1.0",
             ],
@@ -91,10 +92,14 @@ def update(batch: DataProto) -> dict[str, Any]:
     logits = model(data["input_ids"], attention_mask=data["attention_mask"], position_ids=data["position_ids"]).logits
     logprobs = logprobs_from_logits(logits[:, -width - 1 : -1], data["responses"])
     mask, old = data["response_mask"].float(), logprobs.detach()
-    weights, _, metrics = compute_rollout_correction_and_rejection_mask(old, data["rollout_log_probs"], mask, rollout_is="token", rollout_is_threshold=2.0)
+    weights, _, _ = compute_rollout_correction_and_rejection_mask(
+        old, data["rollout_log_probs"], mask, rollout_is="token", rollout_is_threshold=2.0
+    )
     advantages, _ = compute_grpo_outcome_advantage(data["rm_scores"], mask, batch.non_tensor_batch["uid"])
     config = FSDPActorConfig(strategy="fsdp", rollout_n=GROUP, ppo_micro_batch_size_per_gpu=len(batch), use_dynamic_bsz=False)
-    config.global_batch_info.update({"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(batch), "loss_scale_factor": 1})
+    config.global_batch_info.update(
+        {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(batch), "loss_scale_factor": 1}
+    )
     loss, _ = get_policy_loss_fn("vanilla")(
         old_log_prob=old, log_prob=logprobs, advantages=advantages, response_mask=mask, loss_agg_mode="token-mean", config=config,
         rollout_is_weights=None if weights is None else weights.batch["rollout_is_weights"],
@@ -103,8 +108,8 @@ def update(batch: DataProto) -> dict[str, Any]:
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     optimizer.step()
     worst = float(((old - data["rollout_log_probs"]) * mask).abs().max())
-    return {"norm": norm, "worst": worst, "advantages": float((advantages * mask).abs().sum()), "weights": weights.batch["rollout_is_weights"].tolist(),
-            "old": old.tolist(), "rollout": data["rollout_log_probs"].tolist(), "mask": mask.tolist(), "metrics": {k: float(v) for k, v in metrics.items()}}  # fmt: skip
+    columns = {"weights": weights.batch["rollout_is_weights"], "old": old, "rollout": data["rollout_log_probs"], "mask": mask}
+    return {"norm": norm, "worst": worst} | {name: column.tolist() for name, column in columns.items()}
 
 
 async def main(folder: Path) -> None:
