@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, reward_of, scored_settings
-from tokentrue.samples.exporters.base import filled
+from tokentrue.samples.exporters.base import fill_logprobs
 from tokentrue.types import Sample
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def tensors_of(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
     return {
         "input_ids": padded([list(sample.token_ids) for sample in samples], torch.int32),
-        "logprobs": padded([filled(sample.rollout_logprobs) for sample in samples], torch.float32),
+        "logprobs": padded([fill_logprobs(sample.rollout_logprobs) for sample in samples], torch.float32),
         "loss_mask": padded([list(sample.loss_mask) for sample in samples], torch.int32),
         "versions": padded([token_versions(sample) for sample in samples], torch.int32, -1),
         "attention_mask": padded([[1] * len(sample.token_ids) for sample in samples], torch.bool),

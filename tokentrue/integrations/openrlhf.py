@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, reward_of, scored_settings, tokens_left_out
-from tokentrue.samples.exporters.base import filled
+from tokentrue.samples.exporters.base import fill_logprobs
 from tokentrue.types import Sample
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def columns_of(sample: Sample) -> dict[str, Any]:
         "scores": reward,
         "observation_tokens": list(sample.token_ids),
         "action_ranges": _ranges(sample.loss_mask),
-        "rollout_log_probs": filled(sample.rollout_logprobs),
+        "rollout_log_probs": fill_logprobs(sample.rollout_logprobs),
         "truncated": sample.finish_reason == "length",
     }
 
