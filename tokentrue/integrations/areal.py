@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, reward_of, scored_settings
-from tokentrue.samples.exporters.base import fill_logprobs
+from tokentrue.samples.exporters.base import fill_logprobs, token_versions
 from tokentrue.types import Sample
 
 if TYPE_CHECKING:
@@ -51,12 +51,3 @@ def tensors_of(samples: Sequence[Sample]) -> dict[str, Tensor]:
         "attention_mask": padded([[1] * len(sample.token_ids) for sample in samples], torch.bool),
         "rewards": torch.tensor([reward_of(sample) for sample in samples], dtype=torch.float32),
     }
-
-
-def token_versions(sample: Sample) -> list[int]:
-    """The policy version of each sampled token, -1 elsewhere."""
-    found = [-1] * len(sample.token_ids)
-    for span in sample.spans:
-        if span.kind == "sampled" and span.policy_version is not None:
-            found[span.start : span.end] = [span.policy_version] * (span.end - span.start)
-    return found

@@ -9,24 +9,22 @@ Input is `ids[:-1]`, targets are `ids[1:]`. Tokens that were not sampled have ad
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 from tokentrue.integrations.rollouts import centre_rewards
 from tokentrue.samples.exporters.tinker import row
 from tokentrue.types import Sample
 
-if TYPE_CHECKING:
-    from tinker import Datum  # pyright: ignore[reportMissingImports]
 
-
-def datums(samples: Sequence[Sample]) -> list[Datum]:
+def datums(samples: Sequence[Sample]) -> list[Any]:
     """One `Datum` per sample; a session's advantage is its reward minus its group's mean, each session counted once."""
     return [datum(sample, advantage) for sample, advantage in zip(samples, centre_rewards(samples), strict=True)]
 
 
-def datum(sample: Sample, advantage: float) -> Datum:
-    import tinker  # pyright: ignore[reportMissingImports]
-
+def datum(sample: Sample, advantage: float) -> Any:
+    """A `tinker.Datum`."""
+    tinker: Any = import_module("tinker")
     recorded = row(sample)
     inputs: dict[str, Any] = {name: tinker.TensorData(**recorded["loss_fn_inputs"][name]) for name in ("target_tokens", "logprobs")}
     values = [advantage * bit for bit in sample.loss_mask[1:]]
