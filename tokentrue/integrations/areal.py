@@ -9,6 +9,7 @@ index, padded on the right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, reward_of, scored_settings
@@ -17,7 +18,6 @@ from tokentrue.types import Sample
 
 if TYPE_CHECKING:
     from areal.api import RolloutWorkflow  # pyright: ignore[reportMissingImports]
-    from torch import Tensor
 
 
 def workflow(agent: Agent, *, url: str, admin_key: str | None = None, temperature: float | None = None, **settings: Any) -> RolloutWorkflow:
@@ -27,20 +27,19 @@ def workflow(agent: Agent, *, url: str, admin_key: str | None = None, temperatur
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
     class GatewayWorkflow(RolloutWorkflow):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Tensor]:
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
             samples = await rollouts.run_rollout(data, group=group_name(data), sampling=scored_settings(temperature))
             return tensors_of(samples)
 
     return GatewayWorkflow()
 
 
-def tensors_of(samples: Sequence[Sample]) -> dict[str, Tensor]:
+def tensors_of(samples: Sequence[Sample]) -> dict[str, Any]:
     """`[rows, longest]` tensors; `versions` is -1 where nothing was sampled, as AReaL has it."""
-    import torch
-
+    torch: Any = import_module("torch")  # AReaL has it; importing this module does not load it
     longest = max(len(sample.token_ids) for sample in samples)
 
-    def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, value: float = 0) -> Tensor:
+    def padded(rows: Sequence[Sequence[float]], dtype: Any, value: float = 0) -> Any:
         return torch.tensor([[*row, *([value] * (longest - len(row)))] for row in rows], dtype=dtype)
 
     return {
