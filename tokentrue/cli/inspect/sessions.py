@@ -114,13 +114,13 @@ def show_list(sessions: list[dict[str, Any]], *, as_json: bool) -> None:
     from rich.table import Table
 
     table = Table()
-    for column in ("session", "group", "state", "turns", "coverage", "reward"):
-        table.add_column(column)
+    shown = [name for name in ("session_id", "group", "state", "turns", "coverage", "reward") if any(name in entry for entry in sessions)]
+    for name in shown:  # a gateway lists sessions without reading their trees
+        table.add_column(name.removesuffix("_id"))
     for entry in sessions:
         ratio = cast("dict[str, Any]", entry.get("coverage") or {}).get("ratio")
-        facts = [entry.get(name) for name in ("session_id", "group", "state", "turns")]
-        cells: tuple[Any, ...] = (*facts, ratio, entry.get("reward"))
-        table.add_row(*("" if cell is None else f"{cell:.2%}" if cell is ratio else str(cell) for cell in cells))
+        cells: dict[str, Any] = {**entry, "coverage": None if ratio is None else f"{ratio:.2%}"}
+        table.add_row(*("" if cells.get(name) is None else str(cells[name]) for name in shown))
     Console().print(table)
     print(count_of(len(sessions), "session"))
 

@@ -13,7 +13,7 @@ import typer
 from tokentrue.app.configuration import read
 from tokentrue.app.identity import identify_model
 from tokentrue.app.torchless import without_torch
-from tokentrue.app.wiring import ADMIN_KEY, REMOTE, ServeConfig, gateway_for
+from tokentrue.app.wiring import ADMIN_KEY, IN_PROCESS, REMOTE, ServeConfig, gateway_for
 from tokentrue.cli.progress import loading
 from tokentrue.errors import ConfigError, TokenTrueError
 
@@ -80,6 +80,7 @@ def command(
             finally:
                 lock.release()
         log_to_stderr(enabled=settings.server.log == "json")
+        hide_library_bars(settings.engine.name)
         with without_torch(settings.engine.name), loading(f"{settings.model.shown}, engine {settings.engine.name}"):
             gateway = gateway_for(settings, admin_key=admin_key)
         run_worker(gateway, public, ready=say_hello)
@@ -93,6 +94,14 @@ def adapters_from(flags: list[str]) -> dict[str, str]:
         if not (name and equals and folder):
             raise ConfigError(f"--adapter {name + equals + folder!r}: write NAME=DIR")
     return {name: folder for name, _, folder in pairs}
+
+
+def hide_library_bars(engine: str) -> None:
+    """transformers draws a bar per loaded model; ours says what is loading."""
+    if engine in IN_PROCESS:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
 
 def check(settings: ServeConfig) -> None:
