@@ -42,6 +42,7 @@ class ModelConfig:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
+    encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 switches the cache off
 
     @property
     def shown(self) -> str:
@@ -97,7 +98,9 @@ def renderer_for(config: ModelConfig) -> Callable[[str], Renderer]:
         from tokentrue.renderers import load_renderer
 
         kwargs = dict(config.template_kwargs) or None
-        return load_renderer(path, config.chat_template, kwargs, history=history, injection=config.injection)
+        renderer = load_renderer(path, config.chat_template, kwargs, history=history, injection=config.injection)
+        renderer.codec.encoded.limit_bytes = config.encode_cache_bytes
+        return renderer
 
     return load  # pyright: ignore[reportReturnType]
 

@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 
 from tokentrue.errors import EngineContractError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
-from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, SamplingMask, VersionSpan, is_logprob, spans_from_runs
+from tokentrue.types import (
+    Chunk,
+    Completion,
+    Finish,
+    RoutedExperts,
+    Sampling,
+    SamplingMask,
+    VersionSpan,
+    are_logprobs,
+    is_logprob,
+    spans_from_runs,
+)
 
 
 class CompletionBuilder:
@@ -67,12 +78,11 @@ class CompletionBuilder:
 
 def check_logprobs(engine: str, logprobs: Sequence[float | None], *, start: int = 0) -> tuple[float, ...]:
     """Engines are known to send null, NaN and sentinels; `start` is the place of the first one."""
-    checked: list[float] = []
-    for index, value in enumerate(logprobs, start):
-        if value is None or not is_logprob(value):
-            raise EngineContractError(f"{engine} returned {value!r} as log-probability of sampled token {index}")
-        checked.append(value)
-    return tuple(checked)
+    checked = tuple(value for value in logprobs if value is not None)
+    if len(checked) == len(logprobs) and are_logprobs(checked):
+        return checked
+    place, wrong = next((index, value) for index, value in enumerate(logprobs, start) if value is None or not is_logprob(value))
+    raise EngineContractError(f"{engine} returned {wrong!r} as log-probability of sampled token {place}")
 
 
 def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str]) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from tokentrue.errors import TokenizerError
+from tokentrue.renderers.codec.encoded_texts import EncodedTexts
 from tokentrue.renderers.codec.literals import EDGE, LiteralFinder, LiteralSpan
 from tokentrue.renderers.codec.token_bytes import TokenBytes
 from tokentrue.types import Ids
@@ -37,6 +38,7 @@ class Codec:
         self._blanks = LiteralFinder(lambda: self._list_tokens(self.literals.keys() - self._guarded))
         self._guard = LiteralFinder(lambda: self._list_tokens(self._guarded))
         self._bare = _copy_without_added_tokens(tokenizer)
+        self.encoded = EncodedTexts()
 
     def _list_tokens(self, texts: Container[str]) -> list[AddedToken]:
         return [token for token in self.added.values() if token.content and token.content in texts]
@@ -46,6 +48,10 @@ class Codec:
     def find_guarded(self, text: str) -> list[LiteralSpan]:
         """The literals that content must not have as tokens."""
         return self._guard.find(text)
+
+    def may_touch_literal(self, text: str) -> bool:
+        """False for text that can neither hold such a literal nor be part of one: most strings, found by one search."""
+        return self._guard.may_touch(text)
 
     def split(self, text: str, mark: str = "") -> Iterator[tuple[str, str, int]]:
         """Plain text, the literal after it and where that ends; the last literal is empty. A literal right after a mark is content."""
@@ -92,7 +98,7 @@ class Codec:
 
     def encode(self, text: str) -> list[int]:
         """As the engine would: every literal in the text becomes its token."""
-        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self.encoded.encode(self.backend, text)
 
     def encode_with_offsets(self, text: str) -> Encoding:
         return self.backend.encode(text, add_special_tokens=False)
@@ -138,8 +144,8 @@ class Codec:
 
     def _encode_bare(self, text: str, *, at_start: bool) -> list[int]:
         if at_start:
-            return self._bare.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return self._bare.encode_batch_fast([EDGE + text], add_special_tokens=False)[0].ids[1:]
+            return self.encoded.encode(self._bare, text)
+        return self.encoded.encode(self._bare, EDGE + text)[1:]
 
     # ids -> text
 

@@ -45,6 +45,14 @@ class LiteralFinder:
     def may_end_in(self, text: str) -> bool:
         return any(last in text for last in self._lasts)
 
+    def may_touch(self, text: str) -> bool:
+        """False where no literal can stand in the text, end in it or begin in it: ASCII without any first or last character of one."""
+        return not text.isascii() or self._edges.search(text) is not None
+
+    @cached_property
+    def _edges(self) -> re.Pattern[str]:
+        return re.compile("[" + re.escape("".join(sorted({*self._firsts, *self._lasts}))) + "]" if self._literals else "(?!)")
+
     @cached_property
     def _tokens(self) -> list[AddedToken]:
         return self._make_tokens()

@@ -17,7 +17,7 @@ MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: nev
 def needs_shield(codec: Codec, value: Any) -> bool:
     """Whether `ContentShield` would change any string in it."""
     if isinstance(value, str):
-        return (
+        return codec.may_touch_literal(value) and (
             _holds_any(value, MARKS)
             or bool(codec.find_guarded(value))
             or codec.ends_like_literal(value)

@@ -8,6 +8,7 @@ Two spellings cover every tokenizer of the families: byte-level BPE (the GPT-2 a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tokentrue.errors import TokenizerError
@@ -29,23 +30,36 @@ def _gpt2_alphabet() -> dict[str, int]:
 _ALPHABET = _gpt2_alphabet()
 
 
+class _Pieces(dict[int, bytes]):
+    """Id to its bytes; each is worked out when first asked for."""
+
+    def __init__(self, spell: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._spell = spell
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self[token_id] = self._spell(token_id)
+        return piece
+
+
 class TokenBytes:
     """`piece(id)` for one `tokenizers.Tokenizer`; pieces are computed when first asked for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._pieces: dict[int, bytes] = {}
+        self._pieces = _Pieces(self._spell)
         self.added: dict[int, str] = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
         self._byte_level = _is_byte_level(tokenizer)
 
     def piece(self, token_id: int) -> bytes:
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._spell(token_id)
-        return piece
+        return self._pieces[token_id]
+
+    def split(self, token_ids: Ids) -> list[bytes]:
+        """The piece of each id."""
+        return list(map(self._pieces.__getitem__, token_ids))
 
     def join(self, token_ids: Ids) -> bytes:
-        return b"".join(map(self.piece, token_ids))
+        return b"".join(self.split(token_ids))
 
     def text(self, token_ids: Ids) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 are lone surrogates, so `.encode("utf-8", "surrogateescape")` undoes it."""

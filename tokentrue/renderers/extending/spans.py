@@ -82,7 +82,7 @@ def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] 
     SentencePiece puts a blank of its own before text after an added token; some added tokens absorb the blanks after them.
     """
     data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
-    pieces = list(map(codec.spelling.piece, ids))
+    pieces = codec.spelling.split(ids)
     if b"".join(pieces) == data:
         return list(accumulate(map(len, pieces)))
     texts, absorbs_blanks = codec.texts, codec.absorbs_blanks

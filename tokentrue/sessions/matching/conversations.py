@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
@@ -71,6 +72,8 @@ class Conversation:
     """A request's messages and tools as the session's own copies, with the chained key after each message."""
 
     facts: Sequence[MessageFacts] = ()
+    sources: Sequence[Message] = ()  # the caller's objects
+    messages: Sequence[Message] = ()  # the session's own copies
     keys: Sequence[bytes] = ()
     references: Sequence[CallRef | str | None] = ()  # of tool results: the call each one answers
     calls: dict[str, CallRef] = field(default_factory=dict[str, CallRef])  # the last call of each id
@@ -80,20 +83,16 @@ class Conversation:
     fits: dict[str, PathFit | None] = field(default_factory=dict[str, "PathFit | None"])  # by node, filled in by the matcher
 
     @property
-    def messages(self) -> list[Message]:
-        return [facts.message for facts in self.facts]
-
-    @property
     def exact(self) -> bytes:
         """Names messages and tools exactly."""
         return digest(self.exacts, self.tools_exact)
 
     def count_shared(self, messages: Messages) -> int:
         """How many of the first messages are the same objects as here, and as they were when they were read."""
-        for index, (facts, message) in enumerate(zip(self.facts, messages, strict=False)):
-            if facts.source is not message or facts.message != message:
-                return index
-        return min(len(self.facts), len(messages))
+        length = min(len(self.facts), len(messages))
+        while not (all(map(is_, self.sources[:length], messages)) and self.messages[:length] == list(messages[:length])):
+            length = next(i for i in range(length) if self.sources[i] is not messages[i] or self.messages[i] != messages[i])
+        return length
 
     def calls_before(self, depth: int) -> dict[str, CallRef]:
         """`calls` of the first `depth` messages."""
@@ -136,6 +135,8 @@ class ConversationReader:
         copy, tools_exact = self._copy_tools(tools)
         conversation = Conversation(
             facts=[*base.facts[:shared], *added],
+            sources=list(messages),
+            messages=[*base.messages[:shared], *(facts.message for facts in added)],
             keys=keys,
             references=references,
             calls=calls,

@@ -1,0 +1,58 @@
+"""An accelerator with one switch: a text that was encoded before is found by the text itself instead of being encoded again.
+
+The agents of a group begin with the same system prompt and tools, and read the same files. Ids depend on the tokenizer and the text alone,
+and both are the key. FIGURE
+Bounded in bytes, least recently used first out; `EncodedTexts.limit_bytes = 0` (`model.encode_cache_bytes = 0`) switches it off.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+LIMIT_BYTES = 64 << 20
+ENTRY_BYTES = 300  # of an entry's own objects
+CHARACTER_BYTES = 4  # the most that Python keeps for one
+ID_BYTES = 4
+
+
+class EncodedTexts:
+    """Ids by tokenizer and text. Rendering may run in several threads."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[tuple[int, str], array[int]] = OrderedDict()
+
+    def encode(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        """The ids of a whole text, without tokens that the tokenizer would add around it. `tokenizer` outlives this object."""
+        key = (id(tokenizer), text)
+        with self._lock:
+            known = self._entries.get(key)
+            if known is not None:
+                self._entries.move_to_end(key)
+        if known is not None:
+            return known.tolist()
+        ids = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        self._keep(key, array("i", ids))
+        return ids
+
+    def _keep(self, key: tuple[int, str], ids: array[int]) -> None:
+        size = entry_bytes(key, ids)
+        with self._lock:
+            if size > self.limit_bytes or key in self._entries:
+                return
+            while self.used_bytes + size > self.limit_bytes:
+                self.used_bytes -= entry_bytes(*self._entries.popitem(last=False))
+            self._entries[key] = ids
+            self.used_bytes += size
+
+
+def entry_bytes(key: tuple[int, str], ids: array[int]) -> int:
+    return ENTRY_BYTES + CHARACTER_BYTES * len(key[1]) + ID_BYTES * len(ids)
