@@ -35,6 +35,13 @@ def test_ids_are_the_same_with_and_without_the_cache(tokenizer: Tokenizer, texts
     assert plain.encoded.used_bytes == 0
 
 
+def test_a_literal_as_structure_and_as_content_are_two_texts(tokenizer: Tokenizer) -> None:
+    codec = Codec(tokenizer)
+    literal = next(iter(codec.literals))
+    broken = "\ufdd0".join(literal)
+    assert codec.encode(literal) == [codec.literals[literal]] != codec.encode_shielded(broken, "\ufdd0")
+
+
 def test_a_text_is_encoded_once_and_nobody_can_change_what_is_kept(tokenizer: Tokenizer) -> None:
     texts, calls = EncodedTexts(), list[str]()
 

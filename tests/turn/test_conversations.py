@@ -80,6 +80,16 @@ class ReaderOnAndOff(RuleBasedStateMachine):
         for reply in replies:
             self.histories.append([*messages, reply.message, {"role": "user", "content": f"next {text}"}])
 
+    @rule(pick=st.integers(0, 20))
+    def walk(self, pick: int) -> None:
+        """The tree goes on from the path that was asked for last; whichever node is asked for, it gives the walk from the root."""
+        tree = self.session.tree
+        if nodes := tree.in_order():
+            node = nodes[pick % len(nodes)]
+            path = tree.path(node)
+            assert tree.full_ids(node) == [id_ for step in path for ids in (step.given_ids, step.sampled_ids) for id_ in ids]
+            assert tree.messages(node) == [message for step in path for message in (*tree.given_messages(step), step.served)]
+
     def compare(self, messages: list[Any], tools: Any) -> None:
         session, fresh = self.session, Matcher(self.session.tree, self.renderer)
         plans = [m.resolve(m.read(messages, tools), {}) for m in (session._matcher, self.plain, fresh)]
@@ -98,6 +108,38 @@ TestReaderOnAndOff = ReaderOnAndOff.TestCase
 TestReaderOnAndOff.settings = settings(
     max_examples=150, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
+
+
+CALLER = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
+POOL: list[Any] = [
+    CALLER,
+    dict(CALLER),
+    {"role": "tool", "tool_call_id": "c", "content": "1"},
+    {"role": "user", "content": "a"},
+    CALLER | {"id": 1},
+]
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(st.lists(st.lists(st.sampled_from(range(len(POOL))), min_size=1, max_size=7), min_size=2, max_size=5))
+def test_a_conversation_is_read_the_same_after_any_other(requests: list[list[int]]) -> None:
+    kept, plain = ConversationReader(), ConversationReader(enabled=False)
+    for request in requests:
+        messages = [POOL[at] for at in request]
+        one, other = kept.read(messages, None), plain.read(messages, None)
+        assert (one.keys, one.references, one.calls, one.exact) == (other.keys, other.references, other.calls, other.exact)
+
+
+async def test_a_fit_is_not_carried_over_to_another_replay() -> None:
+    """The same turn replayed whole, then without its reasoning: the second request begins with the first one's messages up to there."""
+    engine = Engine([sampled("r", "a"), sampled("r", "b"), sampled("r", "c")])
+    session = tt.Session(renderer=Letters(), provider=engine)
+    asked: list[Any] = [{"role": "user", "content": "hi"}]
+    (first,) = await session.turn(TurnRequest(messages=asked))
+    follow = {"role": "user", "content": "more"}
+    for replayed, projection in ((first.message, "exact"), (replay(first.message, "dropped"), "reasoning_dropped")):
+        (reply,) = await session.turn(TurnRequest(messages=[*asked, replayed, follow]))
+        assert reply.projection == projection
 
 
 TEXT = st.text(st.characters(codec=None, exclude_characters="~"), max_size=8)
