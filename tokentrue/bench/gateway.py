@@ -44,6 +44,7 @@ TARGETS = {8: 2.3, 128: 1.3}
 FIRST_BYTE_TARGET = 2.0
 CPU_GROWTH_TARGET = 2.0
 THROUGHPUT_TARGET = 0.4
+SHORT, LONG_AGENTS = 32, 2  # conversations up to this turn are played by more agents than longer ones, which take most of the time
 WINDOW = 4  # turns on either side of a mark that count for it
 QUIET = 0.1  # cores that other processes may keep busy before the figures are doubtful
 CONCURRENT_AGENTS, CONCURRENT_TURNS = 64, 12
@@ -64,7 +65,7 @@ def run(*, quick: bool = False, settings: Sequence[str] = ()) -> list[Report]:
     marks = (8, 32) if quick else (8, 32, 128, 256)
     with tempfile.TemporaryDirectory(prefix="tokentrue-bench-") as folder, start_servers(Path(folder), settings) as servers:
         started, before = time.perf_counter(), others_cpu_s(servers)
-        figures, tokens = asyncio.run(measure(servers, marks, agents=4 if quick else 8))
+        figures, tokens = asyncio.run(measure(servers, marks, agents=4 if quick else 6))
         busy = (others_cpu_s(servers) - before) / (time.perf_counter() - started)
     note = f"other processes kept {busy:.2f} of {os.cpu_count()} cores busy" + ("; measure again when it is quiet" if busy > QUIET else "")
     return [report_latency(figures, marks, tokens, note), report_first_byte(figures), report_throughput(figures)]
@@ -151,9 +152,13 @@ async def measure(servers: dict[str, ServerProcess], marks: Sequence[int], *, ag
     measured = {name: server for name, server in servers.items() if name != "engine"}
     await play(measured, marks[:1], {name: Figures() for name in measured}, {})  # warm-up: not counted
     figures, tokens = {name: Figures() for name in measured}, dict[int, int]()
+    short, long = [mark for mark in marks if mark <= SHORT], [mark for mark in marks if mark > SHORT]
     for _ in range(agents):
-        await play(measured, marks, figures, tokens)
-        await play_streamed(measured, [mark for mark in marks if mark <= 128], figures)
+        await play(measured, short, figures, tokens)
+        await play_streamed(measured, short, figures)
+    for _ in range(LONG_AGENTS if long else 0):
+        await play(measured, long, figures, tokens)
+        await play_streamed(measured, [mark for mark in long if mark <= 128], figures)
     for name, server in measured.items():
         figures[name].turns_per_s = await measure_throughput(server)
     return figures, tokens
@@ -248,7 +253,8 @@ def gateways_in(figures: dict[str, Figures]) -> list[str]:
 
 def report_latency(figures: dict[str, Figures], marks: Sequence[int], tokens: dict[int, int], note: str) -> Report:
     rows: list[Sequence[Any]] = []
-    notes = [f"{len(figures['gateway'].whole[marks[0]])} turns per row; engine stand-in answers at once", note]
+    counts = ", ".join(f"{len(figures['gateway'].whole[mark])} at {mark}" for mark in marks)
+    notes = [f"turns measured: {counts}; engine stand-in answers at once", note]
     for name in gateways_in(figures):
         cpu = {mark: statistics.median(figures[name].cpu[mark]) * 1e3 for mark in marks}
         for mark in marks:
