@@ -10,23 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, reward_of, scored_settings
 from tokentrue.samples.exporters.base import fill_logprobs, token_versions
 from tokentrue.types import Sample
 
-if TYPE_CHECKING:
-    from areal.api import RolloutWorkflow  # pyright: ignore[reportMissingImports]
 
-
-def workflow(agent: Agent, *, url: str, admin_key: str | None = None, temperature: float | None = None, **settings: Any) -> RolloutWorkflow:
+def workflow(agent: Agent, *, url: str, admin_key: str | None = None, temperature: float | None = None, **settings: Any) -> Any:
     """`settings` are those of `GatewayRollouts`."""
-    from areal.api import RolloutWorkflow  # pyright: ignore[reportMissingImports]
+    base: Any = import_module("areal.api").RolloutWorkflow
 
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
-    class GatewayWorkflow(RolloutWorkflow):
+    class GatewayWorkflow(base):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
             samples = await rollouts.run_rollout(data, group=group_name(data), sampling=scored_settings(temperature))
             return tensors_of(samples)

@@ -11,24 +11,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, reward_of, scored_settings, tokens_left_out
 from tokentrue.samples.exporters.base import fill_logprobs
 from tokentrue.types import Sample
 
-if TYPE_CHECKING:
-    from openrlhf.utils.agent import AgentExecutorBase  # pyright: ignore[reportMissingImports]
 
-
-def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> type[AgentExecutorBase]:
+def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> type[Any]:
     """The class that OpenRLHF looks for. `settings` are those of `GatewayRollouts`."""
-    from openrlhf.utils.agent import AgentExecutorBase  # pyright: ignore[reportMissingImports]
+    base: Any = import_module("openrlhf.utils.agent").AgentExecutorBase
 
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
-    class AgentExecutor(AgentExecutorBase):
+    class AgentExecutor(base):
         async def execute(
             self, prompt: Any, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any, images: Any = None
         ) -> dict[str, Any]:

@@ -9,25 +9,23 @@ prime-rl's own seam for rollouts is a verifiers environment; this is the way pas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import Any
 
 from tokentrue.integrations.rollouts import centre_rewards
 from tokentrue.samples.exporters.prime_rl import row
 from tokentrue.types import Sample
 
-if TYPE_CHECKING:
-    from prime_rl.transports.rollouts.types import TrainingSample  # pyright: ignore[reportMissingImports]
-
 FIELDS = ("token_ids", "mask", "logprobs", "temperatures", "env_name")
 
 
-def training_samples(samples: Sequence[Sample]) -> list[TrainingSample]:
-    """One per sample; a session's advantage is its reward minus its group's mean, each session counted once."""
-    from prime_rl.transports.rollouts.types import TrainingSample  # pyright: ignore[reportMissingImports]
+def training_samples(samples: Sequence[Sample]) -> list[Any]:
+    """One `TrainingSample` per sample; a session's advantage is its reward minus its group's mean, each session counted once."""
+    kind: Any = import_module("prime_rl.transports.rollouts.types").TrainingSample
 
-    made: list[TrainingSample] = []
+    made: list[Any] = []
     for sample, advantage in zip(samples, centre_rewards(samples), strict=True):
         recorded = row(sample)
         advantages = [advantage * bit for bit in sample.loss_mask]
-        made.append(TrainingSample(**{name: recorded[name] for name in FIELDS}, advantages=advantages))
+        made.append(kind(**{name: recorded[name] for name in FIELDS}, advantages=advantages))
     return made

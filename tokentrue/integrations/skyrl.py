@@ -13,40 +13,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, reward_of, scored_settings, tokens_left_out
 from tokentrue.samples.exporters.base import split
 from tokentrue.types import Sample
 
-if TYPE_CHECKING:
-    from skyrl.train.generators.base import (  # pyright: ignore[reportMissingImports]
-        GeneratorInput,
-        GeneratorInterface,
-        GeneratorOutput,
-    )
 
-
-def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise: bool = False, **settings: Any) -> GeneratorInterface:
+def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise: bool = False, **settings: Any) -> Any:
     """`settings` are those of `GatewayRollouts`."""
-    from skyrl.train.generators.base import GeneratorInterface  # pyright: ignore[reportMissingImports]
+    base: Any = import_module("skyrl.train.generators.base").GeneratorInterface
 
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
-    class GatewayGenerator(GeneratorInterface):
-        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+    class GatewayGenerator(base):
+        async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
             trajectories = input_batch["trajectory_ids"]
             if trajectories is None:
                 raise ConfigError("the batch has no trajectory_ids, so its prompts cannot be grouped")
             slots = asyncio.Semaphore(rollouts.concurrency)
             names = ("temperature", "top_p", "top_k")
-            sampling = scored_settings(**{name: (input_batch["sampling_params"] or {}).get(name) for name in names})
+            sampling = scored_settings(**{name: settings_of(input_batch).get(name) for name in names})
             step = input_batch["batch_metadata"].global_step if input_batch.get("batch_metadata") else None
 
             async def run_one(index: int) -> list[Sample]:
-                extras = input_batch["env_extras"] or [{}] * len(trajectories)
-                task = {"prompt": input_batch["prompts"][index], "env_class": input_batch["env_classes"][index], "extras": extras[index]}
+                extras: Sequence[Any] = input_batch["env_extras"] or [None] * len(trajectories)
+                task: dict[str, Any] = {
+                    "prompt": input_batch["prompts"][index],
+                    "env_class": input_batch["env_classes"][index],
+                    "extras": extras[index],
+                }
                 identity = trajectories[index]
                 async with slots:
                     group = group_name(step, identity.instance_id)
@@ -58,13 +56,17 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
     return GatewayGenerator()
 
 
-def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any], *, step_wise: bool) -> GeneratorOutput:
+def settings_of(input_batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    return input_batch["sampling_params"] or dict[str, Any]()
+
+
+def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any], *, step_wise: bool) -> dict[str, Any]:
     """SkyRL's columns. The reward stands on the last response token, as SkyRL does with scalar rewards."""
     chosen = rollouts if step_wise else [[largest(samples)] for samples in rollouts]
     rows = [(sample, identity, sample is samples[-1]) for samples, identity in zip(chosen, trajectories, strict=True) for sample in samples]
     parts = [split(sample) for sample, _, _ in rows]
     left_out = sum(tokens_left_out(samples, largest(samples)) for samples in rollouts)
-    columns: Mapping[str, Any] = {
+    return {
         "prompt_token_ids": [part.prompt_ids for part in parts],
         "response_ids": [part.response_ids for part in parts],
         "rewards": [[0.0] * (len(part.response_ids) - 1) + [reward_of(sample)] for part, (sample, _, _) in zip(parts, rows, strict=True)],
@@ -80,4 +82,3 @@ def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any],
         "pixel_values": None,
         "image_grid_thw": None,
     }
-    return dict(columns)  # type: ignore[return-value]  # a TypedDict of SkyRL

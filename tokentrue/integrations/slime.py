@@ -47,7 +47,7 @@ def _filled(sample: Any, recorded: Mapping[str, Any]) -> Any:
     made = copy.copy(sample)
     for name in FIELDS:
         setattr(made, name, recorded[name])
-    made.status = type(sample).Status(recorded["status"])
+    made.status = sample.Status(recorded["status"])
     made.metadata = {**(sample.metadata or {}), **recorded["metadata"], "session_id": recorded["session_id"]}
     made.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
     if recorded["reward"] is not None:

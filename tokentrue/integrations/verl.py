@@ -15,7 +15,8 @@ so there the sample that trains most tokens is used and `extra_fields["tokens_le
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, scored_settings, tokens_left_out
@@ -23,20 +24,18 @@ from tokentrue.samples.exporters import verl as exported
 from tokentrue.samples.exporters.base import versions_of
 from tokentrue.types import Sample
 
-if TYPE_CHECKING:
-    from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput  # pyright: ignore[reportMissingImports]
-
+AGENT_LOOPS = "verl.experimental.agent_loop.agent_loop"
 FIELDS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "reward_score", "num_turns")
 
 
-def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> type[AgentLoopBase]:
+def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> type[Any]:
     """A class for verl's registry. `settings` are those of `GatewayRollouts`: `sampling`, `seed`, `timeout_s`."""
-    from verl.experimental.agent_loop.agent_loop import AgentLoopBase  # pyright: ignore[reportMissingImports]
+    base: Any = import_module(AGENT_LOOPS).AgentLoopBase
 
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
-    class GatewayAgentLoop(AgentLoopBase):
-        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    class GatewayAgentLoop(base):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
             names = ("temperature", "top_p", "top_k")
             sampling = scored_settings(**{name: sampling_params.get(name) for name in names})
             group = str(row["uid"]) if "uid" in row else group_name(row.get("index"), row.get("raw_prompt"))
@@ -51,20 +50,20 @@ def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settin
     return GatewayAgentLoop
 
 
-def output_of(sample: Sample, **extra: Any) -> AgentLoopOutput:
-    """A sample as verl's own record. Weight versions are the steps that verl's staleness control reads."""
-    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput  # pyright: ignore[reportMissingImports]
+def output_of(sample: Sample, **extra: Any) -> Any:
+    """A sample as verl's `AgentLoopOutput`. Weight versions are the steps that verl's staleness control reads."""
+    verl: Any = import_module(AGENT_LOOPS)
 
     row = exported.row(sample)
     versions = versions_of(sample)
-    extra_fields = {
+    extra_fields: dict[str, Any] = {
         **extra,
         "reward_extra_info": {},
         "min_global_steps": min(versions, default=None),
         "max_global_steps": max(versions, default=None),
         "sample_id": sample.sample_id,
     }
-    return AgentLoopOutput(**{name: row[name] for name in FIELDS}, metrics=AgentLoopMetrics(), extra_fields=extra_fields)
+    return verl.AgentLoopOutput(**{name: row[name] for name in FIELDS}, metrics=verl.AgentLoopMetrics(), extra_fields=extra_fields)
 
 
 def require_fit(sample: Sample, prompt_length: int, response_length: int) -> None:
