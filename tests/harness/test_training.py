@@ -68,6 +68,14 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
+def check_nothing_left(directory: Path) -> None:
+    """Supervisors and the janitor end after the run, when they have cleaned up."""
+    until = time.monotonic() + 10
+    while (processes_of(directory) or any(directory.iterdir())) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert processes_of(directory) == [] and list(directory.iterdir()) == []
+
+
 def metrics(folder: Path) -> list[dict[str, float]]:
     path = folder / "out" / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -85,12 +93,9 @@ def test_two_grpo_steps_killed_and_resumed(tmp_path: Path, agent: str) -> None:
     finally:
         first.kill()
         first.wait()
-    until = time.monotonic() + 10
-    while (processes_of(rollouts) or any(rollouts.iterdir())) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert processes_of(rollouts) == [] and list(rollouts.iterdir()) == []
+    check_nothing_left(rollouts)
     assert start(config).wait(500) == 0, (tmp_path / "train.log").read_text()[-3000:]
-    assert processes_of(rollouts) == [] and list(rollouts.iterdir()) == []
+    check_nothing_left(rollouts)
     steps = metrics(tmp_path)
     assert [row["step"] for row in steps] == [0, 1], steps
     assert all(row["rollouts/failed"] == 0 and row["rollouts/played"] == 3 for row in steps), steps
