@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tokentrue.environments import load_environment
 from tokentrue.environments.agents import CommandLineAgent
 from tokentrue.environments.agents.presets import PRESETS, load_preset
 from tokentrue.environments.agents.process import CommandResult, run_supervised
@@ -174,6 +175,10 @@ def test_a_score_command_that_did_not_run_is_no_score(code: int | None) -> None:
 async def test_what_cannot_run_is_an_error_with_its_cure(folder: Path) -> None:
     with pytest.raises(ConfigError, match="no preset 'clode-code'"):
         make_agent(folder, "clode-code")
+    with pytest.raises(ConfigError, match="--tasks FILE_OR_DIRECTORY"):
+        CommandLineAgent(agent="pi")
+    with pytest.raises(ConfigError, match=r"^agent: no preset 'nope'"):
+        load_environment("agent", {"agent": "nope", "tasks": str(folder / "tasks.jsonl")})
     with pytest.raises(ConfigError, match="'nothing-of-this-name' is not there"):
         await play(make_agent(folder, "nothing-of-this-name {task}"))
     (folder / "program").write_text("#!/no/such/interpreter\n")

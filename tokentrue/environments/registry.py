@@ -42,6 +42,8 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
         sys.path.insert(0, os.getcwd())  # `tokentrue` is a script of its own folder: a module beside the user's files is not on its path
     try:
         made = getattr(import_module(module_name), attribute)(**(options or {}))
+    except ConfigError:  # an environment that names what is wrong with its options
+        raise
     except Exception as error:  # the module is the user's: it may raise anything
         LOG.error("environment %s cannot be loaded", address, exc_info=True)
         raise ConfigError(f"environment: {address} cannot be loaded: {describe(error)}") from error

@@ -37,8 +37,8 @@ class CommandLineAgent:
     def __init__(
         self,
         *,
-        agent: str,
-        tasks: str,
+        agent: str | None = None,
+        tasks: str | None = None,
         score: str | None = None,
         workspace: WorkspaceKind = "copy",
         sandbox: SandboxKind = "auto",
@@ -50,6 +50,8 @@ class CommandLineAgent:
         transcripts: str | None = None,
         directory: str | None = None,
     ) -> None:
+        if agent is None or tasks is None:
+            raise ConfigError("agent: needs an agent and its tasks: --agent NAME_OR_COMMAND --tasks FILE_OR_DIRECTORY")
         if workspace not in get_args(WorkspaceKind) or sandbox not in get_args(SandboxKind):
             raise ConfigError("agent: workspace is copy or worktree; sandbox is auto, namespace or process")
         self.preset = load_preset(agent)
