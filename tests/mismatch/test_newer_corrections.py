@@ -23,6 +23,8 @@ from tokentrue.mismatch import (
     check_update,
     correct,
     diagnose,
+    loss_from_trl,
+    loss_from_verl,
     loss_named,
     policy_loss,
 )
@@ -193,3 +195,50 @@ def test_the_learning_rate_halves_when_responses_grow() -> None:
     assert schedule.scale([1.0 * 2**n for n in range(20)]) == 0.1
     assert schedule.scale([200, 100, 151]) == 0.5  # measured from the shortest so far
     assert LengthDecay(window=10, surge=1.5).scale([100, 400]) == 1.0  # one long batch is smoothed away
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss_type": "sapo", "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.4},
+        {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.0},
+    ],
+    ids=["sapo", "vespo"],
+)
+def test_a_loss_read_from_trl_is_trls(trl: SimpleNamespace, given: dict[str, Any]) -> None:
+    for seed in range(20):
+        batch = make(seed, empty_rows=False)
+        rows = batch.advantages[:, :1].expand_as(batch.advantages)
+        want = trl.loss(batch.current, trl_inputs(batch, batch.rollout), **given)
+        config = loss_from_trl(given)
+        if given["loss_type"] == "sapo":  # TRL's old log-probabilities are the trainer's
+            loss, _ = policy_loss(batch.current, batch.rollout, batch.rollout, rows, batch.mask, config)
+        else:
+            loss, _ = policy_loss(batch.current, None, batch.rollout, rows, batch.mask, config)
+        torch.testing.assert_close(loss, want.to(loss.dtype), atol=1e-7, rtol=1e-7)
+
+
+def test_a_loss_read_from_verl_is_verls(verl: SimpleNamespace) -> None:
+    for seed in range(20):
+        batch = make(seed, empty_rows=False)
+        taus = {"tau_pos": 0.8, "tau_neg": 1.3}
+        want, _ = verl.core.compute_policy_loss_sapo(
+            batch.trainer, batch.current, batch.advantages, batch.float_mask, "seq-mean-token-mean", verl.actor(**taus)
+        )
+        loss, _ = policy_loss(
+            batch.current, batch.trainer, None, batch.advantages, batch.mask, loss_from_verl({"loss_mode": "sapo", **taus})
+        )
+        torch.testing.assert_close(loss, want.to(loss.dtype), atol=1e-7, rtol=1e-7)
+
+
+def test_imported_losses_have_their_frameworks_defaults_and_refuse_the_rest() -> None:
+    assert loss_from_trl({"loss_type": "dapo", "epsilon_high": 0.28}) == loss_named("dapo")
+    assert loss_from_trl({"loss_type": "vespo"}) == loss_named("vespo") and loss_from_trl({"loss_type": "sapo"}) == loss_named("sapo")
+    assert loss_from_verl({}) == loss_named("decoupled_ppo")
+    for read, given, words in (
+        (loss_from_trl, {"loss_type": "luspo"}, "luspo"),
+        (loss_from_trl, {"sapo_temperatur": 1.0}, "no key"),
+        (loss_from_verl, {"loss_mode": "gpg"}, "gpg"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read(given)

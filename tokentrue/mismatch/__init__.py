@@ -17,6 +17,7 @@ from tokentrue.mismatch.correction.rules import (
 )
 from tokentrue.mismatch.diagnosis.diagnose import Diagnosis, WorstRow, diagnose
 from tokentrue.mismatch.loss.config import LOSSES, LossConfig, Penalty, SapoTemperatures, VespoKernel, loss_named
+from tokentrue.mismatch.loss.importers import loss_from_trl, loss_from_verl
 from tokentrue.mismatch.loss.policy_loss import policy_loss
 from tokentrue.mismatch.metrics import Metrics
 from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of
@@ -51,6 +52,8 @@ __all__ = [
     "diagnose",
     "gae_advantages",
     "grpo_advantages",
+    "loss_from_trl",
+    "loss_from_verl",
     "loss_named",
     "policy_loss",
     "record_routing",
