@@ -8,7 +8,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY tokentrue tokentrue
 
 FROM base AS gateway
-RUN pip install --no-cache-dir --constraint constraints.txt ".[gateway]"
+RUN pip install --no-cache-dir --constraint constraints.txt ".[gateway,postgres]"
 USER 10001
 WORKDIR /data
 VOLUME /data
