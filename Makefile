@@ -6,7 +6,7 @@ JOBS   ?= 2
 
 BROWSER := $(VENV)/.browser
 
-.PHONY: demo test docs check bench clean test-slow test-load test-fuzz test-harness test-vllm test-frameworks test-gpu
+.PHONY: demo test docs check bench clean test-slow test-load test-postgres test-partitions test-hostile test-fuzz test-harness test-vllm test-frameworks test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,20 @@ test-slow: $(VENV)/.dev
 
 test-load: $(VENV)/.dev
 	$(BIN)/python -m pytest -m load
+
+# Needs PostgreSQL's server programs; without them these tests are skipped in `make test`.
+test-postgres: $(VENV)/.dev
+	$(BIN)/python -m pytest -m postgres
+
+# Three gateways, 200 sessions, ten minutes of kills, pauses, cuts and restarts.
+test-partitions: $(VENV)/.dev
+	$(BIN)/python -m tests.partitions.run
+
+# HOSTILE_MINUTES=3 is the short form.
+HOSTILE_MINUTES ?= 20
+test-hostile: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not load" tests/gateway/test_hostile.py tests/gateway/test_limits.py tests/renderers/test_template_limits.py
+	$(BIN)/python -m tests.hostile.run --minutes $(HOSTILE_MINUTES)
 
 # FUZZ_TURNS and FUZZ_SEED choose the run; `python -m tests.fuzz --help` plays single cases.
 test-fuzz: $(VENV)/.dev

@@ -12,6 +12,7 @@
     │   └── TokenizerError      no tokenizer, no stop token
     ├── SessionError            the record
     │   ├── SessionNotFound     HTTP 404
+    │   ├── SessionElsewhere    another gateway owns the session; HTTP 503, or forwarded to it
     │   ├── SessionConflict     compare-and-swap lost, id taken, session ended; HTTP 409
     │   │   └── KeyConflict     a request key that names another request
     │   ├── LimitExceeded       a size or an age: HTTP 413; too much in flight: 429
@@ -87,6 +88,17 @@ class SessionError(TokenTrueError):
 
 class SessionNotFound(SessionError):
     code = "session_not_found"
+
+
+class SessionElsewhere(SessionError):
+    """`url` is the address of the gateway that owns the session, where it is known."""
+
+    code = "session_elsewhere"
+    retry_after_s = 1.0
+
+    def __init__(self, message: str, *, url: str | None = None) -> None:
+        super().__init__(message)
+        self.url = url
 
 
 class SessionConflict(SessionError):

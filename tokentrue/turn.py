@@ -62,6 +62,7 @@ class Session:
         key_hash: str | None = None,
         _record: SessionRecord | None = None,
         _tree: Tree | None = None,
+        _token: int = 1,
     ) -> None:
         self.renderer, self.provider, self.journal = renderer, provider, journal
         self.limits = limits or SessionLimits()
@@ -91,19 +92,28 @@ class Session:
         self._is_ending = False
         self._created = journal.create(self.record) if journal is not None and _record is None else None
         # A new session is claimed when it is in the journal: an id that is taken must not revoke the session that has it.
-        self._claim = None if journal is None or self._created is not None else journal.claim(self.record.id, self._single_flight)
+        self._claim = None if journal is None or self._created is not None else journal.claim(self.record.id, self._single_flight, _token)
 
     @classmethod
     async def open(
         cls, journal: Journal, session_id: str, *, renderer: Renderer, provider: Provider, limits: SessionLimits | None = None
     ) -> Session:
         """Resumes a recorded session, bit for bit where it stood. An older object of the same session can write no more."""
-        record, rows = await asyncio.to_thread(lambda: (journal.get(session_id), journal.rows(session_id)))
+        token, record, rows = await asyncio.to_thread(
+            lambda: (journal.acquire(session_id), journal.get(session_id), journal.rows(session_id))
+        )
         if (record.template, record.tokenizer) != (renderer.template_hash, renderer.tokenizer_hash):
             raise SessionConflict(f"session {session_id!r} was recorded with another template or tokenizer; open it with that one")
         tree = await asyncio.to_thread(tree_from_rows, record, rows)
         return cls(
-            renderer=renderer, provider=provider, journal=journal, sampling=record.sampling, limits=limits, _record=record, _tree=tree
+            renderer=renderer,
+            provider=provider,
+            journal=journal,
+            sampling=record.sampling,
+            limits=limits,
+            _record=record,
+            _tree=tree,
+            _token=token,
         )
 
     @property
@@ -275,7 +285,7 @@ class Session:
 
     async def _write(self, nodes: Sequence[Node], parent: Node | None) -> None:
         if self.journal is not None and nodes:
-            await self.journal.append_nodes(self.id, rows_from_nodes(nodes, parent))
+            await self.journal.append_nodes(self.id, rows_from_nodes(nodes, parent), self._claim)
         for node in nodes:
             self.tree.add(node)
             self._matcher.add(node)
@@ -330,7 +340,7 @@ class Session:
         await self.ready()
         if self._claim is not None:
             self._claim.check()
-        self.record = change(self.record) if self.journal is None else await self.journal.update(self.id, change)
+        self.record = change(self.record) if self.journal is None else await self.journal.update(self.id, change, self._claim)
         self.revision += 1
 
 

@@ -304,10 +304,10 @@ def journal_written_later(patch: Patch) -> None:
     late: set[asyncio.Task[None]] = set()
     append_nodes = journal.Journal.append_nodes
 
-    async def later(self: Any, session_id: str, rows: Any) -> None:
+    async def later(self: Any, *arguments: Any) -> None:
         async def write() -> None:
             await asyncio.sleep(0.05)
-            await append_nodes(self, session_id, rows)
+            await append_nodes(self, *arguments)
 
         late.add(asyncio.create_task(write()))
 

@@ -57,8 +57,16 @@ async def live(session: tt.Session, engine: Engine, rng: random.Random) -> None:
             history = [*history, replies[-1].message, {"role": "user", "content": str(rng.random())}]
 
 
+def open_store(store: str) -> Journal:
+    if store.startswith("postgresql:"):
+        from tokentrue.sessions.journal.postgres import PostgresJournal
+
+        return PostgresJournal(store, name="victim")
+    return Journal(store)
+
+
 async def main(path: str, seed: int) -> None:
-    rng, renderer, journal = random.Random(seed), Letters(), Journal(path)
+    rng, renderer, journal = random.Random(seed), Letters(), open_store(path)
     engines = [Engine([]) for _ in range(SESSIONS)]
     sessions: list[tt.Session] = []
     known = [record.id for record in journal.sessions(limit=SESSIONS)]

@@ -12,21 +12,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.sessions.crash_child import fingerprint
-from tokentrue.sessions import Journal
+from tests.sessions.crash_child import fingerprint, open_store
 from tokentrue.sessions.store import load_tree
 
 
-def life(journal: Path, seed: int, rng: random.Random, log: Path) -> list[str]:
+def life(journal: str, seed: int, rng: random.Random, log: Path) -> list[str]:
     """Start the child and let it die: half of the times we kill it at a random moment after its first sign of life, half of the times it
     kills itself in the very instant after an acknowledgement. The lines it had acknowledged."""
     lines, moment_s = rng.choice([0, rng.randrange(1, 120)]), rng.random() ** 2 * 0.25
     with log.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-m", "tests.sessions.crash_child", str(journal), str(seed), str(lines)], stdout=out)
+        child = subprocess.Popen([sys.executable, "-m", "tests.sessions.crash_child", journal, str(seed), str(lines)], stdout=out)
         if lines:
             child.wait(60)
             return log.read_text().splitlines(keepends=True)
@@ -40,9 +40,9 @@ def life(journal: Path, seed: int, rng: random.Random, log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def check(path: Path, told: dict[str, dict[str, str]], rewards: dict[tuple[str, str], str]) -> int:
+def check(store: str, told: dict[str, dict[str, str]], rewards: dict[tuple[str, str], str]) -> int:
     """Everything acknowledged is there, bit for bit; what else is there is whole. How many nodes there are."""
-    journal = Journal(path)
+    journal = open_store(store)
     try:
         nodes = 0
         for record in journal.all_sessions():
@@ -60,7 +60,8 @@ def check(path: Path, told: dict[str, dict[str, str]], rewards: dict[tuple[str, 
         journal.close()
 
 
-def kill_again_and_again(folder: Path, kills: int) -> tuple[int, int]:
+def kill_again_and_again(folder: Path, kills: int, store_of: Callable[[int], str] | None = None) -> tuple[int, int]:
+    """`store_of` gives the store of a kill's number; a file in `folder` without it."""
     rng = random.Random(20261115)
     told: dict[str, dict[str, str]] = {}
     rewards: dict[tuple[str, str], str] = {}
@@ -69,8 +70,8 @@ def kill_again_and_again(folder: Path, kills: int) -> tuple[int, int]:
         # a fresh journal now and then, so that its creation and the first commits are hit as well
         if number % 20 == 0:
             told, rewards = {}, {}
-        path = folder / f"journal-{number // 20}.db"
-        for line in life(path, number, rng, folder / "out.txt"):
+        store = store_of(number) if store_of is not None else str(folder / f"journal-{number // 20}.db")
+        for line in life(store, number, rng, folder / "out.txt"):
             kind, session, *rest = line.split()
             told.setdefault(session, {})
             if kind == "turn":
@@ -78,7 +79,7 @@ def kill_again_and_again(folder: Path, kills: int) -> tuple[int, int]:
                 total += 1
             elif kind == "reward":
                 rewards[session, rest[0]] = rest[1]
-        nodes = check(path, told, rewards)
+        nodes = check(store, told, rewards)
     return total, nodes
 
 

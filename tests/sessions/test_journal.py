@@ -27,8 +27,15 @@ def record(name: str, **fields: Any) -> SessionRecord:
     return SessionRecord(id=name, created=time.time(), **fields)
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", "file", pytest.param("postgres", marks=pytest.mark.postgres)])
 def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    if request.param == "postgres":
+        from tokentrue.sessions.journal.postgres import PostgresJournal
+
+        journal: Journal = PostgresJournal(request.getfixturevalue("database"), name="one")
+        yield journal
+        journal.close()
+        return
     journal = Journal("memory" if request.param == "memory" else f"sqlite:{tmp_path / 'deep' / 'j.db'}")
     yield journal
     journal.close()

@@ -61,7 +61,7 @@ def seal_of_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def served_before_written(patch: pytest.MonkeyPatch) -> None:
-    async def later(self: Any, session_id: str, rows: Any) -> None:
+    async def later(self: Any, *arguments: Any) -> None:
         return None
 
     patch.setattr(Journal, "append_nodes", later)

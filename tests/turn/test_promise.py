@@ -326,10 +326,10 @@ async def test_a_key_that_joins_while_the_turn_is_written_gets_its_answer_later_
     session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal)
     writing, go_on, append = asyncio.Event(), asyncio.Event(), Journal.append_nodes
 
-    async def slow(self: Any, session_id: str, rows: Any) -> None:
+    async def slow(self: Any, *arguments: Any) -> None:
         writing.set()
         await go_on.wait()
-        await append(self, session_id, rows)
+        await append(self, *arguments)
 
     monkeypatch.setattr(Journal, "append_nodes", slow)
     first = asyncio.create_task(session.turn(TurnRequest(messages=OPENING, request_key="k1")))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -67,6 +68,8 @@ class ServerConfig:
     store: str = DEFAULT_STORE
     durability: Literal["normal", "full"] = "normal"  # full: acknowledged turns survive a loss of power, not only of the process
     base_url: str = ""
+    address: str = ""  # where other gateways on the same PostgreSQL reach this one; default: the address that it binds
+    lease_s: float = 15.0  # PostgreSQL: a gateway that is silent for longer loses its sessions to the others
     training: bool = True
     keep_alive_s: float = 10.0
     drain_s: float = 30.0
@@ -136,13 +139,25 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
 
 
 def journal_for(
-    store: str, *, durability: Literal["normal", "full"] = "normal", read_only: bool = False, lock: bool = True
+    store: str,
+    *,
+    durability: Literal["normal", "full"] = "normal",
+    read_only: bool = False,
+    lock: bool = True,
+    name: str = "",
+    address: str = "",
+    lease_s: float = 15.0,
 ) -> Journal:
-    """`lock=False` for workers: their supervisor holds the store's lock."""
+    """`lock=False` for workers: their supervisor holds the store's lock. `name`, `address`, `lease_s`: of a gateway on PostgreSQL."""
     from tokentrue.sessions.journal import Journal
 
+    if store.startswith(("postgresql://", "postgres://")):
+        from tokentrue.sessions.journal.postgres import PostgresJournal
+
+        name = name or f"{socket.gethostname()}:{os.getpid()}"
+        return PostgresJournal(store, name=name, address=address, lease_s=lease_s, read_only=read_only)
     if store != "memory" and not store.startswith("sqlite:"):
-        raise ConfigError(f"store must be sqlite:PATH or memory, got {store!r}")
+        raise ConfigError(f"store must be sqlite:PATH, postgresql://… or memory, got {store!r}")
     return Journal(store, synchronous="FULL" if durability == "full" else "NORMAL", read_only=read_only, lock=lock)
 
 
@@ -189,7 +204,14 @@ def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | N
         drain_s=config.server.drain_s,
         purge_after_s=config.server.purge_after_s,
     )
-    journal = journal_for(config.server.store, durability=config.server.durability, lock=workers is None)
+    journal = journal_for(
+        config.server.store,
+        durability=config.server.durability,
+        lock=workers is None,
+        name=f"{socket.gethostname()} {config.server.address} {workers.me if workers is not None else 0}" if config.server.address else "",
+        address=config.server.address,
+        lease_s=config.server.lease_s,
+    )
     try:
         check_journal(journal, loaded, config.server.store)
         provider = provider_for(config.engine, config.model, renderer)

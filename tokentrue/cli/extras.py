@@ -9,6 +9,7 @@ EXTRAS: dict[str, frozenset[str]] = {
     "engine": frozenset({"torch"}),
     "train": frozenset({"matplotlib", "openai", "tensorboard"}),
     "ray": frozenset({"ray"}),
+    "postgres": frozenset({"psycopg"}),
 }
 
 

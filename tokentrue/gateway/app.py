@@ -25,7 +25,7 @@ from tokentrue.gateway.problems import Refused, problem_from
 from tokentrue.gateway.services import RendererFor, Services, build_services
 from tokentrue.gateway.sessions import ignores_tools
 from tokentrue.gateway.streaming import EventStream
-from tokentrue.gateway.turns import STREAM, TurnHandler
+from tokentrue.gateway.turns import STREAM, NotOpened, TurnHandler
 from tokentrue.gateway.view import LoadPage, view_routes
 from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.protocols import EngineControl
@@ -146,6 +146,7 @@ class Gateway:
             LOG.warning("%d generations were still in flight when the gateway closed", admission.in_flight)
         if self.services.workers is not None:
             await self.services.workers.close()
+        await self.services.peers.close()
         await self.provider.close()
         await asyncio.to_thread(self.services.journal.close)
 
@@ -164,7 +165,10 @@ class ModelRequests:
         if workers is not None and not workers.is_owner(claim.session_id, scope):
             await workers.forward(claim.session_id, scope, receive, send)
         else:
-            await self._dispatch(parameters["operation"].rstrip("/"), claim, scope, receive, send)
+            try:
+                await self._dispatch(parameters["operation"].rstrip("/"), claim, scope, receive, send)
+            except NotOpened as error:  # nothing of the body has been read
+                await self._services.peers.forward(error.elsewhere, scope, receive, send)
 
     async def _dispatch(self, operation: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
         model, verb = google_call(operation)

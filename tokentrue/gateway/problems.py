@@ -12,6 +12,7 @@ from tokentrue.errors import (
     MessageError,
     RenderError,
     SessionConflict,
+    SessionElsewhere,
     SessionNotFound,
     TokenTrueError,
 )
@@ -21,6 +22,7 @@ STATUS: tuple[tuple[type[TokenTrueError], int], ...] = (  # first match wins: ch
     (InputError, 400),
     (RenderError, 422),
     (SessionNotFound, 404),
+    (SessionElsewhere, 503),
     (SessionConflict, 409),
     (LimitExceeded, 413),
     (JournalError, 503),

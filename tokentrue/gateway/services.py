@@ -15,6 +15,7 @@ from tokentrue.gateway.metrics.meter import Metered
 from tokentrue.gateway.metrics.registry import Metrics
 from tokentrue.gateway.sessions import SessionRegistry
 from tokentrue.gateway.workers.forwarding import WorkerLinks
+from tokentrue.gateway.workers.peers import PeerLinks
 from tokentrue.protocols import EngineControl, Renderer
 from tokentrue.sessions.journal import Journal
 from tokentrue.turn import Session
@@ -36,6 +37,7 @@ class Services:
     metrics: Metrics
     sessions: SessionRegistry
     workers: WorkerLinks | None
+    peers: PeerLinks
 
     def new_session(self, **settings: Any) -> Session:
         renderer = self.renderer_for(settings.get("history", self.config.history))
@@ -62,6 +64,7 @@ def build_services(
         admission=AdmissionGate(config),
         bodies=BodyBudget(config.limits.bodies_bytes),
         metrics=Metrics(),
-        sessions=SessionRegistry(open_session, config.limits),
+        sessions=SessionRegistry(open_session, config.limits, lambda: journal.lease_number),
         workers=workers,
+        peers=PeerLinks(),
     )

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-from tokentrue.errors import LimitExceeded, MessageError, RenderError, SessionConflict, TemplateError
+from tokentrue.errors import JournalError, LimitExceeded, MessageError, RenderError, SessionConflict, SessionElsewhere, TemplateError
 from tokentrue.gateway.asgi import Scope, header
 from tokentrue.gateway.config import GatewayLimits
 from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, Google, OpenAIChat, OpenAIResponses, RequestHead, Seal
@@ -40,6 +40,7 @@ class SessionHandle:
     def __init__(self, session: Session, limits: GatewayLimits, budget: CacheBudget) -> None:
         self.session = session
         self.users = 0  # requests that hold it
+        self.lease_number = 0  # of the journal, when the session was opened
         self.counted_bytes = 0  # of its memory, in the registry's sum
         self.in_flight = 0
         self.last_used = time.monotonic()
@@ -194,8 +195,8 @@ def body_digest(body: bytes) -> str:
 class SessionRegistry:
     """The sessions in memory, least recently used first."""
 
-    def __init__(self, open_session: OpenSession, limits: GatewayLimits) -> None:
-        self._open_session, self._limits = open_session, limits
+    def __init__(self, open_session: OpenSession, limits: GatewayLimits, lease_number: Callable[[], int] = lambda: 0) -> None:
+        self._open_session, self._limits, self._lease_number = open_session, limits, lease_number
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._cache_budget = CacheBudget(limits.message_caches_bytes)
@@ -216,6 +217,10 @@ class SessionRegistry:
         handle.users += 1
         try:
             yield handle
+        except (JournalError, SessionElsewhere):  # what the journal holds by now is only known to the journal
+            if self._live.get(session_id) is handle:
+                self.forget(session_id)
+            raise
         finally:
             handle.users -= 1
             handle.last_used = time.monotonic()
@@ -225,6 +230,9 @@ class SessionRegistry:
     async def _get(self, session_id: str) -> SessionHandle:
         while True:
             handle = self._live.get(session_id)
+            if handle is not None and handle.lease_number != self._lease_number():
+                self.forget(session_id)  # another gateway may have had the session since
+                handle = None
             if handle is not None:
                 self._live.move_to_end(session_id)
                 return handle
@@ -235,10 +243,14 @@ class SessionRegistry:
             await asyncio.shield(opening)
 
     async def _load(self, session_id: str) -> SessionHandle:
-        return self.add(await self._open_session(session_id))
+        lease_number = self._lease_number()
+        handle = self.add(await self._open_session(session_id))
+        handle.lease_number = lease_number
+        return handle
 
     def add(self, session: Session) -> SessionHandle:
         handle = self._live[session.id] = SessionHandle(session, self._limits, self._cache_budget)
+        handle.lease_number = self._lease_number()
         return handle
 
     def _count_bytes(self, handle: SessionHandle) -> None:

@@ -16,7 +16,7 @@ from typing import cast
 
 import orjson
 
-from tokentrue.errors import EngineTimeout, MessageError, SessionNotFound
+from tokentrue.errors import EngineTimeout, MessageError, SessionElsewhere, SessionNotFound
 from tokentrue.gateway.asgi import ClientGone, RawHeaders, Receive, Scope, Send, read_body, send_json
 from tokentrue.gateway.auth import SessionAccess, invalid_key
 from tokentrue.gateway.dialects import CountingDialect, Dialect, PathFields, RequestHead
@@ -40,6 +40,14 @@ class TurnClock(EngineClock):
         self.first_byte: float | None = None
 
 
+class NotOpened(Exception):
+    """Another gateway owns the session, and nothing has been done for this request."""
+
+    def __init__(self, elsewhere: SessionElsewhere) -> None:
+        super().__init__(str(elsewhere))
+        self.elsewhere = elsewhere
+
+
 class TurnHandler:
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -50,6 +58,8 @@ class TurnHandler:
         async with AsyncExitStack() as stack:
             try:
                 handle = await stack.enter_async_context(self._services.sessions.lease(claim.session_id))
+            except SessionElsewhere as error:
+                raise NotOpened(error) from error
             except SessionNotFound:
                 if claim.key_hash is not None:
                     raise invalid_key() from None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +32,7 @@ def command(
     script: Annotated[str | None, typer.Option(help="JSON lines for the scripted engine")] = None,
     host: Annotated[str | None, typer.Option(help="address to bind")] = None,
     port: Annotated[int | None, typer.Option(help="port to bind; 0 takes a free one")] = None,
-    store: Annotated[str | None, typer.Option(help="sqlite:PATH or memory")] = None,
+    store: Annotated[str | None, typer.Option(help="sqlite:PATH, postgresql://… or memory")] = None,
     durability: Annotated[str | None, typer.Option(help="normal: survives a kill of the process; full: a loss of power, too")] = None,
     history: Annotated[str | None, typer.Option(help="keep, or template (fork where the template rewrites history)")] = None,
     workers: Annotated[int | None, typer.Option(help="processes; sessions are spread over them")] = None,
@@ -70,15 +72,19 @@ def command(
         port_bound = public.getsockname()[1]
         base = settings.server.base_url.rstrip("/") or f"http://{host_for_url(settings.server.host)}:{port_bound}"
 
+        address = settings.server.address.rstrip("/") or f"http://{host_for_url(settings.server.host)}:{port_bound}"
+        settings = replace(settings, server=replace(settings.server, address=address))
+
         def say_hello() -> None:
             greet(settings, base, admin_key if is_new_key else None)
 
         if settings.server.workers > 1:
-            lock = StoreLock(settings.server.store)
+            lock = StoreLock(settings.server.store) if settings.server.store.startswith("sqlite:") else None
             try:
                 return supervise(start_worker, settings, public, settings.server.workers, ready=say_hello)
             finally:
-                lock.release()
+                if lock is not None:
+                    lock.release()
         log_to_stderr(enabled=settings.server.log == "json")
         hide_library_bars(settings.engine.name)
         with without_torch(settings.engine.name), loading(f"{settings.model.shown}, engine {settings.engine.name}"):
@@ -137,9 +143,14 @@ def host_for_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def mask_password(store: str) -> str:
+    return re.sub(r"(//[^:/@]*):[^@/]*@", r"\1:***@", store)
+
+
 def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
     """`new_key` is the admin key where this start made one: it is shown here and nowhere else."""
-    print(f"tokentrue gateway on {base}   model {settings.model.shown}, engine {settings.engine.name}, store {settings.server.store}")
+    store = mask_password(settings.server.store)
+    print(f"tokentrue gateway on {base}   model {settings.model.shown}, engine {settings.engine.name}, store {store}")
     if settings.model.path is None:
         print("  toy model        the small calculator model that ships with the package; --model DIR_OR_ID serves your own")
     if new_key is not None:

@@ -94,7 +94,8 @@ class OperationHandlers:
 
     async def _check_disk(self) -> None:
         path = self._services.journal.target.removeprefix("sqlite:")
-        if path in ("memory", ":memory:"):
+        _ = self._services.journal.lease_number  # raises while the database does not answer
+        if path in ("memory", ":memory:") or path.startswith("postgres"):
             return
         free = (await asyncio.to_thread(shutil.disk_usage, Path(path).resolve().parent)).free
         if free < self._services.config.limits.free_disk_bytes:

@@ -8,9 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tokentrue.errors import SessionElsewhere
 from tokentrue.gateway.admin.openapi import document
 from tokentrue.gateway.admin.operations import OperationHandlers
-from tokentrue.gateway.admin.routing import Handler, forward_to_owner, is_forwarded, json_response
+from tokentrue.gateway.admin.routing import Handler, PeerResponse, forward_to_owner, is_forwarded, json_response, request_body
 from tokentrue.gateway.admin.session_handlers import SessionHandlers
 from tokentrue.gateway.problems import Refused
 from tokentrue.gateway.services import Services
@@ -53,7 +54,10 @@ def build_route(services: Services, path: str, methods: Mapping[str, Guarded]) -
             services.keys.require_admin(request.scope["headers"])
         session_id = request.path_params.get("session_id")
         forwarded = await forward_to_owner(services, request, session_id) if session_id is not None else None
-        return forwarded or await handler(request)
+        try:
+            return forwarded or await handler(request)
+        except SessionElsewhere as error:
+            return PeerResponse(services.peers, error, await request_body(services, request))
 
     return Route(path, endpoint, methods=METHODS)
 

@@ -8,11 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokentrue.errors import InputError
+from tokentrue.errors import InputError, SessionElsewhere
 from tokentrue.gateway.asgi import read_body
 from tokentrue.gateway.dialects.base import encode
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.workers.forwarding import FROM_WORKER, WorkerLinks
+from tokentrue.gateway.workers.peers import PeerLinks
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -41,6 +42,17 @@ class ForwardedResponse(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self._workers.forward(self._session_id, scope, receive, send, self._raw)
+
+
+class PeerResponse(Response):
+    """An answer that another gateway gives."""
+
+    def __init__(self, peers: PeerLinks, elsewhere: SessionElsewhere, body: bytes) -> None:
+        super().__init__()
+        self._peers, self._elsewhere, self._raw = peers, elsewhere, body
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._peers.forward(self._elsewhere, scope, receive, send, self._raw)
 
 
 async def forward_to_owner(services: Services, request: Request, session_id: str) -> Response | None:

@@ -54,49 +54,8 @@ class WorkerLinks:
 
     async def forward(self, session_id: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
         """Forwards a request to its owner and the answer back. `body` is given where this worker has read it already."""
-        body_sent = asyncio.Event()
-        parts = whole_part(body, body_sent) if body is not None else body_parts(receive, body_sent)
-
-        async def watch() -> None:
-            """Returns when the client has disconnected, which `receive` tells after the body."""
-            await body_sent.wait()
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        relay = asyncio.create_task(self._relay(self.owner(session_id), scope, parts, send))
-        gone = asyncio.create_task(watch())
-        try:
-            await asyncio.wait({relay, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not relay.done():
-                raise ClientGone
-            await relay
-        finally:
-            for task in (relay, gone):
-                task.cancel()
-            await asyncio.wait({relay, gone})
-
-    async def _relay(self, worker: int, scope: Scope, parts: AsyncIterator[bytes], send: Send) -> None:
-        headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in HOP_BY_HOP]
-        query = scope.get("query_string", b"").decode("latin-1")
-        url = "http://worker" + scope.get("raw_path", scope["path"].encode()).decode("latin-1") + (f"?{query}" if query else "")
-        declared = [v.decode("latin-1") for k, v in scope["headers"] if k == b"content-length"]
-        headers += [("content-length", value) for value in declared[:1]]
-        settings: dict[str, Any] = {"data": parts, "headers": headers, "allow_redirects": False}
-        if scope["method"] == "POST":
-            settings["expect100"] = True  # the owner answers 100 when it reads the body, which is after the key was checked
-        try:
-            response = await self._client(worker).request(scope["method"], url, **settings)
-        except aiohttp.ClientConnectionError:
-            raise Refused(503, "worker_restarting", "the worker of this session restarts; send this again", retry_after_s=1.0) from None
-        async with response:
-            kept = [(k.lower(), v) for k, v in response.raw_headers if k.lower() not in HOP_BY_HOP or k.lower() == b"content-length"]
-            await send({"type": "http.response.start", "status": response.status, "headers": kept})
-            try:
-                async for chunk in response.content.iter_any():
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except aiohttp.ClientError:
-                return  # the owner died in mid-answer: the client sees a broken answer, and retries
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        client = self._client(self.owner(session_id))
+        await forward_request(client, "http://worker", scope, receive, send, body)
 
     async def ask(self, worker: int, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Any:
         """A question to one worker; None where it does not answer in time."""
@@ -115,6 +74,58 @@ class WorkerLinks:
     async def close(self) -> None:
         for client in self._clients.values():
             await client.close()
+
+
+async def forward_request(
+    client: aiohttp.ClientSession, base: str, scope: Scope, receive: Receive, send: Send, body: bytes | None, *headers: tuple[str, str]
+) -> None:
+    body_sent = asyncio.Event()
+    parts = whole_part(body, body_sent) if body is not None else body_parts(receive, body_sent)
+
+    async def watch() -> None:
+        """Returns when the client has disconnected, which `receive` tells after the body."""
+        await body_sent.wait()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    relay = asyncio.create_task(relay_request(client, base, scope, parts, send, *headers))
+    gone = asyncio.create_task(watch())
+    try:
+        await asyncio.wait({relay, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not relay.done():
+            raise ClientGone
+        await relay
+    finally:
+        for task in (relay, gone):
+            task.cancel()
+        await asyncio.wait({relay, gone})
+
+
+async def relay_request(
+    client: aiohttp.ClientSession, base: str, scope: Scope, parts: AsyncIterator[bytes], send: Send, *more: tuple[str, str]
+) -> None:
+    headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in HOP_BY_HOP]
+    query = scope.get("query_string", b"").decode("latin-1")
+    url = base + scope.get("raw_path", scope["path"].encode()).decode("latin-1") + (f"?{query}" if query else "")
+    declared = [v.decode("latin-1") for k, v in scope["headers"] if k == b"content-length"]
+    headers += [("content-length", value) for value in declared[:1]]
+    headers += more
+    settings: dict[str, Any] = {"data": parts, "headers": headers, "allow_redirects": False}
+    if scope["method"] == "POST":
+        settings["expect100"] = True  # the owner answers 100 when it reads the body, which is after the key was checked
+    try:
+        response = await client.request(scope["method"], url, **settings)
+    except aiohttp.ClientConnectionError:
+        raise Refused(503, "worker_restarting", "the worker of this session restarts; send this again", retry_after_s=1.0) from None
+    async with response:
+        kept = [(k.lower(), v) for k, v in response.raw_headers if k.lower() not in HOP_BY_HOP or k.lower() == b"content-length"]
+        await send({"type": "http.response.start", "status": response.status, "headers": kept})
+        try:
+            async for chunk in response.content.iter_any():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except aiohttp.ClientError:
+            return  # the owner died in mid-answer: the client sees a broken answer, and retries
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def body_parts(receive: Receive, sent: asyncio.Event) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""The durable store: SQLite in WAL mode, one writer thread. Read `journal.py` first."""
+"""The durable store: SQLite in WAL mode, or PostgreSQL (`postgres.py`, imported where it is chosen). Read `journal.py` first."""
 
 from tokentrue.sessions.journal.journal import Journal
 from tokentrue.sessions.journal.lock import StoreLock

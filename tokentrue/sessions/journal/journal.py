@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound
+from tokentrue.sessions.journal.database import Database, DuplicateKey
 from tokentrue.sessions.journal.lock import StoreLock
 from tokentrue.sessions.journal.records import COLUMNS, SessionRecord, load_record, record_from_values, row_digest, values_from_record
 from tokentrue.sessions.journal.rows import Row
@@ -33,13 +34,16 @@ _INSERT_NODE = f"""
     WHERE EXISTS (SELECT 1 FROM sessions WHERE id=? AND state='open')
       AND (? IS NULL OR EXISTS (SELECT 1 FROM nodes WHERE session=? AND id=?))"""
 _DAMAGED = "restore it from a backup"
+DUPLICATE = (sqlite3.IntegrityError, DuplicateKey)
+FIRST_TOKEN = 1
 
 
 class SessionClaim:
     """The right to write one session, held by one object at a time."""
 
-    def __init__(self, session_id: str, turns: Sized) -> None:
+    def __init__(self, session_id: str, turns: Sized, token: int) -> None:
         self.session_id, self.turns = session_id, turns  # the turns that its holder is generating
+        self.token = token  # of the owner that the session had when it was claimed
         self._revoked = False
 
     def revoke(self) -> None:
@@ -56,6 +60,8 @@ class Journal:
     `lock=False` is for worker processes whose parent holds a `StoreLock`; `read_only=True` needs no lock and refuses writes;
     `check=False` skips `quick_check`, which reads the whole file.
     """
+
+    _greatest = "max"  # SQL for the largest of several values
 
     def __init__(
         self,
@@ -145,27 +151,36 @@ class Journal:
             self._lock.release()
 
     # One object writes a session at a time.
-    def claim(self, session_id: str, turns: Sized) -> SessionClaim:
+    def acquire(self, session_id: str) -> int:
+        """Before a session is read in order to be continued: the fencing token of its new owner. SQLite stores have one owner."""
+        return FIRST_TOKEN
+
+    def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
         """Takes a session over. Refused while another object generates for it; otherwise the other object can write no more."""
         held = self._claims.get(session_id)
         if held is not None:
             if len(held.turns):
                 raise SessionConflict(f"session {session_id!r} is in use: another object is generating {len(held.turns)} turn(s) for it")
             held.revoke()
-        claim = self._claims[session_id] = SessionClaim(session_id, turns)
+        claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
         return claim
 
+    @property
+    def lease_number(self) -> int:
+        """Grows when this process may have lost its sessions to another one; raises while it cannot know."""
+        return 0
+
     # Reading and writing.
-    def submit(self, write: Callable[[sqlite3.Connection], T]) -> Future[T]:
+    def submit(self, write: Callable[[Database], T]) -> Future[T]:
         """Queue a write. The future is done when the transaction that holds it was committed."""
         if self._read_only:
             raise JournalError(f"the journal {self.target} was opened for reading")
         return self._writer.submit(write)
 
-    async def write(self, write: Callable[[sqlite3.Connection], T]) -> T:
+    async def write(self, write: Callable[[Database], T]) -> T:
         return await asyncio.wrap_future(self.submit(write))
 
-    def read(self, read: Callable[[sqlite3.Connection], T]) -> T:
+    def read(self, read: Callable[[Database], T]) -> T:
         if self._reader is None:
             return self._writer.submit(read).result()
         with self._reading:
@@ -180,24 +195,39 @@ class Journal:
     def create(self, record: SessionRecord) -> Future[None]:
         values = values_from_record(record)
 
-        def write(db: sqlite3.Connection) -> None:
+        def write(db: Database) -> None:
             marks = ",".join("?" * (len(COLUMNS) + 1))
             try:
                 db.execute(f"INSERT INTO sessions({', '.join(COLUMNS)}, digest) VALUES ({marks})", (*values, row_digest(values)))
-            except sqlite3.IntegrityError as error:
+            except DUPLICATE as error:
                 raise SessionConflict(f"session {record.id!r} exists already; choose another id or open it") from error
             _count_sessions(db, 1)
+            self.note_owner(db, record.id)
 
         return self.submit(write)
 
-    async def append_nodes(self, session_id: str, rows: Sequence[Row]) -> None:
-        """Compare-and-swap: the session is open, the parent is there, the place `seq` is free. All rows, or none."""
-        await self.write(lambda db: _append_nodes(db, session_id, rows))
+    def note_owner(self, db: Database, session_id: str) -> None:
+        """In the transaction that creates a session."""
 
-    async def update(self, session_id: str, change: Callable[[SessionRecord], SessionRecord]) -> SessionRecord:
+    def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
+        """In the transaction of every write to a session; raises where another process owns it by now."""
+
+    async def append_nodes(self, session_id: str, rows: Sequence[Row], claim: SessionClaim | None = None) -> None:
+        """Compare-and-swap: the session is open, the parent is there, the place `seq` is free. All rows, or none."""
+
+        def write(db: Database) -> None:
+            self.check_owner(db, session_id, claim)
+            _append_nodes(db, session_id, rows)
+
+        await self.write(write)
+
+    async def update(
+        self, session_id: str, change: Callable[[SessionRecord], SessionRecord], claim: SessionClaim | None = None
+    ) -> SessionRecord:
         """Read, change and write a session's record in one transaction."""
 
-        def write(db: sqlite3.Connection) -> SessionRecord:
+        def write(db: Database) -> SessionRecord:
+            self.check_owner(db, session_id, claim)
             record = change(load_record(db, session_id))
             values = values_from_record(record)
             names = ", ".join(f"{name}=?" for name in (*COLUMNS[1:], "digest"))
@@ -214,8 +244,9 @@ class Journal:
         """Removes sessions by age (since they ended; with `ended_only=False` also open ones, since their last turn)."""
         limit = (time.time() if now is None else now) - older_than_s
 
-        def write(db: sqlite3.Connection) -> list[str]:
-            newest = "max(coalesce(ended, 0), created, coalesce((SELECT max(created) FROM nodes WHERE session = sessions.id), 0))"
+        def write(db: Database) -> list[str]:
+            last_turn = "coalesce((SELECT max(created) FROM nodes WHERE session = sessions.id), 0)"
+            newest = f"{self._greatest}(coalesce(ended, 0), created, {last_turn})"
             where = "state = 'ended' AND ended < ?" if ended_only else f"{newest} < ?"
             old = [row[0] for row in db.execute(f"SELECT id FROM sessions WHERE {where}", (limit,))]
             _delete_sessions(db, old)
@@ -229,7 +260,7 @@ class Journal:
     def sessions(self, *, offset: int = 0, limit: int = 100, state: str | None = None, group: str | None = None) -> list[SessionRecord]:
         """Newest first."""
         clauses = [(column, value) for column, value in (("state", state), ("grp", group)) if value is not None]
-        where = " AND ".join(["1", *(f"{column}=?" for column, _ in clauses)])
+        where = " AND ".join(["1=1", *(f"{column}=?" for column, _ in clauses)])
         sql = f"SELECT id FROM sessions WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
         values = [value for _, value in clauses]
         return self.read(lambda db: [load_record(db, row[0]) for row in db.execute(sql, (*values, limit, offset)).fetchall()])
@@ -250,8 +281,8 @@ class Journal:
         """The nodes of a session in the order of their commits, each checked against its digest."""
         sql = f"SELECT {', '.join(NODE_COLUMNS)}, digest FROM nodes WHERE session=? ORDER BY seq"
 
-        def read(db: sqlite3.Connection) -> list[Row]:
-            both = f"SELECT (SELECT nodes FROM sessions WHERE id=?), * FROM ({sql})"  # one statement reads one state of the store
+        def read(db: Database) -> list[Row]:
+            both = f"SELECT (SELECT nodes FROM sessions WHERE id=?), * FROM ({sql}) AS listed"  # one statement reads one state of the store
             found = db.execute(both, (session_id, session_id)).fetchall()
             noted = found[0][0] if found else _count_noted(db, session_id)
             if noted != len(found):
@@ -261,7 +292,7 @@ class Journal:
         return self.read(read)
 
 
-def _count_noted(db: sqlite3.Connection, session_id: str) -> int:
+def _count_noted(db: Database, session_id: str) -> int:
     noted = db.execute(
         "SELECT nodes FROM sessions WHERE id=? AND NOT EXISTS (SELECT 1 FROM nodes WHERE session=?)", (session_id, session_id)
     )
@@ -275,20 +306,20 @@ def _row_from_values(session_id: str, values: tuple[Any, ...]) -> Row:
     return Row(**dict(zip(NODE_COLUMNS, columns, strict=True)))
 
 
-def _append_nodes(db: sqlite3.Connection, session_id: str, rows: Sequence[Row]) -> None:
+def _append_nodes(db: Database, session_id: str, rows: Sequence[Row]) -> None:
     for row in rows:
         values = _NODE_VALUES(row)
         try:
             given = (session_id, *values, row_digest((session_id, *values)), session_id, row.parent, session_id, row.parent)
             done = db.execute(_INSERT_NODE, given)
-        except sqlite3.IntegrityError as error:
+        except DUPLICATE as error:
             raise SessionConflict(f"another process writes session {session_id!r}: place {row.seq} is taken") from error
         if done.rowcount != 1:
             raise _explain_refusal(db, session_id, row)
     db.execute("UPDATE sessions SET nodes = nodes + ? WHERE id=?", (len(rows), session_id))
 
 
-def _explain_refusal(db: sqlite3.Connection, session_id: str, row: Row) -> Exception:
+def _explain_refusal(db: Database, session_id: str, row: Row) -> Exception:
     state = db.execute("SELECT state FROM sessions WHERE id=?", (session_id,)).fetchone()
     if state is None:
         return SessionNotFound(f"no session {session_id!r}")
@@ -297,15 +328,16 @@ def _explain_refusal(db: sqlite3.Connection, session_id: str, row: Row) -> Excep
     return SessionConflict(f"parent {row.parent} of node {row.id} is not in the journal")
 
 
-def _delete_sessions(db: sqlite3.Connection, session_ids: Sequence[str]) -> None:
+def _delete_sessions(db: Database, session_ids: Sequence[str]) -> None:
     for session_id in session_ids:
         if not db.execute("DELETE FROM sessions WHERE id=?", (session_id,)).rowcount:
             raise SessionNotFound(f"no session {session_id!r}")
     _count_sessions(db, -len(session_ids))
 
 
-def _count_sessions(db: sqlite3.Connection, change: int) -> None:
-    db.execute("UPDATE totals SET count = count + ? WHERE name='sessions'", (change,))
+def _count_sessions(db: Database, change: int) -> None:
+    if isinstance(db, sqlite3.Connection):  # one row for all: many gateways would wait for each other
+        db.execute("UPDATE totals SET count = count + ? WHERE name='sessions'", (change,))
 
 
 def _readable(connection: sqlite3.Connection) -> sqlite3.Connection:

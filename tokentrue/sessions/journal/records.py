@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
 from tokentrue.errors import JournalError, SessionNotFound
+from tokentrue.sessions.journal.database import Database
 from tokentrue.sessions.plain_json import dumps, loads
 
 COLUMNS = ("id", "grp", "state", "key_hash", "created", "ended", "body")
@@ -75,7 +75,7 @@ def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
     return record.id, record.group, record.state, record.key_hash, float(record.created), ended, dumps(body)
 
 
-def load_record(db: sqlite3.Connection, session_id: str) -> SessionRecord:
+def load_record(db: Database, session_id: str) -> SessionRecord:
     row = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM sessions WHERE id=?", (session_id,)).fetchone()
     if row is None:
         raise SessionNotFound(f"no session {session_id!r}")

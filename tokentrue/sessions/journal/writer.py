@@ -4,21 +4,21 @@ in its own savepoint, so one that fails takes no other with it. A write's future
 from __future__ import annotations
 
 import queue
-import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tokentrue.errors import JournalError, TokenTrueError
+from tokentrue.sessions.journal.database import Database
 
 T = TypeVar("T")
-Write = Callable[[sqlite3.Connection], Any]
+Write = Callable[[Database], Any]
 _LARGEST_GROUP = 512
 
 
 class Writer:
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: Database) -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[tuple[Write, Future[Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -26,7 +26,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="tokentrue-journal", daemon=True)
         self._thread.start()
 
-    def submit(self, write: Callable[[sqlite3.Connection], T]) -> Future[T]:
+    def submit(self, write: Callable[[Database], T]) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
             if self._closed:

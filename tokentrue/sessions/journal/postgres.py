@@ -1,0 +1,264 @@
+"""The record of many gateways: the same journal on PostgreSQL.
+
+Each gateway process holds a lease that it renews (`Lease`); times are the server's. A session belongs to one gateway, under a fencing
+token that grows with every change of owner. Every write checks owner and token in its own transaction: a gateway that was paused or cut
+off can never write after its successor. A session whose gateway's lease has expired goes to whoever opens it next, before it is read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from tokentrue.errors import InputError, JournalError, SessionElsewhere, SessionNotFound
+from tokentrue.sessions.journal.database import Database, DuplicateKey, Found
+from tokentrue.sessions.journal.journal import FIRST_TOKEN, Journal, SessionClaim
+from tokentrue.sessions.journal.writer import Writer
+
+T = TypeVar("T")
+LEASE_S = 15.0
+VERSION = 1
+SCHEMA_LOCK = 7_036_874_417
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS gateways (name TEXT PRIMARY KEY, url TEXT NOT NULL, expires TIMESTAMPTZ NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT COLLATE "C" PRIMARY KEY, grp TEXT, state TEXT NOT NULL, key_hash TEXT,
+    created DOUBLE PRECISION NOT NULL, ended DOUBLE PRECISION, body BYTEA NOT NULL, digest BYTEA NOT NULL,
+    nodes INTEGER NOT NULL DEFAULT 0, owner TEXT, token BIGINT NOT NULL DEFAULT 1
+);
+CREATE TABLE IF NOT EXISTS nodes (
+    session TEXT COLLATE "C" NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
+    seq INTEGER NOT NULL, id TEXT NOT NULL, parent TEXT,
+    given_ids BYTEA NOT NULL, sampled_ids BYTEA NOT NULL, logprobs BYTEA NOT NULL, chain BYTEA NOT NULL,
+    body BYTEA NOT NULL, routed_experts BYTEA, created DOUBLE PRECISION NOT NULL, digest BYTEA NOT NULL,
+    PRIMARY KEY (session, seq)
+);
+CREATE UNIQUE INDEX IF NOT EXISTS nodes_by_id ON nodes(session, id);
+CREATE UNIQUE INDEX IF NOT EXISTS sessions_by_key ON sessions(key_hash) WHERE key_hash IS NOT NULL;
+CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions(grp);
+CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions(state, ended);
+CREATE INDEX IF NOT EXISTS sessions_by_creation ON sessions(created, id)
+"""
+# A connection that is cut is noticed within seconds, and a transaction of a paused process does not keep its locks.
+CONNECT: dict[str, Any] = {
+    "connect_timeout": 5,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+    "options": "-c statement_timeout=30000 -c lock_timeout=10000 -c idle_in_transaction_session_timeout=5000",
+}
+_ACQUIRE = """
+    UPDATE sessions SET owner=?, token=token+1 WHERE id=? AND (owner IS NULL OR owner=? OR NOT EXISTS (
+        SELECT 1 FROM gateways WHERE gateways.name=sessions.owner AND expires > clock_timestamp())) RETURNING token"""
+_OWNER = "SELECT owner, (SELECT url FROM gateways WHERE gateways.name=sessions.owner) FROM sessions WHERE id=?"
+_RENEW = """
+    WITH before AS (SELECT expires > clock_timestamp() AS held FROM gateways WHERE name=?)
+    INSERT INTO gateways(name, url, expires) VALUES (?, ?, clock_timestamp() + ? * interval '1 second')
+    ON CONFLICT (name) DO UPDATE SET url=excluded.url, expires=excluded.expires RETURNING coalesce((SELECT held FROM before), false)"""
+
+
+class Connection:
+    """A connection that fits `Database`: `?` marks parameters, and one that was lost is opened again by the next statement."""
+
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
+        self._url, self._read_only = url, read_only
+        self._connection = self._connect()
+
+    def _connect(self) -> psycopg.Connection[tuple[Any, ...]]:
+        connection = psycopg.connect(self._url, autocommit=True, cursor_factory=psycopg.ClientCursor, **CONNECT)
+        connection.read_only = self._read_only
+        return connection
+
+    @property
+    def in_transaction(self) -> bool:
+        status = self._connection.info.transaction_status
+        return status in (TransactionStatus.INTRANS, TransactionStatus.INERROR)
+
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Found:
+        if sql == "BEGIN IMMEDIATE":  # SQLite's word for a transaction that writes
+            if self._connection.closed:
+                self._connection = self._connect()
+            sql = "BEGIN"
+        try:
+            found = self._connection.execute(cast("Any", sql.replace("?", "%s")), parameters or None)
+        except psycopg.errors.UniqueViolation as error:
+            raise DuplicateKey(str(error)) from error
+        except psycopg.DataError as error:
+            raise InputError(f"text that PostgreSQL cannot hold: {error}") from error
+        return cast("Found", found)
+
+    def retry_read(self, read: Callable[[Database], T]) -> T:
+        """Reads once more on a new connection where the old one was lost."""
+        try:
+            return read(self)
+        except psycopg.OperationalError:
+            self.close()
+            self._connection = self._connect()
+            return read(self)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Lease:
+    """The lease of one gateway process, renewed by a thread every third of its length."""
+
+    def __init__(self, url: str, *, name: str, address: str, length_s: float) -> None:
+        self._url, self._values, self._length_s = url, (name, name, address, length_s), length_s
+        self._connection: Connection | None = None
+        self._held_until = 0.0  # of the monotonic clock; earlier than the server's own end
+        self._number = 0
+        self._stopped = threading.Event()
+        self.renew()
+        self._thread = threading.Thread(target=self._run, name="tokentrue-lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def number(self) -> int:
+        if time.monotonic() > self._held_until:
+            raise JournalError("the lease of this gateway has expired: the database does not answer; sessions resume when it does")
+        return self._number
+
+    def renew(self) -> None:
+        asked = time.monotonic()
+        if self._connection is None:
+            self._connection = Connection(self._url)
+        was_held = self._connection.execute(_RENEW, self._values).fetchone()[0]
+        if not was_held:  # others may have taken sessions over
+            self._number += 1
+        self._held_until = asked + self._length_s
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._length_s / 3):
+            try:
+                self.renew()
+            except psycopg.Error:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def release(self) -> None:
+        """Others may take the sessions over at once."""
+        self._stopped.set()
+        self._thread.join()
+        try:
+            connection = self._connection or Connection(self._url)
+            connection.execute("UPDATE gateways SET expires=clock_timestamp() WHERE name=?", self._values[:1])
+            connection.close()
+        except psycopg.Error:
+            return  # it expires
+
+
+class PostgresJournal(Journal):
+    """`name` is this gateway's own, `address` the URL at which other gateways reach it. `read_only=True` needs neither."""
+
+    _greatest = "greatest"
+
+    def __init__(self, target: str, *, name: str = "", address: str = "", lease_s: float = LEASE_S, read_only: bool = False) -> None:
+        self._url, self._name = target, name
+        self.target = mask_password(target)
+        self._read_only, self._closed = read_only, False
+        self._reading = threading.Lock()
+        self._claims: dict[str, SessionClaim] = {}
+        self._lock = None
+        self._lease: Lease | None = None
+        try:
+            connection = Connection(target, read_only=read_only)
+            if not read_only:
+                create_schema(connection)
+                self._lease = Lease(target, name=name, address=address, length_s=lease_s)
+            self._reader = self._postgres_reader = Connection(target, read_only=True)
+        except psycopg.Error as error:
+            cure = "start the server, or correct --store"
+            raise JournalError(f"cannot open the journal {self.target}: {str(error).strip()}; {cure}") from error
+        self._writer = Writer(connection)
+
+    @property
+    def lease_number(self) -> int:
+        return 0 if self._lease is None else self._lease.number
+
+    def read(self, read: Callable[[Database], T]) -> T:
+        with self._reading:
+            if self._closed:
+                raise JournalError("the journal is closed")
+            try:
+                return self._postgres_reader.retry_read(read)
+            except psycopg.Error as error:
+                raise JournalError(f"the journal {self.target} could not be read: {str(error).strip()}") from error
+
+    def close(self) -> None:
+        super().close()
+        if self._lease is not None:
+            self._lease.release()
+
+    # Owners.
+    def note_owner(self, db: Database, session_id: str) -> None:
+        db.execute("UPDATE sessions SET owner=? WHERE id=?", (self._name, session_id))
+
+    def acquire(self, session_id: str) -> int:
+        if self._lease is None:
+            raise JournalError(f"the journal {self.target} was opened for reading")
+        _ = self._lease.number
+
+        def write(db: Database) -> int:
+            taken = db.execute(_ACQUIRE, (self._name, session_id, self._name)).fetchone()
+            if taken is None:
+                raise find_owner(db, session_id)
+            return int(taken[0])
+
+        return self.submit(write).result()
+
+    def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
+        """An older object of this session is fenced off by the token; what it is generating cannot be committed."""
+        if held := self._claims.get(session_id):
+            held.revoke()
+        claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
+        return claim
+
+    def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
+        """Locks the session's row until the transaction ends, so that no other gateway acquires it in between."""
+        if claim is None:
+            return
+        held = db.execute("SELECT 1 FROM sessions WHERE id=? AND owner=? AND token=? FOR UPDATE", (session_id, self._name, claim.token))
+        if held.fetchone() is None:
+            raise find_owner(db, session_id)
+
+
+def find_owner(db: Database, session_id: str) -> Exception:
+    found = db.execute(_OWNER, (session_id,)).fetchone()
+    if found is None:
+        return SessionNotFound(f"no session {session_id!r}")
+    return SessionElsewhere(f"session {session_id!r} is owned by gateway {found[0]!r}; send this again", url=found[1])
+
+
+def create_schema(connection: Connection) -> None:
+    """Once, whoever comes first; refuses a schema from the future."""
+    connection.execute("SELECT pg_advisory_lock(?)", (SCHEMA_LOCK,))
+    try:
+        for statement in SCHEMA.split(";"):
+            connection.execute(statement)
+        version = connection.execute("SELECT max(version) FROM schema_version").fetchone()[0]
+        if version is None:
+            connection.execute("INSERT INTO schema_version VALUES (?)", (VERSION,))
+        elif version > VERSION:
+            raise JournalError(f"the journal has schema {version}, this tokentrue knows {VERSION}: use a newer tokentrue")
+    finally:
+        connection.execute("SELECT pg_advisory_unlock(?)", (SCHEMA_LOCK,))
+
+
+def mask_password(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return url.replace(f":{parts.password}@", ":***@", 1)
