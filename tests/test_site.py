@@ -31,6 +31,7 @@ def test_every_page_is_there_and_asks_no_other_server(site: Path) -> None:
     for page in pages:
         asked = [url for found in LOADED.findall(page.read_text()) for url in found if url]
         assert not asked, f"{page.relative_to(site)}: {asked}"
+        assert "```" not in page.read_text(), f"{page.relative_to(site)}: a fence was not recognised"
 
 
 def test_the_reference_has_the_public_names(site: Path) -> None:

@@ -32,6 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text("no samples here")
     (tmp_path / "cut.safetensors").write_bytes((10**6).to_bytes(8, "little") + b'{"a"')
     (tmp_path / "cut.parquet").write_bytes(b"PAR1" + b"\0" * 40)
+    (tmp_path / "deep.jsonl").write_text("[" * 5000)
     (tmp_path / "noise.bin").write_bytes(bytes(range(128, 256)))
     (tmp_path / "broken_env.py").write_text("import json\n\nTASKS = json.loads('{')\n")
     return tmp_path
@@ -75,6 +76,7 @@ WRONG = [
     ("audit bad.safetensors", "bad.safetensors: not a safetensors file", ""),
     ("audit cut.safetensors", "cut.safetensors: not a safetensors file", ""),
     ("audit noise.bin", "noise.bin: neither JSON lines nor parquet nor safetensors", ""),
+    ("audit deep.jsonl", "deep.jsonl:1: not JSON", ""),
     ("audit bad.jsonl", "bad.jsonl:1: not JSON", ""),
     ("view nowhere.jsonl", "nowhere.jsonl: no such file", ""),
     ("view file --export file/page.html", "file", ""),
