@@ -26,7 +26,7 @@ def serve(*arguments: str) -> tuple[int, str]:
 
 def one_line(done: tuple[int, str], *words: str) -> None:
     code, said = done
-    lines = said.strip().splitlines()
+    lines = [line for line in said.strip().splitlines() if not line.strip().startswith("loading ")]
     assert code == 2 and len(lines) == 1 and lines[0].startswith("tokentrue serve: "), done
     for word in words:
         assert word in lines[0], lines[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import ipaddress
 import logging
 import os
@@ -162,22 +161,10 @@ async def serve_embedded(gateway: Gateway, public: socket.socket, *, drain_s: fl
         yield
 
 
-YOUNG_OBJECTS = 5_000  # allocated before the collector looks at the young ones; 64 turns in flight hold more than Python's 700
-
-
-def settle_heap() -> None:
-    """Takes what start-up loaded (templates, tokenizer, libraries) out of the garbage collector's view for good: it is never garbage, and
-    every full collection would walk over it. For a process that serves and does nothing else."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
-
-
 def run_worker(
     gateway: Gateway, public: socket.socket, *, worker_socket: str | None = None, ready: Callable[[], None] | None = None
 ) -> None:
     """One worker on an event loop of its own, uvloop where it is installed."""
-    settle_heap()
     try:
         import uvloop
     except ImportError:
