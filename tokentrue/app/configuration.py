@@ -47,7 +47,7 @@ def merge(values: dict[str, Any], over: Mapping[str, Any]) -> None:
     for name, value in over.items():
         known = values.get(name)
         if isinstance(known, dict) and isinstance(value, Mapping):
-            merge(known, value)
+            merge(cast("dict[str, Any]", known), cast("Mapping[str, Any]", value))
         else:
             values[name] = value
 

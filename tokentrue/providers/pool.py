@@ -57,8 +57,8 @@ class Pool:
     @property
     def adapters(self) -> Sequence[str]:
         """Those that every replica has loaded."""
-        names = [set(replica.adapters) if isinstance(replica, Adapting) else set[str]() for replica in self._replicas]
-        return sorted(set.intersection(*names))
+        names: list[set[str]] = [set(replica.adapters) if isinstance(replica, Adapting) else set() for replica in self._replicas]
+        return sorted(set[str].intersection(*names))
 
     def pause(self) -> None:
         self._open.clear()

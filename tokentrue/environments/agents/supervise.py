@@ -18,11 +18,15 @@ PR_SET_CHILD_SUBREAPER = 36
 STOPPED = 137
 
 
+def pass_over(*_: object) -> None:
+    """A signal that ends the command, and not this process."""
+
+
 def main() -> int:
     command = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler, which the command does not inherit
+    signal.signal(signal.SIGTERM, pass_over)  # a handler, which the command does not inherit
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:

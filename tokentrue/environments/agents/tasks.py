@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokentrue.environments.base import Split, Task, digest
 from tokentrue.errors import ConfigError
@@ -61,10 +61,11 @@ def read_tasks(path: Path) -> list[AgentTask]:
 
 def task_from_line(line: str, where: str, folder: Path) -> AgentTask:
     try:
-        fields: Any = json.loads(line)
+        read: Any = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"tasks: {where} is not JSON: {error}") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+    fields = cast("dict[str, Any]", read) if isinstance(read, dict) else dict[str, Any]()
+    if not isinstance(fields.get("prompt"), str):
         raise ConfigError(f"tasks: {where} needs a prompt")
     unknown = sorted(set(fields) - set(FIELDS))
     if unknown:
@@ -81,7 +82,7 @@ def task_from_line(line: str, where: str, folder: Path) -> AgentTask:
         ref=fields.get("ref"),
         score=fields.get("score"),
         split=fields.get("split", "train"),
-        env={str(name): str(value) for name, value in (fields.get("env") or {}).items()},
+        env={str(name): str(value) for name, value in section(fields, "env").items()},
         timeout_s=fields.get("timeout_s"),
     )
 
@@ -114,8 +115,8 @@ def harbor_task(folder: Path) -> AgentTask:
 
 
 def section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = settings.get(name, {})
-    return found if isinstance(found, Mapping) else {}
+    found = settings.get(name)
+    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
 
 
 def needs_image(task: AgentTask) -> bool:

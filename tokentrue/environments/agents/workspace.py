@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -53,7 +53,7 @@ class Workspace:
 
 
 @asynccontextmanager
-async def open_workspace(source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path) -> AsyncIterator[Workspace]:
+async def open_workspace(source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path) -> AsyncGenerator[Workspace]:
     """`make_workspace` in a thread: copying a repository must not hold up other rollouts."""
     manager = make_workspace(source, kind=kind, ref=ref, under=under)
     entering = asyncio.ensure_future(asyncio.to_thread(manager.__enter__))
@@ -70,7 +70,7 @@ async def _leave(manager: AbstractContextManager[Workspace], entering: asyncio.F
 
 
 @contextmanager
-def make_workspace(source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path) -> Iterator[Workspace]:
+def make_workspace(source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path) -> Generator[Workspace]:
     """A fresh directory with a copy of `source`, or a git worktree of it at `ref`. It is gone when the block ends."""
     under.mkdir(parents=True, exist_ok=True)
     start_janitor(under, os.getpid())
