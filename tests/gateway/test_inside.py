@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import pytest
+
 from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.world import TOOLS
+from tokentrue.types import Completion, Ids, Sampling
 
 
 async def test_ended_sessions_are_purged_by_age() -> None:
@@ -89,3 +93,25 @@ async def test_a_call_that_must_be_made_reaches_the_engine_as_the_models_own_for
     look, wait = (f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in ("look", "wait"))
     assert begins == [[look, wait], [wait]] and engine.asked[2] == {}
     await app.close()
+
+
+class Silent(Parrot):
+    """An engine that never answers."""
+
+    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+async def test_a_server_that_stops_answers_503(path: str) -> None:
+    """uvicorn cancels the requests that outlast the drain, and answers 500 for those that say nothing."""
+    app = gateway(Silent())
+    session = await new_session(app)
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    request = asyncio.create_task(ask(app, "POST", f"/v1/{path}", json.dumps(body).encode(), key=session["api_key"]))
+    await asyncio.sleep(0.05)
+    request.cancel()
+    status, answer = await request
+    assert status == 503, answer
+    assert "send this again" in json.loads(answer)["error"]["message"]

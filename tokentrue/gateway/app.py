@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 from starlette.routing import Route, Router
 
 from tokentrue.gateway.admin.routes import admin_routes
-from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send, problem_headers, send_json
+from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send, WatchedSend, problem_headers, send_json
 from tokentrue.gateway.auth import SessionAccess
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, PathFields, Seal
@@ -87,10 +87,15 @@ class Gateway:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Every error of every request is caught here, once, and answered in the dialect of its path."""
         dialect = ERROR_DIALECTS[dialect_name(scope["path"])]
+        watched = WatchedSend(send)
         try:
-            await self._router(scope, receive, send)
+            await self._router(scope, receive, watched)
         except ClientGone:
             self.services.metrics.errors.labels(dialect.name, "client_gone").inc()
+        except asyncio.CancelledError:  # the server stops and has waited long enough for this request
+            if not watched.started:
+                problem = problem_from(Refused(503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0))
+                await send_json(send, problem.status, dialect.build_error(problem), *problem_headers(problem))
         except Exception as error:
             problem = problem_from(error)
             if problem.status == 500:

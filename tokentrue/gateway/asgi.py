@@ -26,6 +26,18 @@ class ClientGone(Exception):
     """The client disconnected before its answer was complete."""
 
 
+class WatchedSend:
+    """`send` of a request, which remembers whether its answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        self.started = True
+        await self._send(message)
+
+
 def header(scope: Scope, name: bytes) -> str | None:
     for key, value in scope["headers"]:
         if key == name:
