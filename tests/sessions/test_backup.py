@@ -1,4 +1,4 @@
-"""The commands of docs/operations.md: a backup of a store that is being written opens, is whole, and continues."""
+"""The commands of docs/operating.md: a backup of a store that is being written opens, is whole, and continues."""
 
 from __future__ import annotations
 
