@@ -47,7 +47,6 @@ def command(
 
     quiet_libraries(settings.threads)
     require_device(settings.device)
-    settings.out.mkdir(parents=True, exist_ok=True)
     ranks = join(settings.device)
     try:
         with rollout_log(settings.out):
