@@ -6,26 +6,20 @@ RUN useradd --create-home --uid 10001 tokentrue && install --directory --owner=t
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY tokentrue tokentrue
-
-FROM base AS gateway
-RUN pip install --no-cache-dir --constraint constraints.txt ".[gateway,postgres]"
-USER 10001
-WORKDIR /data
 VOLUME /data
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
   CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["tokentrue"]
 CMD ["serve", "--host", "0.0.0.0", "--store", "sqlite:/data/tokentrue.sqlite"]
+
+FROM base AS gateway
+RUN pip install --no-cache-dir --constraint constraints.txt ".[gateway,postgres]"
+USER 10001
+WORKDIR /data
 
 FROM base AS engine
 ARG PIP_EXTRA_INDEX_URL=""
 RUN pip install --no-cache-dir --constraint constraints.txt ".[train]"
 USER 10001
 WORKDIR /data
-VOLUME /data
-EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
-  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-ENTRYPOINT ["tokentrue"]
-CMD ["serve", "--host", "0.0.0.0", "--store", "sqlite:/data/tokentrue.sqlite"]

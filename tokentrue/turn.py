@@ -7,7 +7,8 @@ flight; if not, `Session._run_turn` runs it:
 2. prompt   (`sessions/stages/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new messages
 3. generate (`sessions/stages/generation`)  the engine samples n choices; a stream emits events as tokens come
 4. parse    (`sessions/stages/generation`)  sampled ids become the message that is served; a stream is parsed while it is generated
-5. commit   (`sessions/stages/commits`)     checked, written to the journal, then added to the tree; only then is the reply returned
+5. commit   (`sessions/stages/commits`)     checked, written to the journal, then added to the tree; then the keys of equal requests that
+                                            joined meanwhile; only then is the reply returned
 A turn that ends early is committed with its reason, as far as the engine has reported it.
 """
 

@@ -101,9 +101,8 @@ def renderer_for(config: ModelConfig) -> Callable[[str], Renderer]:
         from tokentrue.renderers import load_renderer
 
         kwargs = dict(config.template_kwargs) or None
-        renderer = load_renderer(path, config.chat_template, kwargs, history=history, injection=config.injection)
-        renderer.codec.encoded.limit_bytes = config.encode_cache_bytes
-        return renderer
+        settings: dict[str, Any] = {"injection": config.injection, "encode_cache_bytes": config.encode_cache_bytes}
+        return load_renderer(path, config.chat_template, kwargs, history=history, **settings)
 
     return load  # pyright: ignore[reportReturnType]
 

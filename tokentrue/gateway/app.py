@@ -20,6 +20,7 @@ from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send, WatchedSend
 from tokentrue.gateway.auth import SessionAccess
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, PathFields, Seal
+from tokentrue.gateway.dialects.base import Problem
 from tokentrue.gateway.metrics.meter import Metered
 from tokentrue.gateway.problems import Refused, problem_from
 from tokentrue.gateway.services import RendererFor, Services, build_services
@@ -94,18 +95,21 @@ class Gateway:
             self.services.metrics.errors.labels(dialect.name, "client_gone").inc()
         except asyncio.CancelledError:  # the server stops and has waited long enough for this request
             if not watched.started:
-                problem = problem_from(Refused(503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0))
-                await send_json(send, problem.status, dialect.build_error(problem), *problem_headers(problem))
+                stopping = Refused(503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0)
+                await self._answer_problem(problem_from(stopping), dialect, scope, send)
         except Exception as error:
             problem = problem_from(error)
             if problem.status == 500:
                 LOG.error("a request failed", exc_info=error)
-            self.services.metrics.errors.labels(dialect.name, problem.code).inc()
-            stream: EventStream | None = scope.get(STREAM)
-            if stream is not None and stream.started:
-                await stream.fail(problem)
-            else:
-                await send_json(send, problem.status, dialect.build_error(problem), *problem_headers(problem))
+            await self._answer_problem(problem, dialect, scope, send)
+
+    async def _answer_problem(self, problem: Problem, dialect: Dialect, scope: Scope, send: Send) -> None:
+        self.services.metrics.errors.labels(dialect.name, problem.code).inc()
+        stream: EventStream | None = scope.get(STREAM)
+        if stream is not None and stream.started:
+            await stream.fail(problem)
+        else:
+            await send_json(send, problem.status, dialect.build_error(problem), *problem_headers(problem))
 
     # Start-up and shutdown.
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:

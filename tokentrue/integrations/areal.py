@@ -25,7 +25,7 @@ def workflow(agent: Agent, *, url: str, admin_key: str | None = None, temperatur
 
     class GatewayWorkflow(base):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
-            samples = await rollouts.run_rollout(data, group=group_name(data), sampling=scored_settings(temperature))
+            samples = await rollouts.run_rollout(data, group=group_name(data), sampling=scored_settings({"temperature": temperature}))
             return tensors_of(samples)
 
     return GatewayWorkflow()

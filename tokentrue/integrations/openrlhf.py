@@ -31,7 +31,7 @@ def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **se
             self, prompt: Any, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any, images: Any = None
         ) -> dict[str, Any]:
             names = ("temperature", "top_p", "top_k")
-            sampling = scored_settings(**{name: getattr(sampling_params, name, None) for name in names})
+            sampling = scored_settings({name: getattr(sampling_params, name, None) for name in names})
             samples = await rollouts.run_rollout({"prompt": prompt, "label": label}, group=group_name(prompt), sampling=sampling)
             chosen = largest(samples)
             if len(chosen.token_ids) > max_length:

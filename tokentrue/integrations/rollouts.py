@@ -89,14 +89,15 @@ def group_name(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def scored_settings(temperature: Any = None, top_p: Any = None, top_k: Any = None) -> dict[str, Any]:
-    """A framework's sampling settings in the gateway's names. What leaves the distribution as it is, is left out."""
-    settings = {} if temperature is None else {"temperature": float(temperature)}
+def scored_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of a framework's sampling settings those that it scores with. What leaves the distribution as it is, is left out."""
+    temperature, top_p, top_k = ((settings or {}).get(name) for name in ("temperature", "top_p", "top_k"))
+    pinned: dict[str, Any] = {} if temperature is None else {"temperature": float(temperature)}
     if top_p is not None and top_p < 1:
-        settings["top_p"] = float(top_p)
+        pinned["top_p"] = float(top_p)
     if top_k is not None and top_k > 0:
-        settings["top_k"] = int(top_k)
-    return settings
+        pinned["top_k"] = int(top_k)
+    return pinned
 
 
 def centre_rewards(samples: Sequence[Sample]) -> list[float]:

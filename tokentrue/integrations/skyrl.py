@@ -34,8 +34,7 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
             if trajectories is None:
                 raise ConfigError("the batch has no trajectory_ids, so its prompts cannot be grouped")
             slots = asyncio.Semaphore(rollouts.concurrency)
-            names = ("temperature", "top_p", "top_k")
-            sampling = scored_settings(**{name: settings_of(input_batch).get(name) for name in names})
+            sampling = scored_settings(input_batch["sampling_params"])
             step = input_batch["batch_metadata"].global_step if input_batch.get("batch_metadata") else None
 
             async def run_one(index: int) -> list[Sample]:
@@ -54,10 +53,6 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
             return output_of(found, trajectories, step_wise=step_wise)
 
     return GatewayGenerator()
-
-
-def settings_of(input_batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    return input_batch["sampling_params"] or dict[str, Any]()
 
 
 def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any], *, step_wise: bool) -> dict[str, Any]:

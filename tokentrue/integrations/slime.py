@@ -32,7 +32,7 @@ def generate_function(agent: Agent, *, url: str, admin_key: str | None = None, *
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> list[Any]:
-        sampling = scored_settings(*(sampling_params.get(name) for name in ("temperature", "top_p", "top_k")))
+        sampling = scored_settings(sampling_params)
         if not evaluation and sampling.keys() & {"top_p", "top_k"}:
             raise ConfigError("top_p and top_k change what the trainer must score; set --rollout-top-p 1 and --rollout-top-k -1")
         group = group_name(sample.group_index, sample.prompt)

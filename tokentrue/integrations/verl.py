@@ -36,16 +36,15 @@ def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settin
 
     class GatewayAgentLoop(base):
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
-            names = ("temperature", "top_p", "top_k")
-            sampling = scored_settings(**{name: sampling_params.get(name) for name in names})
             group = str(row["uid"]) if "uid" in row else group_name(row.get("index"), row.get("raw_prompt"))
             takes_all = "session_id" in row  # the v1 trainer numbers the rollouts of a prompt
-            samples = await rollouts.run_rollout(row, group=group, index=row.get("session_id"), sampling=sampling)
+            samples = await rollouts.run_rollout(row, group=group, index=row.get("session_id"), sampling=scored_settings(sampling_params))
             if takes_all:
                 return [output_of(sample) for sample in samples]
             chosen = largest(samples)
-            require_fit(chosen, self.rollout_config.prompt_length, self.rollout_config.response_length)
-            return output_of(chosen, tokens_left_out=tokens_left_out(samples, chosen))
+            output = output_of(chosen, tokens_left_out=tokens_left_out(samples, chosen))
+            require_fit(output, self.rollout_config)
+            return output
 
     return GatewayAgentLoop
 
@@ -66,10 +65,12 @@ def output_of(sample: Sample, **extra: Any) -> Any:
     return verl.AgentLoopOutput(**{name: row[name] for name in FIELDS}, metrics=verl.AgentLoopMetrics(), extra_fields=extra_fields)
 
 
-def require_fit(sample: Sample, prompt_length: int, response_length: int) -> None:
+def require_fit(output: Any, config: Any) -> None:
     """The older trainer pads to fixed lengths and fails later, without a name, on rows that are longer."""
-    row = exported.row(sample)
-    for name, bound in (("prompt", prompt_length), ("response", response_length)):
-        length = len(row[f"{name}_ids"])
-        if length > bound:
-            raise ConfigError(f"sample {sample.sample_id}: its {name} has {length} tokens; rollout.{name}_length is {bound}: raise it")
+    for name, ids, bound in (
+        ("prompt", output.prompt_ids, config.prompt_length),
+        ("response", output.response_ids, config.response_length),
+    ):
+        if len(ids) > bound:
+            sample = output.extra_fields["sample_id"]
+            raise ConfigError(f"sample {sample}: its {name} has {len(ids)} tokens; rollout.{name}_length is {bound}: raise it")

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
 from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES
 from tokentrue.renderers.extending.extender import History
 from tokentrue.renderers.extending.stops import Stops, derive_stops, read_declared_stops
 from tokentrue.renderers.families import family_for
@@ -28,6 +29,7 @@ def load_renderer(
     template_kwargs: Mapping[str, Any] | None = None,
     history: History = "keep",
     injection: Injection = "safe",
+    encode_cache_bytes: int = LIMIT_BYTES,
 ) -> Renderer:
     """`model` is a local directory or a hub id; `chat_template` the text of a template, or the path of a file that holds it."""
     for name, value, choices in (("history", history, ("keep", "template")), ("injection", injection, ("safe", "engine"))):
@@ -41,6 +43,7 @@ def load_renderer(
         template_kwargs=template_kwargs,
         history=history,
         injection=injection,
+        encode_cache_bytes=encode_cache_bytes,
     )
 
 
@@ -52,10 +55,11 @@ def renderer_of(
     template_kwargs: Mapping[str, Any] | None = None,
     history: History = "keep",
     injection: Injection = "safe",
+    encode_cache_bytes: int = LIMIT_BYTES,
 ) -> Renderer:
     """A renderer for a transformers tokenizer that is already loaded; `directory` is where its files are."""
     source = _find_source(tokenizer, chat_template)
-    codec = Codec(tokenizer.backend_tokenizer)
+    codec = Codec(tokenizer.backend_tokenizer, encode_cache_bytes)
     family = family_for(source, tokenizer, codec.literals)
     if chat_template is None and family.chat_template is not None and (history, injection) == ("keep", "safe"):
         source = family.chat_template

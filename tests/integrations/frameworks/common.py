@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokentrue.client import Client
@@ -42,6 +42,17 @@ def sampled(values: Sequence[Any], mask: Sequence[Any]) -> list[Any]:
 
 def logprobs_of(sample: Sample) -> list[float]:
     return [value for value in sample.rollout_logprobs if value is not None]
+
+
+def count_equal(rows: Sequence[Any], data: Mapping[str, Sequence[Any]]) -> int:
+    """Of samples in the form of slime and Miles, and the training data made of them: how many rows equal the record."""
+    known = record()
+    equal = 0
+    for place, row in enumerate(rows):
+        sample = known[row.metadata["sample_id"]]
+        numbers = sampled(data["rollout_log_probs"][place], data["loss_masks"][place])
+        equal += data["tokens"][place] == list(sample.token_ids) and numbers == logprobs_of(sample)
+    return equal
 
 
 def tell(**result: Any) -> None:

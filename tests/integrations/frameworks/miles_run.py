@@ -6,7 +6,7 @@ import asyncio
 from argparse import Namespace
 from typing import Any
 
-from common import GATEWAY, TASKS, logprobs_of, record, sampled, solve_twice, tell
+from common import GATEWAY, TASKS, count_equal, solve_twice, tell
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
 from miles.utils.types import Sample
 
@@ -27,12 +27,7 @@ async def main() -> None:
     rows = [sample for samples in found for sample in samples]
     plain = convert_samples_to_train_data(ARGS, rows, {"prompt_group_sizes": [8, 8]}, None, None)
     data = convert_samples_to_train_data(ARGS, rows, {}, None, group_rewards)
-    known = record()
-    equal = 0
-    for place, row in enumerate(rows):
-        sample = known[row.metadata["sample_id"]]
-        numbers = sampled(data["rollout_log_probs"][place], data["loss_masks"][place])
-        equal += data["tokens"][place] == list(sample.token_ids) and numbers == logprobs_of(sample)
+    equal = count_equal(rows, data)
     tell(rows=len(rows), equal=equal, rollouts=len(set(data["rollout_ids"])), rewards=data["rewards"], own_rewards=plain["rewards"])
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import GATEWAY, MODEL, TASKS, logprobs_of, record, sampled, solve_twice, tell
+from common import GATEWAY, MODEL, TASKS, count_equal, solve_twice, tell
 from slime.rollout import sglang_rollout
 from slime.utils.data import get_source
 from slime.utils.types import Sample
@@ -60,12 +60,7 @@ async def main() -> None:
         groups.append(await sglang_rollout.generate_and_rm_group(ARGS, group, {"temperature": 1.0, "top_p": 1.0, "top_k": -1}))
     rows = [sample for group in groups for rollout in group for sample in rollout]
     data = convert(rows)
-    known = record()
-    equal = 0
-    for place, row in enumerate(rows):
-        sample = known[row.metadata["sample_id"]]
-        numbers = sampled(data["rollout_log_probs"][place], data["loss_masks"][place])
-        equal += data["tokens"][place] == list(sample.token_ids) and numbers == logprobs_of(sample)
+    equal = count_equal(rows, data)
     by_rollout: dict[int, set[float]] = {}
     for rollout, reward in zip(data["rollout_ids"], data["rewards"], strict=True):
         by_rollout.setdefault(rollout, set()).add(reward)

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from tokentrue.errors import TokenizerError
-from tokentrue.renderers.codec.encoded_texts import EncodedTexts
+from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES, EncodedTexts
 from tokentrue.renderers.codec.literals import EDGE, LiteralFinder, LiteralSpan
 from tokentrue.renderers.codec.token_bytes import TokenBytes
 from tokentrue.types import Ids
@@ -28,7 +28,7 @@ _BLANKS = " \t\r\n▁"
 class Codec:
     """`tokenizer` is a `tokenizers.Tokenizer`; its added tokens are taken from it, whatever their `special` flag says."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, cache_bytes: int = LIMIT_BYTES) -> None:
         self.backend = tokenizer
         self.added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self.texts: dict[int, str] = {index: token.content for index, token in self.added.items()}
@@ -38,7 +38,7 @@ class Codec:
         self._blanks = LiteralFinder(lambda: self._list_tokens(self.literals.keys() - self._guarded))
         self._guard = LiteralFinder(lambda: self._list_tokens(self._guarded))
         self._bare = _copy_without_added_tokens(tokenizer)
-        self.encoded = EncodedTexts()
+        self.encoded = EncodedTexts(cache_bytes)
 
     def _list_tokens(self, texts: Container[str]) -> list[AddedToken]:
         return [token for token in self.added.values() if token.content and token.content in texts]
