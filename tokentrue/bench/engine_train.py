@@ -1,4 +1,5 @@
-"""What exactness costs a trainer on a CUDA device: forward and backward with activation checkpointing, beside sdpa with a table of logits.
+"""What exactness costs a trainer on a CUDA device: forward and backward with activation checkpointing, beside sdpa with a table of logits;
+and how far either's gradients are from those of float32.
 
 Random weights in the shapes of Qwen3 models, bf16, log-probabilities of every token.
 
@@ -24,6 +25,7 @@ from tokentrue.bench.engine_gpu import model_of, text_of
 from tokentrue.numerics import exact, score
 
 POINTS = (("0.6B", 8, 2048), ("0.6B", 1, 16384), ("4B", 2, 2048))
+GRADIENT_POINTS = (("0.6B", 4, 1024), ("4B", 2, 512))
 LONG = ("0.6B", 1, 65536)
 """Only without a table of logits: 65,536 rows of 151,936 float32 logits alone take 37 GiB."""
 
@@ -76,6 +78,40 @@ def measure(shape: str, batch: int, tokens: int, *, exactly: bool, repeats: int)
         return Cost(step_ms=step_ms, forward_ms=milliseconds(forward, repeats), peak_gib=peak)
 
 
+def gradient_errors(shape: str, batch: int, tokens: int) -> dict[str, float]:
+    """Relative distance of each way's gradients, over all weights, from those of float32: what one step of rounding costs either way.
+    Both sdpa runs compute the same sum; the second has the sequences in another order, as two runs of a trainer would."""
+    torch.manual_seed(0)
+    model = model_of(shape).train()
+    model.config._attn_implementation = "sdpa"
+    ids = torch.randint(1000, 100_000, (batch, tokens), device="cuda")
+    with exact(model):
+        found = {"exact": gradients_of(model, exact_scores, ids)}
+    found |= {"sdpa": gradients_of(model, table_scores, ids), "sdpa, other order": gradients_of(model, table_scores, ids.flip(0))}
+    reference = gradients_of(model.float(), table_scores, ids)
+    size = norm_of(reference)
+    errors = {name: norm_of([a.float() - b for a, b in zip(grads, reference, strict=True)]) / size for name, grads in found.items()}
+    pair = zip(found["sdpa"], found["sdpa, other order"], strict=True)
+    return {**errors, "between the two": norm_of([a.float() - b.float() for a, b in pair]) / size}
+
+
+def gradients_of(model: Any, scores: Callable[[Any, Tensor], Tensor], ids: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    scores(model, ids).sum().backward()
+    return [weight.grad.clone() for weight in model.parameters()]
+
+
+def norm_of(tensors: list[Tensor]) -> float:
+    return sum(float(tensor.double().square().sum()) for tensor in tensors) ** 0.5
+
+
+def report_gradients(shape: str, batch: int, tokens: int) -> Report:
+    errors = gradient_errors(shape, batch, tokens)
+    rows = [tuple(f"{value:.5f}" for value in errors.values())]
+    title = f"Gradients against float32, {shape} {batch} × {tokens:,}: relative distance over all weights"
+    return Report(title=title, columns=tuple(errors), rows=rows)
+
+
 def milliseconds(call: Callable[[], None], repeats: int) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -104,7 +140,8 @@ def run(*, quick: bool) -> list[Report]:
         ))  # fmt: skip
     columns = ("tokens", "exact ms", "sdpa ms", "ratio", "exact forward ms", "sdpa forward ms", "exact peak GiB", "sdpa peak GiB")
     notes = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}; bf16, forward and backward with activation checkpointing"]
-    return [Report(title="Price of exactness in training", columns=columns, rows=rows, notes=notes)]
+    prices = Report(title="Price of exactness in training", columns=columns, rows=rows, notes=notes)
+    return [prices, *(report_gradients(*point) for point in GRADIENT_POINTS[: 1 if quick else None])]
 
 
 def main() -> None:
