@@ -2,7 +2,8 @@
 
     python scripts/lab_all.py --device cuda --out out/lab --jobs 14 --deadline 560        # makes its models first (32M parameters)
     python scripts/lab_all.py --device cpu --tiny --out out/lab --jobs 2 --deadline 200   # does the whole thing work?
-    python scripts/lab_all.py --pretrained DIR --tasks FILE --steps 100 --lr 2e-5 --jobs 16 --out out/lab    # `pretrained` alone
+    python scripts/lab_all.py --pretrained DIR --tasks FILE --steps 100 --lr 2e-5 --jobs 12 --out out/lab    # `pretrained`, and
+                                      # `routing-replay` where --models DIR-moe is there; --only takes arms whose name holds a text
     tokentrue lab show tim-grpo --out out/lab                                             # table and figure of what is on file
 
 Needs torch, transformers, tokenizers, safetensors and numpy alone. On a CUDA device the runs share it through the multi-process service
@@ -45,7 +46,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "-vocab": ("--pad-vocab", "32768"),
 }
 WARM, WARM_UPS = "warm-up", ("warm", "warm-moe")
-PRETRAINED = "pretrained"
+PRETRAINED, ROUTING = "pretrained", "routing-replay"
+MIXTURE_SHARE = 2.5  # of --lr: a small model wants a larger rate than a pretrained one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class Job:
         return [Path(f"{self.scale.model}-{arm.variant}" if arm.variant else self.scale.model) for arm in self.arms]
 
     def ready(self) -> bool:
-        if self.experiment == PRETRAINED:
+        if self.experiment in (PRETRAINED, ROUTING):
             return True
         return all((path / "training_curve.json").exists() for path in self.models)  # the file that is written last
 
@@ -77,7 +79,7 @@ def main() -> None:
     makers = [] if options.pretrained else make_models(options)
     steps = options.steps if shared or options.pretrained or options.device == "cpu" else options.steps_alone
     jobs = planned_pretrained(options) if options.pretrained else planned(options, steps)
-    if options.pretrained:
+    if options.pretrained and not options.compiled:
         compile_kernels(jobs)
         say(began, "kernels compiled")
     say(began, f"{len(jobs)} jobs of {jobs[-1].scale.steps} steps")
@@ -107,7 +109,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--pretrained", help="an instruct model's directory: run the experiment of that name on it")
     parser.add_argument("--tasks", help="its questions, see scripts/make_reasoning_tasks.py")
     parser.add_argument("--groups", type=int, default=4, help="pretrained: tasks per step, 8 rollouts each")
+    parser.add_argument("--only", help="pretrained: arms whose name holds one of these texts, with commas between them")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--compiled", action="store_true", help="pretrained: the kernels are in the compiler's cache already")
     parser.add_argument("--tiny", action="store_true", help="tiny models and batches: a look at whether it works")
     return parser.parse_args()
 
@@ -175,21 +179,27 @@ def planned(options: argparse.Namespace, steps: int) -> list[Job]:
 
 def planned_pretrained(options: argparse.Namespace) -> list[Job]:
     from tokentrue.lab.arms import Scale
-    from tokentrue.lab.registry import module_of
+    from tokentrue.lab.registry import module_of, select_arms
 
     scale = replace(
         Scale(), model=options.pretrained, tasks=options.tasks, device=options.device, jobs=1, steps=options.steps, lr=options.lr,
         groups=options.groups, seeds=tuple(range(options.seeds)),
     )  # fmt: skip
-    arms = module_of(PRETRAINED).arms(quick=False)
-    return [Job(experiment=PRETRAINED, arms=(arm,), together=False, scale=scale, seed=seed) for arm in arms for seed in scale.seeds]
+    mixture = replace(scale, model=str(options.models), tasks=None, lr=options.lr * MIXTURE_SHARE)
+    names = {PRETRAINED: scale, **({ROUTING: mixture} if Path(f"{options.models}-moe").is_dir() else {})}
+    return [
+        Job(experiment=name, arms=(arm,), together=False, scale=own, seed=seed)
+        for name, own in names.items()
+        for arm in select_arms(module_of(name), quick=False, only=options.only)
+        for seed in own.seeds
+    ]
 
 
 def compile_kernels(jobs: list[Job]) -> None:
-    """One step of an arm of each dtype, all at once: afterwards the kernels are in the compiler's cache."""
-    by_dtype = {job.arms[0].dtype: job for job in reversed(jobs)}
+    """One step of an arm of each kind, all at once: afterwards the kernels are in the compiler's cache."""
+    kinds = {(job.experiment, job.arms[0].dtype, job.arms[0].adapter == "unmerged"): job for job in reversed(jobs)}
     context = mp.get_context("spawn")
-    first = [context.Process(target=one_step, args=(job,)) for job in by_dtype.values()]
+    first = [context.Process(target=one_step, args=(job,)) for job in kinds.values()]
     for process in first:
         process.start()
     for process in first:
@@ -207,9 +217,11 @@ def worker(asked: Any, answers: Any, number: int) -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     from transformers.utils import logging
 
+    from tokentrue.lab.arms import Engines
     from tokentrue.lab.registry import module_of
     from tokentrue.lab.study import run_arms_guarded, run_guarded
 
+    engines = Engines()
     logging.disable_progress_bar()
     answers.put((number, None, []))
     while (job := asked.get()) is not None:
@@ -219,7 +231,7 @@ def worker(asked: Any, answers: Any, number: int) -> None:
             except Exception as error:
                 results = [{"arm": job.arms[0].name, "seed": job.seed, "error": repr(error), "rows": []}]
         else:
-            results = [run_guarded(job.arms[0], job.scale, job.seed)]
+            results = [run_guarded(job.arms[0], job.scale, job.seed, engines)]
         gc.collect()
         empty_cache(job.scale.device)
         answers.put((number, job.experiment, results))

@@ -126,26 +126,61 @@ async def test_retold_samples_carry_the_engines_own_log_probabilities() -> None:
             assert value == (expected[index - 1] if mask else None)
 
 
-def test_a_mixture_is_exact_through_training_and_its_routing_flips_with_other_weights(tmp_path: Path) -> None:
-    """Made on the spot: engine and trainer agree in every bit over updates, and a rounded router chooses other experts."""
+def save_mixture(folder: Path) -> None:
+    """A random mixture with the shipped model's tokenizer."""
     import shutil
 
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    folder.mkdir(exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(SMALL_MODEL / name, tmp_path / name)
+        shutil.copy(SMALL_MODEL / name, folder / name)
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=659, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, eos_token_id=2,
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True, tie_word_embeddings=True,
+        initializer_range=0.3,
     )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
-    model.save_pretrained(tmp_path)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def test_a_mixture_is_exact_through_training_and_its_routing_flips_with_other_weights(tmp_path: Path) -> None:
+    """Made on the spot: engine and trainer agree in every bit over updates, and a rounded router chooses other experts."""
+    from transformers import AutoModelForCausalLM
+
+    save_mixture(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert routing_flips(model, model.named_parameters(), range(40)) == 0.0
     assert routing_flips(model, rollout_weights(model.named_parameters(), "int3"), range(40)) > 0.05
     scale = Scale(model=str(tmp_path), groups=2, size=2, steps=2, heldout=1)
     found = run_arm(Arm(name="mixture", loss="reinforce", baseline="none"), scale, seed=0)
     assert all(row["exact_compared"] > 50 and row["exact_differing"] == 0 for row in found["rows"])
+
+
+def test_replayed_experts_shrink_the_mismatch_of_a_mixture(tmp_path: Path) -> None:
+    """int8 rollouts send tokens to other experts than the trainer's router; with the engine's choice replayed less is left."""
+    from tokentrue.lab.experiments.routing_replay import arms
+
+    save_mixture(tmp_path / "small-moe")
+    scale = Scale(model=str(tmp_path / "small"), groups=2, size=2, steps=1, heldout=1)
+    found = {arm.name: run_arm(arm, scale, seed=0)["rows"][0] for arm in arms(quick=False) if "int8" in arm.name}
+    own, replayed = found.values()
+    assert own["routing_flips"] > 0.01
+    assert replayed["mismatch/k3"] < own["mismatch/k3"]
+
+
+def test_an_unmerged_adapter_keeps_every_bit_and_a_merged_one_does_not() -> None:
+    """Two steps, so that the adapter is not 0 any more. The engine is lent by a run that left other weights in it."""
+    from tokentrue.lab.arms import Engines
+    from tokentrue.lab.experiments.pretrained import arms
+
+    pytest.importorskip("peft")
+    scale, engines = Scale(groups=3, size=6, steps=2, heldout=1, lr=1e-4), Engines()
+    run_arm(Arm(name="before", dtype="bfloat16"), scale, 0, engines)
+    unmerged, merged = (run_arm(arm, scale, 0, engines)["rows"] for arm in arms(quick=False) if "adapter" in arm.name)
+    assert all(row["exact_compared"] > 50 and row["exact_differing"] == 0 for row in unmerged)
+    assert unmerged[0]["update/grad_norm"] > 0
+    assert merged[0]["mismatch/delta_abs_mean"] == 0.0 < merged[1]["mismatch/delta_abs_mean"]
 
 
 def test_nonsense_is_refused_with_its_field(tmp_path: Path) -> None:

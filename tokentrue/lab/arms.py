@@ -14,14 +14,16 @@ import torch
 from tokentrue.app.rollout.rollouts import LocalSessions, RolloutRounds, evaluate
 from tokentrue.environments import SMALL_MODEL, RolloutConfig, Sessions
 from tokentrue.errors import ConfigError
+from tokentrue.lab.adapters import NAME, AdapterSink, MergingSink, add_adapter
 from tokentrue.lab.rewriting import Rewriting, RewrittenRounds, TranscribedSessions
 from tokentrue.lab.routing import is_mixture, routing_flips
 from tokentrue.lab.sources import SourceSink, rollout_weights
 from tokentrue.mismatch import Correction, LossConfig, loss_named
+from tokentrue.protocols import WeightSink
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.renderers import load_renderer
 from tokentrue.train import Groups, OptimConfig, Publisher, Rounds, StepReport, TrainConfig, Trainer, train
-from tokentrue.train.config import Baseline
+from tokentrue.train.config import Baseline, RoutingReplay
 from tokentrue.types import Sample
 
 CONVERSATION_TOKENS = 640  # cache room for one conversation
@@ -59,7 +61,8 @@ class Scale:
 class Arm:
     """`source` changes the rollout's weights, `scorer="plain"` takes the trainer off the engine's kernels (the everyday mismatch),
     `rewriting` trains on something else than what was sampled. `variant` names a relative of the scale's model, in the directory beside
-    it with that ending; `horizon` is the number of steps of every problem (otherwise one or two)."""
+    it with that ending; `horizon` is the number of steps of every problem (otherwise one or two). `routing_replay` has the engine record
+    the experts of every position, for the trainer to take. With an `adapter` nothing but that is trained."""
 
     name: str
     source: str = "none"
@@ -78,10 +81,18 @@ class Arm:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of engine and trainer
     top_p: float = 1.0
     forget_masks: bool = False  # the trainer scores over the whole vocabulary, whatever the sampler kept
+    routing_replay: RoutingReplay = "off"
+    adapter: Literal["none", "unmerged", "merged"] = "none"  # how the engine holds it
 
     @property
     def exact(self) -> bool:
-        return self.source == "none" and self.scorer == "exact" and self.rewriting == "none"
+        return self.source == "none" and self.scorer == "exact" and self.rewriting == "none" and self.adapter != "merged"
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the arm asks of the engine beside tokens."""
+        extra: dict[str, Any] = {} if self.adapter != "unmerged" else {"adapter": NAME}
+        return extra if self.routing_replay == "off" else {**extra, "routed_experts": True}
 
 
 KEPT = (
@@ -92,36 +103,67 @@ KEPT = (
 )  # fmt: skip
 
 
-def run_arm(arm: Arm, scale: Scale, seed: int) -> dict[str, Any]:
-    """One run; returns its curves and its held-out reward before and after."""
+class Engines:
+    """Engines that outlive a run: the next run of the same model and dtype publishes its weights to one that is there."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str, str], ExactProvider] = {}
+
+    def take(self, arm: Arm, scale: Scale, *, at_once: int) -> ExactProvider:
+        key = (model_of(arm, scale), arm.dtype, scale.device)
+        return self._open.pop(key, None) or provider_for(arm, scale, at_once=at_once)
+
+    def give_back(self, arm: Arm, scale: Scale, provider: ExactProvider) -> None:
+        """After a run that ended well; an engine whose run failed is closed instead."""
+        self._open[model_of(arm, scale), arm.dtype, scale.device] = provider
+
+    async def close(self) -> None:
+        while self._open:
+            await self._open.popitem()[1].close()
+
+
+def run_arm(arm: Arm, scale: Scale, seed: int, engines: Engines | None = None) -> dict[str, Any]:
+    """One run; returns its curves and its held-out reward before and after. Its engine is closed, unless `engines` keeps it."""
     torch.set_num_threads(scale.threads)
-    return asyncio.run(_run(arm, scale, seed))
+    return asyncio.run(_run(arm, scale, seed, engines))
 
 
-async def _run(arm: Arm, scale: Scale, seed: int) -> dict[str, Any]:
+async def _run(arm: Arm, scale: Scale, seed: int, engines: Engines | None) -> dict[str, Any]:
+    lent = engines or Engines()
+    provider = lent.take(arm, scale, at_once=max(scale.groups * scale.size, scale.heldout))
+    try:
+        result = await run_on(provider, arm, scale, seed)
+    except BaseException:
+        await provider.close()
+        raise
+    lent.give_back(arm, scale, provider)
+    if engines is None:
+        await lent.close()
+    return result
+
+
+async def run_on(provider: ExactProvider, arm: Arm, scale: Scale, seed: int) -> dict[str, Any]:
     began = time.perf_counter()
     trainer = trainer_for(arm, scale)
     renderer = load_renderer(model_of(arm, scale))
-    provider = provider_for(arm, scale, at_once=max(scale.groups * scale.size, scale.heldout))
     config = rollout_config(scale, seed, horizon=arm.horizon, tasks=scale.groups)
     if scale.tasks is not None:
         config = replace(config, environment="questions", options={"path": scale.tasks}, max_tokens=ANSWER_TOKENS)
     rows: list[dict[str, float]] = []
-    try:
-        sessions = LocalSessions(renderer, provider, sampling={**config.sampling, "top_p": arm.top_p})
-        rounds = KeptRounds(rounds_for(arm, config, sessions, renderer, provider))
+    sessions = LocalSessions(renderer, provider, sampling={**config.sampling, "top_p": arm.top_p, "extra": arm.extra})
+    rounds = KeptRounds(rounds_for(arm, config, sessions, renderer, provider))
 
-        def add_row(report: StepReport, seconds: Mapping[str, float]) -> None:
-            row = {name: float(report.metrics[name]) for name in KEPT if name in report.metrics}
-            rows.append(row | flips(arm, trainer, rounds.kept.pop(report.step)))
+    def add_row(report: StepReport, seconds: Mapping[str, float]) -> None:
+        row = {name: float(report.metrics[name]) for name in KEPT if name in report.metrics}
+        rows.append(row | flips(arm, trainer, rounds.kept.pop(report.step)))
 
-        before = await held_out_reward(trainer, provider, config, renderer, scale.heldout)
-        publish = Publisher(SourceSink(provider, arm.source))
-        await publish(trainer)
-        await train(trainer, rounds, publish, on_step=add_row)
-        after = await held_out_reward(trainer, provider, config, renderer, scale.heldout)
-    finally:
-        await provider.close()
+    if arm.adapter != "none":  # the engine may hold the weights of another run; an adapter that is still 0 merges to the base weights
+        await MergingSink(provider).publish(trainer.weights(), version=0)
+    before = await held_out_reward(arm, trainer, provider, config, renderer, scale.heldout)
+    publish = Publisher(SourceSink(sink_for(arm, provider), arm.source))
+    await publish(trainer)
+    await train(trainer, rounds, publish, on_step=add_row)
+    after = await held_out_reward(arm, trainer, provider, config, renderer, scale.heldout)
     size = sum(p.numel() for p in trainer.model.parameters())
     seconds = time.perf_counter() - began
     return {"arm": arm.name, "seed": seed, "before": before, "after": after, "parameters": size, "seconds": seconds, "rows": rows}
@@ -175,10 +217,11 @@ def rounds_for(arm: Arm, config: RolloutConfig, sessions: Sessions, renderer: An
     return RewrittenRounds(rounds, arm.rewriting, renderer=renderer, provider=provider)
 
 
-async def held_out_reward(trainer: Trainer, provider: ExactProvider, config: RolloutConfig, renderer: Any, tasks: int) -> float:
-    """Mean reward over fixed held-out tasks, greedy, with the trainer's own weights."""
-    await Publisher(provider)(trainer)
-    greedy = LocalSessions(renderer, provider, sampling=replace(config, temperature=0.0).sampling)
+async def held_out_reward(arm: Arm, trainer: Trainer, provider: ExactProvider, config: RolloutConfig, renderer: Any, tasks: int) -> float:
+    """Mean reward over fixed held-out tasks, greedy, with the trainer's own weights (an adapter held as the arm's engine holds it)."""
+    await Publisher(sink_for(arm, provider))(trainer)
+    extra = {key: value for key, value in arm.extra.items() if key == "adapter"}
+    greedy = LocalSessions(renderer, provider, sampling={**replace(config, temperature=0.0).sampling, "extra": extra})
     reward, _, _ = await evaluate(config, greedy, tasks=tasks)
     return reward
 
@@ -204,6 +247,11 @@ def provider_for(arm: Arm, scale: Scale, *, at_once: int) -> ExactProvider:
     return ExactProvider(model_of(arm, scale), device=scale.device, dtype=arm.dtype, kv_tokens=at_once * CONVERSATION_TOKENS)
 
 
+def sink_for(arm: Arm, provider: ExactProvider) -> WeightSink:
+    """What the engine takes of the trainer's weights."""
+    return {"none": provider, "unmerged": AdapterSink(provider), "merged": MergingSink(provider)}[arm.adapter]
+
+
 def trainer_for(arm: Arm, scale: Scale) -> Trainer:
     from transformers import AutoModelForCausalLM
 
@@ -216,13 +264,18 @@ def trainer_for(arm: Arm, scale: Scale) -> Trainer:
         lag=arm.lag,
         exact=arm.exact,
         max_idle_steps=scale.steps,  # a rare reward is no reason to stop a study
+        routing_replay=arm.routing_replay,
         micro_tokens=4096 if scale.device == "cpu" else 8192,
     )
     from tokentrue.train.update.scoring import ExactScorer, PlainScorer
 
     scorer = ExactScorer() if arm.scorer == "exact" else PlainScorer()
     optim = OptimConfig(lr=scale.lr * arm.lr_factor)
-    return Trainer(model.to(scale.device), config=config, optim=optim, loss=loss_of(arm), scorer=scorer)
+    model = model.to(scale.device)
+    if arm.adapter != "none":
+        torch.manual_seed(0)  # of A
+        model = add_adapter(model)
+    return Trainer(model, config=config, optim=optim, loss=loss_of(arm), scorer=scorer)
 
 
 def loss_of(arm: Arm) -> LossConfig:

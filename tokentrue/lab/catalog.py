@@ -65,4 +65,12 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         ),
         command="tokentrue lab run pretrained --model DIR --tasks FILE --lr 2e-5 --steps 100 --groups 4",
     ),
+    "routing-replay": Experiment(
+        module="tokentrue.lab.experiments.routing_replay",
+        claim=(
+            "A mixture of experts whose trainer lets its own router choose has a mismatch with heavier tails than one that replays the "
+            "experts of the rollout."
+        ),
+        command="tokentrue lab run routing-replay --model DIR --steps 100",
+    ),
 }

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from tokentrue.lab.arms import Arm, Scale, run_arm
+from tokentrue.lab.arms import Arm, Engines, Scale, run_arm
 
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Sequence[Result]], str]]
@@ -60,10 +60,10 @@ def _each(plan: Sequence[tuple[Arm, int]], scale: Scale) -> Iterator[Result]:
             yield done.result()
 
 
-def run_guarded(arm: Arm, scale: Scale, seed: int) -> Result:
+def run_guarded(arm: Arm, scale: Scale, seed: int, engines: Engines | None = None) -> Result:
     facts = {"arm": arm.name, "seed": seed, **provenance(scale)}
     try:
-        return {**facts, **run_arm(arm, scale, seed)}
+        return {**facts, **run_arm(arm, scale, seed, engines)}
     except Exception as error:  # recorded, shown, and the other arms go on
         return {**facts, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "rows": []}
 

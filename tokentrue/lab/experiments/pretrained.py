@@ -40,8 +40,11 @@ def arms(*, quick: bool) -> list[Arm]:
         plain("GRPO, top-p 0.8, kept ids replayed", top_p=0.8, correction=BYPASS),
         plain("GRPO, top-p 0.8, kept ids dropped", top_p=0.8, correction=BYPASS, forget_masks=True),
         plain("GRPO, int8 rollouts, TIS", source="int8", correction=TIS),
+        plain("GRPO, fp8 rollouts, TIS", source="fp8", correction=TIS),
+        adapted("GRPO, adapter unmerged", adapter="unmerged"),
+        adapted("GRPO, adapter merged", adapter="merged"),
     ]
-    return [made[0], made[1], made[-2]] if quick else made
+    return [made[0], made[1], made[11]] if quick else made
 
 
 def family(name: str, **loss: Any) -> list[Arm]:
@@ -57,3 +60,8 @@ def family(name: str, **loss: Any) -> list[Arm]:
 
 def plain(name: str, **settings: Any) -> Arm:
     return Arm(name=name, **{"dtype": "bfloat16", "scorer": "plain", **settings})
+
+
+def adapted(name: str, **settings: Any) -> Arm:
+    """Exact operators on both sides, so that nothing but the merging differs; adapters want a larger rate than whole weights."""
+    return Arm(name=name, dtype="bfloat16", correction=BYPASS, lr_factor=10.0, **settings)
