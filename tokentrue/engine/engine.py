@@ -30,7 +30,7 @@ from tokentrue.engine.scheduling.request import Request
 from tokentrue.engine.scheduling.schedule import ScheduleLimits
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, SamplingError
 from tokentrue.ids import TokenIds
-from tokentrue.numerics import Contract, Ops, exact
+from tokentrue.numerics import Contract, Ops, exact, on_device
 from tokentrue.numerics.patching.patch import STATE
 from tokentrue.numerics.patching.replacements import is_experts
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
@@ -58,16 +58,17 @@ class ExactEngine:
         self.model = load_model(model_dir, device=self._host, dtype=DTYPES[dtype])
         self.eos_ids = eos_of(self.model)
         positions = max_len or self.model.config.get_text_config().max_position_embeddings
-        if pipeline == 1:
-            runner: Runner = self._local_runner(ops, positions, kv_tokens)
-        else:
-            plan = PipelinePlan(stages=pipeline, device=device, max_positions=positions, kv_tokens=kv_tokens, limits=self.limits)
-            runner = start_pipeline(self.model, plan)
-            self.model = runner.model  # its weights are in the stages
-        self.contract: Contract = runner.contract
-        self.core = Core(runner, limits=self.limits, version=version, read=read, chaos=chaos)
-        if chaos is None or not chaos.unproven:
-            self._prove()
+        with on_device(self._host):
+            if pipeline == 1:
+                runner: Runner = self._local_runner(ops, positions, kv_tokens)
+            else:
+                plan = PipelinePlan(stages=pipeline, device=device, max_positions=positions, kv_tokens=kv_tokens, limits=self.limits)
+                runner = start_pipeline(self.model, plan)
+                self.model = runner.model  # its weights are in the stages
+            self.contract: Contract = runner.contract
+            self.core = Core(runner, limits=self.limits, version=version, read=read, chaos=chaos)
+            if chaos is None or not chaos.unproven:
+                self._prove()
         self._state = threading.Condition()
         self._inbox: list[Request] = []
         self._stepping = False
@@ -252,7 +253,8 @@ class ExactEngine:
             while self._stepping:
                 self._state.wait()
         try:
-            yield
+            with on_device(self._host):
+                yield
         finally:
             with self._state:
                 self._pauses -= 1
@@ -260,6 +262,10 @@ class ExactEngine:
 
     # ---- the loop ---------------------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
+        with on_device(self._host):
+            self._step_until_closed()
+
+    def _step_until_closed(self) -> None:
         while True:
             with self._state:
                 self._stepping = False

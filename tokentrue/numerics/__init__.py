@@ -1,7 +1,7 @@
 """Batch-invariant operators and THE ONE log-probability function, shared by engine and trainer."""
 
 from tokentrue.numerics.bits import same_bits
-from tokentrue.numerics.devices import ops_for
+from tokentrue.numerics.devices import on_device, ops_for
 from tokentrue.numerics.fingerprint import Contract
 from tokentrue.numerics.gradient import deterministic_grad
 from tokentrue.numerics.logprob import KeptRows, filter_logits, logprobs_of, remove_filtered, scale_logits
@@ -27,6 +27,7 @@ __all__ = [
     "filter_logits",
     "logits_of",
     "logprobs_of",
+    "on_device",
     "ops_for",
     "remove_filtered",
     "same_bits",

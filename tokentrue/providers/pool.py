@@ -107,7 +107,7 @@ class Pool:
         sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
         if len(sinks) != len(self._replicas):
             raise ConfigError(f"engine {self.name!r} takes no weights")
-        kept = list(weights)
+        kept = weights if len(sinks) == 1 else await asyncio.to_thread(hold_on_host, weights)
         self.pause()
         try:
             results = await asyncio.gather(*(sink.publish(kept, version=version) for sink in sinks), return_exceptions=True)
@@ -208,6 +208,11 @@ class Pool:
             if final.finish is not Finish.ABORT or (self._open.is_set() and len(done) > self._resumptions):
                 yield Chunk(final=join_pieces(done, prompt_ids))
                 return
+
+
+def hold_on_host(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """For several replicas: weights that are gathered while one iterates come once, and are too many for a GPU."""
+    return [(name, tensor.detach().cpu()) for name, tensor in weights]
 
 
 async def _as_stream(replica: Provider, ids: Ids, sampling: Sampling, session: str | None) -> AsyncGenerator[Chunk]:

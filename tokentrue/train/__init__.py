@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokentrue.train.config import Baseline, OptimConfig, TrainConfig, config_hash
     from tokentrue.train.data.rounds import Groups, Rounds, SourceRounds
-    from tokentrue.train.loop import Publisher, Store, train
+    from tokentrue.train.loop import Store, train
+    from tokentrue.train.publishing import Publisher
     from tokentrue.train.ranks import Ranks, join, leave, shard
     from tokentrue.train.reporting import StepReport
     from tokentrue.train.trainer import Trainer
@@ -22,7 +23,7 @@ _HOME = {
     "MetricsWriter": "tokentrue.train.writer",
     "OptimConfig": "tokentrue.train.config",
     "PlainScorer": "tokentrue.train.update.scoring",
-    "Publisher": "tokentrue.train.loop",
+    "Publisher": "tokentrue.train.publishing",
     "Ranks": "tokentrue.train.ranks",
     "Rounds": "tokentrue.train.data.rounds",
     "Scorer": "tokentrue.train.update.scoring",

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tokentrue.errors import TrainingError
-from tokentrue.protocols import WeightSink
+from tokentrue.errors import EngineError, TrainingError
 from tokentrue.train import checkpoint
 from tokentrue.train.checks.evaluating import Evaluator
-from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import TrainConfig
 from tokentrue.train.data.rounds import CountingRounds, Groups, Rounds
+from tokentrue.train.publishing import Publisher
 from tokentrue.train.reporting import StepReport
 from tokentrue.train.trainer import Trainer
 from tokentrue.types import Sample
@@ -35,41 +34,6 @@ class Store:
     model: str | None  # whose tokenizer belongs to the weights
     to_json: Callable[[Sample], Mapping[str, Any]]
     from_json: Callable[[Mapping[str, Any]], Sample]
-
-
-class Publisher:
-    """Hands whole weights to every sink, has the engines probed, and remembers how long that took. Every rank calls it."""
-
-    def __init__(self, *sinks: WeightSink, probe: Probe | None = None) -> None:
-        self.sinks = sinks
-        self.probe = probe
-        self.seconds = 0.0
-        self.metrics: dict[str, float] = {}
-
-    async def __call__(self, trainer: Trainer) -> None:
-        began = time.perf_counter()
-        await self.hand_over(trainer)
-        await self.check(trainer)
-        self.seconds = time.perf_counter() - began
-
-    async def hand_over(self, trainer: Trainer) -> None:
-        weights = list(trainer.weights())  # every rank takes part in the gathering
-        if trainer.ranks.first:
-            for sink in self.sinks:
-                await sink.publish(weights, version=trainer.version)
-
-    async def begin(self, trainer: Trainer) -> None:
-        """Before the first round: remote engines prove that they take weights, and get the trainer's; so do engines of a resumed run."""
-        if self.probe is not None:
-            await self.probe.prove(trainer, self.hand_over)
-        if self.probe is not None or trainer.version:
-            await self(trainer)
-
-    async def check(self, trainer: Trainer) -> None:
-        """Whether the engines have the trainer's weights."""
-        if self.probe is not None:
-            found = await self.probe(trainer)
-            self.metrics = {"probe/delta": found.delta, "probe/engines": found.engines}
 
 
 async def train(
@@ -113,8 +77,9 @@ class Run:
     store: Store | None
     evaluator: Evaluator | None
     on_step: Callable[[StepReport, Mapping[str, float]], None] | None
-    running: dict[int, asyncio.Task[Groups]] = field(default_factory=dict[int, "asyncio.Task[Groups]"])
-    finished: dict[int, Groups] = field(default_factory=dict[int, Groups])
+    running: dict[int, asyncio.Task[Groups]] = field(default_factory=dict[int, "asyncio.Task[Groups]"])  # this rank's parts
+    finished: dict[int, Groups] = field(default_factory=dict[int, Groups])  # whole rounds
+    counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, "Mapping[str, float]"])
     reports: list[StepReport] = field(default_factory=list[StepReport])
     idle: int = 0
     kept: int = 0  # the version of the newest checkpoint
@@ -129,15 +94,18 @@ class Run:
 
     async def step(self, number: int) -> None:
         trainer = self.trainer
-        start(self.running, self.finished, self.rounds, trainer, first=number)
+        self.start_rounds(first=number)
         began = time.perf_counter()
-        groups = await take_round(trainer, self.running, self.finished, number)
+        if number not in self.finished:
+            await self.gather_round(number)
+        groups = self.finished.pop(number)
         waited = time.perf_counter() - began
         report = await finish(asyncio.ensure_future(asyncio.to_thread(trainer.step, groups)))
         for task in list(self.running.values()):  # rounds that older weights must sample
             await asyncio.wait([task])
+        await trainer.ranks.meet()
         await self.publish(trainer)
-        counts = self.rounds.counts(number) if isinstance(self.rounds, CountingRounds) else {}
+        counts = self.counts.pop(number, {})
         judged = await self.evaluator(trainer.version) if self.evaluator is not None else {}
         report = replace(report, metrics={**report.metrics, **counts, **self.publish.metrics, **judged})
         self.reports.append(report)
@@ -146,8 +114,32 @@ class Run:
             self.on_step(report, seconds)
         self.idle = require_progress(report, self.idle, trainer.config)
         if self.store is not None and self.is_due():
-            await settle(self.running, self.finished)
+            for waiting in sorted(self.running):
+                await self.gather_round(waiting)
             self.keep()
+
+    def start_rounds(self, *, first: int) -> None:
+        """Starts this rank's part of every round that the current weights may play and nobody has."""
+        config = self.trainer.config
+        for number in range(first, min(first + config.lag + 1, config.steps)):
+            if number not in self.running and number not in self.finished:
+                self.running[number] = asyncio.create_task(self.rounds.play(number))
+
+    async def gather_round(self, number: int) -> None:
+        """Waits for this rank's part of a round, then for the others', and puts them together on every rank, in rank order."""
+        ranks, trouble, mine = self.trainer.ranks, None, Groups()
+        try:
+            mine = await self.running.pop(number)
+        except Exception as error:  # told to all ranks: they stop together
+            trouble = error
+        await ranks.meet()
+        counts = dict(self.rounds.counts(number)) if isinstance(self.rounds, CountingRounds) else {}
+        parts = ranks.everyone((mine, counts, None if trouble is None else f"{type(trouble).__name__}: {trouble}"))
+        if trouble is not None:
+            raise trouble
+        require_no_trouble([said for _, _, said in parts], number)
+        self.finished[number] = [group for groups, _, _ in parts for group in groups]
+        self.counts[number] = add_counts([counts for _, counts, _ in parts])
 
     def is_due(self) -> bool:
         """Every so many steps or minutes, when the evaluation is the best so far, and always after the last step."""
@@ -194,28 +186,19 @@ def require_progress(report: StepReport, idle: int, config: TrainConfig) -> int:
     return idle
 
 
-def start(
-    running: dict[int, asyncio.Task[Groups]], finished: Mapping[int, Groups], rounds: Rounds, trainer: Trainer, *, first: int
-) -> None:
-    """Starts every round that the current weights may play and nobody has."""
-    if not trainer.ranks.first:
-        return
-    for number in range(first, min(first + trainer.config.lag + 1, trainer.config.steps)):
-        if number not in running and number not in finished:
-            running[number] = asyncio.create_task(rounds.play(number))
+def require_no_trouble(said: Sequence[str | None], number: int) -> None:
+    for rank, words in enumerate(said):
+        if words is not None:
+            raise EngineError(f"rank {rank} could not play its part of round {number}: {words}")
 
 
-async def take_round(trainer: Trainer, running: dict[int, asyncio.Task[Groups]], finished: dict[int, Groups], number: int) -> Groups:
-    """Round `number`, on every rank."""
-    groups: Groups | None = None
-    if trainer.ranks.first:
-        groups = finished.pop(number) if number in finished else await running.pop(number)
-    return trainer.ranks.from_first(groups)
-
-
-async def settle(running: dict[int, asyncio.Task[Groups]], finished: dict[int, Groups]) -> None:
-    for number in list(running):
-        finished[number] = await running.pop(number)
+def add_counts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Counts of all ranks."""
+    total: dict[str, float] = {}
+    for counts in parts:
+        for name, value in counts.items():
+            total[name] = total.get(name, 0) + value
+    return total
 
 
 def keep(trainer: Trainer, store: Store, finished: Mapping[int, Groups], *, best: int | None = None) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,11 +14,18 @@ from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError
 
+POLL_S = 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
+    """`device` is this rank's own. `store` is where ranks leave word for each other without a collective."""
+
     rank: int = 0
     world: int = 1
+    device: str | None = None
+    store: Any = None
+    _meetings: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def first(self) -> bool:
@@ -37,21 +47,48 @@ class Ranks:
         torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
 
+    async def meet(self) -> None:
+        """Returns when every rank has called it, however long that takes: a collective would time out, and hold up this rank's event loop.
+
+        Call it before the first collective after work whose length nobody knows.
+        """
+        if self.world == 1 or self.store is None:
+            return
+        key = f"meeting-{next(self._meetings)}"
+        arrived = self.store.add(key, 1)
+        while arrived < self.world:
+            await asyncio.sleep(POLL_S)
+            arrived = self.store.add(key, 0)
+
 
 def join(device: str = "cpu") -> Ranks:
-    """Joins the group that torchrun describes in the environment; gloo for training on CPU, nccl on GPU."""
-    import os
+    """Joins the group that torchrun describes in the environment. Each rank gets a GPU of its own where there are enough of them.
 
+    gloo for training on CPU, nccl on GPUs; gloo too where ranks share a GPU, which nccl refuses.
+    """
     if "RANK" not in os.environ:
-        return Ranks()
+        return Ranks(device=device)
     if not torch.distributed.is_available():
         raise ConfigError("this torch has no distributed support; run without torchrun")
+    own, backend = device, "gloo"
+    if device.startswith("cuda"):
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        own = f"cuda:{local % gpus}"
+        torch.cuda.set_device(own)
+        is_shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus
+        backend = "gloo" if is_shared else "cpu:gloo,cuda:nccl"
     if not torch.distributed.is_initialized():
-        on_gpu = device.startswith("cuda")
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
-    return Ranks(rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size())
+        torch.distributed.init_process_group(backend)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return Ranks(rank=rank, world=world, device=own, store=meeting_store() if world > 1 else None)
+
+
+def meeting_store() -> Any:
+    """A client of the store through which the group was formed; keys of an earlier attempt of torchrun are not seen."""
+    distributed: Any = torch.distributed
+    store = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return distributed.PrefixStore(f"tokentrue/{attempt}", store)
 
 
 def leave() -> None:
@@ -99,6 +136,6 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of everything in `named_weights`, gathered. Every rank must walk through all of them."""
+    """Name and value of everything in `named_weights`, gathered one at a time. Every rank must walk through all of them."""
     for name, value in named_weights(model):
         yield name, whole(value.detach())

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, ExactnessError, TokenContractError, TrainingError
 from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, policy_loss
+from tokentrue.numerics import on_device
 from tokentrue.train.checks.exactness import Agreement, agreement, require_exact
 from tokentrue.train.config import OptimConfig, TrainConfig, learning_rate
 from tokentrue.train.data.batch import Row, rows_of, session_advantages
@@ -90,6 +91,11 @@ class Trainer:
         model.train()
 
     def step(self, groups: Sequence[Sequence[Sample]]) -> StepReport:
+        """One training step, on this trainer's device whatever thread calls it."""
+        with on_device(next(self.model.parameters()).device):
+            return self.step_here(groups)
+
+    def step_here(self, groups: Sequence[Sequence[Sample]]) -> StepReport:
         clock = Clock()
         rows = rows_of(groups, self.config.temperature)
         if not rows:
@@ -115,7 +121,7 @@ class Trainer:
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> Tensor:
         """Log-probability of each id under the current weights; entry 0 is 0. Every rank calls it."""
-        with self.scorer.active(self.model), evaluation_mode(self.model):
+        with on_device(next(self.model.parameters()).device), self.scorer.active(self.model), evaluation_mode(self.model):
             heat = torch.full((len(ids),), self.config.temperature)
             return self.scorer(self.model, [torch.tensor(ids, dtype=torch.int64)], [heat]).logprobs[0]
 

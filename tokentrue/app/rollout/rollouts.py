@@ -16,6 +16,7 @@ from tokentrue.environments import (
     RolloutConfig,
     Sessions,
     Split,
+    Task,
     load_environment,
     plan_groups,
     run_groups,
@@ -110,8 +111,22 @@ class Tally:
         return self.trained / self.sampled if self.sampled else 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's part of a list: the parts in rank order are the list, and their lengths differ by one at most."""
+
+    rank: int = 0
+    world: int = 1
+
+    def of(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        return tasks[len(tasks) * self.rank // self.world : len(tasks) * (self.rank + 1) // self.world]
+
+
 class RolloutRounds:
-    """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run samples the same rounds."""
+    """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run samples the same rounds.
+
+    With several ranks each plays its `share` of the tasks, whole groups of them: who plays a task changes no token.
+    """
 
     def __init__(
         self,
@@ -120,6 +135,7 @@ class RolloutRounds:
         *,
         on_rollout: Callable[[Rollout], None] | None = None,
         keep: Path | None = None,
+        share: Share | None = None,
     ) -> None:
         """`keep` names a JSON-lines file that every sample is added to."""
         self.config = config
@@ -128,11 +144,12 @@ class RolloutRounds:
         self.tally = Tally()
         self._on_rollout = on_rollout
         self._keep = keep
+        self._share = share or Share()
         self._counts: dict[int, dict[str, float]] = {}
 
     async def play(self, number: int) -> list[list[Sample]]:
         tasks = self.environment.tasks(self.config.tasks, seed=seed_of(self.config.seed, number), split=self.config.split)
-        plans = plan_groups(tasks, n=self.config.group_size, seed=self.config.seed, tag=f"round-{number:05d}")
+        plans = plan_groups(self._share.of(tasks), n=self.config.group_size, seed=self.config.seed, tag=f"round-{number:05d}")
         groups = await run_groups(
             self.environment,
             plans,
@@ -147,7 +164,7 @@ class RolloutRounds:
         errors = [rollout.error for group in groups for rollout in group if rollout.error is not None]
         made = [[sample_from_json(sample) for rollout in group for sample in rollout.samples] for group in groups]
         made = [group for group in made if group]
-        if not made or len(errors) > self.config.max_failed * len(plans):
+        if (plans and not made) or len(errors) > self.config.max_failed * len(plans):
             first = errors[0] if errors else "no rollout made a sample"
             raise EngineError(
                 f"round {number}: {len(errors)} of {len(plans)} rollouts failed (rollout.max_failed = {self.config.max_failed:g}); "

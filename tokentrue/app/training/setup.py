@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.app.embedded import Embedded, embedded_gateway
-from tokentrue.app.rollout.rollouts import RolloutRounds
+from tokentrue.app.rollout.rollouts import RolloutRounds, Share
 from tokentrue.app.training.sample_files import SampleFile, vocabulary_of
 from tokentrue.app.training.settings import TrainRun, loss_for
 from tokentrue.app.wiring import REMOTE, EngineConfig, ServeConfig, ServerConfig
@@ -42,8 +42,10 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
         return loaded.to(settings.device)
 
     model = load()
+    if config.checkpoint_activations:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     wants_reference = loss.penalty is not None and loss.penalty.against == "reference"
-    reference = load().requires_grad_(False) if wants_reference else None
+    reference = shard(load().requires_grad_(False), ranks) if wants_reference else None
     trainer = Trainer(shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference)
     rollout = comparable_config(settings.rollout)
     return trainer, config_hash(identity(config, optim), optim, loss, rollout, settings.model, RunFacts.of(settings))
@@ -103,28 +105,38 @@ def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
 
 @contextlib.asynccontextmanager
 async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) -> AsyncGenerator[tuple[Any, Any, Any], None]:
-    """Rounds, where weights go, and the evaluation: live on rank 0, from a file, or nothing on the other ranks."""
+    """Rounds, where weights go, and the evaluation.
+
+    Every rank has a gateway and an engine of its own where engines run in this process. Rank 0 alone reads a file, or talks to servers.
+    """
     from tokentrue.train import Publisher, SourceRounds
+    from tokentrue.train.data.rounds import NoRounds
 
     if file is not None:
-        yield SourceRounds(file, settings.train.groups_per_step), Publisher(), None
+        yield SourceRounds(file, settings.train.groups_per_step) if ranks.first else NoRounds(), Publisher(), None
         return
-    if not ranks.first:
-        yield None, Publisher(probe=probe_for(settings, None)), evaluator_for(settings, None, ranks)
+    if not ranks.first and settings.engine.name in REMOTE:
+        yield NoRounds(), Publisher(probe=probe_for(settings, None)), evaluator_for(settings, None, ranks)
         return
     engine = engine_for(settings)
-    store = f"sqlite:{settings.out / 'sessions.sqlite'}"
+    store = f"sqlite:{settings.out / ('sessions.sqlite' if ranks.first else f'sessions-{ranks.rank}.sqlite')}"
     serve = ServeConfig(model=settings.model, engine=engine, server=ServerConfig(port=0, store=store))
     async with (
         embedded_gateway(serve) as here,
         GatewaySessions(here.base_url, sampling=settings.rollout.sampling, admin_key=here.admin_key, purge=True) as sessions,
     ):
         publisher = Publisher(here.provider, probe=probe_for(settings, here.provider))
-        yield RolloutRounds(settings.rollout, sessions), publisher, evaluator_for(settings, here, ranks)
+        rounds = RolloutRounds(settings.rollout, sessions, share=share_of(settings, ranks))
+        yield rounds, publisher, evaluator_for(settings, here, ranks)
+
+
+def share_of(settings: TrainRun, ranks: Any) -> Share:
+    """Which part of a round's tasks this rank plays: all of them where it alone has engines."""
+    return Share() if settings.engine.name in REMOTE else Share(rank=ranks.rank, world=ranks.world)
 
 
 def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Evaluator | None:
-    """Held-out tasks through the run's own gateway."""
+    """Held-out tasks through the run's own gateways; `here` is this rank's."""
     from tokentrue.train.checks.evaluating import Evaluator
 
     wanted = settings.evaluation
@@ -133,9 +145,11 @@ def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Eval
     greedy = replace(settings.rollout, temperature=wanted.temperature)
 
     async def play() -> list[list[float]]:
-        assert here is not None
+        if here is None:
+            return []
         environment = load_environment(greedy.environment, greedy.options)
-        plans = plan_groups(environment.tasks(wanted.tasks, seed=0, split="heldout"), n=wanted.attempts, seed=0, tag="evaluation")
+        tasks = share_of(settings, ranks).of(environment.tasks(wanted.tasks, seed=0, split="heldout"))
+        plans = plan_groups(tasks, n=wanted.attempts, seed=0, tag="evaluation")
         async with GatewaySessions(here.base_url, sampling=greedy.sampling, admin_key=here.admin_key, purge=True) as sessions:
             groups = await run_groups(environment, plans, sessions, concurrency=greedy.concurrency, timeout_s=greedy.timeout_s)
         return [[rollout.reward or 0.0 for rollout in group] for group in groups]

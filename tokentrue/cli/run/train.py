@@ -1,7 +1,8 @@
 """tokentrue train: the reference trainer, live against a gateway of its own or offline from a file of samples.
 
-One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: rank 0 then runs gateway, engine and environment, and
-all ranks train. The output directory holds checkpoints, `metrics.jsonl`, the files of `log` and the resolved configuration.
+One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: every rank then runs a gateway, an engine and its part of
+the rollouts, and all ranks train. The output directory holds checkpoints, `metrics.jsonl`, the files of `log` and the resolved
+configuration.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +50,7 @@ def command(
     quiet_libraries(settings.threads)
     require_device(settings.device)
     ranks = join(settings.device)
+    settings = replace(settings, device=ranks.device)
     try:
         with rollout_log(settings.out):
             asyncio.run(run(settings, ranks, as_json=as_json, trust=trust))

@@ -43,7 +43,7 @@ class DiskPublisher:
         if self._root is None:
             raise ConfigError(f"publishing to {self._engine.name} needs weights_dir=, a directory that the server sees")
         keep = () if self._published is None else (self._published.directory,)
-        self._written = await asyncio.to_thread(write_weights, list(weights), self._root, version=version, keep=keep)
+        self._written = await asyncio.to_thread(write_weights, weights, self._root, version=version, keep=keep)
         await self._load(self._written)
 
     async def rejoin(self) -> None:

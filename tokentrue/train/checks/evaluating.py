@@ -12,7 +12,7 @@ Rewards = Sequence[Sequence[float]]  # by task, one for each attempt
 
 
 class Evaluator:
-    """Called after every step. `run` runs the tasks on rank 0, where the engines are; all ranks get the result."""
+    """Called after every step. `run` runs this rank's tasks, on a rank without engines none; all ranks get the result of all."""
 
     def __init__(self, config: EvaluationConfig, run: Callable[[], Awaitable[Rewards]], ranks: Ranks | None = None) -> None:
         self.config = config
@@ -25,7 +25,9 @@ class Evaluator:
     async def __call__(self, version: int) -> Mapping[str, float]:
         if not self.config.every or version % self.config.every:
             return {}
-        rewards = self._ranks.from_first(await self._run() if self._ranks.first else None)
+        mine = await self._run()
+        await self._ranks.meet()
+        rewards = [attempts for part in self._ranks.everyone(mine) for attempts in part]
         means = [sum(attempts) / len(attempts) for attempts in rewards]
         mean = sum(means) / len(means)
         self._without_gain = 0 if mean > self.best else self._without_gain + 1

@@ -80,7 +80,9 @@ class Probe:
 
     async def _sampled(self, trainer: Trainer) -> list[Completion]:
         """What each engine sampled, on every rank."""
-        found = trainer.ranks.from_first(await self._sample(trainer) if trainer.ranks.first else None)
+        mine = await self._sample(trainer) if trainer.ranks.first else None
+        await trainer.ranks.meet()
+        found = trainer.ranks.from_first(mine)
         if not found:
             raise EngineError("no engine answered the probe")
         return found

@@ -14,9 +14,19 @@ Groups = list[list[Sample]]
 
 
 class Rounds(Protocol):
-    """`play(j)` returns the groups of round j, in a fixed order. With a lag, several rounds are in progress at once."""
+    """`play(j)` returns the groups of round j, in a fixed order. With a lag, several rounds are in progress at once.
+
+    With several ranks each has rounds of its own: `play` returns this rank's part, and the parts in rank order are the round.
+    """
 
     async def play(self, number: int) -> Groups: ...
+
+
+class NoRounds:
+    """Of a rank that plays nothing: another one reads the file, or holds the connections to the engines."""
+
+    async def play(self, number: int) -> Groups:
+        return []
 
 
 @runtime_checkable

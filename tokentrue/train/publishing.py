@@ -1,0 +1,88 @@
+"""Weights from the trainer to the engines: every rank takes part, each hands them to its own sinks, and then the engines are probed.
+
+With several ranks weights are gathered one tensor at a time and handed on as they come: no rank ever holds the whole model twice. A sink
+that fails half-way must not leave the others waiting in a collective, so its rank walks on through the rest, and then all ranks stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tokentrue.errors import EngineError
+from tokentrue.protocols import WeightSink
+from tokentrue.train.checks.probing import Probe
+from tokentrue.train.trainer import Trainer
+
+
+class Publisher:
+    """`sinks` are this rank's; other ranks have their own, or none. Every rank calls it."""
+
+    def __init__(self, *sinks: WeightSink, probe: Probe | None = None) -> None:
+        self.sinks = sinks
+        self.probe = probe
+        self.seconds = 0.0
+        self.metrics: dict[str, float] = {}
+
+    async def __call__(self, trainer: Trainer) -> None:
+        began = time.perf_counter()
+        await self.hand_over(trainer)
+        await self.check(trainer)
+        self.seconds = time.perf_counter() - began
+
+    async def hand_over(self, trainer: Trainer) -> None:
+        if trainer.ranks.world == 1:
+            weights = list(trainer.weights())  # the parameters themselves: nothing is copied
+            for sink in self.sinks:
+                await sink.publish(weights, version=trainer.version)
+            return
+        await self.hand_over_gathered(trainer)
+
+    async def hand_over_gathered(self, trainer: Trainer) -> None:
+        passing = Passing(trainer.weights())
+        trouble: Exception | None = None
+        try:
+            if len(self.sinks) > 1:
+                kept = await asyncio.to_thread(list, passing)
+                for sink in self.sinks:
+                    await sink.publish(kept, version=trainer.version)
+            for sink in self.sinks if len(self.sinks) == 1 else ():
+                await sink.publish(passing, version=trainer.version)
+        except Exception as error:  # told to all ranks below
+            trouble = error
+        await asyncio.to_thread(passing.finish)
+        said = trainer.ranks.everyone("" if trouble is None else f"{type(trouble).__name__}: {trouble}")
+        if trouble is not None:
+            raise trouble
+        for rank, words in enumerate(said):
+            if words:
+                raise EngineError(f"rank {rank} could not publish version {trainer.version}: {words}")
+
+    async def begin(self, trainer: Trainer) -> None:
+        """Before the first round: remote engines prove that they take weights, and get the trainer's; so do engines of a resumed run."""
+        if self.probe is not None:
+            await self.probe.prove(trainer, self.hand_over)
+        if self.probe is not None or trainer.version:
+            await self(trainer)
+
+    async def check(self, trainer: Trainer) -> None:
+        """Whether the engines have the trainer's weights."""
+        if self.probe is not None:
+            found = await self.probe(trainer)
+            self.metrics = {"probe/delta": found.delta, "probe/engines": found.engines}
+
+
+class Passing(Iterable[tuple[str, Any]]):
+    """Weights that are gathered while somebody iterates; `finish` gathers, and drops, those that nobody asked for."""
+
+    def __init__(self, weights: Iterator[tuple[str, Any]]) -> None:
+        self._weights = weights
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return self._weights
+
+    def finish(self) -> None:
+        deque(self._weights, maxlen=0)
