@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,20 +16,27 @@ import pytest
 from tests.providers.test_vllm_real import serve
 from tokentrue.cli.main import run as command
 from tokentrue.environments import SMALL_MODEL
+from tokentrue.providers.transport.weights import WrittenWeights
 from tokentrue.providers.vllm import VLLMProvider
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 OPTIONS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "64")
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+def start(folder: Path, name: str, *options: str) -> tuple[Any, str]:
     python = os.environ.get("TOKENTRUE_VLLM_PYTHON")
     if not python:
         pytest.fail("TOKENTRUE_VLLM_PYTHON names no Python with vllm; see docs/engines.md")
+    return serve(python, SMALL_MODEL, folder / f"{name}.log", *OPTIONS, *options, context=1024)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     folder = tmp_path_factory.mktemp("vllm")
-    started = [serve(python, SMALL_MODEL, folder / f"{i}.log", *OPTIONS, context=1024) for i in range(2)]
+    started: list[Any] = []
     try:
+        for number in range(2):
+            started.append(start(folder, str(number)))
         yield started
     finally:
         for process, _ in started:
@@ -34,37 +44,97 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
             process.wait()
 
 
-def settings(out: Path, urls: list[str], steps: int) -> list[str]:
+def settings(out: Path, urls: list[str], steps: int, **more: object) -> list[str]:
     sets = {
         "engine.name": "vllm", "engine.urls": json.dumps(urls), "rollout.tasks": 4, "rollout.group_size": 6, "rollout.timeout_s": 600,
-        "train.steps": steps, "train.exact": "false", "optim.lr": 4e-4, "log": "[]", "threads": 1,
+        "train.steps": steps, "train.exact": "false", "optim.lr": 4e-4, "log": "[]", "threads": 1, **more,
     }  # fmt: skip
     return ["--out", str(out), "--json", *(part for key, value in sets.items() for part in ("--set", f"{key}={value}"))]
 
 
-def test_grpo_goes_on_when_a_replica_is_killed(servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def rows_on_file(out: Path) -> list[dict[str, Any]]:
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_server_that_stops_loading_weights_stops_the_run(
+    servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path was proven at the start; from version 2 on a server only says that it has the weights."""
+    load = VLLMProvider.load_from_disk
+
+    async def load_some(self: VLLMProvider, written: WrittenWeights) -> None:
+        if written.version < 2:
+            await load(self, written)
+            return
+        await self._post("/update_weight_version", {"new_version": str(written.version)})
+        self._loaded = written.version
+
+    monkeypatch.setattr(VLLMProvider, "load_from_disk", load_some)
+    assert command("train", settings(tmp_path, [servers[0][1]], 4)) == 2
+    said = capsys.readouterr()
+    assert "policy version 2: an engine's log-probabilities are" in said.err and "other weights" in said.err
+    assert [row["step"] for row in rows_on_file(tmp_path)] == [0], (
+        "the step after which the engine kept its weights is not reported as done"
+    )
+
+
+def test_a_server_that_never_loads_weights_stops_the_run_at_its_start(
+    servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def only_the_version(self: VLLMProvider, written: WrittenWeights) -> None:
+        await self._post("/update_weight_version", {"new_version": str(written.version)})
+        self._loaded = written.version
+
+    monkeypatch.setattr(VLLMProvider, "load_from_disk", only_the_version)
+    assert command("train", settings(tmp_path, [servers[0][1]], 3)) == 2
+    assert "does not take published weights" in capsys.readouterr().err
+
+
+def test_grpo_goes_on_when_a_replica_is_killed_in_mid_run(servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights go through shared memory: a directory of /dev/shm, which the engine's own loader maps."""
     urls = [url for _, url in servers]
-    assert command("train", settings(tmp_path, urls, 2)) == 0
-    both = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["probe/engines"] for row in both] == [2, 2]
-    servers[1][0].kill()
-    servers[1][0].wait()
-    assert command("train", settings(tmp_path, urls, 5)) == 0, "the run resumes with the replica that is left"
-    rest = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["probe/engines"] for row in rest] == [1, 1, 1]
-    rows = both + rest
+    killed: list[int] = []
+
+    def kill() -> None:
+        until = time.monotonic() + 900
+        while len(rows_on_file(tmp_path)) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.5)  # the third round is being sampled
+        servers[1][0].kill()
+        servers[1][0].wait()
+        killed.append(len(rows_on_file(tmp_path)))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as weights:
+        assert command("train", settings(tmp_path, urls, 5, **{"engine.options.weights_dir": weights})) == 0
+    killer.join()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    print_figures(capsys, rows)
+    assert killed == [2], "it was killed in the third round"
+    assert [row["probe/engines"] for row in rows] == [2, 2, 1, 1, 1]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert all(row["staleness_max"] == 0 and row["rollouts/failed"] == 0 for row in rows)
+    assert all(row["staleness_max"] == 0 and row["rollouts/failed"] == 0 for row in rows), "a rollout was lost with the replica"
     assert all(row["mismatch/delta_abs_mean"] < 1e-4 and row["probe/delta"] < 1e-3 for row in rows), "float32 on both sides"
     assert sum(row["reward"] for row in rows[3:]) / 2 > sum(row["reward"] for row in rows[:2]) / 2
 
 
-def test_a_server_that_does_not_load_the_weights_stops_the_run(
-    servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def only_the_version(self: VLLMProvider, written: Any) -> None:
-        await self._post("/update_weight_version", {"new_version": str(written.version)})
+def test_bfloat16_on_both_sides_has_the_mismatch_of_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process, url = start(tmp_path, "bf16", "--dtype", "bfloat16")
+    try:
+        assert command("train", settings(tmp_path / "run", [url], 2, dtype="bfloat16")) == 0
+    finally:
+        process.kill()
+        process.wait()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    print_figures(capsys, rows)
+    assert [row["policy_version"] for row in rows] == [1, 2]
+    assert all(1e-4 < row["mismatch/delta_abs_mean"] < 0.1 for row in rows), "neither float32 nor other weights"
 
-    monkeypatch.setattr(VLLMProvider, "_reload", only_the_version)
-    assert command("train", settings(tmp_path, [servers[0][1]], 3)) == 2
-    assert "does not take published weights" in capsys.readouterr().err
+
+def print_figures(capsys: pytest.CaptureFixture[str], rows: list[dict[str, Any]]) -> None:
+    with capsys.disabled():
+        for row in rows:
+            keys = ("step", "reward", "mismatch/delta_abs_mean", "mismatch/delta_max", "probe/delta", "probe/engines")
+            print({key: row[key] for key in keys}, {key: round(value, 2) for key, value in row["seconds"].items()})

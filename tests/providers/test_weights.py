@@ -15,6 +15,7 @@ from tokentrue.errors import EngineError, EngineRejected, EngineUnreachable, Tra
 from tokentrue.providers.pool import Pool
 from tokentrue.providers.transport.weights import write_weights
 from tokentrue.providers.vllm import VLLMProvider
+from tokentrue.types import Completion, Finish, Sampling
 
 
 def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
@@ -44,16 +45,24 @@ class Server:
         self.calls: list[str] = []
         self.refuse: set[str] = set()  # directories
         self.clears = True
+        self.version = "default"
+        self.stamps = True  # whether it takes the version that it is told
 
     def app(self) -> web.Application:
         app = web.Application()
         app.add_routes([web.post(path, self.note) for path in ("/pause", "/resume", "/update_weight_version")])
         app.add_routes([web.post("/collective_rpc", self.reload), web.post("/reset_prefix_cache", self.reset)])
+        app.add_routes([web.get("/weight_info", self.info)])
         return app
 
     async def note(self, request: web.Request) -> web.Response:
         self.calls.append(request.path.lstrip("/"))
+        if request.path == "/update_weight_version" and self.stamps:
+            self.version = (await request.json())["new_version"]
         return web.json_response({})
+
+    async def info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
 
     async def reload(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -105,6 +114,16 @@ async def test_a_cache_that_is_not_cleared_is_a_refusal(tmp_path: Path) -> None:
         await provider.close()
 
 
+async def test_a_server_that_does_not_name_the_version_refuses_it(tmp_path: Path) -> None:
+    server = Server()
+    server.stamps = False
+    async with TestServer(server.app()) as http:
+        provider = VLLMProvider(str(http.make_url("")), weights_dir=tmp_path, retries=0)
+        with pytest.raises(EngineRejected, match="reports weight version 'default' after loading version 1"):
+            await provider.publish(weights(), version=1)
+        await provider.close()
+
+
 class Replica:
     name, truthful_filters = "replica", frozenset[str]()
 
@@ -126,6 +145,11 @@ class Replica:
     async def rejoin(self) -> None:
         self.rejoined += 1
 
+    async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Completion:
+        if self.away:
+            raise EngineUnreachable("gone")
+        return Completion(token_ids=(1,), logprobs=(-0.5,), finish=Finish.LENGTH, prompt_tokens=len(prompt_ids))
+
 
 async def test_a_replica_that_missed_a_publication_is_not_used_until_it_has_the_weights() -> None:
     a, b = Replica(), Replica()
@@ -142,3 +166,22 @@ async def test_a_replica_that_missed_a_publication_is_not_used_until_it_has_the_
     a.away = b.away = True
     with pytest.raises(EngineError, match="no engine took the weights"):
         await pool.publish(weights(), version=4)
+
+
+async def test_a_replica_that_failed_gets_the_weights_again_before_it_is_used() -> None:
+    """It may have been started anew between two publications, with the weights of its start."""
+    a, b = Replica(), Replica()
+    pool = Pool([a, b])  # type: ignore[list-item]
+    await pool.publish(weights(), version=3)
+    session = next(f"session {i}" for i in range(64) if pool.order(f"session {i}")[0] == 1)
+    b.away = True
+    await pool.generate([1, 2], Sampling(max_tokens=1), session=session)
+    assert pool.order(session) == [0, 1], "the failed one comes last"
+    b.away = False
+    await pool.health()
+    assert b.rejoined == 1 and pool.order(session)[0] == 1
+    b.away = True
+    await pool.generate([1, 2], Sampling(max_tokens=1), session=session)
+    a.away, b.away = True, False
+    await pool.generate([1, 2], Sampling(max_tokens=1), session=session)
+    assert b.rejoined == 2, "used without the weights"

@@ -38,7 +38,8 @@ class Pool:
         if not replicas:
             raise ConfigError("a pool needs at least one engine")
         self._replicas = list(replicas)
-        self._down: set[int] = set()
+        self._down: set[int] = set()  # replicas that failed; each gets the weights again before it is used
+        self._restoring = asyncio.Lock()
         self._stale: set[int] = set()  # replicas that missed the last publication
         self._open = asyncio.Event()
         self._open.set()
@@ -92,11 +93,15 @@ class Pool:
     async def health(self) -> Mapping[str, Any]:
         """Asks every replica; raises when none answers."""
         answers = await asyncio.gather(*(replica.health() for replica in self._replicas), return_exceptions=True)
-        self._down = {i for i, answer in enumerate(answers) if isinstance(answer, BaseException)}
+        failed = {i for i, answer in enumerate(answers) if isinstance(answer, BaseException)}
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineError):
                 raise answer
-        await self._rejoin()
+        back = (self._down | self._stale) - failed
+        self._down |= failed
+        for i in sorted(back):
+            with contextlib.suppress(EngineError):
+                await self._restore(i)
         alive = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not alive:
             raise EngineUnreachable(f"no engine is reachable (tried {len(answers)}): {answers[0]}")
@@ -129,14 +134,16 @@ class Pool:
         """The replicas that have the weights which were published last."""
         return [replica for i, replica in enumerate(self._replicas) if i not in self._stale]
 
-    async def _rejoin(self) -> None:
-        """Gives replicas that missed a publication the weights, as soon as they answer again."""
-        for i in sorted(self._stale - self._down):
-            replica = self._replicas[i]
+    async def _restore(self, index: int) -> None:
+        """Gives a replica that failed, or missed a publication, the weights: it may have been started anew, with those of its start."""
+        replica = self._replicas[index]
+        async with self._restoring:
+            if index not in self._down | self._stale:
+                return
             if isinstance(replica, Rejoining):
-                with contextlib.suppress(EngineError):
-                    await replica.rejoin()
-                    self._stale.discard(i)
+                await replica.rejoin()
+                self._stale.discard(index)
+            self._down.discard(index)
 
     async def close(self) -> None:
         if self._checker is not None:
@@ -184,6 +191,8 @@ class Pool:
             index = self._choose(session)
             replica, got, final = self._replicas[index], list[Chunk](), None
             try:
+                if index in self._down:
+                    await self._restore(index)
                 source: Any = replica.stream(ids, rest, session=session) if streamed else _as_stream(replica, ids, rest, session)
                 async with aclosing(source) as chunks:
                     async for chunk in chunks:

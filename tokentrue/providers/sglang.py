@@ -28,6 +28,7 @@ from tokentrue.providers.transport.answers import (
     SGLangUpdate,
     decode_answer,
     raise_fault,
+    require_version,
     version_from,
 )
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
@@ -96,16 +97,20 @@ class SGLangProvider:
         yield Chunk(final=self._complete(builder, meta))
 
     async def health(self) -> Mapping[str, Any]:
-        """Facts of /model_info (older servers: /get_model_info); a server without a weight version cannot stamp policies."""
-        try:
-            data = await self._http.read("GET", "/model_info")
-        except EngineContractError:
-            data = await self._http.read("GET", "/get_model_info")
-        info = decode_answer(data, SGLangInfo, where=f"{self._http.url}/model_info")
+        """Facts of /model_info; a server without a weight version cannot stamp policies."""
+        info = await self._info()
         if info.weight_version is None:
             raise EngineContractError("this SGLang does not report weight_version; 0.5.2 or newer is needed")
         version = version_from(info.weight_version)
         return {"engine": self.name, "url": self._http.url, "model": info.model_path, "version": version}
+
+    async def _info(self) -> SGLangInfo:
+        """/model_info (older servers: /get_model_info)."""
+        try:
+            data = await self._http.read("GET", "/model_info")
+        except EngineContractError:
+            data = await self._http.read("GET", "/get_model_info")
+        return decode_answer(data, SGLangInfo, where=f"{self._http.url}/model_info")
 
     async def tokenize(self, text: str) -> TokenIds | None:
         """/tokenize, which compares the server's tokenizer with ours; older servers do not have it."""
@@ -129,6 +134,7 @@ class SGLangProvider:
         answer = decode_answer(data, SGLangUpdate, where=f"{self._http.url}/update_weights_from_disk")
         if not answer.success:
             raise EngineRejected(f"sglang did not take the weights: {answer.message}")
+        require_version(self.name, (await self._info()).weight_version, written.version)
 
     async def resume_with_weights(self) -> None:
         await self._http.read("POST", "/continue_generation", {}, retry=False)

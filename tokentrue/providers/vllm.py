@@ -31,8 +31,10 @@ from tokentrue.providers.transport.answers import (
     VLLMTop,
     VLLMUsage,
     VLLMVersions,
+    VLLMWeights,
     decode_answer,
     raise_fault,
+    require_version,
     version_from,
 )
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
@@ -148,12 +150,15 @@ class VLLMProvider:
         await self._post("/pause?mode=keep")
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
-        """Reload, recompute every cached key and value, stamp the version. Each answer is required."""
+        """Reload, recompute every cached key and value, stamp the version and ask for it. Each answer is required."""
         await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}})
         answer = orjson.loads(await self._http.read("POST", "/reset_prefix_cache?reset_running_requests=true", {}, retry=False) or b"{}")
         if not answer.get("success", False):
             raise EngineRejected("vllm did not clear its prefix cache, which holds keys and values of the old weights")
         await self._post("/update_weight_version", {"new_version": str(written.version)})
+        where = f"{self._http.url}/weight_info"
+        found = decode_answer(await self._http.read("GET", "/weight_info"), VLLMWeights, where=where)
+        require_version(self.name, found.weight_version, written.version)
         self._loaded = written.version
 
     async def resume_with_weights(self) -> None:

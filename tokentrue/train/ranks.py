@@ -99,18 +99,21 @@ def leave() -> None:
 def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     """FSDP2: each decoder layer is a unit, and the rest (embeddings, tied or not, final norm, head) is one.
 
-    Parameters are gathered whole before they are used, so that the operators see the same numbers as in one process.
+    Parameters are gathered whole before they are used, so that the operators see the same numbers as in one process. Gradients are
+    summed in float32.
     """
     if ranks.world == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     kind = "cuda" if next(model.parameters()).is_cuda else "cpu"
     mesh = init_device_mesh(kind, (ranks.world,))
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for unit in (*layers_of(model), model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        if isinstance(unit, FSDPModule) and torch.distributed.get_backend() == "gloo":
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean of tensors on a GPU
     return model
 
 

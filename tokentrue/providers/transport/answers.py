@@ -125,6 +125,12 @@ class VLLMModels(msgspec.Struct):
     data: list[VLLMModel]
 
 
+class VLLMWeights(msgspec.Struct):
+    """/weight_info."""
+
+    weight_version: str | int | None = None
+
+
 class Tokenized(msgspec.Struct):
     """/tokenize of both engines."""
 
@@ -153,3 +159,9 @@ def version_from(text: str | int | None) -> int:
     if version > MAX_VERSION:
         raise EngineContractError(f"weight version {text!r} does not fit 64 bits; publish versions that count steps")
     return version
+
+
+def require_version(engine: str, reported: str | int | None, version: int) -> None:
+    """Raises where an engine does not say that it has the weights which were just loaded."""
+    if version_from(reported) != version:
+        raise EngineRejected(f"{engine} reports weight version {reported!r} after loading version {version}")

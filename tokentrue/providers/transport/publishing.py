@@ -36,6 +36,7 @@ class DiskPublisher:
     def __init__(self, engine: LoadsFromDisk, root: str | Path | None, *, place: str) -> None:
         self._engine = engine
         self._root = None if root is None else Path(root) / place
+        self._loading = asyncio.Lock()
         self._written: WrittenWeights | None = None
         self._published: WrittenWeights | None = None
 
@@ -43,13 +44,15 @@ class DiskPublisher:
         if self._root is None:
             raise ConfigError(f"publishing to {self._engine.name} needs weights_dir=, a directory that the server sees")
         keep = () if self._published is None else (self._published.directory,)
-        self._written = await asyncio.to_thread(write_weights, weights, self._root, version=version, keep=keep)
-        await self._load(self._written)
+        async with self._loading:
+            self._written = await asyncio.to_thread(write_weights, weights, self._root, version=version, keep=keep)
+            await self._load(self._written)
 
     async def rejoin(self) -> None:
         """Loads the weights that were written last: for a server that was away when they were published."""
-        if self._written is not None:
-            await self._load(self._written)
+        async with self._loading:
+            if self._written is not None:
+                await self._load(self._written)
 
     async def _load(self, written: WrittenWeights) -> None:
         before, name = self._published, self._engine.name
