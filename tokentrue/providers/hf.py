@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tokentrue.errors import ConfigError, SamplingError
+from tokentrue.hub import locate_model
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import refuse_constraints
@@ -114,7 +115,7 @@ def _load(model: str, dtype: str, device: str) -> torch.nn.Module:
 
     models: Any = AutoModelForCausalLM
     try:
-        loaded: Any = models.from_pretrained(model, dtype=getattr(torch, dtype))
+        loaded: Any = models.from_pretrained(locate_model(model), dtype=getattr(torch, dtype))
         return loaded.to(device)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load model {model!r}: {str(error).splitlines()[0]}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
+from tokentrue.hub import locate_model
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES
 from tokentrue.renderers.extending.extender import History
@@ -127,8 +128,9 @@ def _load_tokenizer(model: str | Path) -> Any:
         )
     if Path(model).is_dir() and not any((Path(model) / name).is_file() for name in _TOKENIZER_FILES):
         raise TokenizerError(f"model: directory {str(model)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:-2])}): is it a model's?")
+    located = locate_model(model)
     try:
-        tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(str(model), trust_remote_code=False)
+        tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(located, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; to the user they are one
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise TokenizerError(f"model: no tokenizer could be loaded from {str(model)!r}: {reason}") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import FileFormatError, RenderError
+from tokentrue.hub import locate_model
 from tokentrue.samples.reading import read_sound_samples, require_model
 from tokentrue.types import Sample
 
@@ -28,7 +29,7 @@ def vocabulary_of(model: str) -> int:
 
     configs: Any = AutoConfig
     try:
-        return int(configs.from_pretrained(model).get_text_config().vocab_size)
+        return int(configs.from_pretrained(locate_model(model)).get_text_config().vocab_size)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise FileFormatError(f"model: no configuration could be loaded from {model!r}: {reason}") from error

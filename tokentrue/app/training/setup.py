@@ -15,6 +15,7 @@ from tokentrue.app.wiring import REMOTE, EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments import RolloutConfig, load_environment, plan_groups, run_groups
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import ConfigError
+from tokentrue.hub import locate_model
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig
@@ -36,7 +37,7 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     def load() -> Any:
         models: Any = AutoModelForCausalLM
         try:
-            loaded: Any = models.from_pretrained(settings.model_path, dtype=getattr(torch, settings.dtype))
+            loaded: Any = models.from_pretrained(locate_model(settings.model_path), dtype=getattr(torch, settings.dtype))
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: cannot load a model from {settings.model_path}: {error}") from error
         return loaded.to(settings.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import EngineError, ExactnessError, FileFormatError
+from tokentrue.hub import locate_model
 
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
@@ -31,15 +32,16 @@ def read_model(source: str | Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.quantization_config import Mxfp4Config
 
+    located = locate_model(source)
     try:
-        stored: Any = getattr(AutoConfig.from_pretrained(str(source)), "quantization_config", None)
+        stored: Any = getattr(AutoConfig.from_pretrained(located), "quantization_config", None)
         options: dict[str, Any] = {}
         if stored is not None:
             method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
             if method != "mxfp4":
                 raise ExactnessError(f"{source} is quantised ({method}): no exact form; give the engine the model in {dtype}, or MXFP4")
             options["quantization_config"] = Mxfp4Config(dequantize=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, attn_implementation="eager", **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(located, dtype=dtype, attn_implementation="eager", **options)
         if options:  # transformers dequantises to bfloat16, whatever the dtype
             for name, parameter in model.named_parameters():
                 parameter.data = parameter.data.to(dtype) if ".experts." in name else parameter.data

@@ -1,0 +1,49 @@
+"""Where a model's files are: a directory, or a hub id whose files the hub serves or its cache holds.
+
+transformers asks a hub that it cannot reach for file after file, each six times over 23 seconds. One request, sent before, tells whether
+the hub answers; where it does not, the cache is used, or the error says what to do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokentrue.errors import ConfigError
+
+ANSWER_S = 5.0
+
+
+def locate_model(model: str | Path) -> str:
+    """What transformers should load: `model` itself, or the cached directory of a hub id while the hub cannot be reached."""
+    if Path(model).is_dir():
+        return str(model)
+    reason = why_unreachable()
+    if reason is None:
+        return str(model)
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(str(model), local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ConfigError(
+            f"model: {str(model)!r} is neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason}); "
+            f"give a model's directory, or connect to {constants.ENDPOINT}"
+        ) from None
+
+
+def why_unreachable() -> str | None:
+    """None where the hub answers, whatever it says; proxies and HF_ENDPOINT count, as in transformers' own requests."""
+    import httpx
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    session: Any = get_session()
+    try:
+        session.head(constants.ENDPOINT, timeout=ANSWER_S)
+    except (httpx.HTTPError, OSError) as error:  # OSError: versions of the library that use requests
+        return str(error) or type(error).__name__
+    return None
