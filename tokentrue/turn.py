@@ -226,6 +226,7 @@ class Session:
                 request_keys=turn.request_keys,
             )
             drafts = await self._generate(turn, prepared)
+            turn.is_complete = True
             replies = await self._commit(drafts, prepared)
             await self._close(turn, [reply.node for reply in replies])
         except BaseException as error:

@@ -1,7 +1,8 @@
 """Single-flight: equal requests that are in flight together are one turn, generated once.
 
 A turn runs in its own task. It is cancelled when its last caller leaves, and from that moment on nobody can join it: the same request
-asked again starts anew, even while the engine is still aborting.
+asked again starts anew, even while the engine is still aborting. A turn that is complete and being written is not cancelled: whoever comes
+back meanwhile joins it, so that no key ever names two answers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class InFlightTurn:
         self.identity, self.streamed = identity, streamed
         self.request_keys: list[str] = []  # of its callers, the first caller's first
         self.outcome_if_cancelled: Outcome = "disconnected"
+        self.is_complete = False  # sampled and parsed: what is left is to write it
         self._callers, self._is_cancelled = 0, False
         self._events: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
         self._task: asyncio.Task[tuple[Reply, ...]] | None = None
@@ -72,10 +74,10 @@ class InFlightTurn:
             await self.cancel("disconnected")
 
     async def cancel(self, outcome: Outcome) -> None:
-        """Ends the turn, and returns when what was sampled of it is recorded under `outcome`."""
+        """Ends the turn, and returns when what was sampled of it is recorded under `outcome`, or as served where it is complete."""
         if self._task is None or self._task.done():
             return
-        if not self._is_cancelled:  # a second cancellation would interrupt the commit of what was sampled
+        if not self._is_cancelled and not self.is_complete:  # a second cancellation would interrupt the commit of what was sampled
             self._is_cancelled, self.outcome_if_cancelled = True, outcome
             self._group.remove(self)
             self._task.cancel()
