@@ -327,7 +327,7 @@ class Session:
 
     async def replace_key(self, key_hash: str) -> None:
         """The session's API key is another one from now on; the one before opens nothing any more."""
-        await self._change(lambda record: replace(record, key_hash=key_hash))
+        await self._change(lambda record: replace(record, key_hash=key_hash, first_key_hash=record.first_key_hash or record.key_hash))
 
     async def end(self) -> None:
         """No further turn is admitted, and turns in flight end here, recorded as "deleted"; the record stays readable."""

@@ -270,5 +270,3 @@ def test_settings_have_positive_limits() -> None:
     with pytest.raises(ConfigError, match=r"limits.write_s"):
         GatewayLimits(write_s=0)
     assert replace(GatewayLimits(), message_cache_bytes=0).message_cache_bytes == 0
-
-

@@ -44,7 +44,8 @@ class SessionHandle:
         self.counted_bytes = 0  # of its memory, in the registry's sum
         self.in_flight = 0
         self.last_used = time.monotonic()
-        seal = Seal((session.record.key_hash or session.id).encode())
+        record = session.record
+        seal = Seal((record.first_key_hash or record.key_hash or session.id).encode())
         responses = OpenAIResponses(seal, session.tree.find_arguments)
         every: tuple[Dialect, ...] = (OpenAIChat(), responses, Anthropic(seal), Google(seal))
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
@@ -114,7 +115,7 @@ class SessionHandle:
         return history[1 if head.continues.instructed else 0 :]
 
     # Names of retried requests.
-    def request_key(self, scope: Scope, body: bytes) -> str | None:
+    def request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
         """A name that a request shares with its retries and with no other request; None where the client will not retry by name."""
         given = header(scope, b"idempotency-key")
         retries = header(scope, b"x-stainless-retry-count")
@@ -122,7 +123,7 @@ class SessionHandle:
             return f"key:{given}"  # whether it names this request, the session says, which has the record
         if retries is None:
             return None
-        digest = body_digest(body)
+        digest = body_digest(dialect, body)
         if retries == "0" or digest not in self._numbers:
             recorded = self._requests_with(digest)
             self._numbers[digest] = recorded if retries == "0" else max(0, recorded - 1)  # the latter: a retry after a restart
@@ -188,8 +189,9 @@ def ignores_tools(renderer: Renderer) -> bool:
         return False  # the request's own rendering says what is wrong
 
 
-def body_digest(body: bytes) -> str:
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
+def body_digest(dialect: Dialect, body: bytes) -> str:
+    """Some bodies are requests of several dialects: their answers differ."""
+    return hashlib.blake2b(body, digest_size=16, person=dialect.name.encode()).hexdigest()
 
 
 class SessionRegistry:

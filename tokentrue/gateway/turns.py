@@ -100,7 +100,7 @@ class TurnHandler:
         with self._services.bodies.reserve() as take:
             body = await read_body(scope, receive, self._services.config.limits.body_bytes, take)
             head, messages = handle.parse(dialect, body)
-            request_key = handle.request_key(scope, body)
+            request_key = handle.request_key(scope, dialect, body)
         request = TurnRequest(
             messages=messages,
             tools=head.tools,

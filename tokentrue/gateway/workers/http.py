@@ -61,9 +61,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_body = True
         self._limit_time(self.limits.body_s)
         super().on_headers_complete()
-        if (
-            self.parser is not None and self.parser.should_upgrade()
-        ):  # another protocol may follow: the connection ends with this answer
+        if self.parser is not None and self.parser.should_upgrade():  # another protocol may follow: the connection ends with this answer
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:

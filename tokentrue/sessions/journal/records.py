@@ -25,7 +25,8 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """What is known of a session besides its nodes. `sampling` are the pinned values; `key_hash` names its API key.
+    """What is known of a session besides its nodes. `sampling` are the pinned values; `key_hash` names its API key, `first_key_hash` the
+    one that it began with, where that was replaced: what was sealed for its agent is checked by it.
 
     `late_keys` are request keys that joined a turn while its nodes were being written, with the ids of those nodes: a node that is
     written already cannot hold them.
@@ -40,6 +41,7 @@ class SessionRecord:
     template: str = ""
     tokenizer: str = ""
     key_hash: str | None = None
+    first_key_hash: str | None = None
     state: Literal["open", "ended"] = "open"
     created: float = 0.0
     ended: float | None = None
@@ -69,6 +71,8 @@ def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
         "tokenizer": record.tokenizer,
         "rewards": {"session": rewards.session, "leaves": rewards.leaves, "metadata": rewards.metadata},
     }
+    if record.first_key_hash is not None:
+        body["first_key_hash"] = record.first_key_hash
     if record.late_keys:
         body["late_keys"] = record.late_keys
     ended = None if record.ended is None else float(record.ended)
