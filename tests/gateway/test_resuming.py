@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.inside import Parrot, ask, gateway, new_session
+from tests.gateway.world import call
 from tokentrue.gateway import Gateway
 from tokentrue.types import Completion, Ids, Sampling
 
@@ -60,6 +61,37 @@ async def test_sealed_reasoning_outlives_the_key_of_its_session(agent: Any, tmp_
     _, shown = await ask(app, "GET", path)
     nodes = json.loads(shown)["nodes"]
     assert [node["projection"] for node in nodes] == ["root", "exact", "exact"], nodes
+    await app.close()
+
+
+ODD_ARGUMENTS = (
+    '{"n": 18446744073709551616}', '{"n": -0.0}', '{"n": 1e400}', '{"n": NaN}', '{"a": 1, "a": 2}', '{"s": "\\ud800"}', '{"s": "\\u0000"}',
+    '{"_raw_arguments": "x"}', '{"_raw_arguments": "{"}', "[1]", "null", "{",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", ODD_ARGUMENTS)
+async def test_calls_with_odd_arguments_come_back_as_they_were_served(arguments: str) -> None:
+    """Both dialects carry arguments as an object, which is another JSON text when it comes back."""
+    app = gateway(Parrot(call("look", arguments)))
+    tools = {"tools": [{"name": "look", "input_schema": {"type": "object"}}]}, {"tools": [{"functionDeclarations": [{"name": "look"}]}]}
+    results = {"type": "tool_result", "content": "ok"}, {"name": "look", "response": {"output": "ok"}}
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    contents: list[Any] = [{"role": "user", "parts": [{"text": QUESTION}]}]
+    sessions = await new_session(app), await new_session(app)
+    for _ in range(2):
+        body = {"model": "m", "max_tokens": 64, "messages": messages, **tools[0]}
+        blocks = (await post(app, "/v1/messages", body, sessions[0]["api_key"]))["content"]
+        called = [{**results[0], "tool_use_id": block["id"]} for block in blocks if block["type"] == "tool_use"]
+        messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": called or "go on"}]
+        answer = await post(app, "/v1beta/models/m:generateContent", {"contents": contents, **tools[1]}, sessions[1]["api_key"])
+        content = answer["candidates"][0]["content"]
+        parts = [{"functionResponse": results[1]} for part in content["parts"] if "functionCall" in part] or [{"text": "go on"}]
+        contents += [content, {"role": "user", "parts": parts}]
+    for session in sessions:
+        _, shown = await ask(app, "GET", f"/sessions/{session['session_id']}")
+        first, second = json.loads(shown)["nodes"]
+        assert second["parent"] == first["id"], second
     await app.close()
 
 

@@ -248,12 +248,15 @@ def _make_encodable(value: Any) -> Any:
 
 
 def arguments_object(text: str) -> Json:
-    """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under `_raw_arguments`."""
+    """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under `_raw_arguments`, and so
+    does an object that reads like such a wrapping."""
     try:
         value: Any = orjson.loads(text) if text.strip() else {}
     except orjson.JSONDecodeError:
         value = text
-    return cast("Json", value) if isinstance(value, dict) else {"_raw_arguments": text}
+    if not isinstance(value, dict) or is_raw_arguments(cast("Json", value)):
+        return {"_raw_arguments": text}
+    return cast("Json", value)
 
 
 def is_raw_arguments(value: Json) -> bool:
