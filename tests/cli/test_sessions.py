@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tokentrue as tt
-from tests.gateway.world import Server, scripted_server
+from tests.gateway.world import Server, model_dir, scripted_server, write_script
 from tokentrue.cli.main import run
 
 KEY = "a-long-admin-key"
@@ -65,3 +65,35 @@ def test_what_is_called_wrong_is_one_line(server: Server, tmp_path: Path, capsys
         assert not Path(out).exists()
     assert run("samples", [server.url, "--group", "g", "-o", out]) == 0
     assert "2 samples of 2 sessions" in capsys.readouterr().out
+
+
+@pytest.mark.postgres
+def test_a_store_on_postgresql(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
+    assert run("sessions", [database]) == 2
+    assert "no journal at" in capsys.readouterr().err, "a database without tables"
+    script = write_script(tmp_path, ["It is 4."] * 2)
+    flags = ("--engine", "scripted", "--script", str(script), "--model", str(model_dir()), "--store", database)
+    server = Server(*flags, folder=tmp_path, admin_key=KEY)
+    try:
+        with tt.Client(server.url, KEY) as client:
+            for name in ("one", "two"):
+                session = client.open(session_id=name, group="g")
+                session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
+                session.close()
+        assert run("sessions", [database, "--json"]) == 0
+        assert {entry["session_id"] for entry in json.loads(capsys.readouterr().out)["sessions"]} == {"one", "two"}
+        assert run("sessions", [database, "show", "one", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["coverage"]["ratio"] == 1.0
+        assert run("samples", [database, "--group", "g", "-o", str(tmp_path / "x.jsonl")]) == 0
+        assert "2 samples of 2 sessions" in capsys.readouterr().out
+        assert run("view", [database, "--export", str(tmp_path / "x.html")]) == 0
+        assert "2 of 2 sessions" in capsys.readouterr().out
+        assert run("sessions", [database, "delete", "one"]) == 2, "a gateway that is alive owns it"
+        assert "is owned by gateway" in capsys.readouterr().err
+    finally:
+        server.stop()
+    assert run("sessions", [database, "delete", "one"]) == 0
+    capsys.readouterr()
+    assert run("sessions", [database, "--json"]) == 0
+    assert [entry["session_id"] for entry in json.loads(capsys.readouterr().out)["sessions"]] == ["two"]

@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ class Engine:
         command = [sys.executable, "-m", "tokentrue.bench.standin", str(path)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+        self.url = f"http://{settings.get('host', '127.0.0.1')}:{int(self.process.stdout.readline())}"
 
     def stop(self) -> None:
         self.process.kill()
@@ -133,6 +135,32 @@ def test_a_worker_that_dies_comes_back_with_its_sessions(pair: Server) -> None:
         turn(pair, session, [*history[session.session_id], {"role": "user", "content": "on"}])
         answer = pair.samples(session.session_id)
         assert (len(answer["samples"]), answer["coverage"]["ratio"]) == (1, 1.0)
+
+
+def test_workers_of_a_killed_supervisor_keep_the_next_server_waiting(tmp_path: Path) -> None:
+    """They end what they are generating and record it; whoever serves the store next reads it before it writes."""
+    engine = Engine(tmp_path, delay_s=6.0)
+    server = serving(tmp_path, engine.url, workers=2)
+    session = server.session(session_id="s")
+    answers: list[dict[str, Any]] = []
+    asked: list[Any] = [{"role": "user", "content": "go"}]
+    asking = threading.Thread(target=lambda: answers.append(turn(server, session, asked)))
+    asking.start()
+    wait_until(lambda: server.ask("GET", "/sessions/s")[1]["in_flight"] == 1)
+    server.kill()  # the supervisor alone; a worker still waits for the engine
+    assert not answers
+    again = serving(tmp_path, engine.url)
+    try:
+        asking.join(60)
+        assert len(answers) == 1, "a worker ends its turn before it ends"
+        made = replace(session, api_key=again.ask("POST", "/sessions/s/key", {})[1]["api_key"])
+        turn(again, made, [*asked, answers[0], {"role": "user", "content": "on"}])
+        answer = again.samples("s")
+        assert (len(answer["samples"]), answer["coverage"]["ratio"]) == (1, 1.0)
+        assert len(again.ask("GET", "/sessions/s")[1]["nodes"]) == 2
+    finally:
+        assert again.stop() == 0
+        engine.stop()
 
 
 def test_replicas_share_the_work_and_one_may_die(tmp_path: Path) -> None:

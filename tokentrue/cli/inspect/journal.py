@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokentrue.errors import FileFormatError
 
-ADVICE = "give the path that `tokentrue serve --store sqlite:PATH` was given"
+if TYPE_CHECKING:
+    from tokentrue.sessions import Journal
+
+ADVICE = "give what `tokentrue serve --store` was given: sqlite:PATH or postgresql://…"
 MAGIC = b"SQLite format 3\0"
+POSTGRES = ("postgresql://", "postgres://")
+
+
+def is_postgres(source: str) -> bool:
+    return source.startswith(POSTGRES)
+
+
+def open_journal(source: str, *, read_only: bool = True) -> Journal:
+    """Of `sqlite:PATH`, PATH or `postgresql://…`; raises FileFormatError or JournalError where no journal is."""
+    if is_postgres(source):
+        from tokentrue.sessions.journal.postgres import PostgresJournal
+
+        return PostgresJournal(source, name=f"{socket.gethostname()}:{os.getpid()}", read_only=read_only)
+    from tokentrue.sessions import Journal
+
+    return Journal(f"sqlite:{require_journal(source)}", read_only=read_only)
 
 
 def require_journal(source: str) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentrue.cli.inspect.journal import require_journal
+from tokentrue.cli.inspect.journal import open_journal
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, SessionNotFound
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    source: Annotated[str, typer.Argument(help="a journal (sqlite:PATH or PATH) or the base URL of a running gateway")],
+    source: Annotated[str, typer.Argument(help="a journal (sqlite:PATH, PATH or postgresql://…) or the base URL of a running gateway")],
     out: Annotated[Path, typer.Option("-o", "--out", help="the file to write")],
     session: Annotated[list[str] | None, typer.Option("--session", help="only this session (may repeat)")] = None,
     group: Annotated[str | None, typer.Option("--group", help="only sessions of this group")] = None,
@@ -82,11 +82,9 @@ def _from_journal(
     source: str, names: list[str] | None, group: str | None, total: Totals, *, max_tokens: int | None, abandoned: bool
 ) -> Iterator[Any]:
     from tokentrue.samples import assemble
-    from tokentrue.sessions import Journal
     from tokentrue.sessions.store import load_tree
 
-    require_journal(source)
-    journal = Journal(source, read_only=True)
+    journal = open_journal(source)
     try:
         for name in names or [record.id for record in journal.all_sessions(group=group)]:
             record, tree = load_tree(journal, name)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from tokentrue.cli.inspect.journal import require_journal
+from tokentrue.cli.inspect.journal import open_journal
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError
 
@@ -16,7 +16,7 @@ ACTIONS = ("list", "show", "delete")
 
 
 def command(
-    source: Annotated[str, typer.Argument(help="a journal (sqlite:PATH or PATH) or the base URL of a running gateway")],
+    source: Annotated[str, typer.Argument(help="a journal (sqlite:PATH, PATH or postgresql://…) or the base URL of a running gateway")],
     action: Annotated[str, typer.Argument(help="list, show or delete")] = "list",
     session_id: Annotated[str | None, typer.Argument(help="the session to show or delete")] = None,
     limit: Annotated[int, typer.Option(help="list at most this many, newest first")] = 100,
@@ -63,14 +63,11 @@ class GatewaySessions:
 
 
 class JournalSource:
-    """A store on disk. Reading needs no lock; deleting is refused while a server uses the store."""
+    """A store. Reading needs no lock; deleting is refused while a server uses the file, or a gateway on PostgreSQL owns the session."""
 
     def __init__(self, store: str) -> None:
-        self._store = store if store.startswith("sqlite:") else f"sqlite:{store}"
-        require_journal(self._store)
-        from tokentrue.sessions import Journal
-
-        self._journal = Journal(self._store, read_only=True)
+        self._store = store
+        self._journal = open_journal(store)
 
     def list_sessions(self, limit: int) -> list[dict[str, Any]]:
         records = self._journal.sessions(limit=limit)
@@ -94,10 +91,9 @@ class JournalSource:
         return {"session_id": session_id, "turns": len(tree), "coverage": coverage, "reward": record.rewards.session}
 
     def delete_session(self, session_id: str) -> None:
-        from tokentrue.sessions import Journal
-
-        journal = Journal(self._store)
+        journal = open_journal(self._store, read_only=False)
         try:
+            journal.acquire(session_id)
             asyncio.run(journal.delete(session_id))
         finally:
             journal.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokentrue.app.wiring import ADMIN_KEY
-from tokentrue.cli.inspect.journal import require_journal
+from tokentrue.cli.inspect.journal import is_postgres, open_journal
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError
 
@@ -22,7 +22,7 @@ NAMES = ("127.0.0.1", "localhost")
 
 
 def command(
-    source: Annotated[str, typer.Argument(help="a samples file, sqlite:PATH of a store, or the URL of a running gateway")],
+    source: Annotated[str, typer.Argument(help="a samples file, a store (sqlite:PATH or postgresql://…), or the URL of a running gateway")],
     port: Annotated[int, typer.Option("--port", help="port to listen on; 0 picks a free one")] = 8010,
     model: Annotated[str | None, typer.Option("--model", help="model directory: shows tokens as text and what would have broken")] = None,
     trainer_logprobs: Annotated[
@@ -62,12 +62,9 @@ def open_source(source: str) -> RecordSource:
 
     if source.startswith(("http://", "https://")):
         return GatewaySource(source, key=os.environ.get(ADMIN_KEY) or None)
-    if source.startswith(("sqlite:", "postgresql:")) or source.endswith(".sqlite"):
-        from tokentrue.app.wiring import journal_for
-
-        store = source if ":" in source else f"sqlite:{source}"
-        path = require_journal(store) if store.startswith("sqlite:") else Path(store)
-        return StoreSource(journal_for(store, read_only=True), name=path.name)
+    if is_postgres(source) or source.startswith("sqlite:") or source.endswith(".sqlite"):
+        journal = open_journal(source)
+        return StoreSource(journal, name=Path(journal.target.removeprefix("sqlite:")).name)
     return FileSource(source)
 
 

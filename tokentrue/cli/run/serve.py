@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 from dataclasses import replace
@@ -143,12 +142,10 @@ def host_for_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def mask_password(store: str) -> str:
-    return re.sub(r"(//[^:/@]*):[^@/]*@", r"\1:***@", store)
-
-
 def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
     """`new_key` is the admin key where this start made one: it is shown here and nowhere else."""
+    from tokentrue.sessions.journal.database import mask_password
+
     store = mask_password(settings.server.store)
     print(f"tokentrue gateway on {base}   model {settings.model.shown}, engine {settings.engine.name}, store {store}")
     if settings.model.path is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -30,3 +31,8 @@ class Database(Protocol):
 
 class DuplicateKey(Exception):
     """PostgreSQL refused a second row with the same key (SQLite raises sqlite3.IntegrityError)."""
+
+
+def mask_password(store: str) -> str:
+    """A store as it may be shown."""
+    return re.sub(r"(//[^:/@]*):[^@]*@", r"\1:***@", store)

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound
 from tokentrue.sessions.journal.database import Database, DuplicateKey
-from tokentrue.sessions.journal.lock import StoreLock
+from tokentrue.sessions.journal.lock import StoreLock, WorkerLock
 from tokentrue.sessions.journal.records import COLUMNS, SessionRecord, load_record, record_from_values, row_digest, values_from_record
 from tokentrue.sessions.journal.rows import Row
 from tokentrue.sessions.journal.schema import NODE_COLUMNS, VERSION, migrate, read_version
@@ -78,7 +78,7 @@ class Journal:
         self._synchronous, self._read_only, self._closed = synchronous, read_only, False
         self._reading = threading.Lock()
         self._claims: dict[str, SessionClaim] = {}
-        self._lock = StoreLock(self.path) if lock and not read_only and not self._in_memory else None
+        self._lock = None if read_only or self._in_memory else StoreLock(self.path) if lock else WorkerLock(self.path)
         try:
             self._open(check)
         except BaseException:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence, Sized
+from contextlib import ExitStack, closing
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import psycopg
 from psycopg.pq import TransactionStatus
 
 from tokentrue.errors import InputError, JournalError, SessionElsewhere, SessionNotFound
-from tokentrue.sessions.journal.database import Database, DuplicateKey, Found
+from tokentrue.sessions.journal.database import Database, DuplicateKey, Found, mask_password
 from tokentrue.sessions.journal.journal import FIRST_TOKEN, Journal, SessionClaim
 from tokentrue.sessions.journal.writer import Writer
 
@@ -174,14 +174,22 @@ class PostgresJournal(Journal):
         self._lock = None
         self._lease: Lease | None = None
         try:
-            connection = Connection(target, read_only=read_only)
-            if not read_only:
-                create_schema(connection)
-                self._lease = Lease(target, name=name, address=address, length_s=lease_s)
-            self._reader = self._postgres_reader = Connection(target, read_only=True)
+            self._open_server(address, lease_s)
         except psycopg.Error as error:
             cure = "start the server, or correct --store"
             raise JournalError(f"cannot open the journal {self.target}: {str(error).strip()}; {cure}") from error
+
+    def _open_server(self, address: str, lease_s: float) -> None:
+        with ExitStack() as opened:
+            connection = opened.enter_context(closing(Connection(self._url, read_only=self._read_only)))
+            if not self._read_only:
+                create_schema(connection)
+            elif connection.execute("SELECT to_regclass('sessions')").fetchone()[0] is None:
+                raise JournalError(f"no journal at {self.target}: the database has no sessions table; give what `serve --store` was given")
+            self._reader = self._postgres_reader = opened.enter_context(closing(Connection(self._url, read_only=True)))
+            if not self._read_only:
+                self._lease = Lease(self._url, name=self._name, address=address, length_s=lease_s)
+            opened.pop_all()
         self._writer = Writer(connection)
 
     @property
@@ -255,10 +263,3 @@ def create_schema(connection: Connection) -> None:
             raise JournalError(f"the journal has schema {version}, this tokentrue knows {VERSION}: use a newer tokentrue")
     finally:
         connection.execute("SELECT pg_advisory_unlock(?)", (SCHEMA_LOCK,))
-
-
-def mask_password(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return url.replace(f":{parts.password}@", ":***@", 1)
