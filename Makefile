@@ -6,7 +6,7 @@ JOBS   ?= 2
 
 BROWSER := $(VENV)/.browser
 
-.PHONY: demo test docs check bench clean test-slow test-load test-postgres test-partitions test-hostile test-fuzz test-harness test-vllm test-frameworks test-gpu
+.PHONY: demo test docs check bench clean test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz test-harness test-vllm test-frameworks test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,13 +36,32 @@ test-slow: $(VENV)/.dev
 test-load: $(VENV)/.dev
 	$(BIN)/python -m pytest -m load
 
+# 2,000 concurrent sessions: one gateway on SQLite, then two on PostgreSQL.
+test-many-gateways: $(VENV)/.dev
+	$(BIN)/python -m tests.load.many_gateways
+
+# Twenty-four hours of sessions, compressed.
+test-day: $(VENV)/.dev
+	$(BIN)/python -m tests.load.day
+
+# The lowest versions that pyproject.toml allows, in an environment of their own, without torch.
+LOWEST := .venv-lowest
+LOWEST_TESTS := tests/sessions tests/samples tests/turn tests/renderers tests/cli/test_sessions.py tests/providers/test_http.py \
+	$(addprefix tests/gateway/,test_http.py test_limits.py test_message_cache.py test_service.py test_streaming.py test_tracing.py test_wire.py test_workers.py)
+test-lowest:
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet -c constraints-lowest.txt -e ".[gateway,postgres,otel]" \
+		hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	$(LOWEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not load" $(LOWEST_TESTS)
+
 # Needs PostgreSQL's server programs; without them these tests are skipped in `make test`.
 test-postgres: $(VENV)/.dev
 	$(BIN)/python -m pytest -m postgres
 
-# Three gateways, 200 sessions, ten minutes of kills, pauses, cuts and restarts.
+# Three gateways, 200 sessions, ten minutes of kills, pauses, cuts and restarts. As root, PARTITIONS=--namespaces cuts real links.
+PARTITIONS ?=
 test-partitions: $(VENV)/.dev
-	$(BIN)/python -m tests.partitions.run
+	$(BIN)/python -m tests.partitions.run $(PARTITIONS)
 
 # HOSTILE_MINUTES=3 is the short form.
 HOSTILE_MINUTES ?= 20
@@ -87,4 +106,4 @@ bench: $(VENV)/.dev
 	$(BIN)/tokentrue bench engine
 
 clean:
-	rm -rf $(VENV) .cache build dist
+	rm -rf $(VENV) $(LOWEST) .cache build dist

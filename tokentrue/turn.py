@@ -39,6 +39,7 @@ from tokentrue.sessions.stages.requests import PinnedSampling, format_identity, 
 from tokentrue.sessions.stages.serving import split_message
 from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import Node, Outcome, Tree, TurnKey
+from tokentrue.tracing import traced
 from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest
 
 History = Literal["keep", "template"]
@@ -214,7 +215,9 @@ class Session:
         plan = self._matcher.resolve(conversation, self._turns_in_flight)
         self._turns_in_flight[plan.turn_key] += 1
         try:
-            prompt = await build_prompt(plan, conversation.tools, request.template_kwargs, renderer=self.renderer, tree=self.tree)
+            prompt = await build_prompt(
+                plan, conversation.tools, request.template_kwargs, renderer=self.renderer, tree=self.tree, limits=self.limits
+            )
             self.limits.admit_prompt(len(prompt.ids))
             prepared = PreparedTurn(
                 request=request,
@@ -266,6 +269,7 @@ class Session:
                 raise SessionConflict(f"session {self.id!r} was deleted while this turn was being generated") from error
             raise
 
+    @traced("commit")
     async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:
         """All or nothing, and to the end even if the client leaves meanwhile: the journal first, then the tree."""
         nodes = nodes_from_drafts(drafts, prepared, self.tree)

@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,14 +19,18 @@ from typing import Any
 
 import pytest
 
+import tokentrue as tt
 from tests.gateway.inside import ask, gateway, new_session
 from tests.gateway.test_workers import Engine, serving, worker_pids
-from tests.gateway.world import Made, Server, scripted_server, wait_until
+from tests.gateway.world import ROOT, Made, Server, scripted_server, wait_until
+from tests.turn.letters import Letters, sampled
+from tests.turn.world import Engine as LetterEngine
 from tokentrue.errors import LimitExceeded
 from tokentrue.gateway.metrics.meter import CLOCK, EngineClock, Metered
 from tokentrue.gateway.problems import problem_from
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import SessionLimits
+from tokentrue.sessions.stages.prompts import HUGE_CHARS, run_by_size
 from tokentrue.types import Chunk, Completion, Finish, Sampling
 
 HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -115,6 +121,74 @@ async def test_sessions_leave_the_memory_by_bytes_and_by_time() -> None:
         _, answer = await ask(app, "GET", f"/sessions/{session['session_id']}/samples")
         assert json.loads(answer)["coverage"]["ratio"] == 1.0
     await app.close()
+
+
+async def test_one_session_takes_at_most_half_of_the_memory_and_drives_no_other_out() -> None:
+    app = gateway(live_sessions_bytes=1_000_000)
+    large, small = await new_session(app), await new_session(app)
+    assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=small["api_key"]))[0] == 200
+    statuses: list[int] = []
+    for number in range(6):
+        body = {"model": "m", "messages": [{"role": "user", "content": f"{number} " + "word " * 3000}]}
+        status, answer = await ask(app, "POST", "/v1/chat/completions", json.dumps(body).encode(), key=large["api_key"])
+        statuses.append(status)
+    assert statuses == [200] * 4 + [413] * 2, statuses
+    assert "max_tokens=10416" in json.loads(answer)["error"]["message"]
+    assert app.services.sessions.known(small["session_id"]) is not None
+    await app.close()
+
+
+async def test_new_text_has_a_limit_and_recorded_text_does_not_count() -> None:
+    session = tt.Session(renderer=Letters(), provider=LetterEngine([sampled("r", "c")] * 3), limits=SessionLimits(max_new_chars=30))
+    with pytest.raises(LimitExceeded, match="31 new characters, the limit is max_new_chars=30"):
+        await session.chat([{"role": "user", "content": "x" * 27}])  # and the role
+    asked: list[Any] = [{"role": "user", "content": "x" * 26}]
+    for _ in range(3):
+        reply = await session.chat(asked)
+        asked += [reply.message, {"role": "user", "content": "x" * 20}]
+    assert len(session.tree) == 3
+
+
+async def test_huge_texts_are_rendered_one_at_a_time_and_others_meanwhile() -> None:
+    running, most, ended = 0, 0, list[str]()
+
+    def render(name: str, seconds: float) -> None:
+        nonlocal running, most
+        running, most = running + (name == "huge"), max(most, running + (name == "huge"))
+        time.sleep(seconds)
+        running -= name == "huge"
+        ended.append(name)
+
+    huge = [run_by_size(render, HUGE_CHARS, "huge", 0.2) for _ in range(3)]
+    await asyncio.gather(*huge, run_by_size(render, HUGE_CHARS - 1, "large", 0.05))
+    assert most == 1 and ended[0] == "large" and len(ended) == 4
+
+
+FREED = """
+import threading
+from tests.gateway.world import renderer
+from tokentrue.gateway.memory import release_freed_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+encode = renderer().encode_sampled
+encode("warm")
+before = resident()
+threads = [threading.Thread(target=lambda: len(encode("word " * 200_000))) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+after = resident()
+print(before, after, release_freed_memory(), resident())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/lib/x86_64-linux-gnu/libc.so.6"), reason="the allocator is not glibc's")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, cwd=ROOT, check=True)
+    before, after, released, later = done.stdout.split()
+    assert released == "True" and float(after) - float(before) > 60, done.stdout
+    assert float(later) - float(before) < 0.5 * (float(after) - float(before)), done.stdout
 
 
 async def test_a_session_in_use_is_not_evicted() -> None:

@@ -19,6 +19,7 @@ from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
+from tokentrue.tracing import start_tracing
 
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
@@ -75,6 +76,7 @@ class ServerConfig:
     drain_s: float = 30.0
     purge_after_s: float = 30 * 86400.0
     log: Literal["json", "off"] = "json"
+    trace_url: str = ""  # an OTLP/HTTP collector, http://host:4318; empty: no traces
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -187,6 +189,8 @@ def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Re
 def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | None = None) -> Gateway:
     from tokentrue.gateway.app import Gateway
 
+    if config.server.trace_url:
+        start_tracing(config.server.trace_url)
     renderer = renderer_for(config.model)
     loaded: Any = renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
     for warning in loaded.proof.warnings:

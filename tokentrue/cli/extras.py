@@ -10,6 +10,7 @@ EXTRAS: dict[str, frozenset[str]] = {
     "train": frozenset({"matplotlib", "openai", "tensorboard"}),
     "ray": frozenset({"ray"}),
     "postgres": frozenset({"psycopg"}),
+    "otel": frozenset({"opentelemetry"}),
 }
 
 

@@ -21,6 +21,7 @@ from tokentrue.gateway.auth import SessionAccess
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, PathFields, Seal
 from tokentrue.gateway.dialects.base import Problem
+from tokentrue.gateway.memory import release_freed_memory
 from tokentrue.gateway.metrics.meter import Metered
 from tokentrue.gateway.problems import Refused, problem_from
 from tokentrue.gateway.services import RendererFor, Services, build_services
@@ -31,6 +32,7 @@ from tokentrue.gateway.view import LoadPage, view_routes
 from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.protocols import EngineControl
 from tokentrue.sessions.journal import Journal
+from tokentrue.tracing import annotate, is_traced, stop_tracing, trace_request
 
 LOG = logging.getLogger("tokentrue.gateway")
 GENERATES: Mapping[str, str] = {"chat/completions": "openai_chat", "responses": "openai_responses", "messages": "anthropic"}
@@ -42,7 +44,7 @@ LISTS = "models"
 VERSIONS = ("v1", "v1beta")  # of Google's API; every other dialect is under v1 alone
 MODEL_PATH = re.compile(r"(?:/sessions/[^/]+)?/(v1|v1beta)/(.*)", re.DOTALL)
 PURGE_EVERY_S = 3600.0
-EVICT_EVERY_S = 60.0
+EVICT_EVERY_S = 15.0
 UNSIGNED = Seal(b"")  # errors carry no reasoning
 EVERY_DIALECT: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(UNSIGNED), Anthropic(UNSIGNED), Google(UNSIGNED))
 ERROR_DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in EVERY_DIALECT}
@@ -80,6 +82,11 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._run_lifespan(receive, send)
+        elif scope["type"] == "http" and is_traced() and MODEL_PATH.fullmatch(scope["path"]):
+            watched = WatchedSend(send)
+            with trace_request(f"{scope['method']} {dialect_name(scope['path'])}", scope["headers"]):
+                await self._answer(scope, receive, watched)
+                annotate(status=watched.status)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
         else:
@@ -137,6 +144,7 @@ class Gateway:
         while True:
             await asyncio.sleep(EVICT_EVERY_S)
             self.services.sessions.evict_idle()
+            await asyncio.to_thread(release_freed_memory)
 
     async def purge_old(self) -> list[str]:
         """Ended sessions past their age leave the journal and the memory."""
@@ -158,6 +166,7 @@ class Gateway:
         await self.services.peers.close()
         await self.provider.close()
         await asyncio.to_thread(self.services.journal.close)
+        await asyncio.to_thread(stop_tracing)
 
 
 class ModelRequests:

@@ -27,14 +27,18 @@ class ClientGone(Exception):
 
 
 class WatchedSend:
-    """`send` of a request, which remembers whether its answer has begun."""
+    """`send` of a request, which remembers the status that its answer began with; 0 before that."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.started = False
+        self.status = 0
+
+    @property
+    def started(self) -> bool:
+        return self.status > 0
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
-        self.started = True
+        self.status = message.get("status", self.status)
         await self._send(message)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokentrue.gateway.admission import AdmissionGate
@@ -13,7 +13,7 @@ from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.metrics.meter import Metered
 from tokentrue.gateway.metrics.registry import Metrics
-from tokentrue.gateway.sessions import SessionRegistry
+from tokentrue.gateway.sessions import SessionRegistry, fit_in_memory
 from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.gateway.workers.peers import PeerLinks
 from tokentrue.protocols import EngineControl, Renderer
@@ -49,6 +49,7 @@ def build_services(
     *, config: GatewayConfig, renderer_for: RendererFor, provider: EngineControl, journal: Journal, workers: WorkerLinks | None
 ) -> Services:
     metered = Metered(provider)
+    config = replace(config, session_limits=fit_in_memory(config.session_limits, config.limits))
 
     async def open_session(session_id: str) -> Session:
         record = await asyncio.to_thread(journal.get, session_id)

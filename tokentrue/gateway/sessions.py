@@ -24,6 +24,7 @@ from tokentrue.gateway.dialects.base import Json
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 from tokentrue.gateway.problems import Refused
 from tokentrue.protocols import Renderer
+from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.plain_json import dumps
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal, Reply, Tool
@@ -32,6 +33,12 @@ OpenSession = Callable[[str], Awaitable[Session]]
 REMEMBERED_BODIES = 256
 TOKEN_BYTES = 48  # of a recorded token: its id, its log-probability, its share of text and spans, roughly
 NODE_BYTES = 4096
+
+
+def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
+    """One session takes at most half of the memory for all. While it is used it cannot leave, and would drive out all others."""
+    most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
+    return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
 
 class SessionHandle:

@@ -25,6 +25,8 @@ from tokentrue.gateway.problems import problem_from
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.gateway.streaming import EventStream, cancel_on_disconnect
+from tokentrue.sessions.stages.prompts import count_chars, run_by_size
+from tokentrue.tracing import annotate
 from tokentrue.types import Reply, TurnRequest
 
 LOG = logging.getLogger("tokentrue.gateway")
@@ -160,11 +162,14 @@ class TurnHandler:
             with self._services.bodies.reserve() as take:
                 decoded = dialect.decode_count(await read_body(scope, receive, self._services.config.limits.body_bytes, take))
                 messages = [*decoded.head.opening, *handle.parse_messages(dialect, decoded)]
-            rendered = await asyncio.to_thread(handle.session.renderer.render, messages, decoded.head.tools)
+            chars = count_chars(messages) + count_chars(decoded.head.tools or ())
+            handle.session.limits.admit_text(chars)
+            rendered = await run_by_size(handle.session.renderer.render, chars, messages, decoded.head.tools)
             await send_json(send, 200, dialect.build_count(len(rendered.token_ids)))
 
     def _note(self, dialect: Dialect, session_id: str, head: RequestHead, replies: Sequence[Reply], clock: TurnClock) -> None:
         """The metrics and the log line of a committed turn."""
+        annotate(session=session_id, node=replies[0].node, tokens_in=replies[0].prompt_tokens, streamed=head.stream)
         now, first, metrics = time.perf_counter(), replies[0], self._services.metrics
         sampled = sum(len(reply.completion.token_ids) for reply in replies)
         metrics.note_turn(dialect.name, first, sampled, streamed=head.stream)

@@ -22,6 +22,7 @@ from tokentrue.sessions.matching.match_keys import CallRef, calls_of, tools_key
 from tokentrue.sessions.matching.projections import find_losses, format_losses
 from tokentrue.sessions.plain_json import digest
 from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
+from tokentrue.tracing import traced
 from tokentrue.types import Message, Messages, Tools
 
 
@@ -68,6 +69,7 @@ class Matcher:
         """Copies, checks and keys a request; malformed messages are refused by field."""
         return self._reader.read(messages, tools)
 
+    @traced("resolve")
     def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Plan:
         """`in_flight` counts the turns that are being generated."""
         found = _Search(self._tree, self._index, self._renderer, conversation, in_flight).find_deepest()

@@ -18,6 +18,7 @@ from tokentrue.protocols import Provider, Renderer
 from tokentrue.sessions.stages.prompts import INLINE_IDS, Prompt, run_inline_or_thread
 from tokentrue.sessions.stages.serving import StreamedMessage, serve_message
 from tokentrue.sessions.tree import Outcome
+from tokentrue.tracing import traced
 from tokentrue.types import (
     UNVERSIONED,
     Chunk,
@@ -111,6 +112,7 @@ class Choice:
         chunk = chunk or Chunk()
         return TurnEvent(index=self.index, node=self.node, delta=delta, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
 
+    @traced("parse")
     async def parse(self) -> Draft:
         """The finished answer."""
         assert self._completion is not None
@@ -215,6 +217,7 @@ class _Received:
         )
 
 
+@traced("generate")
 async def generate_all(choices: Sequence[Choice], provider: Provider, session_id: str) -> None:
     """Returns when every choice has its answer, or raises the first failure after the others were cancelled and have ended."""
     await _run_all([choice.generate(provider, session_id) for choice in choices])

@@ -1,25 +1,32 @@
 """A plan becomes a prompt: the recorded ids, untouched, and what the renderer adds; or a new root where it refuses.
 
-Small inputs are rendered inline; large ones in a thread, so that one long document does not stall every other session.
+Small inputs are rendered inline; large ones in a thread, so that one long document does not stall every other session. A text takes about
+a hundred times its size while it is encoded: huge ones are rendered one at a time, in a thread of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Renderer
+from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.matcher import Continue, Plan, Root, refer_to_path
 from tokentrue.sessions.tree import Given, Node, Tree, turn_key
+from tokentrue.tracing import traced
 from tokentrue.types import PromptSpan, Refusal, TemplateKwargs, Tools
 
 P = ParamSpec("P")
 T = TypeVar("T")
 INLINE_CHARS = 16_000
+HUGE_CHARS = 500_000
+HUGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokentrue-huge")
 INLINE_IDS = 4_000
 
 
@@ -42,12 +49,24 @@ async def run_inline_or_thread(work: Callable[P, T], small: bool, /, *args: P.ar
     return work(*args, **kwargs) if small else await asyncio.to_thread(work, *args, **kwargs)
 
 
-async def build_prompt(plan: Plan, tools: Tools | None, template_kwargs: TemplateKwargs, *, renderer: Renderer, tree: Tree) -> Prompt:
+async def run_by_size(work: Callable[P, T], chars: int, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs `work` on a text of `chars` characters."""
+    if chars < HUGE_CHARS:
+        return await run_inline_or_thread(work, chars < INLINE_CHARS, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(HUGE, partial(work, *args, **kwargs))
+
+
+@traced("prompt")
+async def build_prompt(
+    plan: Plan, tools: Tools | None, template_kwargs: TemplateKwargs, *, renderer: Renderer, tree: Tree, limits: SessionLimits
+) -> Prompt:
     if isinstance(plan, Continue):
+        limits.admit_text(count_chars(plan.tail))
         extended = await _extend(plan, renderer, tree, tools, template_kwargs)
         if isinstance(extended, Prompt):
             return extended
         plan = _root_after_refusal(plan, extended, tree, tools)
+    limits.admit_text(count_chars(plan.messages) + count_chars(tools or ()))
     return await _render(plan, renderer, tools, template_kwargs)
 
 
@@ -68,8 +87,9 @@ async def _extend(plan: Continue, renderer: Renderer, tree: Tree, tools: Tools |
     if kwargs != dict(node.template_kwargs) and not await _has_same_context(renderer, tree, node, tools, kwargs):
         return Refusal(why="template_kwargs_changed", detail=f"template settings that shape the prompt differ from those of node {node.id}")
     prefix, history = tree.full_ids(node), tree.messages(node)
-    small = _count_chars(plan.tail) < INLINE_CHARS
-    extension = await run_inline_or_thread(renderer.extend, small, prefix, history, plan.tail, node.tools, template_kwargs=kwargs or None)
+    extension = await run_by_size(
+        renderer.extend, count_chars(plan.tail), prefix, history, plan.tail, node.tools, template_kwargs=kwargs or None
+    )
     if isinstance(extension, Refusal):
         return extension
     if len(extension.prefix_ids) != len(prefix):
@@ -88,8 +108,8 @@ async def _extend(plan: Continue, renderer: Renderer, tree: Tree, tools: Tools |
 
 
 async def _render(plan: Root, renderer: Renderer, tools: Tools | None, template_kwargs: TemplateKwargs) -> Prompt:
-    small = _count_chars(plan.messages) + _count_chars(tools or ()) < INLINE_CHARS
-    rendered = await run_inline_or_thread(renderer.render, small, plan.messages, tools, template_kwargs=dict(template_kwargs) or None)
+    chars = count_chars(plan.messages) + count_chars(tools or ())
+    rendered = await run_by_size(renderer.render, chars, plan.messages, tools, template_kwargs=dict(template_kwargs) or None)
     return Prompt(
         ids=rendered.token_ids,
         given_ids=rendered.token_ids,
@@ -113,10 +133,10 @@ async def _has_same_context(renderer: Renderer, tree: Tree, node: Node, tools: T
         short, long = sorted(renders, key=len)
         return long[: len(short) - 1] == short[:-1]  # one goes on where the other ends, or they part at the very last token
 
-    return await run_inline_or_thread(compare, _count_chars(messages) < INLINE_CHARS)
+    return await run_by_size(compare, count_chars(messages))
 
 
-def _count_chars(messages: Iterable[Mapping[str, Any]]) -> int:
+def count_chars(messages: Iterable[Mapping[str, Any]]) -> int:
     """About how much text there is to render."""
     return sum(_count_in(value) for message in messages for value in message.values())
 

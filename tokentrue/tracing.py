@@ -1,0 +1,109 @@
+"""OpenTelemetry traces: a span for each model request and for each stage of its turn (resolve, prompt, generate, parse, commit).
+
+Off unless `start_tracing` was called, which `serve` does where `server.trace_url` names a collector; then the `otel` extra is needed. Off,
+a stage costs one comparison. Spans hold ids, counts and times; no key and no text of a conversation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
+SERVICE = "tokentrue"
+
+
+class _Tracing:
+    """The process's tracer, as in OpenTelemetry itself: spans find their parent through the context of the task."""
+
+    tracer: Any = None
+    provider: Any = None
+
+
+def start_tracing(url: str, *, exporter: Any = None) -> None:
+    """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318); `exporter` replaces it in tests. Once for a process."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    if _Tracing.provider is not None:
+        return
+    if exporter is None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces")
+    _Tracing.provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False)
+    _Tracing.provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
+    _Tracing.tracer = _Tracing.provider.get_tracer(SERVICE)
+
+
+def stop_tracing() -> None:
+    """Sends what is left. Waits for the collector, so not on an event loop."""
+    provider, _Tracing.provider, _Tracing.tracer = _Tracing.provider, None, None
+    if provider is not None:
+        provider.shutdown()
+
+
+@contextmanager
+def _span(name: str, **settings: Any) -> Generator[None, None, None]:
+    """An error is marked by its type alone: its message may quote a conversation."""
+    from opentelemetry.trace import StatusCode
+
+    with _Tracing.tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False, **settings) as span:
+        try:
+            yield
+        except BaseException as error:
+            span.set_status(StatusCode.ERROR, type(error).__name__)
+            raise
+
+
+def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function, or a coroutine function, whose calls are spans."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            with _span(name):
+                return await cast("Any", function)(*args, **kwargs)
+
+        is_coroutine = inspect.iscoroutinefunction(function)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if _Tracing.tracer is None:
+                return function(*args, **kwargs)
+            if is_coroutine:
+                return cast("T", run(*args, **kwargs))
+            with _span(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def is_traced() -> bool:
+    return _Tracing.tracer is not None
+
+
+@contextmanager
+def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generator[None, None, None]:
+    """The span of an HTTP request; the child of the caller's where the headers carry a `traceparent`. Only while `is_traced()`."""
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers if key in (b"traceparent", b"tracestate")}
+    parent = TraceContextTextMapPropagator().extract(carrier)
+    with _span(name, context=parent, kind=SpanKind.SERVER):
+        yield
+
+
+def annotate(**attributes: str | int | float | bool) -> None:
+    """Adds attributes to the current span."""
+    if _Tracing.tracer is not None:
+        from opentelemetry import trace
+
+        trace.get_current_span().set_attributes({f"tokentrue.{name}": value for name, value in attributes.items()})
