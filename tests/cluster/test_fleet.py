@@ -21,9 +21,13 @@ PLANS = plan_groups([Task(task_id=f"t{i}", prompt="") for i in range(16)], n=4, 
 
 def test_a_rollout_is_pinned_by_its_key_alone_and_gateways_share_the_load() -> None:
     fleet = object.__new__(Fleet)
-    fleet.gateways = ["a", "b", "c"]
-    found = [fleet.gateway_of(plan) for plan in PLANS]
-    assert found == [fleet.gateway_of(plan) for plan in reversed(PLANS)][::-1]
+    fleet.gateways, fleet._is_shared = ["a", "b", "c"], False
+    found = [fleet.gateways_of(plan)[0] for plan in PLANS]
+    assert found == [fleet.gateways_of(plan)[0] for plan in reversed(PLANS)][::-1]
+    assert {len(fleet.gateways_of(plan)) for plan in PLANS} == {1}, "another gateway has not that session"
+    fleet._is_shared = True
+    assert [fleet.gateways_of(plan)[0] for plan in PLANS] == found
+    assert all(sorted(fleet.gateways_of(plan)) == ["a", "b", "c"] for plan in PLANS)
     assert all(found.count(name) > len(PLANS) / 6 for name in "abc")
 
 

@@ -64,7 +64,7 @@ def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: P
 
 
 def gateway_number(fleet: object, rollout: Rollout) -> int:
-    return fleet.gateways.index(fleet.gateway_of(rollout.plan))  # type: ignore[attr-defined]
+    return fleet.gateways.index(fleet.gateways_of(rollout.plan)[0])  # type: ignore[attr-defined]
 
 
 def tokens(rollout: Rollout) -> list[list[int]]:

@@ -42,11 +42,16 @@ async def agent(client: aiohttp.ClientSession, url: str, made: dict[str, Any], t
     for turn in range(turns):
         message = await acknowledged(client, url, made["api_key"], messages, f"turn-{turn}", heard)
         call = message["tool_calls"][0]
-        found = NUMBER.search(call["function"]["arguments"])
-        assert found is not None
-        heard.numbers.append(found.group(1))
+        heard.numbers.append(find_number(message))
         messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": f"line {turn}\n" * 20}]
     return heard
+
+
+def find_number(message: dict[str, Any]) -> str:
+    """The engine's own number of the generation that a message was made of."""
+    found = NUMBER.search(message["tool_calls"][0]["function"]["arguments"])
+    assert found is not None
+    return found.group(1)
 
 
 async def acknowledged(client: aiohttp.ClientSession, url: str, key: str, messages: list[Any], name: str, heard: Heard) -> dict[str, Any]:

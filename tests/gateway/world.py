@@ -83,8 +83,15 @@ class Made:
 class Server:
     """`tokentrue serve` as a user starts it."""
 
-    def __init__(self, *arguments: str, folder: Path, env: dict[str, str] | None = None, admin_key: str | None = None) -> None:
-        self._arguments = arguments
+    def __init__(
+        self,
+        *arguments: str,
+        folder: Path,
+        env: dict[str, str] | None = None,
+        admin_key: str | None = None,
+        prefix: Sequence[str] = (),  # runs it somewhere else: `ip netns exec NAME`
+    ) -> None:
+        self._arguments, self._prefix = arguments, prefix
         self._env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
         self._env.pop("TOKENTRUE_ADMIN_KEY", None)
         self.admin_key = ""  # chosen, or read from what the server prints
@@ -96,7 +103,7 @@ class Server:
 
     def start(self) -> None:
         """Again on the same port after a kill."""
-        command = [sys.executable, "-m", "tokentrue", "serve", "--port", str(self.port), *self._arguments]
+        command = [*self._prefix, sys.executable, "-m", "tokentrue", "serve", "--port", str(self.port), *self._arguments]
         with self.log.open("ab") as err:
             self.process = subprocess.Popen(command, cwd=ROOT, env=self._env, stdout=subprocess.PIPE, stderr=err, text=True)
         assert self.process.stdout is not None

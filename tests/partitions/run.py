@@ -1,8 +1,10 @@
 """`python -m tests.partitions.run --seconds 600 --sessions 200`: three gateways on one PostgreSQL, agents that ask any of them, and faults.
 
-Faults come one after the other, at random: SIGKILL of a gateway, SIGSTOP for longer than its lease, its connections to the database cut
-(a proxy that passes nothing on and then resets them), restart of the database (in order, or at once). Agents retry under an idempotency
-key until a turn is acknowledged, and write what they were told to history.jsonl, which `tests.partitions.check` compares with the tables.
+Faults come one after the other, at random: SIGKILL of a gateway, SIGSTOP for longer than its lease, a cut between it and the database,
+restart of the database (in order, or at once). With `--namespaces` (as root) each gateway is in a network namespace of its own, and a cut
+takes its link down: to the database alone, or to everything. Without it a proxy passes nothing on and then resets the connections. Agents
+retry under an idempotency key until a turn is acknowledged, and write what they were told to history.jsonl, which `tests.partitions.check`
+compares with the tables.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ from tests.gateway.test_load import NUMBER
 from tests.gateway.test_workers import Engine
 from tests.gateway.world import Server, model_dir
 from tests.partitions.check import check
+from tests.partitions.namespaces import BACK, FRONT, Namespace, make_namespaces
 from tests.sessions.postgres_server import Server as Database
 from tests.sessions.postgres_server import free_port, run_server
 
@@ -64,22 +70,46 @@ class CutProxy:
                 await writer.drain()
         writer.close()
 
-    async def cut(self, seconds: float) -> None:
+    def place(self, url: str) -> tuple[str, dict[str, Any]]:
+        """The store as its gateway sees it, and where that gateway runs."""
+        return url.replace(f":{self._target}/", f":{self.port}/"), {}
+
+    async def cut(self, seconds: float, rng: random.Random) -> str:
         self._open.clear()
         await asyncio.sleep(seconds)
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
         self._open.set()
+        return "cut by a proxy"
+
+
+class CutLink:
+    """The same with a link of a network namespace."""
+
+    def __init__(self, space: Namespace) -> None:
+        self._space = space
+
+    async def start(self) -> None: ...
+
+    def place(self, url: str) -> tuple[str, dict[str, Any]]:
+        return url, {"prefix": self._space.prefix, "host": self._space.address}
+
+    async def cut(self, seconds: float, rng: random.Random) -> str:
+        front = rng.random() < 0.5
+        self._space.cut(front=front)
+        await asyncio.sleep(seconds)
+        self._space.mend()
+        return "cut off from everything" if front else "cut off from the database"
 
 
 class World:
-    def __init__(self, folder: Path, database: Database, gateways: int, sessions: int, seed: int) -> None:
+    def __init__(self, folder: Path, database: Database, cuts: Sequence[CutProxy | CutLink], sessions: int, seed: int, host: str) -> None:
         self.folder, self.database, self.sessions = folder, database, sessions
         self.rng = random.Random(seed)
-        self.engine = Engine(folder)
+        self.engine = Engine(folder, host=host)
         self.url = database.new_database("record")
-        self.proxies = [CutProxy(database.port) for _ in range(gateways)]
+        self.cuts = cuts
         self.servers: list[Server] = []
         self.faults: Counter[str] = Counter()
         self.statuses: Counter[str] = Counter()
@@ -87,14 +117,15 @@ class World:
         self.history = (folder / "history.jsonl").open("w")
 
     async def start(self) -> None:
-        for index, proxy in enumerate(self.proxies):
-            await proxy.start()
+        for index, cut in enumerate(self.cuts):
+            await cut.start()
             folder = self.folder / f"gateway{index}"
             folder.mkdir()
-            store = self.url.replace(f":{self.database.port}/", f":{proxy.port}/")
-            flags = ("--engine", "sglang", "--url", self.engine.url, "--model", str(model_dir()), "--store", store)
+            store, place = cut.place(self.url)
+            host = place.pop("host", "127.0.0.1")
+            flags = ("--host", host, "--engine", "sglang", "--url", self.engine.url, "--model", str(model_dir()), "--store", store)
             settings = ("--set", "server.log=off", "--set", f"server.lease_s={LEASE_S}")
-            self.servers.append(await asyncio.to_thread(lambda: Server(*flags, *settings, folder=folder, admin_key=KEY)))  # noqa: B023
+            self.servers.append(await asyncio.to_thread(partial(Server, *flags, *settings, folder=folder, admin_key=KEY, **place)))
 
     async def play(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -146,28 +177,30 @@ class World:
             await asyncio.sleep(self.rng.uniform(2, 6))
             index = self.rng.randrange(len(self.servers))
             kind = self.rng.choice(["kill", "stop", "cut", "stop", "cut", "database"])
-            self.faults[kind] += 1
-            await getattr(self, f"_{kind}")(index)
+            self.faults[await getattr(self, f"_{kind}")(index)] += 1
 
-    async def _kill(self, index: int) -> None:
+    async def _kill(self, index: int) -> str:
         server = self.servers[index]
         await asyncio.to_thread(server.kill)
         await asyncio.sleep(self.rng.uniform(0, LEASE_S + 2))
         await asyncio.to_thread(server.start)
+        return "killed"
 
-    async def _stop(self, index: int) -> None:
+    async def _stop(self, index: int) -> str:
         process = self.servers[index].process
         process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(LEASE_S + self.rng.uniform(1, 4))
         process.send_signal(signal.SIGCONT)
+        return "paused past the lease"
 
-    async def _cut(self, index: int) -> None:
-        await self.proxies[index].cut(LEASE_S + self.rng.uniform(1, 8))
+    async def _cut(self, index: int) -> str:
+        return await self.cuts[index].cut(LEASE_S + self.rng.uniform(1, 8), self.rng)
 
-    async def _database(self, _: int) -> None:
+    async def _database(self, _: int) -> str:
         await asyncio.to_thread(self.database.stop, self.rng.choice([signal.SIGINT, signal.SIGQUIT]))
         await asyncio.sleep(self.rng.uniform(0, 3))
         await asyncio.to_thread(self.database.start)
+        return "database restarted"
 
     def close(self) -> None:
         for server in self.servers:
@@ -176,10 +209,14 @@ class World:
         self.engine.stop()
 
 
-def run(*, seconds: float, sessions: int, gateways: int = 3, seed: int = 0) -> dict[str, Any]:
+def run(*, seconds: float, sessions: int, gateways: int = 3, seed: int = 0, namespaces: bool = False) -> dict[str, Any]:
     """Raises AssertionError with what the checker found."""
-    with tempfile.TemporaryDirectory(prefix="tokentrue-partitions-") as folder, run_server(fsync=True) as database:
-        world = World(Path(folder), database, gateways, sessions, seed)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tokentrue-partitions-"))
+        spaces = stack.enter_context(make_namespaces(gateways)) if namespaces else []
+        database = stack.enter_context(run_server(fsync=True, host=f"{BACK}.1" if namespaces else "127.0.0.1"))
+        cuts = [CutLink(space) for space in spaces] or [CutProxy(database.port) for _ in range(gateways)]
+        world = World(Path(folder), database, cuts, sessions, seed, f"{FRONT}.1" if namespaces else "127.0.0.1")
 
         async def whole() -> None:
             await world.start()
@@ -199,4 +236,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     for flag, default in (("--seconds", 600), ("--sessions", 200), ("--gateways", 3), ("--seed", 0)):
         parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--namespaces", action="store_true", help="cut links of network namespaces; needs root and iproute2")
     print(json.dumps(run(**vars(parser.parse_args())), indent=1))

@@ -41,6 +41,9 @@ class Server:
             shutil.chown(folder, self._user)
         initdb = [programs / "initdb", "-D", folder / "data", "-U", "tokentrue", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C"]
         subprocess.run(initdb, check=True, capture_output=True, user=self._user, cwd=folder)
+        if host != "127.0.0.1":
+            with (folder / "data" / "pg_hba.conf").open("a") as rules:
+                rules.write(f"host all all {host}/24 trust\n")
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for
@@ -30,11 +30,12 @@ async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, No
     log_to_stderr(enabled=False)
     admin_key = os.environ.get(ADMIN_KEY) or new_admin_key()
     public = listen(settings.server.host, settings.server.port, admin_key=admin_key)
+    base_url = f"http://{settings.server.host}:{public.getsockname()[1]}"
+    settings = replace(settings, server=replace(settings.server, address=settings.server.address or base_url))
     try:
         gateway = gateway_for(settings, admin_key=admin_key)
     except BaseException:
         public.close()
         raise
-    base_url = f"http://{settings.server.host}:{public.getsockname()[1]}"
     async with serve_embedded(gateway, public, drain_s=DRAIN_S):
         yield Embedded(base_url=base_url, gateway=gateway, provider=gateway.provider.inner, admin_key=admin_key)

@@ -196,7 +196,8 @@ class Door(asyncio.Protocol):
 async def main(path: str) -> None:
     settings = json.loads(Path(path).read_text())
     engine = StandIn(settings)
-    server = await asyncio.get_running_loop().create_server(lambda: Door(engine), "127.0.0.1", settings.get("port", 0), backlog=4096)
+    place = settings.get("host", "127.0.0.1"), settings.get("port", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: Door(engine), *place, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

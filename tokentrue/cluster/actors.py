@@ -1,28 +1,32 @@
 """The two kinds of actors. Imported where Ray is installed.
 
-A `GatewayActor` serves a gateway with its own engine and its own journal; started again after a crash it finds its sessions there. A
-`RolloutActor` runs rollouts; started again, it begins a lost rollout anew in the same session, gets the recorded answers, and samples
-only what was never answered. So a death costs the current turn of the rollouts that it touched.
+A `GatewayActor` serves a gateway with its own engine; started again after a crash it finds its sessions in its journal. Where all gateways
+share a record (PostgreSQL), any of them continues the sessions of one that died with its node. A `RolloutActor` runs rollouts; started
+again, it begins a lost rollout anew in the same session, gets the recorded answers, and samples only what was never answered. So a death
+costs the current turn of the rollouts that it touched.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tokentrue.environments import Plan, Rollout, load_environment
 from tokentrue.environments.http import GatewaySessions
+from tokentrue.errors import SessionConflict
 
 PATIENCE_S = 120.0
+ANSWER_S = 10.0  # after which an actor that is being started again is passed over for another one
 
 
 class GatewayActor:
-    """`settings` is a ServeConfig; the journal's path is in it, and must outlive the process: storage that every node sees.
+    """`settings` is a ServeConfig; the store is in it, and must outlive the process.
 
     It listens where Ray says that its node is to be found: loopback on a Ray of one's own, the node's address in a cluster.
     """
@@ -79,17 +83,30 @@ class RolloutActor:
         self._environment = load_environment(rollout.environment, rollout.options)
         self._admin_key = admin_key
 
-    async def play(self, plan: Plan, gateway: Any) -> Rollout:
-        """`gateway` is the handle of the actor that the session is pinned to."""
+    async def play(self, plan: Plan, gateways: Sequence[Any]) -> Rollout:
+        """`gateways` are handles of the actors that can serve the session, the one that it is pinned to first."""
         began = time.perf_counter()
 
         async def whereabouts() -> str:
-            return await gateway.address.remote()
+            return await find_gateway(gateways)
 
         return await play_through(self._environment, plan, whereabouts, self._config, self._admin_key, began)
 
     def pid(self) -> int:
         return os.getpid()
+
+
+async def find_gateway(gateways: Sequence[Any]) -> str:
+    """The address of the first gateway whose actor answers; the only one is waited for."""
+    import ray.exceptions
+
+    async def ask(gateway: Any) -> str:
+        return await gateway.address.remote()
+
+    for gateway in gateways[:-1]:
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayActorError):
+            return await asyncio.wait_for(ask(gateway), ANSWER_S)
+    return await ask(gateways[-1])
 
 
 async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], Any], config: Any, admin_key: str, began: float) -> Rollout:
@@ -102,11 +119,14 @@ async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], A
             async with (
                 asyncio.timeout(config.timeout_s),
                 GatewaySessions(base_url, sampling=config.sampling, admin_key=admin_key, resume=True, retries=2) as sessions,
-                sessions.open(plan) as session,
             ):
-                session_id = session.session_id
-                reward = float(await environment.run(session.client, plan.task))
-                samples, coverage = await session.finish(reward)
+                try:
+                    async with sessions.open(plan) as session:
+                        session_id = session.session_id
+                        reward = float(await environment.run(session.client, plan.task))
+                        samples, coverage = await session.finish(reward)
+                except SessionConflict:  # it had ended, and the actor that reported it died
+                    session_id, reward, samples, coverage = await sessions.read_ended(plan)
             return make_rollout(plan, session_id, reward, None, began, samples, coverage)
         except TimeoutError:
             return make_rollout(plan, session_id, None, f"timed out after {config.timeout_s:g} s", began)

@@ -1,7 +1,8 @@
 """tokentrue rollout --ray: gateways and rollout workers as actors, sessions pinned to their gateway.
 
-A rollout belongs to the gateway that its key hashes to, whatever dies. Ray starts dead actors again; a lost rollout is begun anew in its
-session. Nothing here knows about tokens.
+A rollout belongs to the gateway that its key hashes to. Ray starts dead actors again; a lost rollout is begun anew in its session. With
+`nodes` the actors are placed on that many nodes and share one record, so that the sessions of a node that died continue on the others.
+Nothing here knows about tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import re
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ from tokentrue.app.rollout.settings import RolloutRun
 from tokentrue.app.wiring import ServeConfig, ServerConfig
 from tokentrue.environments import Plan, Rollout
 from tokentrue.errors import ConfigError, EngineError
+
+JOIN_S = 30.0
 
 
 class Fleet:
@@ -26,7 +30,9 @@ class Fleet:
         ray = import_ray()
         from tokentrue.cluster.actors import GatewayActor, RolloutActor
 
-        self._ray = ray
+        self._ray, self._is_shared = ray, settings.is_shared
+        nodes = find_nodes(ray, settings.nodes) if settings.nodes > 1 else []
+        gateways, workers = max(gateways, len(nodes)), max(workers, len(nodes))
         admin_key = secrets.token_hex(20)
         served = [serve_config(settings, number) for number in range(gateways)]
         anywhere = {"max_restarts": -1, "num_cpus": 0, "scheduling_strategy": "SPREAD"}
@@ -34,16 +40,17 @@ class Fleet:
         gateway_class = ray.remote(**anywhere, max_concurrency=64, num_gpus=gpus)(GatewayActor)
         at_once = settings.rollout.concurrency
         worker_class = ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
-        self.gateways = [gateway_class.remote(config, admin_key) for config in served]
-        self.workers = [worker_class.remote(settings.rollout, admin_key) for _ in range(workers)]
+        self.gateways = [placed(gateway_class, nodes, number).remote(config, admin_key) for number, config in enumerate(served)]
+        self.workers = [placed(worker_class, nodes, number).remote(settings.rollout, admin_key) for number in range(workers)]
 
-    def gateway_of(self, plan: Plan) -> Any:
-        """Pinned by the rollout's key alone."""
-        return self.gateways[int(hashlib.sha256(plan.key.encode()).hexdigest()[:8], 16) % len(self.gateways)]
+    def gateways_of(self, plan: Plan) -> list[Any]:
+        """The one that the rollout is pinned to, by its key alone; then those that could take it over."""
+        first = int(hashlib.sha256(plan.key.encode()).hexdigest()[:8], 16) % len(self.gateways)
+        return [*self.gateways[first:], *self.gateways[:first]] if self._is_shared else [self.gateways[first]]
 
     def play(self, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> None:
         """Hands out every rollout, and reports each as it ends."""
-        running = [self.workers[number % len(self.workers)].play.remote(plan, self.gateway_of(plan)) for number, plan in enumerate(plans)]
+        running = [self.workers[number % len(self.workers)].play.remote(plan, self.gateways_of(plan)) for number, plan in enumerate(plans)]
         while running:
             ended, running = self._ray.wait(running, num_returns=1)
             for reference in ended:
@@ -59,6 +66,25 @@ class Fleet:
     def stop(self) -> None:
         for actor in (*self.workers, *self.gateways):
             self._ray.kill(actor)
+
+
+def find_nodes(ray: Any, count: int) -> list[str]:
+    """The ids of `count` nodes of the cluster, which may still be joining it."""
+    end = time.monotonic() + JOIN_S
+    while len(alive := sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])) < count:
+        if time.monotonic() > end:
+            raise ConfigError(f"nodes={count}: the Ray cluster has {len(alive)}")
+        time.sleep(0.5)
+    return alive[:count]
+
+
+def placed(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
+    """One actor after the other on the next node, and elsewhere when that node has died."""
+    if not nodes:
+        return actor_class
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True))
 
 
 def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on_rollout: Callable[[Rollout], None]) -> None:
@@ -94,7 +120,8 @@ def require_listener(address: str) -> None:
 
 
 def serve_config(settings: RolloutRun, number: int) -> ServeConfig:
-    store = f"sqlite:{(settings.out / f'gateway-{number}.sqlite').resolve()}"
+    own = f"sqlite:{(settings.out / f'gateway-{number}.sqlite').resolve()}"
+    store = str(settings.store) if settings.is_shared else own
     return ServeConfig(model=settings.model, engine=settings.engine, server=ServerConfig(port=0, store=store))
 
 

@@ -21,6 +21,11 @@ from tokentrue.errors import ConfigError, EngineRejected, EngineUnreachable, Ses
 SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
 
 
+def resumed_id(plan: Plan) -> str:
+    """The session of a rollout that may be begun again."""
+    return hashlib.sha256(plan.key.encode()).hexdigest()[:32]
+
+
 class GatewaySession:
     """One open session; `client` is an `openai.AsyncOpenAI` that knows its key."""
 
@@ -113,7 +118,7 @@ class GatewaySessions:
         metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
         settings: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**self._sampling, "seed": plan.seed}}
         if self._resume and self._admin_key is not None:
-            session_id = hashlib.sha256(plan.key.encode()).hexdigest()[:32]
+            session_id = resumed_id(plan)
             try:
                 made = await self.call("POST", "/sessions", {**settings, "session_id": session_id})
             except SessionConflict:  # it was begun before: an agent is given a key of this session, never the admin key
@@ -122,6 +127,15 @@ class GatewaySessions:
             return session_id, f"{self.base_url}/sessions/{session_id}/v1", made["api_key"]
         made = await self.call("POST", "/sessions", settings)
         return made["session_id"], made["base_url"], made["api_key"]
+
+    async def read_ended(self, plan: Plan) -> tuple[str, float, Sequence[Any], Mapping[str, Any]]:
+        """Session, reward, samples and coverage of a rollout that has ended before. Raises SessionConflict where it has not."""
+        session_id = resumed_id(plan)
+        state = await self.call("GET", f"/sessions/{session_id}")
+        if state["state"] != "ended" or state["reward"] is None:
+            raise SessionConflict(f"session {session_id!r} is in use")
+        answer = await self.call("GET", f"/sessions/{session_id}/samples")
+        return session_id, float(state["reward"]), answer["samples"], answer["coverage"]
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         import aiohttp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from tokentrue.app.configuration import as_mapping
 from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import Plan, RolloutConfig, load_environment, plan_groups
 from tokentrue.errors import ConfigError
+from tokentrue.sessions.journal.database import mask_password
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +27,19 @@ class RolloutRun:
     store: str | None = None
     gateways: int = 2  # with --ray: gateway actors, each with its engine
     workers: int = 2  # with --ray: rollout actors
+    nodes: int = 1  # with --ray: nodes that share the gateways and workers, at least one of each on every node
 
     def __post_init__(self) -> None:
-        for name in ("gateways", "workers"):
+        for name in ("gateways", "workers", "nodes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} must be at least 1")
+        if self.nodes > 1 and not self.is_shared:
+            raise ConfigError(f"nodes={self.nodes} needs a record that every node reaches: --set store=postgresql://…")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every gateway can take over every session."""
+        return (self.store or "").startswith(("postgresql://", "postgres://"))
 
 
 AGENT_DEFAULTS: Mapping[str, Any] = {
@@ -68,7 +77,8 @@ def describe_environment(config: RolloutConfig) -> list[str]:
 def remember(settings: RolloutRun) -> None:
     """The resolved configuration lies beside the output; a run under another one is refused there."""
     path = settings.out / "config.json"
-    text = json.dumps(as_mapping(settings), indent=1, sort_keys=True)
+    shown = replace(settings, store=None if settings.store is None else mask_password(settings.store))
+    text = json.dumps(as_mapping(shown), indent=1, sort_keys=True)
     if path.exists():
         before, now = json.loads(path.read_text())["rollout"], json.loads(text)["rollout"]
         if before != now:

@@ -39,6 +39,7 @@ def command(
     tasks: Annotated[Path | None, typer.Option(help="of --agent: a JSON-lines file, or Harbor task directories")] = None,
     score: Annotated[str | None, typer.Option(help="of --agent: a shell command; its exit code or last number")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="a Ray address, or `local`: gateways and rollouts as actors")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="of --ray: nodes to place gateways and rollouts on")] = None,
     again: Annotated[bool, typer.Option("--again", help="run groups with a failed rollout again")] = False,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: rollout.tasks=32")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
@@ -46,9 +47,11 @@ def command(
     """Play groups of rollouts through a gateway and write them as samples."""
     own = {"model.path": model, "engine.name": engine, "engine.options.device": device, "engine.options.dtype": dtype}
     of_agent, defaults = agent_settings(agent, tasks, score, out)
-    settings = read(RolloutRun, config, sets or (), {"out": out, "url": url, **own, **of_agent}, defaults)
+    settings = read(RolloutRun, config, sets or (), {"out": out, "url": url, "nodes": nodes, **own, **of_agent}, defaults)
     if ray is not None and settings.url is not None:
         raise ConfigError("--ray starts gateways of its own; leave --url out")
+    if settings.nodes > 1 and ray is None:
+        raise ConfigError("--nodes belongs to --ray")
     if settings.url is not None:
         flags = {"--model": model, "--engine": engine, "--device": device, "--dtype": dtype}
         if named := [flag for flag, value in flags.items() if value is not None]:
