@@ -17,7 +17,9 @@ from tokentrue.errors import ExactnessError
 from tokentrue.train import checkpoint, loop, trainer
 from tokentrue.train.checks import exactness
 from tokentrue.train.checks.exactness import Agreement, ulps
+from tokentrue.train.data.advantages import SessionRewards
 from tokentrue.train.data.batch import Row, row_of
+from tokentrue.train.files import optimizer
 from tokentrue.train.trainer import Trainer
 
 CAUGHT = (AssertionError, ExactnessError, pytest.fail.Exception)
@@ -82,14 +84,14 @@ def test_moments_that_are_not_resumed(part: str, tmp_path: Path, monkeypatch: py
     def forgetful(target: Trainer, moments: dict[str, Tensor]) -> None:
         plain(target, {key: torch.zeros_like(value) if key.endswith(f"|{part}") else value for key, value in moments.items()})
 
-    plain = checkpoint.restore_optimizer
-    monkeypatch.setattr(checkpoint, "restore_optimizer", forgetful)
+    plain = optimizer.restore_optimizer
+    monkeypatch.setattr(optimizer, "restore_optimizer", forgetful)
     caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, 0))
 
 
 def test_rounds_in_waiting_that_are_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty(target: Trainer, store: Any) -> dict[int, Any]:
-        plain(target, store)
+    def empty(*args: Any) -> dict[int, Any]:
+        plain(*args)
         return {}
 
     plain = loop.resume
@@ -111,12 +113,12 @@ def test_updates_that_are_counted_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_samples_counted_where_sessions_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_sample(rows: Sequence[Row], baseline: Any) -> list[float]:
-        apart = [replace(row, sample=replace(row.sample, session_id=row.sample.sample_id)) for row in rows]
-        return plain(apart, baseline)
+    class BySample:
+        @staticmethod
+        def of(rows: Sequence[Row]) -> SessionRewards:
+            return SessionRewards.of([replace(row, sample=replace(row.sample, session_id=row.sample.sample_id)) for row in rows])
 
-    plain = test_batch.session_advantages
-    monkeypatch.setattr(test_batch, "session_advantages", by_sample)
+    monkeypatch.setattr(test_batch, "SessionRewards", BySample)
     caught(test_batch.test_a_session_with_two_samples_counts_once)
 
 

@@ -17,8 +17,10 @@ import torch
 
 from tests.train.rows import groups_for, sample_of, small_model
 from tokentrue.mismatch import LOSSES, PRESETS, Correction, LossConfig, Normalise, Penalty, Reject, Weights, loss_named, policy_loss
-from tokentrue.train import OptimConfig, PlainScorer, Ranks, TrainConfig, Trainer
-from tokentrue.train.data.batch import rows_of, session_advantages
+from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, Ranks, TrainConfig, Trainer
+from tokentrue.train.config import AdvantageConfig, KlConfig, OverlongConfig
+from tokentrue.train.data.advantages import SessionRewards, session_advantages
+from tokentrue.train.data.batch import rows_of
 from tokentrue.types import Sample
 
 KEPT = Correction(reject=(Reject(estimator="k3", aggregate="seq_mean", upper=0.0565),), loss_counts="kept")
@@ -40,7 +42,8 @@ CONFIGS: dict[str, LossConfig] = {
     "penalty on kept rows": LossConfig(correction=KEPT, penalty=Penalty(coefficient=0.5, tokens="valid")),
     "entropy": loss_named("dapo", entropy_coefficient=0.05),
 }
-CUTS = ((100_000, 1), (1, 1), (96, 2))  # tokens in a forward pass, ranks
+CUTS = ((100_000, 1, False), (1, 1, False), (96, 2, False))  # tokens in a forward pass, ranks, rows packed end to end (exact operators)
+PACKED = (96, 1, True)
 
 
 def scaled(model: torch.nn.Module, factor: float) -> torch.nn.Module:
@@ -78,7 +81,7 @@ def whole_batch(base: torch.nn.Module, reference: torch.nn.Module, groups: list[
     scores = scorer(model, ids, heats, entropy=True)
     with torch.no_grad():
         others = scorer(reference, ids, heats).logprobs
-    advantages = session_advantages(rows, "grpo")
+    advantages = session_advantages(SessionRewards.of(rows), "grpo")
     value, _ = policy_loss(
         scores.logprobs,
         [each.detach() for each in scores.logprobs],
@@ -117,7 +120,15 @@ class ThreadRanks(Ranks):
 
 
 def trained(
-    base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]], loss: LossConfig, *, budget: int, world: int
+    base: torch.nn.Module,
+    reference: torch.nn.Module,
+    groups: list[list[Sample]],
+    loss: LossConfig,
+    *,
+    budget: int,
+    world: int,
+    packed: bool = False,
+    **settings: Any,
 ) -> tuple[Any, float]:
     """The trainer's gradient: the mean over ranks of what each adds up."""
     meeting = Meeting(world)
@@ -126,9 +137,12 @@ def trained(
     def run(rank: int) -> None:
         try:
             ranks = ThreadRanks(rank, meeting) if world > 1 else Ranks()
-            config = TrainConfig(exact=False, micro_tokens=budget)
-            other = copy.deepcopy(reference) if loss.penalty is not None else None
-            trainer = Trainer(copy.deepcopy(base), config=config, optim=OptimConfig(), loss=loss, reference=other, ranks=ranks)
+            config = TrainConfig(exact=False, micro_tokens=budget, **settings)
+            other = copy.deepcopy(reference) if loss.penalty is not None or config.kl.reward_coefficient else None
+            scorer = ExactScorer() if packed else PlainScorer()
+            trainer = Trainer(
+                copy.deepcopy(base), config=config, optim=OptimConfig(), loss=loss, reference=other, ranks=ranks, scorer=scorer
+            )
             flat, metrics = trainer.gradient(groups)
             found[rank] = flat, metrics["loss"]
         except BaseException as error:
@@ -151,11 +165,38 @@ def test_every_cut_gives_the_gradient_of_the_whole_batch(
     base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]], name: str
 ) -> None:
     expected, value = whole_batch(base, reference, groups, CONFIGS[name])
-    for budget, world in CUTS:
-        gradient, loss = trained(base, reference, groups, CONFIGS[name], budget=budget, world=world)
+    for budget, world, packed in (*CUTS, *(() if name.startswith("preset") else (PACKED,))):
+        gradient, loss = trained(base, reference, groups, CONFIGS[name], budget=budget, world=world, packed=packed)
         off, largest = float((gradient - expected).abs().max()), float(expected.abs().max())
         assert off <= 1e-3 * largest + 1e-9, f"budget {budget}, {world} ranks: off by {off:.3g} of {largest:.3g}"
         assert loss == pytest.approx(value, rel=1e-4, abs=1e-7), f"budget {budget}, {world} ranks"
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "divergence in the reward": {"kl": KlConfig(reward_coefficient=0.1)},
+    "divergence in the reward, whitened by tokens": {
+        "kl": KlConfig(reward_coefficient=0.1, reward_estimator="k3"),
+        "baseline": "whitened_groups",
+        "advantages": AdvantageConfig(whiten_by="tokens", lone_group="reward"),
+    },
+    "overlong": {"overlong": OverlongConfig(mask=True, max_tokens=40, buffer=30), "baseline": "grpo_batch"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rewards_and_advantages_do_not_depend_on_the_cut(
+    base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]], name: str
+) -> None:
+    groups = [[replace(groups[0][0], finish_reason="length"), *groups[0][1:]], *groups[1:]]
+    (expected, value), *others = [
+        trained(base, reference, groups, loss_named("dapo"), budget=budget, world=world, packed=packed, **SETTINGS[name])
+        for budget, world, packed in (*CUTS, PACKED)
+    ]
+    plain, _ = trained(base, reference, groups, loss_named("dapo"), budget=100_000, world=1)
+    assert not torch.allclose(expected, plain, rtol=1e-2)
+    for gradient, loss in others:
+        assert float((gradient - expected).abs().max()) <= 1e-3 * float(expected.abs().max())
+        assert loss == pytest.approx(value, rel=1e-4, abs=1e-7)
 
 
 def test_the_rules_of_these_configurations_bite(base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]]) -> None:

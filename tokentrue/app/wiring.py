@@ -36,7 +36,10 @@ DEFAULT_STORE = "sqlite:tokentrue.sqlite"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """`path` is a directory or a hub id; `name` is what clients see (default: the path's last part)."""
+    """`path` is a directory or a hub id; `name` is what clients see (default: the path's last part).
+
+    The output directory of a training run stands for its newest checkpoint.
+    """
 
     path: str | None = None
     name: str | None = None
@@ -45,6 +48,12 @@ class ModelConfig:
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
     encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 switches the cache off
+
+    def __post_init__(self) -> None:
+        newest = Path(self.path or "") / "checkpoints" / "latest"
+        if self.path is not None and (newest / "config.json").is_file():
+            object.__setattr__(self, "name", self.name or Path(self.path).resolve().name)
+            object.__setattr__(self, "path", str(newest))
 
     @property
     def shown(self) -> str:

@@ -25,12 +25,15 @@ class RolloutConfig:
     concurrency: int = 64
     timeout_s: float = 120.0
     max_failed: float = 0.5  # share of a training round's rollouts that may fail; more stop the run
+    resample: int = 0  # of a training round: how often groups whose rewards are all equal are replaced by groups of other tasks
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tasks", "group_size", "max_tokens", "concurrency"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name}: {getattr(self, name)!r} must be at least 1")
+        if self.resample < 0:
+            raise ConfigError(f"rollout.resample: {self.resample!r} must be >= 0")
         if not 0 <= self.max_failed <= 1:
             raise ConfigError(f"rollout.max_failed: {self.max_failed!r} must be in [0, 1]")
         if not self.timeout_s > 0:

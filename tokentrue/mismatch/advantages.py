@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,36 +12,74 @@ from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch.batch.chunks import Values
 from tokentrue.mismatch.batch.layout import Layout
 
+AdvantageScale: TypeAlias = Literal["group", "batch"]
+LoneGroup: TypeAlias = Literal["zero", "reward"]
 
-def grpo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, std: bool = True, eps: float = 1e-6) -> Tensor:
-    """Reward less its group's mean, over the group's standard deviation (n - 1) plus `eps`; `std=False` is Dr. GRPO.
 
-    A group of one, or one whose rewards are all equal, has nothing to compare: exactly 0.
+def grpo_advantages(
+    rewards: Tensor,
+    groups: Sequence[Hashable] | Tensor,
+    *,
+    std: bool = True,
+    eps: float = 1e-6,
+    scale: AdvantageScale = "group",
+    lone: LoneGroup = "zero",
+) -> Tensor:
+    """Reward less its group's mean, over a standard deviation (n - 1) plus `eps`; `std=False` is Dr. GRPO.
+
+    The deviation is the group's own, or with `scale="batch"` that of all rewards (TRL's `scale_rewards="batch"`). A group whose rewards are
+    all equal has nothing to compare: exactly 0. So has a group of one, unless `lone="reward"`: its mean is then 0 and its deviation 1, as
+    in verl.
     """
     values, index, counts = _group_rows(rewards, groups)
-    centred = values - (_per_group(values, index, counts) / counts)[index]
-    centred = torch.where(_all_equal(values, index, counts)[index], 0.0, centred)
+    centred = _centre(values, index, counts)
+    is_lone = (counts == 1)[index]
+    kept = torch.where(is_lone, values, 0.0) if lone == "reward" else torch.zeros_like(values)
     if not std:
-        return centred.to(_kind(rewards))
-    variance = _per_group(centred * centred, index, counts) / (counts - 1).clamp(min=1)
-    scaled = torch.where(centred == 0, 0.0, centred / (variance.sqrt()[index] + eps))  # also without eps
-    return scaled.to(_kind(rewards))
+        return torch.where(is_lone, kept, centred).to(_kind(rewards))
+    if scale == "batch":
+        deviation = values.std().expand_as(values) if values.numel() > 1 else torch.zeros_like(values)
+    else:
+        deviation = (_per_group(centred * centred, index, counts) / (counts - 1).clamp(min=1)).sqrt()[index]
+    scaled = torch.where(centred == 0, 0.0, centred / (deviation + eps))  # also without eps
+    return torch.where(is_lone, kept / (1 + eps), scaled).to(_kind(rewards))
 
 
-def rloo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> Tensor:
-    """Reward less the mean of the other members of its group; 0 in a group of one, which has no others."""
+def rloo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, lone: LoneGroup = "zero") -> Tensor:
+    """Reward less the mean of the other members of its group. A group of one has no others: 0, or with `lone="reward"` its reward."""
     values, index, counts = _group_rows(rewards, groups)
-    centred = values - (_per_group(values, index, counts) / counts)[index]
-    centred = torch.where(_all_equal(values, index, counts)[index], 0.0, centred)
-    return (centred * (counts / (counts - 1).clamp(min=1))[index]).to(_kind(rewards))
+    made = _centre(values, index, counts) * (counts / (counts - 1).clamp(min=1))[index]
+    if lone == "reward":
+        made = torch.where((counts == 1)[index], values, made)
+    return made.to(_kind(rewards))
 
 
-def whitened_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    """Batch-whitened REINFORCE (REINFORCE++): zero mean and unit deviation over the batch; with `groups`, of group-centred rewards."""
-    values = rewards.double() if groups is None else grpo_advantages(rewards.double(), groups, std=False)
+def whitened_advantages(
+    rewards: Tensor,
+    groups: Sequence[Hashable] | Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    tokens: Sequence[int] | Tensor | None = None,
+    lone: LoneGroup = "zero",
+) -> Tensor:
+    """Batch-whitened REINFORCE (REINFORCE++): zero mean and unit deviation over the batch; with `groups`, of group-centred rewards.
+
+    With `tokens`, each row's number of trained tokens, mean and variance are over tokens instead of rows, and `eps` is added to the
+    variance: (r - m) / sqrt(v + eps), m = sum(n r) / N, v = sum(n (r - m)^2) / (N - 1). That is verl's `masked_whiten`, with eps 1e-8.
+    """
+    values = rewards.double() if groups is None else grpo_advantages(rewards.double(), groups, std=False, lone=lone)
     if values.numel() < 2 or bool((values == values[0]).all()):
         return torch.zeros_like(values).to(_kind(rewards))
-    return ((values - values.mean()) / (values.std() + eps)).to(_kind(rewards))
+    if tokens is None:
+        return ((values - values.mean()) / (values.std() + eps)).to(_kind(rewards))
+    counts = torch.as_tensor(tokens, dtype=torch.float64, device=values.device)
+    if counts.shape != values.shape:
+        raise InputError(f"tokens: {len(counts)} counts for {len(values)} rewards; pass each row's number of trained tokens")
+    if float(counts.sum()) < 2:
+        return torch.zeros_like(values).to(_kind(rewards))
+    centred = values - (counts * values).sum() / counts.sum()
+    variance = (counts * centred * centred).sum() / (counts.sum() - 1)
+    return (centred / (variance + eps).sqrt()).to(_kind(rewards))
 
 
 def gae_advantages(
@@ -99,6 +138,12 @@ def _group_rows(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[T
     index = torch.tensor([seen.setdefault(name, len(seen)) for name in names], dtype=torch.long, device=rewards.device)
     counts = torch.bincount(index, minlength=len(seen)).double()
     return rewards.double(), index, counts
+
+
+def _centre(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
+    """Rewards less their group's mean; exactly 0 where all of a group are equal."""
+    centred = values - (_per_group(values, index, counts) / counts)[index]
+    return torch.where(_all_equal(values, index, counts)[index], 0.0, centred)
 
 
 def _per_group(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:

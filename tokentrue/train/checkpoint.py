@@ -2,37 +2,37 @@
 
     step-000010/
       model.safetensors, config.json, tokenizer …   a Hugging Face directory: parameters and persistent buffers
-      optimizer.safetensors                          moments and step counts by parameter name
+      optimizer.safetensors                          moments and step counts by parameter name, master weights
       rounds.jsonl                                   batches sampled but not yet trained on (off-policy modes)
       state.json                                     version, counters, configuration hash, digests; written last
 
+Above a size the weights are several files with an index, and `optimizer/` holds the shards of torch.distributed.checkpoint.
 A checkpoint is written under another name and moved into place: what is called step-… is whole. `latest` links to the newest.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from tokentrue.errors import FileFormatError
-from tokentrue.train.ranks import named_weights, whole, whole_weights
+from tokentrue.errors import FileFormatError, TrainingError
+from tokentrue.train.files.digests import digests_under, require_digests
+from tokentrue.train.files.optimizer import place, read_optimizer, write_shards, write_whole
+from tokentrue.train.files.weights import read_weights, weights_bytes, write_model_files, write_weights
+from tokentrue.train.ranks import named_weights
 from tokentrue.train.trainer import Trainer
 
-MASTER = "master"
 NAME = re.compile(r"step-(\d{6})")
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+DAMAGED = (OSError, ValueError, KeyError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class Checkpoint:
     path: Path
     version: int
     rounds: Mapping[int, list[list[dict[str, Any]]]]
+    evaluation: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def save(
@@ -53,32 +54,39 @@ def save(
     rounds: Mapping[int, Any],
     keep: int,
     best: int | None = None,
+    evaluation: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Every rank calls it; rank 0 writes. `rounds` are plain JSON: the batches in waiting, by number.
+    """Every rank calls it; rank 0 writes, and above `train.shard_checkpoint_gib` each rank its share of the optimiser's state.
 
-    `model` is the directory or hub id whose tokenizer belongs to the weights. The newest `keep` checkpoints stay, and that of step `best`.
+    `rounds` are plain JSON: the batches in waiting, by number. `model` is the directory or hub id whose tokenizer belongs to the weights.
+    The newest `keep` checkpoints stay, and that of step `best`.
     """
-    weights = {name: value.cpu().contiguous() for name, value in whole_weights(trainer.model)}
-    moments = optimizer_tensors(trainer)
-    if not trainer.ranks.first:
-        return None
     target = directory / f"step-{trainer.version:06d}"
     partial = directory / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    save_file(moments, partial / "optimizer.safetensors")
-    write_model_files(trainer.model, model, partial)
-    with (partial / "rounds.jsonl").open("w") as out:
-        for number, groups in sorted(rounds.items()):
-            out.write(json.dumps({"round": number, "groups": groups}) + "\n")
-    state = {"version": trainer.version, "updates": trainer.updates, "run_hash": run_hash, "torch": torch.__version__}
-    state["loss_scale"] = [trainer.scale.value, trainer.scale.good]
-    state["response_lengths"] = trainer.response_lengths
-    state["digests"] = {path.name: digest_of(path) for path in sorted(partial.iterdir())}
-    (partial / "state.json").write_text(json.dumps(state, indent=1))
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(partial, target)
+    try:
+        if trainer.ranks.first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        trainer.ranks.everyone(None)  # the directory is there
+        write_tensors(trainer, partial)
+        if trainer.ranks.first:
+            write_model_files(trainer.model, model, partial)
+            with (partial / "rounds.jsonl").open("w") as out:
+                for number, groups in sorted(rounds.items()):
+                    out.write(json.dumps({"round": number, "groups": groups}) + "\n")
+        digests = digests_under(partial, trainer.ranks)
+        if not trainer.ranks.first:
+            return None
+        state = {**counters_of(trainer), "run_hash": run_hash, "evaluation": dict(evaluation or {}), "digests": digests}
+        (partial / "state.json").write_text(json.dumps(state, indent=1))
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise TrainingError(
+            f"step {trainer.version}: the checkpoint could not be written to {directory} ({error}); the ones before are whole: make room "
+            "and run again to resume"
+        ) from error
     for old in find_checkpoints(directory)[:-keep]:
         if best is None or old.name != f"step-{best:06d}":
             shutil.rmtree(old)
@@ -86,20 +94,24 @@ def save(
     return target
 
 
-def write_model_files(model: Any, source: str | None, target: Path) -> None:
-    """Configuration, generation settings, tokenizer and template: copied from a directory, saved anew for a hub id."""
-    if source is not None and Path(source).is_dir():
-        for name in MODEL_FILES:
-            if (Path(source) / name).exists():
-                shutil.copyfile(Path(source) / name, target / name)
-        return
-    model.config.save_pretrained(target)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(target)
-    if source is not None:
-        from transformers import AutoTokenizer
+def write_tensors(trainer: Trainer, directory: Path) -> None:
+    limit = int(trainer.config.shard_checkpoint_gib * 2**30)
+    write_weights(trainer.model, directory, trainer.ranks, limit_bytes=limit)
+    if weights_bytes(trainer.model) > limit:
+        write_shards(trainer, directory)
+    else:
+        write_whole(trainer, directory)
 
-        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+def counters_of(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "version": trainer.version,
+        "updates": trainer.updates,
+        "torch": torch.__version__,
+        "loss_scale": [trainer.scale.value, trainer.scale.good],
+        "kl_coefficient": trainer.kl.value,
+        "response_lengths": trainer.response_lengths,
+    }
 
 
 def point_to(link: Path, target: Path) -> None:
@@ -108,18 +120,6 @@ def point_to(link: Path, target: Path) -> None:
     beside.unlink(missing_ok=True)
     beside.symlink_to(target.name)
     os.replace(beside, link)
-
-
-def digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def require_digests(path: Path) -> None:
-    """Raises FileFormatError where a file of the checkpoint is not the one that was written."""
-    for name, digest in json.loads((path / "state.json").read_text()).get("digests", {}).items():
-        if not (path / name).is_file() or digest_of(path / name) != digest:
-            raise FileFormatError(f"{path}: not a whole checkpoint ({name} is missing or changed); remove it to resume from an earlier one")
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
@@ -142,64 +142,34 @@ def state_of(path: Path, *, run_hash: str) -> tuple[int, int]:
 
 
 def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
-    """Puts weights, moments and counters back in place, bit for bit."""
+    """Puts weights, moments and counters back in place, bit for bit. Every rank calls it."""
     version, updates = state_of(path, run_hash=run_hash)
-    require_digests(path)
-    try:
-        weights = load_file(path / "model.safetensors")
-        moments = load_file(path / "optimizer.safetensors")
-        rounds = {line["round"]: line["groups"] for line in map(json.loads, (path / "rounds.jsonl").read_text().splitlines())}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one") from error
-    own = dict(named_weights(trainer.model))
-    shapes = {name: tuple(value.shape) for name, value in own.items()}
-    if shapes != {name: tuple(value.shape) for name, value in weights.items()}:
-        raise FileFormatError(f"{path}: its weights are those of another model; choose another directory")
-    with torch.no_grad():
-        for name, value in own.items():
-            place(value, weights[name])
-    restore_optimizer(trainer, moments)
-    trainer.version, trainer.updates = version, updates
     state = json.loads((path / "state.json").read_text())
+    require_digests(path, state.get("digests", {}), trainer.ranks)
+    try:
+        rounds = {line["round"]: line["groups"] for line in map(json.loads, (path / "rounds.jsonl").read_text().splitlines())}
+        restore_weights(trainer, path)
+        read_optimizer(trainer, path)
+    except DAMAGED as error:
+        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one") from error
+    trainer.version, trainer.updates = version, updates
     trainer.scale.value, trainer.scale.good = state.get("loss_scale", [1.0, 0])
+    trainer.set_kl_coefficient(state.get("kl_coefficient", trainer.kl.value))
     trainer.response_lengths = list(state.get("response_lengths", ()))
-    return Checkpoint(path=path, version=version, rounds=rounds)
+    return Checkpoint(path=path, version=version, rounds=rounds, evaluation=state.get("evaluation", {}))
 
 
-def optimizer_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Moments and counts by parameter name, and master weights where the model computes in a lower precision."""
-    tensors: dict[str, Tensor] = {}
-    for name, master in trainer.masters.named():
-        for key, value in trainer.optimizer.state.get(master, {}).items():
-            tensors[f"{name}|{key}"] = whole(value).detach().cpu().contiguous()
-    for name, master in trainer.masters.copies():
-        tensors[f"{name}|{MASTER}"] = whole(master.detach()).cpu().contiguous()
-    return tensors
-
-
-def restore_optimizer(trainer: Trainer, moments: Mapping[str, Tensor]) -> None:
-    by_name: dict[str, dict[str, Tensor]] = {}
-    for key, value in moments.items():
-        name, _, kind = key.rpartition("|")
-        by_name.setdefault(name, {})[kind] = value
-    for name, master in trainer.masters.named():
-        mine = by_name.get(name, {})
-        if (copy := mine.pop(MASTER, None)) is not None:
-            with torch.no_grad():
-                place(master, copy)
-        if mine:
-            placed = {k: v.clone() if v.dim() == 0 else place(torch.zeros_like(master), v) for k, v in mine.items()}
-            trainer.optimizer.state[master] = placed
-
-
-def place(target: Tensor, value: Tensor) -> Tensor:
-    """Copies a whole tensor into a parameter that may be sharded."""
-    mesh = getattr(target, "device_mesh", None)
-    if mesh is None:
-        return target.copy_(value)
-    from torch.distributed.tensor import distribute_tensor
-
-    return target.copy_(distribute_tensor(value.to(target.device), mesh, target.placements))  # type: ignore[attr-defined]
+def restore_weights(trainer: Trainer, path: Path) -> None:
+    own = dict(named_weights(trainer.model))
+    left = set(own)
+    with torch.no_grad():
+        for name, value in read_weights(path):
+            if name not in own or own[name].shape != value.shape:
+                raise FileFormatError(f"{path}: its weights are those of another model ({name}); choose another directory")
+            place(own[name], value)
+            left.discard(name)
+    if left:
+        raise FileFormatError(f"{path}: its weights are those of another model (no {sorted(left)[0]}); choose another directory")
 
 
 def latest(directory: Path) -> Path | None:

@@ -20,7 +20,7 @@ from tokentrue.train.checks.evaluating import Evaluator
 from tokentrue.train.config import TrainConfig
 from tokentrue.train.data.rounds import CountingRounds, Groups, Rounds
 from tokentrue.train.publishing import Publisher
-from tokentrue.train.reporting import StepReport
+from tokentrue.train.reporting import StepReport, step_speeds
 from tokentrue.train.trainer import Trainer
 from tokentrue.types import Sample
 
@@ -47,17 +47,17 @@ async def train(
 ) -> list[StepReport]:
     """Runs the steps that are left. Resumes from the newest checkpoint in `store`; the result is the same as without the break.
 
-    Ctrl-C (cancellation) lets a step in progress finish and writes a checkpoint.
+    Ctrl-C (cancellation) lets a step in progress finish and writes a checkpoint; so does an engine or environment that fails.
     """
     run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
-    run.finished = resume(trainer, store)
+    run.finished = resume(trainer, store, evaluator)
     await run.begin()
     try:
         for number in range(trainer.version, trainer.config.steps):
             await run.step(number)
             if evaluator is not None and evaluator.is_over:
                 break
-    except (asyncio.CancelledError, KeyboardInterrupt):
+    except (asyncio.CancelledError, KeyboardInterrupt, EngineError):
         run.keep_if_possible()
         raise
     finally:
@@ -107,9 +107,10 @@ class Run:
         await self.publish(trainer)
         counts = self.counts.pop(number, {})
         judged = await self.evaluator(trainer.version) if self.evaluator is not None else {}
-        report = replace(report, metrics={**report.metrics, **counts, **self.publish.metrics, **judged})
-        self.reports.append(report)
         seconds = {**report.seconds, "wait": waited, "publish": self.publish.seconds, "step": time.perf_counter() - began}
+        metrics = {**report.metrics, **counts, **self.publish.metrics, **judged}
+        report = replace(report, metrics=metrics, speeds={**report.speeds, **step_speeds(report, seconds)})
+        self.reports.append(report)
         if self.on_step is not None:
             self.on_step(report, seconds)
         self.idle = require_progress(report, self.idle, trainer.config)
@@ -151,11 +152,11 @@ class Run:
 
     def keep(self) -> None:
         assert self.store is not None
-        keep(self.trainer, self.store, self.finished, best=None if self.evaluator is None else self.evaluator.best_version)
+        keep(self.trainer, self.store, self.finished, self.evaluator)
         self.kept, self.kept_at = self.trainer.version, time.monotonic()
 
     def keep_if_possible(self) -> None:
-        """After Ctrl-C: with several ranks nobody can say who is still there to gather the weights."""
+        """After an interruption: with several ranks nobody can say who is still there to gather the weights."""
         if self.store is not None and self.trainer.version > self.kept and self.trainer.ranks.world == 1:
             self.keep()
 
@@ -201,15 +202,25 @@ def add_counts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def keep(trainer: Trainer, store: Store, finished: Mapping[int, Groups], *, best: int | None = None) -> None:
+def keep(trainer: Trainer, store: Store, finished: Mapping[int, Groups], evaluator: Evaluator | None) -> None:
     waiting = {number: [[store.to_json(sample) for sample in group] for group in groups] for number, groups in finished.items()}
-    kept = trainer.config.keep_checkpoints
-    checkpoint.save(trainer, store.directory, model=store.model, run_hash=store.run_hash, rounds=waiting, keep=kept, best=best)
+    checkpoint.save(
+        trainer,
+        store.directory,
+        model=store.model,
+        run_hash=store.run_hash,
+        rounds=waiting,
+        keep=trainer.config.keep_checkpoints,
+        best=None if evaluator is None else evaluator.best_version,
+        evaluation=None if evaluator is None else evaluator.state(),
+    )
 
 
-def resume(trainer: Trainer, store: Store | None) -> dict[int, Groups]:
+def resume(trainer: Trainer, store: Store | None, evaluator: Evaluator | None) -> dict[int, Groups]:
     path = None if store is None else checkpoint.latest(store.directory)
     if path is None or store is None:
         return {}
     loaded = checkpoint.load(trainer, path, run_hash=store.run_hash)
+    if evaluator is not None:
+        evaluator.restore(loaded.evaluation)
     return {number: [[store.from_json(s) for s in group] for group in groups] for number, groups in loaded.rounds.items()}

@@ -31,13 +31,14 @@ MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one step did. `metrics` are plain numbers for a log."""
+    """What one step did. `metrics` are plain numbers for a log, the same whenever the step is repeated; `seconds` and `speeds` are not."""
 
     step: int
     version: int  # of the weights that the step produced
     metrics: Mapping[str, float]
     agreement: Agreement
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    speeds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Clock:
@@ -53,6 +54,14 @@ class Clock:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def step_speeds(report: StepReport, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens per second of a whole step (all tokens of the batch, and those with loss), and each part's share of its time."""
+    whole = max(seconds["step"], 1e-9)
+    shares = {f"share/{name}": value / whole for name, value in seconds.items() if name != "step"}
+    tokens, trained = report.metrics["tokens"], report.metrics["tokens_trained"]
+    return {"speed/tokens_per_s": tokens / whole, "speed/trained_tokens_per_s": trained / whole, **shares}
 
 
 def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: int) -> dict[str, float]:

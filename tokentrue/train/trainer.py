@@ -11,26 +11,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
-from tokentrue.errors import ConfigError, ExactnessError, TokenContractError, TrainingError
+from tokentrue.errors import ConfigError, ExactnessError, TrainingError
 from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.numerics import on_device
-from tokentrue.train.checks.exactness import Agreement, agreement, require_exact
-from tokentrue.train.config import OptimConfig, TrainConfig, learning_rate
-from tokentrue.train.data.batch import Row, rows_of, session_advantages
+from tokentrue.train.checks.exactness import Agreement, agreement, require_exact, require_own_versions
+from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
+from tokentrue.train.data.advantages import SessionRewards, mask_truncated, overlong_cost, session_advantages
+from tokentrue.train.data.batch import Row, rows_of
 from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches, shuffle
 from tokentrue.train.data.replay import replay_experts
+from tokentrue.train.flops import flops_of
 from tokentrue.train.ranks import Ranks, whole, whole_weights
 from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics
 from tokentrue.train.update.correcting import MinibatchCorrection, correct_minibatch, in_one_call, per_token
+from tokentrue.train.update.divergence import KlCoefficient, divergence_sums
 from tokentrue.train.update.precision import LossScale, MasterWeights
-from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer, Scores
+from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer, Scores, evaluation_mode
 from tokentrue.types import Sample
 
 NO_ROW = torch.zeros(2, dtype=torch.int64)  # stands in where a rank has no row for a forward pass that all ranks must join
@@ -43,6 +46,8 @@ class RowValues:
     recomputed: Mapping[int, Tensor]
     reference: Mapping[int, Tensor]
     advantages: Sequence[float]
+    shaped_reward: float  # mean over sessions, after what lengths and divergence cost
+    reward_kl: float  # per trained token, where it costs reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,10 +77,13 @@ class Trainer:
     ) -> None:
         if loss.penalty is not None and loss.penalty.against == "reference" and reference is None:
             raise ConfigError("loss.penalty: against='reference' needs a reference model")
+        if config.kl.reward_coefficient and reference is None:
+            raise ConfigError("train.kl.reward_coefficient: needs a reference model")
         self.model = model
         self.config = config
-        self.optim = optim
+        self.optim = resolve_rate(optim, model)
         self.loss = in_one_call(loss)
+        self.kl = KlCoefficient.of(config.kl, loss)
         self.ranks = ranks or Ranks()
         self.reference = None if reference is None else reference.eval()
         self.scorer: Scorer = scorer or (ExactScorer() if config.exact else PlainScorer())
@@ -83,10 +91,11 @@ class Trainer:
         self.updates = 0
         self.skipped = 0  # updates in a row
         self.response_lengths: list[float] = []  # mean sampled tokens per row, step by step
+        self.flops = flops_of(model)
         self.masters = MasterWeights(model)
         self.scale = LossScale.of(next(model.parameters()).dtype)
         self.optimizer = torch.optim.AdamW(
-            self.masters.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+            self.masters.parameters, lr=self.optim.lr or 0.0, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
         model.train()
 
@@ -97,23 +106,29 @@ class Trainer:
 
     def step_here(self, groups: Sequence[Sequence[Sample]]) -> StepReport:
         clock = Clock()
-        rows = rows_of(groups, self.config.temperature)
+        rows = self.rows(groups)
         if not rows:
             raise ConfigError("a training step got no rows: every rollout of the batch failed, or none was asked for")
-        require_own_versions(rows, self.config, self.version)
-        advantages = session_advantages(rows, self.config.baseline)
+        require_own_versions(rows, self.version, is_offline=self.config.offline)
         self.response_lengths.append(sum(int(row.sampled.sum()) for row in rows) / len(rows))
         with self.scorer.active(self.model):
-            epochs = self.planned(rows, advantages)
             with clock("recompute"):
-                values = self.recompute(rows, advantages, epochs[0])
+                values, epochs = self.recompute(rows)
             found = self.compare(rows, values.recomputed)
             with clock("measure"):
                 measured = self.measured(rows, values)
             with clock("update"):
                 done = [self.update(rows, values, part, is_first=not n) for n, part in enumerate(p for parts in epochs for p in parts)]
         self.version += 1
-        return self.report(rows, values, found, measured, done, clock)
+        report = self.report(rows, values, found, measured, done, clock)
+        if self.config.kl.target and "kl/mean" in report.metrics:
+            self.kl.adapt(report.metrics["kl/mean"], int(report.metrics["sessions"]))
+            self.set_kl_coefficient(self.kl.value)
+        return report
+
+    def rows(self, groups: Sequence[Sequence[Sample]]) -> list[Row]:
+        rows = rows_of(groups, self.config.temperature)
+        return mask_truncated(rows) if self.config.overlong.mask else rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.model)
@@ -127,11 +142,9 @@ class Trainer:
 
     def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
         """What a step would add up, without a step: the flat gradient of the whole batch, and the mismatch it was computed under."""
-        rows = rows_of(groups, self.config.temperature)
-        advantages = session_advantages(rows, self.config.baseline)
+        rows = self.rows(groups)
         with self.scorer.active(self.model):
-            ((part,), *_) = epochs = self.planned(rows, advantages)
-            values = self.recompute(rows, advantages, epochs[0])
+            values, ((part,), *_) = self.recompute(rows)
             merged, loss = self.accumulate(rows, values, part, is_first=True)
             found = {**self.measured(rows, values), **dict(merged), "loss": loss}
         flat = torch.cat([whole(each).flatten() for each in self.masters.gradient()])
@@ -142,31 +155,46 @@ class Trainer:
     def is_trained(self, row: Row, advantage: float) -> bool:
         """Whether a row gets a forward and a backward pass: without advantage only where something else gives it a gradient."""
         has_gradient = advantage != 0.0 or self.loss.penalty is not None or self.loss.entropy_coefficient != 0
+        has_gradient = has_gradient or self.config.kl.reward_coefficient != 0  # advantages are known only after the rows are scored
         return bool(row.mask.any()) and (has_gradient or not self.config.drop_idle_rows)
 
     def planned(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[list[Minibatch]]:
         """The minibatches of every epoch. All epochs split the rows in the same way, so that a row stays on its rank."""
         trained = [self.is_trained(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
-        packing = Packing(
-            budget=self.config.micro_tokens, padded=self.scorer.is_padded, rank=self.ranks.rank, world=self.ranks.world
-        )
+        packing = Packing(budget=self.config.micro_tokens, padded=self.scorer.is_padded, rank=self.ranks.rank, world=self.ranks.world)
         order = shuffle(len(rows), self.config.seed, self.version) if self.config.shuffle else range(len(rows))
         parts = plan_minibatches(rows, trained, packing, parts=self.config.minibatches, order=order)
         return [parts] * self.config.epochs
 
     # ---- recompute ----------------------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def recompute(self, rows: Sequence[Row], advantages: Sequence[float], parts: Sequence[Minibatch]) -> RowValues:
-        """Log-probabilities of this rank's rows under the weights before the step, and under the reference model if there is one."""
+    def recompute(self, rows: Sequence[Row]) -> tuple[RowValues, list[list[Minibatch]]]:
+        """Log-probabilities of this rank's rows under the weights before the step, and under the reference model if there is one; then
+        rewards and advantages. Also the minibatches of every epoch."""
+        sessions = SessionRewards.of(rows)
+        if self.config.overlong.max_tokens:
+            sessions = sessions.less(overlong_cost(sessions.sampled, self.config.overlong))
+        advantages = self.advantages(sessions)
+        epochs = self.planned(rows, advantages)
         mine: dict[int, Tensor] = {}
         reference: dict[int, Tensor] = {}
         with evaluation_mode(self.model):
-            for bin_ in (bin_ for part in parts for bin_ in (*part.active, *part.idle)):
+            for bin_ in (bin_ for part in epochs[0] for bin_ in (*part.active, *part.idle)):
                 with self.replaying(rows, bin_):
                     mine |= zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)
                 if self.reference is not None:
                     reference |= zip(bin_, self.scored(self.reference, rows, bin_).logprobs, strict=False)
-        return RowValues(recomputed=mine, reference=reference, advantages=advantages)
+        kl = 0.0
+        if self.config.kl.reward_coefficient:
+            sums = divergence_sums(rows, mine, reference, self.config.kl, self.ranks)
+            kl = sum(sums.values()) / max(1, sum(sessions.trained))
+            sessions = sessions.less(self.kl.value * sessions.sum_rows(sums))
+            advantages = self.advantages(sessions)
+        shaped = float(sessions.rewards.mean())
+        return RowValues(recomputed=mine, reference=reference, advantages=advantages, shaped_reward=shaped, reward_kl=kl), epochs
+
+    def advantages(self, sessions: SessionRewards) -> list[float]:
+        return session_advantages(sessions, self.config.baseline, self.config.advantages)
 
     def scored(self, model: nn.Module, rows: Sequence[Row], numbers: Sequence[int], *, entropy: bool = False) -> Scores:
         ids = [rows[i].ids for i in numbers] or [NO_ROW]
@@ -327,26 +355,34 @@ class Trainer:
         }
         if not self.scale.is_fixed:
             metrics["update/loss_scale"] = self.scale.value
-        return StepReport(step=self.version - 1, version=self.version, metrics=metrics, agreement=found, seconds=clock.seconds)
+        if self.config.overlong.max_tokens or self.config.kl.reward_coefficient:
+            metrics["reward_shaped"] = values.shaped_reward
+        if self.kl.value:
+            metrics["kl/coefficient"] = self.kl.value
+            metrics["kl/mean"] = values.reward_kl if self.config.kl.reward_coefficient else merged["loss/kl"]
+        speeds = self.utilisation(rows, values.advantages, clock)
+        return StepReport(
+            step=self.version - 1, version=self.version, metrics=metrics, agreement=found, seconds=clock.seconds, speeds=speeds
+        )
+
+    def utilisation(self, rows: Sequence[Row], advantages: Sequence[float], clock: Clock) -> dict[str, float]:
+        """The share of the devices' peak that scoring and updates used; nothing where peak or model are not known."""
+        if self.flops is None or not self.config.peak_tflops:
+            return {}
+        scored = self.flops.forward([row.length for row in rows])
+        trained = self.flops.forward([row.length for row, a in zip(rows, advantages, strict=True) if self.is_trained(row, a)])
+        done = scored * (1 if self.reference is None else 2) + 3 * self.config.epochs * trained
+        seconds = clock.seconds["recompute"] + clock.seconds["update"]
+        return {"speed/mfu": done / (seconds * self.config.peak_tflops * 1e12 * self.ranks.world)}
+
+    def set_kl_coefficient(self, value: float) -> None:
+        self.kl.value = value
+        if self.config.kl.target and self.loss.penalty is not None and not self.config.kl.reward_coefficient:
+            self.loss = replace(self.loss, penalty=replace(self.loss.penalty, coefficient=value))
 
 
-def require_own_versions(rows: Sequence[Row], config: TrainConfig, version: int) -> None:
-    """A live run trains on what its own versions sampled. Versions of a file count another run's steps."""
-    for row in rows if not config.offline else ():
-        newest = int(row.versions.max()) if row.length else version
-        if newest > version:
-            raise TokenContractError(
-                f"sample {row.sample.sample_id} was sampled by policy version {newest}, and this run is at {version}: "
-                "the engine counts another run's versions; restart it, or train from a file"
-            )
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Without dropout: what is recomputed must be the policy that samples."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
+def resolve_rate(optim: OptimConfig, model: nn.Module) -> OptimConfig:
+    """The same configuration with a learning rate: the model's size chooses one where none is given."""
+    if optim.lr is not None:
+        return optim
+    return replace(optim, lr=default_learning_rate(sum(parameter.numel() for parameter in model.parameters())))

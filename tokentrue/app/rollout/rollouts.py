@@ -148,11 +148,30 @@ class RolloutRounds:
         self._counts: dict[int, dict[str, float]] = {}
 
     async def play(self, number: int) -> list[list[Sample]]:
-        tasks = self.environment.tasks(self.config.tasks, seed=seed_of(self.config.seed, number), split=self.config.split)
-        plans = plan_groups(self._share.of(tasks), n=self.config.group_size, seed=self.config.seed, tag=f"round-{number:05d}")
+        groups = await self._attempt(number, 0, range(self.config.tasks))
+        played = list(groups)
+        for attempt in range(1, self.config.resample + 1):
+            flat = [place for place, group in enumerate(groups) if not has_spread(group)]
+            if not flat:
+                break
+            fresh = await self._attempt(number, attempt, flat)
+            played += fresh
+            for place, group in zip(flat, fresh, strict=False):
+                groups[place] = group if has_spread(group) else groups[place]
+        self._counts[number] = round_counts(played, groups)
+        self._require_enough(number, played)
+        made = [[sample_from_json(sample) for rollout in group for sample in rollout.samples] for group in groups]
+        return [group for group in made if group]
+
+    async def _attempt(self, number: int, attempt: int, places: Sequence[int]) -> list[list[Rollout]]:
+        """Attempt 0 plays the round's own tasks; each later one other tasks in some of their places, whatever rank these are on."""
+        again = (attempt,) if attempt else ()
+        tasks = self.environment.tasks(self.config.tasks, seed=seed_of(self.config.seed, number, *again), split=self.config.split)
+        drawn = [task for place, task in enumerate(self._share.of(tasks)) if place in places]
+        tag = "-".join([f"round-{number:05d}", *map(str, again)])
         groups = await run_groups(
             self.environment,
-            plans,
+            plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag),
             self.sessions,
             concurrency=self.config.concurrency,
             timeout_s=self.config.timeout_s,
@@ -160,17 +179,19 @@ class RolloutRounds:
         )
         if self._keep is not None:
             append_jsonl(self._keep, (sample for group in groups for rollout in group for sample in rollout.samples))
-        self._counts[number] = round_counts(groups)
-        errors = [rollout.error for group in groups for rollout in group if rollout.error is not None]
-        made = [[sample_from_json(sample) for rollout in group for sample in rollout.samples] for group in groups]
-        made = [group for group in made if group]
-        if (plans and not made) or len(errors) > self.config.max_failed * len(plans):
+        return groups
+
+    def _require_enough(self, number: int, played: Sequence[Sequence[Rollout]]) -> None:
+        """Raises EngineError where too many rollouts failed, or none made a sample."""
+        rollouts = [rollout for group in played for rollout in group]
+        errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+        is_empty = bool(rollouts) and not any(rollout.samples for rollout in rollouts)  # a rank may have no task
+        if len(errors) > self.config.max_failed * len(rollouts) or is_empty:
             first = errors[0] if errors else "no rollout made a sample"
             raise EngineError(
-                f"round {number}: {len(errors)} of {len(plans)} rollouts failed (rollout.max_failed = {self.config.max_failed:g}); "
+                f"round {number}: {len(errors)} of {len(rollouts)} rollouts failed (rollout.max_failed = {self.config.max_failed:g}); "
                 f"the first said: {first}"
             )
-        return made
 
     def counts(self, number: int) -> Mapping[str, float]:
         return self._counts.pop(number, {})
@@ -181,16 +202,23 @@ class RolloutRounds:
             self._on_rollout(rollout)
 
 
-def round_counts(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """What became of a round's rollouts."""
-    rollouts = [rollout for group in groups for rollout in group]
+def has_spread(group: Sequence[Rollout]) -> bool:
+    """Whether a group's rewards differ: without that a group baseline gives every advantage 0."""
+    return len({rollout.reward for rollout in group if rollout.samples}) > 1
+
+
+def round_counts(played: Sequence[Sequence[Rollout]], kept: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """What became of a round's rollouts: of all that were played, and of the groups that were kept."""
+    rollouts = [rollout for group in played for rollout in group]
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     return {
         "rollouts/played": len(rollouts),
         "rollouts/failed": len(errors),
         "rollouts/timed_out": sum(error.startswith("timed out") for error in errors),
         "rollouts/without_sample": sum(rollout.error is None and not rollout.samples for rollout in rollouts),
-        "rollouts/groups_lost": sum(not any(rollout.samples for rollout in group) for group in groups),
+        "rollouts/groups_lost": sum(not any(rollout.samples for rollout in group) for group in kept),
+        "rollouts/groups_resampled": len(played) - len(kept),
+        "rollouts/groups_without_spread": sum(not has_spread(group) for group in kept),
     }
 
 

@@ -45,11 +45,11 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     model = load()
     if config.checkpoint_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wants_reference = loss.penalty is not None and loss.penalty.against == "reference"
+    wants_reference = bool(config.kl.reward_coefficient) or (loss.penalty is not None and loss.penalty.against == "reference")
     reference = shard(load().requires_grad_(False), ranks) if wants_reference else None
     trainer = Trainer(shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference)
     rollout = comparable_config(settings.rollout)
-    return trainer, config_hash(identity(config, optim), optim, loss, rollout, settings.model, RunFacts.of(settings))
+    return trainer, config_hash(identity(config, optim), trainer.optim, loss, rollout, settings.model, RunFacts.of(settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +77,11 @@ def comparable_config(rollout: RolloutConfig) -> RolloutConfig:
 def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
     """The part of the configuration that results depend on: with a constant rate `steps` may grow, and checkpoints may come more often."""
     steps = 1 if optim.schedule == "constant" else config.steps
-    alike = {"checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "max_idle_steps": 0, "max_skipped_updates": 0}
-    return replace(config, steps=steps, **alike)  # type: ignore[arg-type]
+    alike: dict[str, Any] = {
+        "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "shard_checkpoint_gib": 0.0, "peak_tflops": 0.0,
+        "max_idle_steps": 0, "max_skipped_updates": 0,
+    }  # fmt: skip
+    return replace(config, steps=steps, **alike)
 
 
 def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,6 +72,10 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
         trainer, run_hash = trainer_for(settings, ranks)
     store, first = store_for(settings, run_hash)
     quiet = as_json or not ranks.first
+    if settings.optim.lr is None:
+        settings = replace(settings, optim=trainer.optim)
+        if not quiet:
+            print(f"  learning rate {trainer.optim.lr:g}, by the size of the model (optim.lr sets it)")
     if first and not quiet:
         print(f"  resuming at step {first}")
     costs = Costs()
@@ -84,7 +88,7 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
             costs.add(seconds)
             write(report, seconds)
             if as_json and ranks.first:
-                row = {"step": report.step, "policy_version": report.version, **report.metrics, "seconds": dict(seconds)}
+                row = {"step": report.step, "policy_version": report.version, **report.metrics, **report.speeds, "seconds": dict(seconds)}
                 print(json.dumps(row), flush=True)
             shown = report.metrics
             advance(f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}")
@@ -114,7 +118,7 @@ def open_metrics(
     provenance = {"run": run_hash, "model": settings.model.shown, "engine": settings.engine.name, "loss": settings.loss.name}
     writer = MetricsWriter(settings.out, provenance=provenance, first_step=first, log=settings.log)
     try:
-        yield lambda report, seconds: writer.write(report.step, report.version, report.metrics, seconds)
+        yield lambda report, seconds: writer.write(report.step, report.version, {**report.metrics, **report.speeds}, seconds)
     finally:
         writer.close()
 
@@ -129,7 +133,27 @@ def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
     first = reports[0].metrics["reward"]
     print(f"  {count_of(len(reports), 'step')}, reward {first:.3f} → {last.metrics['reward']:.3f}, policy version {last.version}")
     print(f"  exactness: {differing} of {compared:,} log-probabilities differ")
+    print(f"  rows: {rows_line(reports)}")
     print(f"  a step: {costs.line()}")
     print(f"  weights in {settings.out / 'checkpoints'}; `tokentrue serve --model` takes any of them")
     board = f"; tensorboard --logdir {settings.out / 'tensorboard'}" if "tensorboard" in settings.log else ""
     print(f"  metrics in {settings.out / 'metrics.jsonl'}{board}")
+
+
+def rows_line(reports: Sequence[Any]) -> str:
+    """What was trained on, and what was not and why; parts that are 0 are left out."""
+
+    def total(name: str) -> int:
+        return int(sum(report.metrics.get(name, 0) for report in reports))
+
+    parts = {
+        "rollouts failed": "rollouts/failed",
+        "of them timed out": "rollouts/timed_out",
+        "rollouts without a sample": "rollouts/without_sample",
+        "groups lost": "rollouts/groups_lost",
+        "groups resampled": "rollouts/groups_resampled",
+        "groups without signal": "groups_without_signal",
+        "updates skipped": "update/skipped",
+    }
+    trained = f"{total('rows_trained'):,} of {total('rows'):,} trained"
+    return "; ".join([trained, *(f"{total(key):,} {words}" for words, key in parts.items() if total(key))])

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch.correction.config import Correction
 from tokentrue.mismatch.correction.rules import SecondMoment, Surrogate, choose
+from tokentrue.mismatch.estimators import LOG_CLAMP
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length", "token_sum"]
 
@@ -20,12 +21,15 @@ class Penalty:
 
     With x = log other - log current: k1 = -x, k2 = x²/2, k3 = eˣ - 1 - x. "unbiased" (DeepSeek-V3.2) is r·k3 with r the PPO ratio,
     differentiated too: its expected gradient is that of the true divergence. `tokens`: pay on kept tokens, or on all valid ones.
+    x is clamped to ±`clamp` (None: not at all, as in TRL) and the estimate to ±`ceiling` (10 in verl); outside them there is no gradient.
     """
 
     coefficient: float
     estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
     against: Literal["reference", "rollout", "trainer"] = "reference"
     tokens: Literal["kept", "valid"] = "kept"
+    clamp: float | None = LOG_CLAMP
+    ceiling: float | None = None
 
     def __post_init__(self) -> None:
         choose("Penalty", "estimator", self.estimator, Literal["k1", "k2", "k3", "unbiased"])
@@ -33,6 +37,10 @@ class Penalty:
         choose("Penalty", "tokens", self.tokens, Literal["kept", "valid"])
         if not (math.isfinite(self.coefficient) and self.coefficient >= 0):
             raise ConfigError(f"Penalty.coefficient: {self.coefficient!r} must be finite and >= 0")
+        for name in ("clamp", "ceiling"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"Penalty.{name}: {value!r} must be finite and > 0, or None for no bound")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

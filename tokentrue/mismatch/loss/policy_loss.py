@@ -211,10 +211,14 @@ def _penalty(inputs: LossInputs, t: Tokens, config: LossConfig) -> Tensor:
     bad = ~torch.isfinite(base) if t.bad is None else t.bad | ~torch.isfinite(base)
     if config.correction.non_finite == "raise" and bool(bad.any()):
         raise InputError(f"{penalty.against}_logprobs: a valid token's is not finite, and the penalty is against it; correct the mask")
-    x = torch.where(bad, 0.0, base - t.current).clamp(-20.0, 20.0)  # what could not be scored costs nothing
+    x = _bound(torch.where(bad, 0.0, base - t.current), penalty.clamp)  # what could not be scored costs nothing
     if penalty.estimator == "unbiased":
-        return t.log_ratio.exp() * k3(x)
-    return {"k1": k1, "k2": k2, "k3": k3}[penalty.estimator](x)
+        return t.log_ratio.exp() * _bound(k3(x), penalty.ceiling)
+    return _bound({"k1": k1, "k2": k2, "k3": k3}[penalty.estimator](x), penalty.ceiling)
+
+
+def _bound(values: Tensor, limit: float | None) -> Tensor:
+    return values if limit is None else values.clamp(-limit, limit)
 
 
 def _common(t: Tokens, keep: Tensor) -> dict[str, Statistic]:

@@ -39,6 +39,17 @@ class Evaluator:
             found[f"eval/pass@{k}"] = sum(pass_at_k(len(a), s, k) for a, s in zip(rewards, solved, strict=True)) / len(rewards)
         return found
 
+    def state(self) -> dict[str, float | int]:
+        """What a resumed run must know: without it the best checkpoint would be forgotten, and patience start anew."""
+        if self.best_version is None:
+            return {}
+        return {"best": self.best, "best_version": self.best_version, "without_gain": self._without_gain}
+
+    def restore(self, state: Mapping[str, float | int]) -> None:
+        if state:
+            self.best, self.best_version = float(state["best"]), int(state["best_version"])
+            self._without_gain = int(state["without_gain"])
+
     @property
     def is_over(self) -> bool:
         return bool(self.config.patience) and self._without_gain >= self.config.patience

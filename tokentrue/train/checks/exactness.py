@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokentrue.errors import ExactnessError
+from tokentrue.errors import ExactnessError, TokenContractError
 from tokentrue.train.data.batch import Row
 
 
@@ -63,6 +63,17 @@ def require_exact(rows: Sequence[Row], trainer: Sequence[Tensor], *, version: in
         f"{found.differing} of {found.compared} tokens of policy version {version} differ, by at most {found.largest:.3g}. "
         "Score with the engine's operators (train.exact), the same temperature and dtype, or set exact = false"
     )
+
+
+def require_own_versions(rows: Sequence[Row], version: int, *, is_offline: bool) -> None:
+    """A live run trains on what its own versions sampled. Versions of a file count another run's steps."""
+    for row in rows if not is_offline else ():
+        newest = int(row.versions.max()) if row.length else version
+        if newest > version:
+            raise TokenContractError(
+                f"sample {row.sample.sample_id} was sampled by policy version {newest}, and this run is at {version}: "
+                "the engine counts another run's versions; restart it, or train from a file"
+            )
 
 
 def ulps(a: float, b: float) -> int:

@@ -1,7 +1,6 @@
-"""Samples to training rows: ids, mask, rollout log-probabilities and policy versions side by side, one reward per session.
+"""Samples to training rows: ids, mask, rollout log-probabilities and policy versions side by side.
 
-Invariants: token ids and log-probabilities are taken as recorded, never padded, cut or re-encoded; every sample of a session carries the
-session's own advantage, and a group's baseline counts each session once.
+Invariant: token ids and log-probabilities are taken as recorded, never padded, cut or re-encoded.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import TokenContractError
-from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
 from tokentrue.numerics import KeptRows
-from tokentrue.train.config import Baseline
 from tokentrue.train.data.replay import experts_and_weights, kept_rows
 from tokentrue.types import Sample
 
@@ -127,25 +124,3 @@ def rows_of(groups: Sequence[Sequence[Sample]], temperature: float = 1.0) -> lis
     for number, group in enumerate(groups):
         rows += [row_of(sample, sample.group or f"group-{number}", temperature) for sample in group]
     return rows
-
-
-def session_advantages(rows: Sequence[Row], baseline: Baseline) -> list[float]:
-    """One advantage per row. Rows of one session share its reward and count once in the baseline."""
-    sessions: dict[tuple[str, str], int] = {}
-    rewards: list[float] = []
-    groups: list[str] = []
-    for row in rows:
-        key = (row.group, row.sample.session_id)
-        if key not in sessions:
-            sessions[key] = len(rewards)
-            rewards.append(row.reward)
-            groups.append(row.group)
-    values = torch.tensor(rewards, dtype=torch.float64)
-    made = {
-        "grpo": lambda: grpo_advantages(values, groups),
-        "dr_grpo": lambda: grpo_advantages(values, groups, std=False),
-        "rloo": lambda: rloo_advantages(values, groups),
-        "whitened": lambda: whitened_advantages(values),
-        "none": lambda: values,
-    }[baseline]().tolist()
-    return [made[sessions[(row.group, row.sample.session_id)]] for row in rows]

@@ -132,3 +132,14 @@ def unpad(values_BT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 def split_rows(flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     """Rows of a packed score of N-1 entries; the one that would predict a row's first token is already 0, but for the first row's."""
     return list(nn.functional.pad(flat, (1, 0)).split(list(lengths)))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Without dropout: what is recomputed must be the policy that samples."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

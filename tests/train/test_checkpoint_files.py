@@ -1,0 +1,180 @@
+"""Checkpoints above a size: several files with an index, the optimiser's state in shards, digests of all; and what a resumed run knows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.train.rows import groups_for, small_model
+from tests.train.test_long_runs import store_of
+from tests.train.test_loop import Engine
+from tokentrue.app.wiring import ModelConfig
+from tokentrue.environments import SMALL_MODEL
+from tokentrue.errors import FileFormatError
+from tokentrue.mismatch import Penalty, loss_named
+from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, train
+from tokentrue.train.checkpoint import find_checkpoints, load, save
+from tokentrue.train.checks.evaluating import Evaluator
+from tokentrue.train.config import EvaluationConfig, KlConfig
+from tokentrue.train.flops import flops_of
+
+MIB = 1 / 1024  # of a GiB
+
+
+def trainer_of(dtype: torch.dtype = torch.float32, **config: object) -> Trainer:
+    torch.set_num_threads(1)
+    model = small_model().to(dtype)
+    settings = TrainConfig(**{"exact": False, "shard_checkpoint_gib": MIB, **config})  # type: ignore[arg-type]
+    return Trainer(model, config=settings, optim=OptimConfig(lr=1e-3), loss=loss_named("dapo"))
+
+
+def bits(trainer: Trainer) -> list[torch.Tensor]:
+    own = [value.view(torch.int16 if value.dtype == torch.bfloat16 else torch.int32) for _, value in trainer.weights()]
+    return [*own, *(master.detach().view(torch.int32) for _, master in trainer.masters.named())]
+
+
+def same(a: Trainer, b: Trainer) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(bits(a), bits(b), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_checkpoint_is_sharded_and_resumes_with_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    groups = groups_for(small_model(), groups=2, size=3)
+    whole, resumed = trainer_of(dtype), trainer_of(dtype)
+    whole.step(groups)
+    path = save(whole, tmp_path, model=str(SMALL_MODEL), run_hash="h", rounds={}, keep=1)
+    assert path is not None
+    names = {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
+    assert "model.safetensors.index.json" in names and any(name.startswith("model-00001-of-0000") for name in names)
+    assert "optimizer/.metadata" in names and "optimizer.safetensors" not in names
+    assert set(json.loads((path / "state.json").read_text())["digests"]) == names - {"state.json"}
+    load(resumed, path, run_hash="h")
+    assert same(whole, resumed)
+    for each in (whole, resumed):
+        each.step(groups)
+    assert same(whole, resumed), "moments or counts were not restored"
+    again = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    fresh = trainer_of(dtype)
+    load(fresh, path, run_hash="h")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), fresh.model.parameters(), strict=True))
+
+
+def test_a_changed_shard_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    trainer.step(groups_for(small_model(), groups=2, size=3))
+    path = save(trainer, tmp_path, model=None, run_hash="h", rounds={}, keep=1)
+    assert path is not None
+    (shard,) = (path / "optimizer").glob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(FileFormatError, match=r"optimizer/.*distcp is missing or changed"):
+        load(trainer_of(), path, run_hash="h")
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    path = save(trainer_of(), tmp_path, model=None, run_hash="h", rounds={}, keep=1)
+    assert path is not None
+    other = trainer_of()
+    other.model.register_parameter("more", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(FileFormatError, match="another model"):
+        load(other, path, run_hash="h")
+
+
+def test_a_resumed_run_knows_its_best_version_and_its_patience(tmp_path: Path) -> None:
+    """Without this the first evaluation after a resume is the best one, and the checkpoint that was is removed."""
+    rewards = iter([0.1, 0.9, 0.3, 0.2, 0.1])
+
+    async def play() -> Any:
+        return [[next(rewards)]]
+
+    def run(steps: int) -> Evaluator:
+        trainer = trainer_of(steps=steps, keep_checkpoints=1, checkpoint_every=1)
+        engine = Engine(trainer)
+        evaluator = Evaluator(EvaluationConfig(every=1, patience=3), play)
+        asyncio.run(train(trainer, engine, Publisher(engine), store=store_of(tmp_path), evaluator=evaluator))
+        return evaluator
+
+    run(2)
+    after = run(6)
+    assert (after.best, after.best_version) == (0.9, 1) and after.is_over
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000001", "step-000004"]
+
+
+def test_an_adapted_coefficient_is_resumed(tmp_path: Path) -> None:
+    def made() -> Trainer:
+        config = TrainConfig(exact=False, kl=KlConfig(target=1e-9, horizon=10))
+        loss = loss_named("dapo", penalty=Penalty(coefficient=0.1, against="trainer"))
+        return Trainer(small_model(), config=config, optim=OptimConfig(lr=1e-3), loss=loss)
+
+    trainer, resumed = made(), made()
+    for _ in range(2):
+        trainer.step(groups_for(small_model(), groups=2, size=3))
+    assert trainer.kl.value != 0.1
+    path = save(trainer, tmp_path, model=None, run_hash="h", rounds={}, keep=1)
+    assert path is not None
+    load(resumed, path, run_hash="h")
+    assert resumed.kl.value == trainer.kl.value and resumed.loss == trainer.loss
+
+
+def test_the_directory_of_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "run-7"
+    save(trainer_of(), out / "checkpoints", model=str(SMALL_MODEL), run_hash="h", rounds={}, keep=1)
+    (out / "config.json").write_text("{}")  # the run's own configuration, not a model's
+    config = ModelConfig(path=str(out))
+    assert config.shown == "run-7"
+    assert config.path is not None and AutoModelForCausalLM.from_pretrained(config.path).config.model_type == "qwen3"
+    assert ModelConfig(path=str(SMALL_MODEL)).path == str(SMALL_MODEL)
+
+
+# ---- speed -------------------------------------------------------------------------------------------------------------------------------
+def test_flops_by_hand() -> None:
+    """The shipped model: 3 layers, hidden 128, 4 heads and 2 of keys of 32, MLP 384, vocabulary 659, tied."""
+    found = flops_of(small_model())
+    assert found is not None
+    layer = 128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 384
+    weights = 3 * layer + 659 * 128
+    assert found.weights == weights
+    assert found.forward([10, 20]) == 2 * weights * 30 + 2 * 3 * 128 * (100 + 400)
+
+
+def test_flops_of_a_mixture_count_the_experts_that_a_token_takes() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    found = flops_of(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)))
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
+    assert found is not None
+    assert found.weights == 2 * (attention + 8 * 32 + 2 * 3 * 32 * 16) + 64 * 32  # router, 2 of 8 experts, head without embedding
+
+
+def test_what_is_not_known_is_absent() -> None:
+    model = small_model()
+    model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]  # type: ignore[union-attr]
+    assert flops_of(model) is None
+    assert flops_of(torch.nn.Linear(3, 3)) is None
+    groups = groups_for(small_model(), groups=1, size=2)
+    assert trainer_of().step(groups).speeds == {}
+    assert 0 < trainer_of(peak_tflops=1.0).step(groups).speeds["speed/mfu"] < 1
+
+
+def test_speeds_and_shares_of_a_step() -> None:
+    trainer = trainer_of(steps=1)
+    engine = Engine(trainer)
+    (report,) = asyncio.run(train(trainer, engine, Publisher(engine)))
+    metrics, speeds = report.metrics, report.speeds
+    shares = {name: value for name, value in speeds.items() if name.startswith("share/")}
+    assert {"share/wait", "share/recompute", "share/update", "share/publish"} <= set(shares) and 0.5 < sum(shares.values()) <= 1.0
+    assert speeds["speed/trained_tokens_per_s"] / speeds["speed/tokens_per_s"] == pytest.approx(
+        metrics["tokens_trained"] / metrics["tokens"]
+    )

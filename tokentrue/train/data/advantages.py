@@ -1,0 +1,81 @@
+"""From rewards to advantages: one reward per session, shaped where the configuration says so, and one advantage for all of its rows.
+
+Invariant: every row of a session carries the session's own advantage, and a group's baseline counts each session once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
+from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig
+from tokentrue.train.data.batch import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SessionRewards:
+    """The sessions of a batch in the order of their first row. `of_row` has each row's session number."""
+
+    rewards: Tensor  # float64
+    groups: Sequence[str]
+    sampled: Sequence[int]  # tokens sampled in the session
+    trained: Sequence[int]  # tokens with loss
+    of_row: Sequence[int]
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> SessionRewards:
+        numbers: dict[tuple[str, str], int] = {}
+        of_row = [numbers.setdefault((row.group, row.sample.session_id), len(numbers)) for row in rows]
+        rewards, groups = [0.0] * len(numbers), [""] * len(numbers)
+        sampled, trained = [0] * len(numbers), [0] * len(numbers)
+        for row, number in reversed(list(zip(rows, of_row, strict=True))):  # the first row says what the session's reward is
+            rewards[number], groups[number] = row.reward, row.group
+            sampled[number] += int(row.sampled.sum())
+            trained[number] += int(row.mask.sum())
+        return SessionRewards(
+            rewards=torch.tensor(rewards, dtype=torch.float64), groups=groups, sampled=sampled, trained=trained, of_row=of_row
+        )
+
+    def less(self, cost: Tensor) -> SessionRewards:
+        return replace(self, rewards=self.rewards - cost)
+
+    def sum_rows(self, values: Mapping[int, float]) -> Tensor:
+        """One number per session from one number per row."""
+        found = torch.zeros_like(self.rewards)
+        for row, value in sorted(values.items()):
+            found[self.of_row[row]] += value
+        return found
+
+
+def overlong_cost(sampled: Sequence[int], config: OverlongConfig) -> Tensor:
+    """DAPO's soft punishment as a cost: 0 up to max_tokens - buffer, then linear, `penalty` from max_tokens on."""
+    over = torch.tensor(sampled, dtype=torch.float64) - (config.max_tokens - config.buffer)
+    return config.penalty * (over / max(config.buffer, 1)).clamp(0.0, 1.0)
+
+
+def mask_truncated(rows: Sequence[Row]) -> list[Row]:
+    """The same rows without loss in sessions that hold a row which ended at its limit of tokens."""
+    cut = {(row.group, row.sample.session_id) for row in rows if row.sample.finish_reason == "length"}
+    return [replace(row, mask=torch.zeros_like(row.mask)) if (row.group, row.sample.session_id) in cut else row for row in rows]
+
+
+def session_advantages(sessions: SessionRewards, baseline: Baseline, config: AdvantageConfig | None = None) -> list[float]:
+    """One advantage per row."""
+    config = config or AdvantageConfig()
+    values, groups, eps, lone = sessions.rewards, sessions.groups, config.epsilon, config.lone_group
+    tokens = sessions.trained if config.whiten_by == "tokens" else None
+    ways: Mapping[Baseline, Callable[[], Tensor]] = {
+        "grpo": lambda: grpo_advantages(values, groups, eps=eps, lone=lone),
+        "grpo_batch": lambda: grpo_advantages(values, groups, eps=eps, lone=lone, scale="batch"),
+        "dr_grpo": lambda: grpo_advantages(values, groups, std=False, lone=lone),
+        "rloo": lambda: rloo_advantages(values, groups, lone=lone),
+        "whitened": lambda: whitened_advantages(values, eps=eps, tokens=tokens),
+        "whitened_groups": lambda: whitened_advantages(values, groups, eps=eps, tokens=tokens, lone=lone),
+        "none": lambda: values,
+    }
+    made = ways[baseline]().tolist()
+    return [made[number] for number in sessions.of_row]
