@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from tokentrue.errors import ConfigError, InputError
 
 T = TypeVar("T")
+NONE = "none"
 
 
 def read(
@@ -97,6 +98,26 @@ def build(type_: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
         raise ConfigError(f"{path + ': ' if path else ''}{error}") from error
 
 
+def change(base: T, values: Mapping[str, Any], *, path: str = "") -> T:
+    """The same dataclass with other values, checked like those of `build`. A table changes the record that is there, field by field."""
+    type_ = type(base)
+    hints = get_type_hints(type_)
+    known = sorted(field.name for field in dataclasses.fields(cast("Any", base)) if field.init)
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"{_at(path, name)}: unknown key; known here: {', '.join(known)}")
+        current = getattr(base, name)
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(current):
+            made[name] = change(current, cast("Mapping[str, Any]", value), path=_at(path, name))
+        else:
+            made[name] = _value(hints[name], value, _at(path, name))
+    try:
+        return cast("T", dataclasses.replace(cast("Any", base), **made))
+    except InputError as error:
+        raise ConfigError(f"{path + ': ' if path else ''}{error}") from error
+
+
 def _at(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
@@ -127,10 +148,11 @@ def _value(hint: Any, value: Any, path: str) -> Any:
 
 
 def _one_of(hints: tuple[Any, ...], value: Any, path: str) -> Any:
-    if value is None and type(None) in hints:
+    """The first of several types that the value is of. "none" stands for None where text is not expected: TOML has no word for it."""
+    if type(None) in hints and (value is None or (value == NONE and str not in hints)):
         return None
     failure: ConfigError | None = None
-    for hint in hints:
+    for hint in sorted(hints, key=lambda hint: dataclasses.is_dataclass(hint) != isinstance(value, Mapping)):
         if hint is not type(None):
             try:
                 return _value(hint, value, path)

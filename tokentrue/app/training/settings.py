@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokentrue.app.configuration import NONE, change
 from tokentrue.app.devices import require_dtype
 from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
@@ -15,16 +16,19 @@ from tokentrue.train.config import EvaluationConfig, OptimConfig, TrainConfig
 from tokentrue.train.loggers import LoggerName
 
 if TYPE_CHECKING:
-    from tokentrue.mismatch import LossConfig
+    from tokentrue.mismatch import Correction, LossConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """`name` is one of the losses of `tokentrue.mismatch.LOSSES`; `options` change its fields; `correction` names a preset."""
+    """`name` is one of the losses of `tokentrue.mismatch.LOSSES`; `options` change fields of its `LossConfig`.
+
+    `correction` names a preset, or is a table with fields of `Correction` that change the loss's own or, under `preset`, a preset.
+    """
 
     name: str = "dapo"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    correction: str | None = None
+    correction: str | Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +66,26 @@ class TrainRun:
 
 
 def loss_for(spec: LossSpec) -> LossConfig:
-    from tokentrue.mismatch import PRESETS, Penalty, loss_named
+    """The loss that the configuration describes; ConfigError names the key that is wrong."""
+    from tokentrue.mismatch import LOSSES, loss_named
 
+    if spec.name not in LOSSES:
+        raise ConfigError(f"loss.name: no loss {spec.name!r}; choose one of {', '.join(LOSSES)}")
     options = dict(spec.options)
-    if isinstance(options.get("penalty"), Mapping):
-        options["penalty"] = Penalty(**options["penalty"])
-    if spec.correction is not None:
-        if spec.correction not in PRESETS:
-            raise ConfigError(f"loss.correction: no preset {spec.correction!r}; choose one of {', '.join(PRESETS)}")
-        options["correction"] = PRESETS[spec.correction]
-    try:
-        return loss_named(spec.name, **options)
-    except TypeError as error:
-        raise ConfigError(f"loss.options: {error}") from error
+    if "correction" in options:
+        raise ConfigError("loss.options.correction: belongs to loss.correction")
+    base = loss_named(spec.name)
+    surrogate = options.get("surrogate", base.surrogate)
+    implied = {} if surrogate in (None, NONE) else {"surrogate": surrogate}
+    return change(base, {**options, "correction": correction_for(spec, base.correction, implied)}, path="loss.options")
+
+
+def correction_for(spec: LossSpec, own: Correction, implied: Mapping[str, Any]) -> Correction:
+    from tokentrue.mismatch import PRESETS
+
+    table = dict(spec.correction) if isinstance(spec.correction, Mapping) else {}
+    preset = table.pop("preset", None) if isinstance(spec.correction, Mapping) else spec.correction
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"loss.correction: no preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    base = own if preset is None else PRESETS[preset]
+    return change(base, {**implied, **table}, path="loss.correction") if table else base
