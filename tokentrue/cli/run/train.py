@@ -147,13 +147,13 @@ def rows_line(reports: Sequence[Any]) -> str:
         return int(sum(report.metrics.get(name, 0) for report in reports))
 
     parts = {
-        "rollouts failed": "rollouts/failed",
-        "of them timed out": "rollouts/timed_out",
-        "rollouts without a sample": "rollouts/without_sample",
-        "groups lost": "rollouts/groups_lost",
-        "groups resampled": "rollouts/groups_resampled",
-        "groups without signal": "groups_without_signal",
-        "updates skipped": "update/skipped",
+        "rollouts/failed": ("rollout", "failed"),
+        "rollouts/timed_out": ("rollout", "timed out"),
+        "rollouts/without_sample": ("rollout", "without a sample"),
+        "rollouts/groups_lost": ("group", "lost"),
+        "rollouts/groups_resampled": ("group", "resampled"),
+        "groups_without_signal": ("group", "without signal"),
+        "update/skipped": ("update", "skipped"),
     }
     trained = f"{total('rows_trained'):,} of {total('rows'):,} trained"
-    return "; ".join([trained, *(f"{total(key):,} {words}" for words, key in parts.items() if total(key))])
+    return "; ".join([trained, *(f"{count_of(total(key), noun)} {what}" for key, (noun, what) in parts.items() if total(key))])
