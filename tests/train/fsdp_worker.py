@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ def main(out: str) -> None:
         seen.append({"loss": report.metrics["update/loss"], "norm": report.metrics["update/grad_norm"], **vars_of(report)})
     checksum = sum(float(value.double().abs().sum()) for value in weights.values())
     went_on = resumed(trainer, ranks, Path(out).parent / f"checkpoints-{ranks.world}")
+    trainer.config = replace(trainer.config, shard_checkpoint_gib=1 / 1024)
+    went_on = went_on and resumed(trainer, ranks, Path(out).parent / f"shards-{ranks.world}")
     if ranks.first:
         with open(out, "w") as file:
             json.dump({"world": ranks.world, "steps": seen, "checksum": checksum, "resumed": went_on}, file)

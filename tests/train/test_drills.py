@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -160,7 +159,7 @@ def test_an_environment_that_raises_more_often_stops_the_run(tmp_path: Path) -> 
         asyncio.run(train(trainer, environment_rounds(3), Publisher(), store=store_of(tmp_path)))
 
 
-# ---- processes that are interrupted or killed --------------------------------------------------------------------------------------------
+# ---- an interrupted command -------------------------------------------------------------------------------------------------------------
 def metrics_of(out: Path) -> list[dict[str, Any]]:
     path = out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -183,20 +182,3 @@ def test_ctrl_c_of_the_command_ends_the_step_and_the_run_resumes(tmp_path: Path)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in metrics_of(tmp_path)] == list(range(6)) and versions(tmp_path / "checkpoints")[-1] == 6
-
-
-def launch(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.train.rank_worker"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([*command, str(out), *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_stops_the_others_and_the_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    broken = launch(tmp_path / "broken", "--kill-after", "2")
-    assert broken.returncode != 0 and "SIGKILL" in broken.stderr
-    assert versions(tmp_path / "broken") == [2]
-    assert launch(tmp_path / "broken").returncode == 0
-    assert launch(tmp_path / "whole").returncode == 0
-    ended, whole = (next(iter((tmp_path / name).glob("step-000004/model.safetensors"))) for name in ("broken", "whole"))
-    assert ended.read_bytes() == whole.read_bytes()

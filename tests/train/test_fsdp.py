@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.train.rows import small_model
+from tokentrue.mismatch import loss_named
+from tokentrue.train import OptimConfig, TrainConfig, Trainer
+from tokentrue.train.checkpoint import load
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -33,3 +38,9 @@ def test_two_ranks_train_as_one_and_stay_exact(tmp_path: Path) -> None:
     assert two["steps"][0]["loss"] == pytest.approx(one["steps"][0]["loss"], rel=1e-6)
     assert one["resumed"] and two["resumed"], "a run that was resumed on its shards has other bits"
     assert two["checksum"] == pytest.approx(one["checksum"], rel=1e-6)
+    (shards,) = (tmp_path / "shards-2").glob("step-*")
+    assert len(list((shards / "optimizer").glob("*.distcp"))) == 2, "each rank writes its own"
+    alone = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
+    load(alone, shards, run_hash="h")
+    moments = [alone.optimizer.state[parameter]["exp_avg"] for parameter in alone.masters.parameters]
+    assert all(bool(moment.any()) for moment in moments), "one process reads what two have written"
