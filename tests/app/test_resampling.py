@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.train.rows import sample_of
-from tokentrue.app.rollout.rollouts import RolloutRounds
+from tokentrue.app.rollout.rollouts import RolloutRounds, Share
 from tokentrue.environments import Plan, RolloutConfig, Task
 from tokentrue.errors import ConfigError
 from tokentrue.samples import sample_to_json
@@ -51,11 +51,11 @@ class StandInSessions:
         yield StandInSession(plan)
 
 
-def rounds(resample: int, chance: float = 0.5) -> RolloutRounds:
+def rounds(resample: int, chance: float = 0.5, share: Share | None = None) -> RolloutRounds:
     config = RolloutConfig(
         environment="tests.app.test_resampling:Coin", options={"chance": chance}, tasks=8, group_size=2, resample=resample
     )
-    return RolloutRounds(config, StandInSessions())
+    return RolloutRounds(config, StandInSessions(), share=share)
 
 
 def mixed(groups: list[list[Sample]]) -> int:
@@ -89,6 +89,12 @@ async def test_a_round_is_the_same_when_it_is_played_again() -> None:
     assert [[sample.session_id for sample in group] for group in first] == [[sample.session_id for sample in group] for group in second]
     ids = [sample.session_id for group in first for sample in group]
     assert len(set(ids)) == len(ids) and any("round-00005-1/" in each for each in ids)
+
+
+async def test_replacements_do_not_depend_on_the_number_of_ranks() -> None:
+    whole = await rounds(4).play(5)
+    parts = [await rounds(4, share=Share(rank=rank, world=3)).play(5) for rank in range(3)]
+    assert [group for part in parts for group in part] == whole
 
 
 def test_a_negative_limit_is_refused() -> None:
