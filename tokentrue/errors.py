@@ -16,7 +16,7 @@
     │   ├── SessionConflict     compare-and-swap lost, id taken, session ended; HTTP 409
     │   │   └── KeyConflict     a request key that names another request
     │   ├── LimitExceeded       a size or an age: HTTP 413; too much in flight: 429
-    │   └── JournalError        the durable store
+    │   └── JournalError        the durable store; HTTP 503
     ├── EngineError             provider -> engine; HTTP 502
     │   ├── EngineUnreachable
     │   ├── EngineTimeout       HTTP 504

@@ -1,5 +1,6 @@
 """One turn of an agent, and the first file to read: resolve → prompt → generate → parse → commit.
 
+Over HTTP, `gateway/turns.TurnHandler` calls `Session.turn` or `Session.stream`; `gateway/dialects` convert to and from the client's JSON.
 A `Session` is the record of a conversation, with an engine to continue it. Messages come in, a reply goes out, and everything between
 is kept as exact token ids. `Session._admit` reads the request and finds out whether it is a retry of a recorded turn or equal to one in
 flight; if not, `Session._run_turn` runs it:
@@ -9,7 +10,8 @@ flight; if not, `Session._run_turn` runs it:
 4. parse    (`sessions/stages/generation`)  sampled ids become the message that is served; a stream is parsed while it is generated
 5. commit   (`sessions/stages/commits`)     checked, written to the journal, then added to the tree; then the keys of equal requests that
                                             joined meanwhile; only then is the reply returned
-A turn that ends early is committed with its reason, as far as the engine has reported it.
+A streamed turn that ends early is committed with its reason and the tokens received so far. A turn that is not streamed leaves no record
+when it ends early, except for choices that were complete.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ from tokentrue.tracing import traced
 from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest
 
 History = Literal["keep", "template"]
+"""keep: recorded tokens stay as they are. template: a new root is begun where the template would rewrite earlier turns."""
 
 
 class Session:
-    """One agent's record. `sampling` pins values over the client's; `training=False` allows settings that no trainer can score."""
+    """One record of conversations: a tree, since histories are edited and sub-agents share a session. `sampling` pins values over
+    the client's; `training=False` allows settings that no trainer can score."""
 
     def __init__(
         self,
@@ -122,6 +126,11 @@ class Session:
     def id(self) -> str:
         return self.record.id
 
+    @property
+    def recorded_tokens(self) -> int:
+        """Given and sampled, each once."""
+        return self._tokens
+
     async def ready(self) -> None:
         """Returns when the session itself is in the journal."""
         created = self._created
@@ -146,7 +155,8 @@ class Session:
         return reply
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
-        """The n replies to one request. The same request in flight is the same turn; the same request key is the recorded answer."""
+        """The n replies to one request. Equal requests in flight share one turn (several samples: `n`, or other seeds). A request key that
+        was answered returns the recorded replies; a turn that failed or was cancelled is generated again."""
         await self.ready()
         turn, is_first = self._admit(request, streamed=False)
         if not isinstance(turn, InFlightTurn):
@@ -210,7 +220,7 @@ class Session:
     async def _run_turn(
         self, turn: InFlightTurn, request: TurnRequest, conversation: Conversation, sampling: Sampling
     ) -> tuple[Reply, ...]:
-        """The turn, in a straight line."""
+        """Resolve, prompt, generate, parse, commit."""
         started = self.tree.settled_seq
         plan = self._matcher.resolve(conversation, self._turns_in_flight)
         self._turns_in_flight[plan.turn_key] += 1
@@ -245,7 +255,7 @@ class Session:
         return replies
 
     async def _generate(self, turn: InFlightTurn, prepared: PreparedTurn) -> list[Draft]:
-        """The engine's n answers, parsed. Where they end early, what the engine has reported is committed with the reason."""
+        """The engine's n answers, parsed. If one fails or the turn is cancelled, all of them end, and what was received is committed."""
         choices = [
             Choice(
                 index=index,
@@ -265,13 +275,12 @@ class Session:
             outcome: Outcome = turn.outcome_if_cancelled if isinstance(error, asyncio.CancelledError) else "engine_failed"
             partial = [await choice.parse_partial(outcome) for choice in choices]
             await self._commit([draft for draft in partial if draft is not None], prepared)
-            if outcome == "deleted":
-                raise SessionConflict(f"session {self.id!r} was deleted while this turn was being generated") from error
             raise
 
     @traced("commit")
     async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:
-        """All or nothing, and to the end even if the client leaves meanwhile: the journal first, then the tree."""
+        """All or nothing, and to the end even if the client leaves meanwhile: the journal first, then the tree. Where the journal fails,
+        the tree is unchanged and the callers get the error; the gateway then reads the session anew, since the write may have happened."""
         nodes = nodes_from_drafts(drafts, prepared, self.tree)
         try:
             await run_to_completion(self._write(nodes, prepared.prompt.parent))
@@ -281,7 +290,8 @@ class Session:
         return tuple(reply_from_node(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
 
     async def _close(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
-        """Nobody can join any more. Keys that joined while the nodes were being written are recorded before anyone is answered."""
+        """Records the keys that joined during the commit, then removes the turn, so that nobody can join it. A crash before this loses the
+        late keys alone: their retries are generated again."""
         while late := [key for key in turn.request_keys if key not in self.tree.keyed]:
             keys = dict.fromkeys(late, node_ids)
             await run_to_completion(self._change(lambda record: replace(record, late_keys={**record.late_keys, **keys})))  # noqa: B023
@@ -304,7 +314,8 @@ class Session:
     def samples(
         self, *, max_tokens: int | None = None, include_abandoned: bool = False, metadata: Mapping[str, Any] | None = None
     ) -> list[Sample]:
-        """One contiguous sample per surviving leaf; every sampled token is trained once or accounted for in `coverage`."""
+        """One contiguous sample per leaf that was not replaced (`samples/survivors`); every sampled token is trained once or
+        accounted for in `coverage`."""
         return assemble(self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned, metadata=metadata).samples
 
     async def assembly(self) -> Assembly:
@@ -334,7 +345,8 @@ class Session:
         await self._change(lambda record: replace(record, key_hash=key_hash, first_key_hash=record.first_key_hash or record.key_hash))
 
     async def end(self) -> None:
-        """No further turn is admitted, and turns in flight end here, recorded as "deleted"; the record stays readable."""
+        """No further turn is admitted, and turns in flight end here: tokens received are recorded as "deleted", and their callers get
+        `SessionConflict`. The record stays readable."""
         self._is_ending = True
         try:
             await self._single_flight.cancel_all("deleted")

@@ -1,7 +1,8 @@
 """The data types that every package shares: frozen records, standard library only.
 
 Glossary: `token_ids` any ids; `prompt_ids` what the engine was given; `sampled_ids` what the model chose (its stop token included);
-`rollout_logprobs` what the sampler reported; `trainer_logprobs` what the trainer recomputed; `session > branch > turn > node`.
+`rollout_logprobs` what the sampler reported; `trainer_logprobs` what the trainer recomputed. A session has turns, and a turn has one
+node per choice.
 Messages and tools are plain mappings in the OpenAI Chat Completions shape: `role`, `content` (string, parts or None),
 `reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool_call_id`, `name`.
 """
@@ -218,7 +219,7 @@ class Rendered:
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all of them given, none sampled.
 
-    `spans` count from the start of `added_ids`. `context` says what the cut was proven on: "dummy" or "history". `join` says how the
+    `spans` count from the start of `added_ids`. `context` says what the cut was found on: "dummy" or "history". `join` says how the
     recorded turn had ended: at the template's own stop; at an alias of it that only ends a conversation (harmony's <|return|>); at a
     foreign stop token or at none (open), where `added_ids` begins with the template's own closing of the turn.
     """
@@ -311,7 +312,8 @@ class Delta:
 class TurnRequest:
     """An agent's next model call, in any dialect, already in the OpenAI shape: the whole conversation, every time.
 
-    `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the same turn.
+    `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the same turn. Over HTTP
+    it is the `Idempotency-Key`, or the body's digest where the client counts its retries.
     """
 
     messages: Messages
@@ -334,7 +336,7 @@ class Reply:
     prompt_tokens: int
     given_tokens: int  # of the prompt, how many this turn added
     projection: str  # how the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" where nothing was continued
-    root: str | None = None  # why a new root or fork was begun; None where the newest leaf was continued
+    root: str | None = None  # why a new root or fork was begun; None where a turn that nothing had continued before was continued
     replayed: bool = False  # a retry: this is the recorded answer, nothing was added
 
 

@@ -344,3 +344,32 @@ def test_settings_have_positive_limits() -> None:
     with pytest.raises(ConfigError, match=r"limits.write_s"):
         GatewayLimits(write_s=0)
     assert replace(GatewayLimits(), message_cache_bytes=0).message_cache_bytes == 0
+
+
+async def test_totals_count_a_session_once_however_often_it_leaves_the_memory() -> None:
+    app = gateway(live_sessions=1)
+    sessions = app.services.sessions
+    made = [await new_session(app) for _ in range(3)]
+    counted: list[int] = []
+    for session in [*made, *made]:
+        assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=session["api_key"]))[0] == 200
+        counted.append((await sessions.totals()).sampled)
+    recorded = 0
+    for session in made:
+        recorded += json.loads((await ask(app, "GET", f"/sessions/{session['session_id']}/samples"))[1])["coverage"]["sampled"]
+    assert counted == sorted(counted) and counted[-1] == (await sessions.totals()).sampled == recorded
+    await app.close()
+
+
+async def test_memory_counts_a_recorded_answer_once() -> None:
+    app = gateway()
+    session = await new_session(app)
+    body, key = json.dumps(HELLO).encode(), session["api_key"]
+    handle = app.services.sessions.known(session["session_id"])
+    assert handle is not None
+    used: list[int] = []
+    for _ in range(3):  # the same key: the recorded answer again
+        assert (await ask(app, "POST", "/v1/chat/completions", body, key=key, idempotency_key="a"))[0] == 200
+        used.append(handle.memory_bytes - handle.cache.used)
+    assert used[0] == used[1] == used[2] > 0
+    await app.close()

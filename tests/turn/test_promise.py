@@ -181,6 +181,34 @@ async def test_deleting_a_session_records_what_its_streams_had_sampled(tmp_path:
     journal.close()
 
 
+@pytest.mark.parametrize("moment", ["before it began", "while it is rendered", "while it is committed"])
+async def test_a_session_deleted_at_any_moment_of_a_turn_is_a_conflict_and_no_cancellation(moment: str, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    session, _ = session_of(said("a", "1"), journal=journal)
+    await session.ready()
+    reached = asyncio.Event()
+    if moment == "while it is committed":
+        append = journal.append_nodes
+
+        async def slow(*args: Any) -> None:
+            reached.set()
+            await asyncio.sleep(0.05)
+            await append(*args)
+
+        journal.append_nodes = slow  # type: ignore[method-assign]
+    messages = [{"role": "user", "content": "x" * 20_000}] if moment == "while it is rendered" else OPENING  # in a thread
+    turn = asyncio.create_task(session.turn(TurnRequest(messages=messages)))
+    await (reached.wait() if moment == "while it is committed" else asyncio.sleep(0))
+    await session.end()
+    if moment == "while it is committed":  # it is complete, and is served
+        assert [reply.node for reply in await turn] == list(session.tree.nodes)
+    else:
+        with pytest.raises(SessionConflict, match="deleted while"):
+            await turn
+    assert [node.id for node in session.tree.in_order()] == [row.id for row in journal.rows(session.id)]
+    journal.close()
+
+
 # What was sent is what is recorded.
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_provider_that_sent_other_ids_is_found_out(streamed: bool) -> None:

@@ -1,4 +1,4 @@
-"""HTTP in three dialects in front of `turn`; no token logic here."""
+"""HTTP in four dialects in front of `turn`; no token logic here."""
 
 from tokentrue.gateway.app import Gateway
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits

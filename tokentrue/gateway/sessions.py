@@ -13,7 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from tokentrue.errors import JournalError, LimitExceeded, MessageError, RenderError, SessionConflict, SessionElsewhere, TemplateError
@@ -27,7 +27,7 @@ from tokentrue.protocols import Renderer
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.plain_json import dumps
 from tokentrue.turn import Session
-from tokentrue.types import Coverage, Message, Refusal, Reply, Tool
+from tokentrue.types import Coverage, Message, Refusal, Tool
 
 OpenSession = Callable[[str], Awaitable[Session]]
 REMEMBERED_BODIES = 256
@@ -63,8 +63,6 @@ class SessionHandle:
         self._numbers: OrderedDict[str, int] = OrderedDict()  # digest of a body -> the number of the last request that had it
         self._tools_ignored: bool | None = None  # known after the first request with tools
         self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
-        nodes = session.tree.in_order()
-        self._record_bytes = sum(NODE_BYTES + TOKEN_BYTES * (len(node.given_ids) + len(node.sampled_ids)) for node in nodes)
 
     # Requests.
     def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, list[Message]]:
@@ -146,10 +144,6 @@ class SessionHandle:
             number += 1
         return number
 
-    def count_reply(self, replies: Sequence[Reply]) -> None:
-        """The memory that a committed turn takes."""
-        self._record_bytes += sum(NODE_BYTES + TOKEN_BYTES * (one.given_tokens + len(one.completion.token_ids)) for one in replies)
-
     # State.
     @contextmanager
     def count_in_flight(self) -> Generator[None, None, None]:
@@ -172,7 +166,7 @@ class SessionHandle:
     @property
     def memory_bytes(self) -> int:
         """An estimate of what it holds in memory."""
-        return self._record_bytes + self.cache.used
+        return NODE_BYTES * len(self.session.tree) + TOKEN_BYTES * self.session.recorded_tokens + self.cache.used
 
     @property
     def has_coverage(self) -> bool:
@@ -201,6 +195,21 @@ def body_digest(dialect: Dialect, body: bytes) -> str:
     return hashlib.blake2b(body, digest_size=16, person=dialect.name.encode()).hexdigest()
 
 
+@dataclass(slots=True)
+class CoverageTotals:
+    """Tokens, summed over sessions; untrained ones by reason."""
+
+    sampled: int = 0
+    trained: int = 0
+    untrained: Counter[str] = field(default_factory=Counter[str])
+
+    def add(self, coverage: Coverage, sign: int = 1) -> None:
+        self.sampled += sign * coverage.sampled
+        self.trained += sign * coverage.trained
+        for span in coverage.untrained:
+            self.untrained[span.why] += sign * span.tokens
+
+
 class SessionRegistry:
     """The sessions in memory, least recently used first."""
 
@@ -210,8 +219,7 @@ class SessionRegistry:
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._cache_budget = CacheBudget(limits.message_caches_bytes)
         self.memory_bytes = 0  # of all sessions in memory, an estimate
-        self._evicted: Counter[str] = Counter()  # tokens of sessions that have left the memory
-        self._evicted_untrained: Counter[str] = Counter()
+        self._left = CoverageTotals()  # of sessions that have left the memory, less what those in memory had when they were loaded
 
     def __len__(self) -> int:
         return len(self._live)
@@ -253,7 +261,9 @@ class SessionRegistry:
 
     async def _load(self, session_id: str) -> SessionHandle:
         lease_number = self._lease_number()
-        handle = self.add(await self._open_session(session_id))
+        session = await self._open_session(session_id)
+        self._left.add(await asyncio.to_thread(session.coverage), -1)
+        handle = self.add(session)
         handle.lease_number = lease_number
         return handle
 
@@ -271,6 +281,7 @@ class SessionRegistry:
         """Drops a session, in memory or not: it has left the memory or the journal."""
         handle = self._live.pop(session_id, None)
         if handle is not None:
+            self._left.add(handle.coverage())
             self.memory_bytes -= handle.counted_bytes
             handle.cache.clear()
 
@@ -278,7 +289,7 @@ class SessionRegistry:
         """Sessions that nobody has used for `limits.idle_session_s`; the journal has them."""
         oldest = time.monotonic() - self._limits.idle_session_s
         for handle in [handle for handle in self._live.values() if not handle.users and handle.last_used < oldest]:
-            self._evict(handle)
+            self.forget(handle.session.id)
 
     def _make_room(self) -> None:
         if len(self._live) <= self._limits.live_sessions and self.memory_bytes <= self._limits.live_sessions_bytes:
@@ -286,24 +297,15 @@ class SessionRegistry:
         for handle in [handle for handle in self._live.values() if not handle.users]:
             if len(self._live) <= self._limits.live_sessions and self.memory_bytes <= self._limits.live_sessions_bytes:
                 return
-            self._evict(handle)
+            self.forget(handle.session.id)
 
-    def _evict(self, handle: SessionHandle) -> None:
-        coverage = handle.coverage()
-        self._evicted.update(sampled=coverage.sampled, trained=coverage.trained)
-        for span in coverage.untrained:
-            self._evicted_untrained[span.why] += span.tokens
-        self.forget(handle.session.id)
-
-    async def totals(self) -> tuple[int, int, Mapping[str, int]]:
-        """Sampled, trained and untrained tokens by reason, over every session seen since the start. Lets other work run in between."""
-        sampled, trained, untrained = self._evicted["sampled"], self._evicted["trained"], Counter(self._evicted_untrained)
+    async def totals(self) -> CoverageTotals:
+        """What was sampled since the start, in sessions that are in memory or have left it. Lets other work run in between."""
         for handle in list(self._live.values()):
             if not handle.has_coverage:
                 await asyncio.sleep(0)
-            coverage = handle.coverage()
-            sampled += coverage.sampled
-            trained += coverage.trained
-            for span in coverage.untrained:
-                untrained[span.why] += span.tokens
-        return sampled, trained, untrained
+            handle.coverage()
+        found = replace(self._left, untrained=self._left.untrained.copy())
+        for handle in self._live.values():
+            found.add(handle.coverage())
+        return found

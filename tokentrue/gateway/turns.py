@@ -128,7 +128,6 @@ class TurnHandler:
         self, handle: SessionHandle, dialect: Dialect, head: RequestHead, request: TurnRequest, send: Send
     ) -> Sequence[Reply]:
         replies = await handle.session.turn(request)
-        handle.count_reply(replies)
         answer = dialect.build_answer(head, replies, handle.session.renderer.decode)
         await send_json(send, 200, answer, *answer_headers(handle, replies[0]))
         return replies
@@ -152,7 +151,6 @@ class TurnHandler:
                 await stream.feed(event)
                 if clock.first_byte is None and stream.started:
                     clock.first_byte = time.perf_counter()
-        handle.count_reply(replies)
         await stream.finish()
         return replies
 

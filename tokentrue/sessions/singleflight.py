@@ -2,7 +2,8 @@
 
 A turn runs in its own task. It is cancelled when its last caller leaves, and from that moment on nobody can join it: the same request
 asked again starts anew, even while the engine is still aborting. A turn that is complete and being written is not cancelled: whoever comes
-back meanwhile joins it, so that no key ever names two answers.
+back meanwhile joins it, so that no key ever names two answers. A turn that is cancelled because its session ends raises `SessionConflict`
+to its callers, wherever it was.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tokentrue.errors import SessionConflict
 from tokentrue.sessions.tree import Outcome
 from tokentrue.types import Reply, TurnEvent
 
@@ -26,7 +28,7 @@ class InFlightTurn:
         self.request_keys: list[str] = []  # of its callers, the first caller's first
         self.outcome_if_cancelled: Outcome = "disconnected"
         self.is_complete = False  # sampled and parsed: what is left is to write it
-        self._callers, self._is_cancelled = 0, False
+        self._callers, self._is_cancelled, self._is_read = 0, False, streamed
         self._events: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
         self._task: asyncio.Task[tuple[Reply, ...]] | None = None
 
@@ -42,7 +44,9 @@ class InFlightTurn:
             task.exception()  # retrieved here, because there may be no caller left to raise it to
 
     def emit(self, event: TurnEvent) -> None:
-        self._events.put_nowait(event)
+        """For the caller that streams; nothing is queued once it has left and others still wait. At most one turn's events are queued."""
+        if self._is_read:
+            self._events.put_nowait(event)
 
     def join(self, request_key: str | None) -> None:
         """Counts a caller, which must `wait` or read `events`."""
@@ -52,21 +56,29 @@ class InFlightTurn:
 
     async def wait(self) -> tuple[Reply, ...]:
         """The replies, for one of its callers."""
-        assert self._task is not None
         try:
-            return await asyncio.shield(self._task)
+            return await self._result()
         finally:
             await self._leave()
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
         """Events as they are emitted, for the caller that streams; then its error, if it failed."""
-        assert self._task is not None
         try:
             while (event := await self._events.get()) is not None:
                 yield event
-            await self._task
+            await self._result()
         finally:
+            self._is_read = False
             await self._leave()
+
+    async def _result(self) -> tuple[Reply, ...]:
+        assert self._task is not None
+        try:
+            return await asyncio.shield(self._task)
+        except asyncio.CancelledError:
+            if self._task.cancelled() and self.outcome_if_cancelled == "deleted":
+                raise SessionConflict("the session was deleted while this turn was in flight") from None
+            raise
 
     async def _leave(self) -> None:
         self._callers -= 1

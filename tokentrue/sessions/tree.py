@@ -21,7 +21,8 @@ from tokentrue.sessions.plain_json import digest
 from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, TemplateKwargs, Tools, VersionSpan
 
 Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted"]
-"""Whether the client got the whole turn, or why it did not: it left, the engine failed, or the session was deleted meanwhile."""
+"""served: the generation completed. disconnected: no caller was left, or the deadline of the turn passed. engine_failed: this choice, or
+another one of its turn, failed. deleted: the session was ended meanwhile."""
 
 TurnKey: TypeAlias = tuple[str | None, bytes]
 """(parent, digest of the given messages): nodes with one key are answers to exactly the same turn."""
@@ -39,8 +40,9 @@ Given: TypeAlias = Message | ServedRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One sampled turn. `seq` is the order of commits, `started` the tree's `settled_seq` when its request was resolved: `a` was over
-    before `b` began if and only if `a.seq < b.started`. `why` is the reason on the edge (None: it continued the newest leaf)."""
+    """One choice of one turn. `seq` is the order of commits, `started` the tree's `settled_seq` when its request was resolved: `a` was over
+    before `b` began if and only if `a.seq < b.started`. `why` is the reason on the edge (None: nothing had continued its parent
+    before)."""
 
     id: str
     seq: int
@@ -108,7 +110,7 @@ def turn_key(parent: Node | None, given: tuple[Given, ...], tools: Tools | None)
 
 
 class Tree:
-    """Nodes by id, and what follows what. Only `add` changes it."""
+    """Nodes by id, and what follows what. Nodes are only added, by `add`."""
 
     def __init__(self, *, template: str, tokenizer: str) -> None:
         self.template, self.tokenizer = template, tokenizer
@@ -239,7 +241,7 @@ class Tree:
             raise TokenContractError(f"node {node.id}: the certificate does not fit what is recorded")
 
     def add(self, node: Node) -> None:
-        """The only write. The node is checked as a whole first."""
+        """The node is checked as a whole first."""
         self.check(node)
         parent = self.parent(node)
         state = self._hash_prompt(parent, node.given_ids)

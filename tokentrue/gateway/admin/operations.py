@@ -117,9 +117,9 @@ class OperationHandlers:
         metrics.in_flight.set(services.admission.in_flight)
         metrics.sessions.set(len(services.sessions))
         metrics.session_bytes.set(services.sessions.memory_bytes)
-        sampled, trained, untrained = await services.sessions.totals()
-        metrics.trained.labels("sampled").set(sampled)
-        metrics.trained.labels("trained").set(trained)
-        for why, tokens in untrained.items():
+        totals = await services.sessions.totals()
+        metrics.trained.labels("sampled").set(totals.sampled)
+        metrics.trained.labels("trained").set(totals.trained)
+        for why, tokens in totals.untrained.items():
             metrics.untrained.labels(why).set(tokens)
         return [*metrics.snapshot(), *engine_families(services.provider.inner)]

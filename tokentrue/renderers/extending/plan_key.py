@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -67,24 +68,27 @@ def answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
 class NormalisedValues(Generic[T]):
     """Normalises large values (a request's tools, its system message) once, and numbers them for `PlanKey`.
 
-    Found again by equality with a copy: what the caller changes in place afterwards is a new value. Holds the last 64.
+    Found again by equality with a copy: what the caller changes in place afterwards is a new value. Holds the last 64. Large requests are
+    extended in threads, and no two values may have one number.
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[Any, T | None, int]] = []
         self._next = 1
+        self._lock = threading.Lock()
 
     def get(self, value: Any, normalise: Callable[[], T | None]) -> tuple[T | None, int]:
         """The normalised value and its number; 0 is "none"."""
         if not value:
             return (None if value is None else normalise()), 0
-        for index, (seen, result, number) in enumerate(self._entries):
-            if seen == value:
-                if index:
-                    self._entries.insert(0, self._entries.pop(index))
-                return result, number
-        result, number = normalise(), self._next
-        self._next += 1
-        self._entries.insert(0, (deepcopy(value), result, number))
-        del self._entries[64:]
-        return result, number
+        with self._lock:
+            for index, (seen, result, number) in enumerate(self._entries):
+                if seen == value:
+                    if index:
+                        self._entries.insert(0, self._entries.pop(index))
+                    return result, number
+            result, number = normalise(), self._next
+            self._next += 1
+            self._entries.insert(0, (deepcopy(value), result, number))
+            del self._entries[64:]
+            return result, number

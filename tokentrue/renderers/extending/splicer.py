@@ -3,7 +3,8 @@
 Contract: `Splicer.render_tail` gives the text that follows the recorded prefix, or raises `RefusedError` with a reason; it never guesses.
 A conversation is rendered in one of three contexts (`ContextKind`). The cheaper ones, whose cost does not grow with the history, are used
 only after they gave, on the very messages of a first request and on a render with marked words, what the real history gives; an
-`ExtendPlan` remembers that per shape of request.
+`ExtendPlan` remembers that per shape of request. Where the template raises on the real history there is nothing to compare with, and the
+dummy context is used unchecked.
 
 Checks on the marked render: the sentinel once; each new message's mark once, in order and after it; the turn's own text not after
 them; the recorded stop exactly once between sentinel and first mark (`boundary.py`). Nothing of this is decided by a model's name.

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound
 from tokentrue.sessions.journal.database import Database, DuplicateKey
@@ -77,7 +78,7 @@ class Journal:
         self._in_memory = self.path in ("memory", ":memory:")
         self._synchronous, self._read_only, self._closed = synchronous, read_only, False
         self._reading = threading.Lock()
-        self._claims: dict[str, SessionClaim] = {}
+        self._claims: WeakValueDictionary[str, SessionClaim] = WeakValueDictionary()  # each is kept by the object that holds it
         self._lock = None if read_only or self._in_memory else StoreLock(self.path) if lock else WorkerLock(self.path)
         try:
             self._open(check)

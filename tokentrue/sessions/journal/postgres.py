@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence, Sized
 from contextlib import ExitStack, closing
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -170,7 +171,7 @@ class PostgresJournal(Journal):
         self.target = mask_password(target)
         self._read_only, self._closed = read_only, False
         self._reading = threading.Lock()
-        self._claims: dict[str, SessionClaim] = {}
+        self._claims: WeakValueDictionary[str, SessionClaim] = WeakValueDictionary()
         self._lock = None
         self._lease: Lease | None = None
         try:

@@ -28,7 +28,8 @@ from tokentrue.types import Message, Messages, Tools
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continue:
-    """Go on after `node`; `tail` is what is new, its call ids being those that were served. `why` is None where the newest leaf goes on."""
+    """Continue after `node`; `tail` is what is new, its call ids being those that were served. `why` is None where nothing had continued
+    `node` before."""
 
     node: Node
     tail: tuple[Message, ...]

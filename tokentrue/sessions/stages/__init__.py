@@ -1,1 +1,1 @@
-"""The stages of a turn, which `tokentrue.turn` calls in order: request, prompt, generation, reply, commit. None of them writes."""
+"""What `tokentrue.turn` calls in order: requests (before a turn is admitted), prompts, generation (and parsing), commits. `turn` writes."""

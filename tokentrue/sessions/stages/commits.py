@@ -1,4 +1,4 @@
-"""A finished generation becomes a node, and a node becomes a reply. Nothing is written here: `turn` commits, journal first, then memory."""
+"""A finished generation becomes a node with its place in the order of commits, and a node becomes a reply. `turn` writes them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _own_routing(done: Completion, prompt: Prompt) -> RoutedExperts | None:
 
 
 def _storable(attempt: Attempt) -> Attempt:
-    """Arguments that JSON cannot hold (1e400, say) stand in `raw` alone."""
+    """Arguments that JSON cannot hold (1e400, say) are kept only in `raw`."""
     try:
         return replace(attempt, arguments=freeze(attempt.arguments, "arguments"))
     except MessageError:

@@ -1,8 +1,8 @@
 """What the client is served: the parsed turn with its call ids, cut at a stop string. Pure.
 
 Call ids come from the node, so that they are the same in a stream and in the committed turn, and name the turn when they come back:
-two answers to one prompt never share an id. An id that the model wrote itself stays (it is in its tokens), and so does the short form
-that some templates insist on.
+two answers to one prompt never share an id. An id that the model wrote itself stays (it is in its tokens), unless it has the form of those
+that parsers make up; so does the short form that some templates insist on.
 """
 
 from __future__ import annotations
