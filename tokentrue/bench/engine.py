@@ -1,4 +1,5 @@
-"""The price of exactness on the CPU, in one run: the exact engine against Hugging Face `generate`, exact training against sdpa.
+"""The price of exactness on the CPU, in one run: the exact engine against Hugging Face `generate`, exact training against sdpa,
+a pipeline of processes against one.
 
 Rounds of both sides alternate, and a ratio is the median over rounds. Every speed stands beside the bit check of the same tokens.
 """
@@ -23,7 +24,7 @@ def run(*, quick: bool) -> list[Report]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    reports = [generation(quick), measure_training(quick)]
+    reports = [generation(quick), measure_training(quick), measure_pipeline(quick)]
     if torch.cuda.is_available():
         from tokentrue.bench.engine_gpu import run as run_gpu
 
@@ -194,6 +195,54 @@ def train_race(model: Any, batch: int, length: int, rounds: int) -> tuple[Any, .
     model.eval()
     difference = (found["plain"] - found["exact"]).abs().max().item()
     return min(theirs) * 1000, min(ours) * 1000, median_ratio(ours, theirs), difference
+
+
+# ---- pipeline ----------------------------------------------------------------------------------------------------
+def measure_pipeline(quick: bool) -> Report:
+    """Each number of stages has an engine of its own, and rounds alternate between them."""
+    from tokentrue.engine import ExactEngine
+
+    name, model = models(quick)[-1]
+    output, rounds = (OUTPUT // 4, 1) if quick else (OUTPUT // 2, 3)
+    engines = {n: ExactEngine(copy.deepcopy(model), pipeline=n, max_len=1024, kv_tokens=4096) for n in ((1, 2) if quick else (1, 2, 4))}
+    rows: list[tuple[Any, ...]] = []
+    try:
+        for count in (1, 16):
+            rows += [(name, count, *row) for row in pipeline_race(engines, count, output, rounds)]
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return Report(
+        title=f"Pipeline on the CPU, float32: prompt {PROMPT}, output {output}, every process on all cores",
+        columns=("model", "requests", "processes", "tok/s", "of one process", "bits equal"),
+        rows=rows,
+        notes=("of one process: the median over rounds; stages of a pipeline share the machine's cores.",),
+    )
+
+
+def pipeline_race(engines: dict[int, Any], count: int, output: int, rounds: int) -> list[tuple[Any, ...]]:
+    import torch
+
+    vocabulary = engines[1].core.runner.sizes.vocabulary
+    prompts = torch.randint(0, vocabulary, (count, PROMPT), generator=torch.Generator().manual_seed(count)).tolist()
+    last: dict[int, list[Any]] = {}
+
+    def side_of(stages: int) -> Callable[[], float]:
+        def side() -> float:
+            start = time.perf_counter()
+            last[stages] = asyncio.run(ask(engines[stages], prompts, output))
+            return time.perf_counter() - start
+
+        return side
+
+    times = dict(zip(engines, alternate(rounds, *map(side_of, engines)), strict=True))
+    rows: list[tuple[Any, ...]] = []
+    for stages, seconds in times.items():
+        equal = sum(
+            a == b for one, other in zip(last[1], last[stages], strict=True) for a, b in zip(one.logprobs, other.logprobs, strict=True)
+        )
+        rows.append((stages, count * output / min(seconds), median_ratio(times[1], seconds), f"{equal} of {count * output}"))
+    return rows
 
 
 __all__ = ["run"]
