@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokentrue.app.configuration import read
 from tokentrue.app.training.settings import LossSpec, TrainRun, loss_for
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch import LOSSES, PRESETS, AdaptiveMix, Correction, LossConfig, Penalty, Reject, Weights, loss_named
+from tokentrue.train.update.divergence import KlCoefficient
 
 
 def plain(value: Any) -> Any:
@@ -80,6 +82,16 @@ upper = 0.001
         PRESETS["decoupled_token_is"].weights or Weights(upper=1.0), upper=3.0, mix=AdaptiveMix(divergence=0.02)
     )
     assert made.correction.reject == (Reject(estimator="k3", aggregate="seq_mean", upper=0.001),)
+
+
+def test_the_files_of_the_documentation(tmp_path: Path) -> None:
+    page = Path(__file__).parent.parent.parent / "docs" / "training.md"
+    blocks = re.findall(r"```toml\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        (tmp_path / "train.toml").write_text(block)
+        run = read(TrainRun, tmp_path / "train.toml")
+        KlCoefficient.of(run.train.kl, loss_for(run.loss))
 
 
 def test_a_table_without_preset_changes_the_losss_own_correction() -> None:
