@@ -60,6 +60,8 @@ TOKEN = Weights(upper=2.0)
         (lambda: LossConfig(fixed_length=8), "fixed_length"),
         (lambda: Penalty(coefficient=-1.0), ">= 0"),
         (lambda: Penalty(coefficient=1.0, estimator="k4"), "'unbiased'"),
+        (lambda: Penalty(coefficient=1.0, clamp=0.0), "Penalty.clamp: 0.0 must be"),
+        (lambda: Penalty(coefficient=1.0, ceiling=-1.0), "Penalty.ceiling: -1.0 must be"),
         (lambda: Correction.from_verl({"rollout_rs": "seq_mean_k1"}), "rollout_rs_threshold: missing"),
         (lambda: Correction.from_verl({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}), "no option 'seq_max_k1'"),
         (lambda: Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": True}), "not a number"),

@@ -197,6 +197,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "penalty": (
         None, *(lambda e=e: Penalty(coefficient=0.1, estimator=e) for e in ("k1", "k2", "k3", "unbiased")),
         lambda: Penalty(coefficient=0.1, against="rollout", tokens="valid"), lambda: Penalty(coefficient=0.1, against="trainer"),
+        lambda: Penalty(coefficient=0.1, clamp=None), lambda: Penalty(coefficient=0.1, ceiling=10.0),
     ),
     "entropy_coefficient": (0.0, 0.1),
 }  # fmt: skip
