@@ -72,7 +72,7 @@ def test_a_mean_over_the_rows_that_give_a_gradient_only(base: torch.nn.Module, m
 def test_a_mean_over_each_micro_batch(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def own(self: Trainer, rows: Sequence[Row], values: Any, numbers: Sequence[int], correction: Any) -> Any:
         tokens = float(sum(int(rows[i].mask.sum()) for i in numbers))
-        return plain(self, rows, values, numbers, replace(correction, num_tokens=tokens, num_rows=float(len(numbers))))
+        return plain(self, rows, values, numbers, replace(correction, num_tokens=tokens, num_sessions=float(len(numbers))))
 
     plain = Trainer.pass_loss
     monkeypatch.setattr(Trainer, "pass_loss", own)

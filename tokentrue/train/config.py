@@ -149,7 +149,7 @@ class TrainConfig:
     exact: bool = True
     drop_idle_rows: bool = True  # rows with advantage 0 are not trained on, unless a penalty or an entropy bonus gives them a gradient
     checkpoint_activations: bool = False  # layers keep their inputs alone and compute the rest again in the backward pass: less memory
-    shuffle: bool = False  # deal rows to minibatches in a seeded random order instead of group after group
+    shuffle: bool = False  # deal sessions to minibatches in a seeded random order instead of group after group
     max_skipped_updates: int = 3  # updates in a row whose gradient is not finite; one more stops the run
     checkpoint_every: int = 0  # steps; 0: by the clock alone
     checkpoint_minutes: float = 15.0  # 0: never by the clock

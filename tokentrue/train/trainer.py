@@ -25,7 +25,7 @@ from tokentrue.train.checks.exactness import Agreement, agreement, require_exact
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
 from tokentrue.train.data.advantages import SessionRewards, mask_truncated, overlong_cost, session_advantages
 from tokentrue.train.data.batch import Row, rows_of
-from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches, shuffle
+from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches
 from tokentrue.train.data.replay import replay_experts
 from tokentrue.train.flops import flops_of
 from tokentrue.train.ranks import Ranks, whole, whole_weights
@@ -162,8 +162,8 @@ class Trainer:
         """The minibatches of every epoch. All epochs split the rows in the same way, so that a row stays on its rank."""
         trained = [self.is_trained(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
         packing = Packing(budget=self.config.micro_tokens, padded=self.scorer.is_padded, rank=self.ranks.rank, world=self.ranks.world)
-        order = shuffle(len(rows), self.config.seed, self.version) if self.config.shuffle else range(len(rows))
-        parts = plan_minibatches(rows, trained, packing, parts=self.config.minibatches, order=order)
+        seed = (self.config.seed, self.version) if self.config.shuffle else None
+        parts = plan_minibatches(rows, trained, packing, parts=self.config.minibatches, shuffle_seed=seed)
         return [parts] * self.config.epochs
 
     # ---- recompute ----------------------------------------------------------------------------------------------------------------
@@ -324,7 +324,8 @@ class Trainer:
             reference_logprobs=[values.reference[i] for i in numbers] if values.reference else None,
             entropy=scores.entropy,
             num_tokens=correction.num_tokens,
-            num_rows=correction.num_rows,
+            num_rows=correction.num_sessions,
+            row_tokens=[correction.session_tokens[i] for i in numbers],
         )
 
     # ---- report -------------------------------------------------------------------------------------------------------------------

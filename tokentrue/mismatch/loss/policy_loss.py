@@ -35,6 +35,9 @@ class LossOptions(TypedDict, total=False):
     entropy: Values | None  # per token
     num_tokens: float | None  # the step's global counts: with them, micro-batch losses add up to the loss of the whole step
     num_rows: float | None
+    row_tokens: (
+        Sequence[float] | None
+    )  # where a sequence is several rows: the tokens of each row's whole sequence; num_rows counts sequences
     versions: Values | None  # the policy version that sampled each token, or each row
     version: int | None  # the current policy version
     support_log_mass: Values | None  # log of the current policy's mass on the tokens that the sampler could choose
@@ -89,7 +92,8 @@ def policy_loss(
         per_token = per_token * rows.read(corrected.weights)
     counted = rows.valid if config.correction.loss_counts == "original" else keep
     num_tokens, num_rows = options.get("num_tokens"), options.get("num_rows")
-    reduce = Reduction(rows=rows, counted=counted, config=config, num_tokens=num_tokens, num_rows=num_rows)
+    row_tokens = _read_row_tokens(inputs)
+    reduce = Reduction(rows=rows, counted=counted, config=config, num_tokens=num_tokens, num_rows=num_rows, row_tokens=row_tokens)
     loss = reduce(per_token, keep)
     metrics["loss/policy"] = Mean.of(loss.detach().reshape(1), 1)
     for extra in (_add_penalty(inputs, tokens, config, reduce, keep, metrics), _add_entropy(inputs, config, reduce, keep, metrics)):
@@ -120,6 +124,15 @@ def _correct(inputs: LossInputs, config: LossConfig) -> Corrected | None:
     if out.pending:
         raise InputError("corrected: scope='step' needs the step's totals; call correct, add up .totals, pass corrected=out.normalised(…)")
     return out
+
+
+def _read_row_tokens(inputs: LossInputs) -> Tensor | None:
+    given = inputs.options.get("row_tokens")
+    if given is None:
+        return None
+    if len(given) != inputs.layout.num_rows or inputs.options.get("num_rows") is None:
+        raise InputError(f"row_tokens: {len(given)} numbers for {inputs.layout.num_rows} rows; one for each, and num_rows with them")
+    return torch.tensor(list(given), dtype=torch.float64, device=inputs.rows.valid.device)
 
 
 def _read_tokens(inputs: LossInputs, config: LossConfig) -> Tokens:
@@ -155,13 +168,17 @@ def _read_denominator(inputs: LossInputs, config: LossConfig, current: Tensor, m
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
-    """Per-token values to one number. The denominators come from `counted` tokens unless the step's global counts are given."""
+    """Per-token values to one number. The denominators come from `counted` tokens unless the step's global counts are given.
+
+    `row_tokens` are the denominators of rows that are parts of longer sequences: their means then add up to the sequence's mean.
+    """
 
     rows: ChunkedRows
     counted: Tensor
     config: LossConfig
     num_tokens: float | None
     num_rows: float | None
+    row_tokens: Tensor | None
 
     def __call__(self, values: Tensor, kept: Tensor) -> Tensor:
         sums = self.rows.sum(values.masked_fill(~kept, 0))
@@ -172,7 +189,7 @@ class Reduction:
         if mode == "token_mean":
             return sums.sum() / max(float(counts.sum()) if self.num_tokens is None else self.num_tokens, 1.0)
         if mode == "seq_mean_token_mean":
-            sums = sums / counts.clamp(min=1)
+            sums = sums / (counts if self.row_tokens is None else self.row_tokens).clamp(min=1)
         elif mode == "fixed_length":
             sums = sums / float(self.config.fixed_length or 1)
         return sums.sum() / max(float((counts > 0).sum()) if self.num_rows is None else self.num_rows, 1.0)

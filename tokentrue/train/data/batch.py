@@ -124,3 +124,11 @@ def rows_of(groups: Sequence[Sequence[Sample]], temperature: float = 1.0) -> lis
     for number, group in enumerate(groups):
         rows += [row_of(sample, sample.group or f"group-{number}", temperature) for sample in group]
     return rows
+
+
+def sessions_of(rows: Sequence[Row]) -> list[list[int]]:
+    """The row numbers of each session, in the order in which sessions first appear."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault((row.group, row.sample.session_id), []).append(number)
+    return list(found.values())

@@ -1,7 +1,7 @@
-"""Who trains what, where: minibatches, ranks and forward passes of one step, from row lengths and advantages alone.
+"""Who trains what, where: minibatches, ranks and forward passes of one step, from sessions, row lengths and advantages alone.
 
-Invariants: every row of a minibatch belongs to exactly one rank; every rank makes the same number of forward passes; which rows share a
-pass changes no result but rounding.
+Invariants: the rows of a session are in one minibatch; every row of a minibatch belongs to exactly one rank; every rank makes the same
+number of forward passes; which rows share a pass changes no result but rounding.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokentrue.train.data.batch import Row
+from tokentrue.train.data.batch import Row, sessions_of
 from tokentrue.train.data.packing import pack, share, split_even
 
 
@@ -51,12 +51,15 @@ class Packing:
 
 
 def plan_minibatches(
-    rows: Sequence[Row], is_trained: Sequence[bool], packing: Packing, *, parts: int, order: Sequence[int]
+    rows: Sequence[Row], is_trained: Sequence[bool], packing: Packing, *, parts: int, shuffle_seed: tuple[object, ...] | None = None
 ) -> list[Minibatch]:
-    """`order` says in which order rows are dealt to the minibatches."""
+    """Sessions are dealt whole, in their order or in one drawn with the seed: how many updates there are, and what a session weighs in its
+    update, does not depend on how many rows it has."""
+    sessions = sessions_of(rows)
+    order = range(len(sessions)) if shuffle_seed is None else shuffle(len(sessions), *shuffle_seed)
     made: list[Minibatch] = []
-    for part in split_even(len(rows), parts):
-        numbers = sorted(order[place] for place in part)
+    for part in split_even(len(sessions), parts):
+        numbers = sorted(number for place in part for number in sessions[order[place]])
         active = packing.bins(rows, [i for i in numbers if is_trained[i]])
         idle = packing.bins(rows, [i for i in numbers if not is_trained[i]])
         made.append(Minibatch(rows=tuple(numbers), active=active, idle=idle))
@@ -64,7 +67,7 @@ def plan_minibatches(
 
 
 def shuffle(count: int, *seed: object) -> list[int]:
-    """An order of `count` rows that depends on the seed alone."""
+    """An order of `count` sessions that depends on the seed alone."""
     order = list(range(count))
     random.Random(repr(seed)).shuffle(order)
     return order

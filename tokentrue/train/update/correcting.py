@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from tokentrue.mismatch import Corrected, Correction, LossConfig, Metrics, correct
-from tokentrue.train.data.batch import Row
+from tokentrue.train.data.batch import Row, sessions_of
 from tokentrue.train.data.planning import Minibatch
 from tokentrue.train.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MinibatchCorrection:
-    """Weights and kept tokens by row number; without `weights` nothing is corrected. Counts are the whole minibatch's."""
+    """Weights and kept tokens by row number; without `weights` nothing is corrected. Counts are the whole minibatch's:
+    a sequence, where a loss takes means over sequences, is a session, whose rows are all in the minibatch."""
 
     correction: Correction
     weights: Mapping[int, Tensor] | None
     kept: Mapping[int, Tensor]
     metrics: Metrics
     num_tokens: float
-    num_rows: float
+    num_sessions: float
+    session_tokens: Mapping[int, float]  # of each row's whole session
 
     def of(self, numbers: Sequence[int], device: torch.device) -> Corrected | None:
         """The part that `policy_loss` needs for some rows."""
@@ -76,13 +78,16 @@ def correct_minibatch(
         )
     masks = [rows[i].mask for i in part.rows]
     counts = [int(mask.sum()) for mask in (masks if made is None or loss.correction.loss_counts == "original" else made.mask)]
+    sessions = sessions_of([rows[i] for i in part.rows])
+    totals = [sum(counts[k] for k in numbers) for numbers in sessions]
     return MinibatchCorrection(
         correction=loss.correction,
         weights=None if made is None else dict(zip(part.rows, made.weights, strict=True)),
         kept=dict(zip(part.rows, masks if made is None else made.mask, strict=True)),
         metrics=Metrics({}) if made is None else made.metrics,
         num_tokens=float(sum(counts)),
-        num_rows=float(sum(count > 0 for count in counts)),
+        num_sessions=float(sum(tokens > 0 for tokens in totals)),
+        session_tokens={part.rows[k]: float(total) for numbers, total in zip(sessions, totals, strict=True) for k in numbers},
     )
 
 
