@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,7 +27,6 @@ from tokentrue.samples.shape import sample_from_json
 from tokentrue.types import Coverage, Sample, Untrained
 
 if TYPE_CHECKING:
-
     from anthropic import Anthropic, AsyncAnthropic
     from openai import AsyncOpenAI, OpenAI
 
@@ -90,8 +89,7 @@ def _value_of(request: _Request, response: httpx.Response) -> Any:
     raise BY_STATUS.get(response.status_code, GatewayError)(told)
 
 
-def _open(session_id: str | None, group: str | None, metadata: Any, sampling: Any, history: str | None) -> _Request:
-    fields = {"session_id": session_id, "group": group, "metadata": metadata, "sampling": sampling, "history": history}
+def _open(**fields: Any) -> _Request:
     return _Request(method="POST", path="/sessions", body={name: value for name, value in fields.items() if value is not None})
 
 
@@ -102,7 +100,7 @@ def _list_path(limit: int, offset: int, group: str | None) -> str:
 def _samples_from(answer: Mapping[str, Any]) -> SessionSamples:
     told = answer["coverage"]
     untrained = tuple(Untrained(node=item["node"], tokens=item["tokens"], why=item["why"]) for item in told["untrained"])
-    coverage = Coverage(sampled=told["sampled"], trained=told["trained"], untrained=untrained)
+    coverage = Coverage(sampled=told["sampled"], trained=told["trained"], untrained=untrained, pinned_turns=told.get("pinned_turns", 0))
     return SessionSamples(samples=[sample_from_json(sample) for sample in answer["samples"]], coverage=coverage)
 
 
@@ -206,9 +204,11 @@ class Client:
         metadata: Mapping[str, Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
         history: str | None = None,
+        pin: Sequence[str] | None = None,
     ) -> ClientSession:
-        """A new session, which stays open until `end`."""
-        return ClientSession(self, self.call(_open(session_id, group, metadata, sampling, history)))
+        """A new session, which stays open until `end`. `pin=["system"]` keeps the first system prompt of each conversation."""
+        settings = {"session_id": session_id, "group": group, "metadata": metadata, "sampling": sampling, "history": history, "pin": pin}
+        return ClientSession(self, self.call(_open(**settings)))
 
     def session(self, **settings: Any) -> AbstractContextManager[ClientSession]:
         """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""
@@ -234,6 +234,15 @@ class Client:
 
     def session_samples(self, session_id: str) -> SessionSamples:
         return _samples_from(self.call(_Request(method="GET", path=f"/sessions/{session_id}/samples")))
+
+    def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
+        """Of a session that another program opened. `group` names its group where it has none."""
+        body = {"reward": reward, **({} if group is None else {"group": group})}
+        self.call(_Request(method="POST", path=f"/sessions/{session_id}/reward", body=body))
+
+    def end_session(self, session_id: str) -> None:
+        """No further turn is admitted; samples stay readable."""
+        self.call(_Request(method="DELETE", path=f"/sessions/{session_id}"))
 
     def delete_session(self, session_id: str) -> None:
         """Ends the session and deletes everything sampled in it."""
@@ -322,9 +331,11 @@ class AsyncClient:
         metadata: Mapping[str, Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
         history: str | None = None,
+        pin: Sequence[str] | None = None,
     ) -> AsyncClientSession:
-        """A new session, which stays open until `end`."""
-        return AsyncClientSession(self, await self.call(_open(session_id, group, metadata, sampling, history)))
+        """A new session, which stays open until `end`. `pin=["system"]` keeps the first system prompt of each conversation."""
+        settings = {"session_id": session_id, "group": group, "metadata": metadata, "sampling": sampling, "history": history, "pin": pin}
+        return AsyncClientSession(self, await self.call(_open(**settings)))
 
     def session(self, **settings: Any) -> AbstractAsyncContextManager[AsyncClientSession]:
         """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""

@@ -36,6 +36,7 @@ from tokentrue.sessions.matching.matcher import Conversation, Matcher
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
 from tokentrue.sessions.stages.commits import PreparedTurn, nodes_from_drafts, replies_from_record, reply_from_node, rows_from_nodes
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
+from tokentrue.sessions.stages.pinning import PinnedPrompts, PinnedRequest, check_pin
 from tokentrue.sessions.stages.prompts import build_prompt
 from tokentrue.sessions.stages.requests import PinnedSampling, format_identity, identify_request, is_same_request, settle_sampling
 from tokentrue.sessions.stages.serving import split_message
@@ -50,7 +51,9 @@ History = Literal["keep", "template"]
 
 class Session:
     """One record of conversations: a tree, since histories are edited and sub-agents share a session. `sampling` pins values over
-    the client's; `training=False` allows settings that no trainer can score."""
+    the client's; `training=False` allows settings that no trainer can score.
+    `pin=("system",)` keeps the first system prompt of each conversation (`sessions/stages/pinning`).
+    """
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Session:
         sampling: Sampling | Mapping[str, Any] | None = None,
         history: History | None = None,
         training: bool = True,
+        pin: Sequence[str] = (),
         limits: SessionLimits | None = None,
         key_hash: str | None = None,
         _record: SessionRecord | None = None,
@@ -83,6 +87,7 @@ class Session:
             sampling=self._pinned.values,
             history=follows,
             training=training,
+            pin=check_pin(pin),
             template=renderer.template_hash,
             tokenizer=renderer.tokenizer_hash,
             key_hash=key_hash,
@@ -93,6 +98,7 @@ class Session:
         self.counters: Counter[str] = Counter(f"edge:{node.why}" for node in self.tree.nodes.values() if node.why)
         self._tokens = sum(len(node.given_ids) + len(node.sampled_ids) for node in self.tree.nodes.values())
         self._matcher = Matcher(self.tree, renderer)
+        self._pinned_prompts = PinnedPrompts(self.record.pin, self.tree)
         self._single_flight = SingleFlight()
         self._turns_in_flight: Counter[TurnKey] = Counter()
         self._is_ending = False
@@ -185,7 +191,8 @@ class Session:
     def _admit(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
         """The turn that answers this request, and whether it was started for it; or the recorded answer of a retry."""
         self._check_open()
-        conversation = self._matcher.read(request.messages, request.tools)
+        pinned = self._pinned_prompts.apply(request.messages, request.tools)
+        conversation = self._matcher.read(pinned.messages, request.tools)
         training = self.record.training
         sampling = settle_sampling(request.sampling, self._pinned, renderer=self.renderer, provider=self.provider, training=training)
         identity = identify_request(request, conversation, sampling)
@@ -196,7 +203,7 @@ class Session:
         if turn is None:
             self.limits.admit(n=request.n, nodes=len(self.tree), tokens=self._tokens, in_flight=len(self._single_flight))
             turn = InFlightTurn(identity, streamed=streamed)
-            self._single_flight.start(turn, self._run_turn(turn, request, conversation, sampling))
+            self._single_flight.start(turn, self._run_turn(turn, request, pinned, conversation, sampling))
         else:
             self.counters["joined"] += 1
         turn.join(request.request_key)
@@ -218,7 +225,7 @@ class Session:
             self._claim.check()
 
     async def _run_turn(
-        self, turn: InFlightTurn, request: TurnRequest, conversation: Conversation, sampling: Sampling
+        self, turn: InFlightTurn, request: TurnRequest, pinned: PinnedRequest, conversation: Conversation, sampling: Sampling
     ) -> tuple[Reply, ...]:
         """Resolve, prompt, generate, parse, commit."""
         started = self.tree.settled_seq
@@ -237,6 +244,7 @@ class Session:
                 started=started,
                 identity=format_identity(turn.identity),
                 request_keys=turn.request_keys,
+                replaced=pinned.replaced,
             )
             drafts = await self._generate(turn, prepared)
             turn.is_complete = True
@@ -325,8 +333,12 @@ class Session:
     def coverage(self, *, max_tokens: int | None = None, include_abandoned: bool = False) -> Coverage:
         return coverage_of(self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned)
 
-    async def reward(self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
-        """Of the whole session, or of one leaf (a node's id)."""
+    async def reward(
+        self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None, group: str | None = None
+    ) -> None:
+        """Of the whole session, or of one leaf (a node's id). `group` names the group of a session that was opened without one."""
+        if group is not None and self.record.group not in (None, group):
+            raise SessionConflict(f"session {self.id!r} is of group {self.record.group!r}, not {group!r}")
         if leaf is not None:
             self.tree.get(leaf)
         if not math.isfinite(reward):
@@ -336,7 +348,8 @@ class Session:
             old = record.rewards
             session = float(reward) if leaf is None else old.session
             leaves = old.leaves if leaf is None else {**old.leaves, leaf: float(reward)}
-            return replace(record, rewards=Rewards(session=session, leaves=leaves, metadata={**old.metadata, **(metadata or {})}))
+            rewards = Rewards(session=session, leaves=leaves, metadata={**old.metadata, **(metadata or {})})
+            return replace(record, rewards=rewards, group=record.group if group is None else group)
 
         await self._change(change)
 

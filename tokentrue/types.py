@@ -413,11 +413,12 @@ class Untrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Trained sampled tokens over sampled tokens."""
+    """Trained sampled tokens over sampled tokens. `pinned_turns` were sampled under a pinned system prompt in place of the client's."""
 
     sampled: int
     trained: int
     untrained: tuple[Untrained, ...] = ()
+    pinned_turns: int = 0
 
     @property
     def ratio(self) -> float:

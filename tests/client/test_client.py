@@ -76,3 +76,49 @@ def test_what_goes_wrong_is_typed(server: Server) -> None:
 def test_it_needs_neither_torch_nor_transformers() -> None:
     code = "import sys, tokentrue; tokentrue.Client; print(sorted({'torch', 'transformers', 'tokenizers', 'starlette'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_a_pinned_system_prompt_over_http(server: Server) -> None:
+    with tt.Client(server.url, "a-long-admin-key") as client:
+        client.wait_until_ready()
+        for pin, samples in ((["system"], 1), (None, 2)):
+            with client.session(pin=pin) as s:
+                history: list[tt.types.Message] = [{"role": "user", "content": "2+2?"}]
+                for turn in range(2):
+                    asked = [{"role": "system", "content": f"It is 10:0{turn}."}, *history]
+                    reply = s.openai().chat.completions.create(model="policy", messages=asked)  # pyright: ignore[reportArgumentType]
+                    history += [{"role": "assistant", "content": reply.choices[0].message.content}, {"role": "user", "content": "+1?"}]
+                assert len(s.samples()) == samples and s.coverage().pinned_turns == (1 if pin else 0)
+                state = s.state()
+                assert state["pin"] == (pin or [])
+                sent = [{"role": "system", "content": "It is 10:01."}]
+                assert [node.get("replaced") for node in state["nodes"]] == [None, sent if pin else None]
+
+
+def test_a_session_named_by_a_header_is_opened_by_its_first_request(server: Server) -> None:
+    """As evaluators and routers do it: one address, the admin key, a name for each rollout."""
+    import openai
+
+    asked = [{"role": "user", "content": "2+2?"}]
+    with tt.Client(server.url, "a-long-admin-key") as client:
+        client.wait_until_ready()
+        sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="a-long-admin-key", max_retries=0)
+        with sdk:
+            for name in ("rollout-1", "rollout-2", "rollout-1"):
+                headers = {"X-Session-ID": name}
+                sdk.chat.completions.create(model="policy", messages=asked, extra_headers=headers)  # pyright: ignore[reportArgumentType]
+            with pytest.raises(openai.BadRequestError, match="X-Session-ID"):
+                sdk.chat.completions.create(model="policy", messages=asked)  # pyright: ignore[reportArgumentType]
+            with pytest.raises(openai.BadRequestError, match="session_id"):
+                sdk.chat.completions.create(model="policy", messages=asked, extra_headers={"X-Session-ID": "../x"})  # pyright: ignore[reportArgumentType]
+        client.reward_session("rollout-1", 0.5, group="task-7")
+        client.end_session("rollout-1")
+        assert {(sample.group, sample.reward) for sample in client.session_samples("rollout-1").samples} == {("task-7", 0.5)}
+        assert len(client.session_samples("rollout-2").samples) == 1
+        with pytest.raises(SessionConflict, match="is of group 'task-7'"):
+            client.reward_session("rollout-1", 0.5, group="task-8")
+        with client.session() as s:
+            other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=s.api_key, default_headers={"X-Session-ID": "rollout-2"})
+            with other:  # a session's own key opens that session alone
+                other.chat.completions.create(model="policy", messages=asked)  # pyright: ignore[reportArgumentType]
+            assert len(s.samples()) == 1 and len(client.session_samples("rollout-2").samples) == 1

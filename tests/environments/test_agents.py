@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from tokentrue.environments import load_environment
 from tokentrue.environments.agents import CommandLineAgent
 from tokentrue.environments.agents.presets import PRESETS, load_preset
 from tokentrue.environments.agents.process import CommandResult, run_supervised
-from tokentrue.environments.agents.sandbox import has_namespaces
+from tokentrue.environments.agents.sandbox import choose_sandbox, enter_docker, has_bwrap, has_namespaces, parts_beside
 from tokentrue.environments.agents.score import reward_from_command
 from tokentrue.environments.agents.tasks import read_tasks
 from tokentrue.environments.agents.workspace import PREFIX, make_workspace, own_name, remove_abandoned
@@ -28,7 +30,8 @@ from tokentrue.errors import AgentError, ConfigError
 
 CLIENT = SimpleNamespace(base_url="http://127.0.0.1:1/sessions/s1/v1/", api_key="tt-s1-secret")
 NAMESPACES = pytest.mark.skipif(not has_namespaces(), reason="no user namespaces here")
-SANDBOXES = [pytest.param("namespace", marks=NAMESPACES), "process"]
+BUBBLEWRAP = pytest.mark.skipif(not has_bwrap(), reason="bwrap does not work here")
+SANDBOXES = [pytest.param("bwrap", marks=BUBBLEWRAP), pytest.param("namespace", marks=NAMESPACES), "none"]
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 def make_agent(folder: Path, command: str, score: str = "true", **more: Any) -> CommandLineAgent:
     settings = {"tasks": str(folder / "tasks.jsonl"), "directory": str(folder / "rollouts"), "transcripts": str(folder / "transcripts")}
-    return CommandLineAgent(agent=command, score=score, **{"sandbox": "process", **settings, **more})
+    return CommandLineAgent(agent=command, score=score, **{"sandbox": "none", **settings, **more})
 
 
 async def play(agent: CommandLineAgent) -> float:
@@ -92,6 +95,65 @@ async def test_in_a_namespace_nothing_else_can_be_written_or_seen(folder: Path) 
     transcript = (folder / "transcripts" / "s1.log").read_text()
     assert transcript.count("Read-only file system") == 2
     assert int(transcript.splitlines()[3]) < 8, transcript  # processes that it can see
+
+
+@BUBBLEWRAP
+async def test_under_bwrap_the_home_is_out_of_sight_and_loopback_is_not(folder: Path) -> None:
+    """The agent reaches a server on loopback, runs this Python, reads no file of the home directory and writes its own directory alone."""
+    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile(dir=Path.home(), prefix=".tokentrue-") as secret:
+        (folder / "agent.py").write_text(f"""
+import os, socket
+from pathlib import Path
+socket.create_connection(("127.0.0.1", {server.getsockname()[1]}), 5).close()
+Path("inside").touch()
+print("seen" if Path("{secret.name}").exists() else "hidden")
+for path in ("/x", "/usr/x", "/etc/x", "/var/tmp/x", "/run/x", "{Path.home()}/x"):
+    try:
+        Path(path).touch()
+        print("written", path)
+    except OSError:
+        pass
+Path("{folder}/x").touch()  # in a /tmp of its own
+print("processes", sum(name.isdigit() for name in os.listdir("/proc")))
+""")
+        (folder / "repo" / "agent.py").write_text((folder / "agent.py").read_text())
+        agent = make_agent(folder, f"{sys.executable} agent.py {{task}}", "test -e inside", sandbox="bwrap")
+        assert agent.sandbox == "bwrap" and "bubblewrap" in agent.notes()[0]
+        assert await play(agent) == 1.0
+    transcript = (folder / "transcripts" / "s1.log").read_text()
+    assert "hidden" in transcript and "seen" not in transcript and "written" not in transcript, transcript
+    assert int(transcript.split("processes ")[1].split()[0]) < 8, transcript
+    assert not (folder / "x").exists()
+
+
+def test_docker_is_given_names_of_variables_and_no_values() -> None:
+    """No daemon runs here: this is the shape of the command line alone."""
+    line = enter_docker(
+        ["pi", "-p", "it's"],
+        image="agents:1",
+        name="r1",
+        shown={Path("/tmp/r1"): Path("/tmp/r1")},
+        variables=["KEY", "HOME"],
+        cwd=Path("/tmp/r1/work"),
+    )
+    assert line[:6] == ["docker", "run", "--rm", "--init", "--name", "r1"] and line[-6:] == [
+        "--workdir",
+        "/tmp/r1/work",
+        "agents:1",
+        "pi",
+        "-p",
+        "it's",
+    ]
+    assert "--network host" in " ".join(line) and "--volume /tmp/r1:/tmp/r1 --env HOME --env KEY" in " ".join(line)
+    with pytest.raises(ConfigError, match="an image that holds the agent"):
+        choose_sandbox("docker")
+
+
+def test_of_a_prefix_in_the_home_only_programs_and_libraries_are_shown(tmp_path: Path) -> None:
+    for name in (".cargo/bin", ".cargo/lib", ".cargo/registry", "app/node_modules/.bin", "app/secret"):
+        (tmp_path / name).mkdir(parents=True)
+    assert parts_beside(tmp_path / ".cargo" / "bin") == [tmp_path / ".cargo" / "bin", tmp_path / ".cargo" / "lib"]
+    assert parts_beside(tmp_path / "app" / "node_modules" / ".bin") == [tmp_path / "app" / "node_modules"]
 
 
 async def test_time_out_and_cancellation_end_everything(folder: Path) -> None:
@@ -227,18 +289,18 @@ def harbor(tmp_path: Path) -> Path:
     return task
 
 
-@NAMESPACES
+@pytest.mark.parametrize("sandbox", SANDBOXES[:2])
 @pytest.mark.parametrize(
     ("command", "reward"), [("echo hello > /app/hello.txt", 1.0), ("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt", 0.0)]
 )
-async def test_harbor_tasks_as_they_are(harbor: Path, tmp_path: Path, command: str, reward: float) -> None:
+async def test_harbor_tasks_as_they_are(harbor: Path, tmp_path: Path, command: str, reward: float, sandbox: str) -> None:
     """/app, /tests and /logs are where the task expects them; the agent does not see the tests, and its own reward does not count."""
     agent = make_agent(
-        tmp_path, f"sh -c '{command}; test ! -e /tests || rm -rf /app/hello.txt' {{task}}", tasks=str(harbor.parent), sandbox="namespace"
+        tmp_path, f"sh -c '{command}; test ! -e /tests || rm -rf /app/hello.txt' {{task}}", tasks=str(harbor.parent), sandbox=sandbox
     )
     assert await play(agent) == reward
     assert any("Dockerfile" in note for note in agent.notes())
-    with pytest.raises(ConfigError, match="use sandbox='namespace'"):
+    with pytest.raises(ConfigError, match="use sandbox='bwrap'"):
         make_agent(tmp_path, "true {task}", tasks=str(harbor)).notes()
 
 

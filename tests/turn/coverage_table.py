@@ -225,6 +225,17 @@ async def reminders() -> Any:
     return session
 
 
+async def clock(pin: tuple[str, ...] = ()) -> Any:
+    """The system prompt of every turn tells another time."""
+    session, _ = new_session(answers(), pin=pin)
+    history = list(OPENING)
+    for turn in range(TURNS):
+        told: Message = {"role": "system", "content": f"Be careful. It is 10:{turn:02} now."}
+        reply = await session.chat([told, *history[1:]], TOOLS)
+        history = [*history, reasoning_dropped(reply.message, turn), *answer_to(reply.message, turn)]
+    return session
+
+
 async def tools_change() -> Any:
     session, _ = new_session(answers())
     history = list(OPENING)
@@ -320,6 +331,8 @@ BEHAVIOURS: dict[str, Callable[[], Awaitable[Any]]] = {
     "compacts its history to a summary": compaction,
     "writes a reminder into an old message": reminders,
     "changes its tools": tools_change,
+    "puts a clock into its system prompt": clock,
+    'the same, pinned (`pin = ["system"]`)': lambda: clock(("system",)),
     "hangs up in mid-stream, then asks again": disconnects,
     "comes back after the gateway restarted": restart,
     "is cut off by max_tokens every fifth turn": cut_off,

@@ -25,6 +25,8 @@ EXPECTED = {
     "compacts its history to a summary": (2000, 2000, 2, {}),
     "writes a reminder into an old message": (2000, 2000, 2, {}),
     "changes its tools": (2000, 2000, 2, {}),
+    "puts a clock into its system prompt": (2000, 2000, 20, {}),
+    'the same, pinned (`pin = ["system"]`)': (2000, 2000, 1, {}),
     "hangs up in mid-stream, then asks again": (2040, 2000, 1, {"disconnected": 40}),
     "comes back after the gateway restarted": (2000, 2000, 1, {}),
     "is cut off by max_tokens every fifth turn": (2000, 2000, 1, {}),

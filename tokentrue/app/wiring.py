@@ -19,6 +19,7 @@ from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
+from tokentrue.sessions.stages.pinning import check_pin
 from tokentrue.tracing import start_tracing
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class ServerConfig:
     address: str = ""  # where other gateways on the same PostgreSQL reach this one; default: the address that it binds
     lease_s: float = 15.0  # PostgreSQL: a gateway that is silent for longer loses its sessions to the others
     training: bool = True
+    pin: tuple[str, ...] = ()  # of sessions that do not say: ["system"] keeps the first system prompt of each conversation
     keep_alive_s: float = 10.0
     drain_s: float = 30.0
     purge_after_s: float = 30 * 86400.0
@@ -212,6 +214,7 @@ def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | N
         session_limits=config.session_limits,
         history=config.model.history,
         training=config.server.training,
+        pin=check_pin(config.server.pin),
         keep_alive_s=config.server.keep_alive_s,
         drain_s=config.server.drain_s,
         purge_after_s=config.server.purge_after_s,

@@ -118,7 +118,9 @@ async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], A
             base_url = await whereabouts()
             async with (
                 asyncio.timeout(config.timeout_s),
-                GatewaySessions(base_url, sampling=config.sampling, admin_key=admin_key, resume=True, retries=2) as sessions,
+                GatewaySessions(
+                    base_url, sampling=config.sampling, pin=config.pin, admin_key=admin_key, resume=True, retries=2
+                ) as sessions,
             ):
                 try:
                     async with sessions.open(plan) as session:

@@ -22,6 +22,7 @@ class RolloutConfig:
     group_size: int = 8
     temperature: float = 1.0
     max_tokens: int = 64
+    pin: tuple[str, ...] | None = None  # ("system",) keeps the first system prompt of each conversation; None: as the environment asks
     concurrency: int = 64
     timeout_s: float = 120.0
     max_failed: float = 0.5  # share of a training round's rollouts that may fail; more stop the run
@@ -34,6 +35,8 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name}: {getattr(self, name)!r} must be at least 1")
         if self.resample < 0:
             raise ConfigError(f"rollout.resample: {self.resample!r} must be >= 0")
+        if any(name != "system" for name in self.pin or ()):
+            raise ConfigError(f'rollout.pin: {list(self.pin or ())!r} must be ["system"] or []')
         if not 0 <= self.max_failed <= 1:
             raise ConfigError(f"rollout.max_failed: {self.max_failed!r} must be in [0, 1]")
         if not self.timeout_s > 0:

@@ -48,6 +48,7 @@ class GatewaySessions:
     """A pool of connections to one gateway. Use as an async context manager.
 
     `resume` names sessions after their rollouts, so that one which exists already is gone on with; that takes the admin key.
+    `pin` names prompts that are pinned in every session; None leaves it to the task (`data["pin"]`).
     `retries` is how often an administrative call or a model call is tried again while the gateway is away.
     """
 
@@ -56,6 +57,7 @@ class GatewaySessions:
         base_url: str,
         *,
         sampling: Mapping[str, Any],
+        pin: Sequence[str] | None = None,
         admin_key: str | None = None,
         purge: bool = False,
         resume: bool = False,
@@ -64,6 +66,7 @@ class GatewaySessions:
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._sampling = dict(sampling)
+        self._pin = pin
         self._admin_key = admin_key
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._purge = purge
@@ -117,6 +120,8 @@ class GatewaySessions:
     async def _create(self, plan: Plan) -> tuple[str, str, str]:
         metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
         settings: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**self._sampling, "seed": plan.seed}}
+        if pin := plan.task.data.get("pin", ()) if self._pin is None else self._pin:
+            settings["pin"] = list(pin)
         if self._resume and self._admin_key is not None:
             session_id = resumed_id(plan)
             try:

@@ -19,6 +19,7 @@ from tokentrue.gateway.problems import Refused
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 SHORTEST_KEY = 16
 KEY_HEADERS = (b"x-api-key", b"x-goog-api-key")
+SESSION_HEADER = b"x-session-id"
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -47,10 +48,12 @@ def hash_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAccess:
-    """A request says that it belongs to a session; the key behind `key_hash` proves it, None where the admin key already has."""
+    """A request says that it belongs to a session; the key behind `key_hash` proves it, None where the admin key already has.
+    `may_create`: the session is opened with the gateway's defaults if there is none of that name."""
 
     session_id: str
     key_hash: str | None
+    may_create: bool = False
 
     def check(self, key_hash: str | None) -> None:
         if self.key_hash is not None and (key_hash is None or not hmac.compare_digest(self.key_hash, key_hash)):
@@ -69,15 +72,19 @@ class ApiKeys:
         return hmac.compare_digest(presented.encode(), self._admin)
 
     def claim(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
-        """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one that the key names.
+        """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one that the key names,
+        or, with the admin key, the one in the header `X-Session-ID`, for programs that run many rollouts against one address.
         `in_url` is a key from the query, where the dialect has one there; a header wins over it."""
         presented = read_key(headers) or in_url
         if presented is None:
             raise Refused(401, "missing_key", "send the session's api_key as Authorization: Bearer, x-api-key or x-goog-api-key")
         if self.is_admin(presented):
-            if named is None:
-                raise Refused(400, "no_session", "the admin key names no session; use /sessions/{id}/v1/… or the session's api_key")
-            return SessionAccess(session_id=named, key_hash=None)
+            if named is not None:
+                return SessionAccess(session_id=named, key_hash=None)
+            if (in_header := read_header(headers, SESSION_HEADER)) is None:
+                cure = "use /sessions/{id}/v1/…, the session's api_key, or the header X-Session-ID"
+                raise Refused(400, "no_session", f"the admin key names no session; {cure}")
+            return SessionAccess(session_id=check_session_id(in_header), key_hash=None, may_create=True)
         owner = session_from_key(presented)
         if owner is None:
             raise invalid_key()
@@ -98,6 +105,10 @@ def session_from_key(presented: str) -> str | None:
     mark, _, rest = presented.partition("-")
     session_id, _, secret = rest.rpartition("-")
     return session_id if mark == "tt" and len(secret) == 40 and SESSION_ID.fullmatch(session_id) else None
+
+
+def read_header(headers: Headers, wanted: bytes) -> str | None:
+    return next((value.strip().decode("latin-1") for name, value in headers if name == wanted and value.strip()), None)
 
 
 def read_key(headers: Headers) -> str | None:

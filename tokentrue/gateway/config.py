@@ -54,6 +54,7 @@ class GatewayConfig:
     session_limits: SessionLimits = field(default_factory=SessionLimits)
     history: Literal["keep", "template"] = "keep"
     training: bool = True
+    pin: tuple[str, ...] = ()  # of sessions that do not say: ("system",) keeps the first system prompt of each conversation
     keep_alive_s: float = 10.0
     pause_wait_s: float = 600.0  # how long a held-back generation waits for /admin/resume
     drain_s: float = 30.0

@@ -39,6 +39,11 @@ class Services:
     workers: WorkerLinks | None
     peers: PeerLinks
 
+    def new_default_session(self, session_id: str) -> Session:
+        """A session that nobody created: the first request under its name did. It has no key of its own."""
+        config = self.config
+        return self.new_session(session_id=session_id, history=config.history, training=config.training, pin=config.pin)
+
     def new_session(self, **settings: Any) -> Session:
         renderer = self.renderer_for(settings.get("history", self.config.history))
         limits = self.config.session_limits

@@ -16,7 +16,16 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from tokentrue.errors import JournalError, LimitExceeded, MessageError, RenderError, SessionConflict, SessionElsewhere, TemplateError
+from tokentrue.errors import (
+    JournalError,
+    LimitExceeded,
+    MessageError,
+    RenderError,
+    SessionConflict,
+    SessionElsewhere,
+    SessionNotFound,
+    TemplateError,
+)
 from tokentrue.gateway.asgi import Scope, header
 from tokentrue.gateway.config import GatewayLimits
 from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, Google, OpenAIChat, OpenAIResponses, RequestHead, Seal
@@ -30,6 +39,7 @@ from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal, Tool
 
 OpenSession = Callable[[str], Awaitable[Session]]
+NewSession = Callable[[str], Session]
 REMEMBERED_BODIES = 256
 TOKEN_BYTES = 48  # of a recorded token: its id, its log-probability, its share of text and spans, roughly
 NODE_BYTES = 4096
@@ -228,9 +238,9 @@ class SessionRegistry:
         return self._live.get(session_id)
 
     @asynccontextmanager
-    async def lease(self, session_id: str) -> AsyncGenerator[SessionHandle, None]:
-        """The session's one live object; it stays in memory while the block runs."""
-        handle = await self._get(session_id)
+    async def lease(self, session_id: str, create: NewSession | None = None) -> AsyncGenerator[SessionHandle, None]:
+        """The session's one live object; it stays in memory while the block runs. `create` makes one where the journal has none."""
+        handle = await self._get(session_id, create)
         handle.users += 1
         try:
             yield handle
@@ -244,7 +254,7 @@ class SessionRegistry:
             self._count_bytes(handle)
             self._make_room()
 
-    async def _get(self, session_id: str) -> SessionHandle:
+    async def _get(self, session_id: str, create: NewSession | None) -> SessionHandle:
         while True:
             handle = self._live.get(session_id)
             if handle is not None and handle.lease_number != self._lease_number():
@@ -255,14 +265,20 @@ class SessionRegistry:
                 return handle
             opening = self._opening.get(session_id)
             if opening is None:
-                opening = self._opening[session_id] = asyncio.create_task(self._load(session_id))
+                opening = self._opening[session_id] = asyncio.create_task(self._load(session_id, create))
                 opening.add_done_callback(lambda _: self._opening.pop(session_id, None))
             await asyncio.shield(opening)
 
-    async def _load(self, session_id: str) -> SessionHandle:
+    async def _load(self, session_id: str, create: NewSession | None) -> SessionHandle:
         lease_number = self._lease_number()
-        session = await self._open_session(session_id)
-        self._left.add(await asyncio.to_thread(session.coverage), -1)
+        try:
+            session = await self._open_session(session_id)
+            self._left.add(await asyncio.to_thread(session.coverage), -1)
+        except SessionNotFound:
+            if create is None:
+                raise
+            session = create(session_id)
+            await session.ready()
         handle = self.add(session)
         handle.lease_number = lease_number
         return handle

@@ -59,7 +59,8 @@ class TurnHandler:
         """The session of a claim; a key that fits nothing does not learn whether the session exists."""
         async with AsyncExitStack() as stack:
             try:
-                handle = await stack.enter_async_context(self._services.sessions.lease(claim.session_id))
+                create = self._services.new_default_session if claim.may_create else None
+                handle = await stack.enter_async_context(self._services.sessions.lease(claim.session_id, create))
             except SessionElsewhere as error:
                 raise NotOpened(error) from error
             except SessionNotFound:

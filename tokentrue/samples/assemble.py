@@ -96,7 +96,9 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
             trained += count
         else:
             untrained.append(Untrained(node=node.id, tokens=count, why=abandoned.get(node.id, "max_tokens")))
-    return Coverage(sampled=sampled, trained=trained, untrained=tuple(untrained))
+    return Coverage(
+        sampled=sampled, trained=trained, untrained=tuple(untrained), pinned_turns=sum(bool(node.replaced) for node in tree.nodes.values())
+    )
 
 
 class _Builder:
@@ -166,6 +168,8 @@ class _Builder:
             "nodes": node_rows(path),
             "coverage": coverage_to_json(self.coverage),
         }
+        if self.record.pin:
+            own["pin"] = {"prompts": list(self.record.pin), "replaced_in_turns": [turn for turn, node in enumerate(path) if node.replaced]}
         if path[-1] is not leaf:
             own["truncated"] = "max_tokens"
         if attempts := _attempts(path):
@@ -179,6 +183,7 @@ def coverage_to_json(coverage: Coverage) -> dict[str, Any]:
         "trained": coverage.trained,
         "ratio": coverage.ratio,
         "untrained": [{"node": item.node, "tokens": item.tokens, "why": item.why} for item in coverage.untrained],
+        **({"pinned_turns": coverage.pinned_turns} if coverage.pinned_turns else {}),
     }
 
 

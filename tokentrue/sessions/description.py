@@ -24,4 +24,5 @@ def describe_node(node: Node) -> dict[str, Any]:
         "policy_versions": [[span.start, span.end, span.version] for span in node.versions],
         "attempts": [{"status": attempt.status.value, "start": attempt.start, "end": attempt.end} for attempt in node.attempts],
         "created": node.created,
+        **({"replaced": list(node.replaced)} if node.replaced else {}),
     }

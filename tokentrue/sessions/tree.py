@@ -65,6 +65,7 @@ class Node:
     projection: str = "root"
     why: str | None = None
     detail: str = ""
+    replaced: tuple[Message, ...] = ()  # the system prompt that the client sent, where a pinned one was given to the model instead
     origin: str | None = None  # the node that a re-rendered root continues in meaning, though not in tokens
     outcome: Outcome = "served"
     tools: Tools | None = None

@@ -42,14 +42,16 @@ async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions,
 
     sampling = settings.rollout.sampling
     if settings.url is not None:
-        async with GatewaySessions(settings.url, sampling=sampling, admin_key=os.environ.get(ADMIN_KEY)) as sessions:
+        async with GatewaySessions(
+            settings.url, sampling=sampling, pin=settings.rollout.pin, admin_key=os.environ.get(ADMIN_KEY)
+        ) as sessions:
             yield sessions
         return
     store = settings.store or f"sqlite:{settings.out / 'sessions.sqlite'}"
     serve = ServeConfig(model=settings.model, engine=settings.engine, server=ServerConfig(port=0, store=store))
     async with (
         embedded_gateway(serve) as here,
-        GatewaySessions(here.base_url, sampling=sampling, admin_key=here.admin_key) as sessions,
+        GatewaySessions(here.base_url, sampling=sampling, pin=settings.rollout.pin, admin_key=here.admin_key) as sessions,
     ):
         yield sessions
 
@@ -85,6 +87,7 @@ class LocalSessions:
             group=plan.group,
             metadata={"task": plan.task.task_id, "index": plan.index, "rollout": plan.key},
             sampling={**self._sampling, "seed": plan.seed},
+            pin=plan.task.data.get("pin", ()),
         )
         yield LocalSession(session)
 

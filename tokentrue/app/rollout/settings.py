@@ -51,13 +51,15 @@ AGENT_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def agent_settings(agent: str | None, tasks: Path | None, score: str | None, out: Path | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """What --agent, --tasks and --score set, and the defaults that then hold."""
+def agent_settings(
+    agent: str | None, tasks: Path | None, score: str | None, sandbox: str | None, out: Path | None
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """What --agent, --tasks, --score and --sandbox set, and the defaults that then hold."""
     if agent is None:
-        if tasks is not None or score is not None:
-            raise ConfigError("--tasks and --score belong to --agent")
+        if tasks is not None or score is not None or sandbox is not None:
+            raise ConfigError("--tasks, --score and --sandbox belong to --agent")
         return {}, {}
-    given = {"agent": agent, "tasks": None if tasks is None else str(tasks), "score": score}
+    given = {"agent": agent, "tasks": None if tasks is None else str(tasks), "score": score, "sandbox": sandbox}
     given["transcripts"] = str((out or RolloutRun().out) / "transcripts")
     return {f"rollout.options.{name}": value for name, value in given.items()}, AGENT_DEFAULTS
 
@@ -81,8 +83,7 @@ def remember(settings: RolloutRun) -> None:
     text = json.dumps(as_mapping(shown), indent=1, sort_keys=True)
     if path.exists():
         before, now = json.loads(path.read_text())["rollout"], json.loads(text)["rollout"]
-        if before != now:
-            changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
             named = ", ".join(f"rollout.{key}" for key in changed)
             raise ConfigError(f"{settings.out} holds a run with another {named}; choose another --out")
     path.write_text(text)

@@ -127,7 +127,7 @@ async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) ->
     serve = ServeConfig(model=settings.model, engine=engine, server=ServerConfig(port=0, store=store))
     async with (
         embedded_gateway(serve) as here,
-        GatewaySessions(here.base_url, sampling=settings.rollout.sampling, admin_key=here.admin_key, purge=True) as sessions,
+        open_run_sessions(here, settings.rollout) as sessions,
     ):
         publisher = Publisher(here.provider, probe=probe_for(settings, here.provider))
         rounds = RolloutRounds(settings.rollout, sessions, share=share_of(settings, ranks))
@@ -137,6 +137,10 @@ async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) ->
 def share_of(settings: TrainRun, ranks: Any) -> Share:
     """Which part of a round's tasks this rank plays: all of them where it alone has engines."""
     return Share() if settings.engine.name in REMOTE else Share(rank=ranks.rank, world=ranks.world)
+
+
+def open_run_sessions(here: Embedded, rollout: RolloutConfig) -> GatewaySessions:
+    return GatewaySessions(here.base_url, sampling=rollout.sampling, pin=rollout.pin, admin_key=here.admin_key, purge=True)
 
 
 def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Evaluator | None:
@@ -154,7 +158,7 @@ def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Eval
         environment = load_environment(greedy.environment, greedy.options)
         tasks = share_of(settings, ranks).of(environment.tasks(wanted.tasks, seed=0, split="heldout"))
         plans = plan_groups(tasks, n=wanted.attempts, seed=0, tag="evaluation")
-        async with GatewaySessions(here.base_url, sampling=greedy.sampling, admin_key=here.admin_key, purge=True) as sessions:
+        async with open_run_sessions(here, greedy) as sessions:
             groups = await run_groups(environment, plans, sessions, concurrency=greedy.concurrency, timeout_s=greedy.timeout_s)
         return [[rollout.reward or 0.0 for rollout in group] for group in groups]
 

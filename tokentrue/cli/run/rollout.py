@@ -38,6 +38,8 @@ def command(
     agent: Annotated[str | None, typer.Option(help="a command-line agent: a preset's name, or a command with {task} in it")] = None,
     tasks: Annotated[Path | None, typer.Option(help="of --agent: a JSON-lines file, or Harbor task directories")] = None,
     score: Annotated[str | None, typer.Option(help="of --agent: a shell command; its exit code or last number")] = None,
+    sandbox: Annotated[str | None, typer.Option(help="of --agent: auto, bwrap, namespace, docker or none")] = None,
+    pin: Annotated[list[str] | None, typer.Option(help="`system`: keep the first system prompt of each conversation")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="a Ray address, or `local`: gateways and rollouts as actors")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="of --ray: nodes to place gateways and rollouts on")] = None,
     again: Annotated[bool, typer.Option("--again", help="run groups with a failed rollout again")] = False,
@@ -46,8 +48,9 @@ def command(
 ) -> int:
     """Play groups of rollouts through a gateway and write them as samples."""
     own = {"model.path": model, "engine.name": engine, "engine.options.device": device, "engine.options.dtype": dtype}
-    of_agent, defaults = agent_settings(agent, tasks, score, out)
-    settings = read(RolloutRun, config, sets or (), {"out": out, "url": url, "nodes": nodes, **own, **of_agent}, defaults)
+    of_agent, defaults = agent_settings(agent, tasks, score, sandbox, out)
+    given = {"out": out, "url": url, "nodes": nodes, "rollout.pin": pin, **own, **of_agent}
+    settings = read(RolloutRun, config, sets or (), given, defaults)
     if ray is not None and settings.url is not None:
         raise ConfigError("--ray starts gateways of its own; leave --url out")
     if settings.nodes > 1 and ray is None:

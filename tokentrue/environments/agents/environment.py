@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from tokentrue.environments.agents.preset import AgentLaunch, SessionAddress
 from tokentrue.environments.agents.presets import load_preset
 from tokentrue.environments.agents.process import CANNOT_RUN, CommandResult, run_supervised
-from tokentrue.environments.agents.sandbox import SandboxKind, choose_sandbox, enter_namespace
+from tokentrue.environments.agents.sandbox import (
+    DESCRIPTIONS,
+    SandboxKind,
+    choose_sandbox,
+    enter_bwrap,
+    enter_docker,
+    enter_namespace,
+    programs_in_home,
+    remove_container,
+)
 from tokentrue.environments.agents.score import reward_from_command, reward_from_harbor
 from tokentrue.environments.agents.tasks import AgentTask, needs_image, of_split, read_tasks
 from tokentrue.environments.agents.workspace import Workspace, WorkspaceKind, open_workspace, remove_abandoned, remove_tree, write_files
@@ -30,7 +41,8 @@ class CommandLineAgent:
     """`agent` is a preset's name or a command with `{task}` in it; `tasks` a JSON-lines file or Harbor task directories; `score` a shell
     command in the working directory. `program` names the executable where it is not on the PATH, `arguments` are added to the
     agent's own. `agent_timeout_s` ends the agent and
-    scores what it did; a task's own time limit wins. `transcripts` is where the output of agents and score commands is kept."""
+    scores what it did; a task's own time limit wins. `transcripts` is where the output of agents and score commands is kept.
+    `readable` are paths of the home directory that stay in sight under bwrap; `image` is what docker runs."""
 
     name = "agent"
 
@@ -49,14 +61,17 @@ class CommandLineAgent:
         score_timeout_s: float = 600.0,
         transcripts: str | None = None,
         directory: str | None = None,
+        readable: Sequence[str] = (),
+        image: str | None = None,
     ) -> None:
         if agent is None or tasks is None:
             raise ConfigError("agent: needs an agent and its tasks: --agent NAME_OR_COMMAND --tasks FILE_OR_DIRECTORY")
         if workspace not in get_args(WorkspaceKind) or sandbox not in get_args(SandboxKind):
-            raise ConfigError("agent: workspace is copy or worktree; sandbox is auto, namespace or process")
+            raise ConfigError("agent: workspace is copy or worktree; sandbox is auto, bwrap, namespace, docker or none")
         self.preset = load_preset(agent)
         self.all_tasks = read_tasks(Path(tasks))
-        self.sandbox = choose_sandbox(sandbox)
+        self.sandbox = choose_sandbox(sandbox, image=image)
+        self._image, self._readable = image or "", tuple(readable)
         self._program, self._arguments = program, tuple(arguments)
         self._score, self._env = score, dict(env or {})
         self._workspace: WorkspaceKind = workspace
@@ -70,13 +85,12 @@ class CommandLineAgent:
 
     def notes(self) -> list[str]:
         """What a user should know about how the tasks run here."""
-        where = {"namespace": "in a namespace of its own (files read-only but its own; network shared)", "process": "as a plain process"}
-        notes = [f"{self.preset.name}: each rollout runs {where[self.sandbox]}; from turn to turn: {self.preset.changes}"]
+        notes = [f"{self.preset.name}: each rollout runs {DESCRIPTIONS[self.sandbox]}; from turn to turn: {self.preset.changes}"]
         images = sum(needs_image(task) for task in self.all_tasks)
-        if images:
+        if images and self.sandbox != "docker":
             notes.append(f"{images} of {len(self.all_tasks)} tasks have a Dockerfile: no container runs here, so its steps are not run")
-        if self.sandbox == "process" and any(task.tests for task in self.all_tasks):
-            raise ConfigError("tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='namespace'")
+        if self.sandbox == "none" and any(task.tests for task in self.all_tasks):
+            raise ConfigError("tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='bwrap'")
         return notes
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
@@ -84,7 +98,8 @@ class CommandLineAgent:
         chosen = of_split(self.all_tasks, split)
         if count < len(chosen):
             chosen = random.Random(f"{self.name}/{split}/{seed}").sample(chosen, count)
-        return [task.as_task for task in chosen]
+        made = [task.as_task for task in chosen]
+        return [replace(task, data={**task.data, "pin": self.preset.pin}) for task in made] if self.preset.pin else made
 
     async def run(self, client: Any, task: Task) -> float:
         address, session_id = address_of(client)
@@ -103,6 +118,8 @@ class CommandLineAgent:
                 self._keep_transcript(place, session_id)
 
     def _find_program(self) -> str:
+        if self.sandbox == "docker":
+            return self._program or self.preset.program  # of the image
         found = shutil.which(self._program or self.preset.program)
         if found is None:
             raise ConfigError(f"agent: {self._program or self.preset.program!r} is not there; {self.preset.install}")
@@ -140,15 +157,30 @@ class CommandLineAgent:
         shown: Mapping[Path, Path] | None = None,
     ) -> CommandResult:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        work = place.work
-        if self.sandbox == "namespace":
-            binds = {place.directory: place.directory, **{path: path for path in place.shared}, **(shown or {})}
-            if asked.tests is not None:
-                binds |= {place.work: HARBOR_WORK, place.logs: HARBOR_LOGS}
-                work = HARBOR_WORK
-            command = enter_namespace(command, root=place.root, shown=binds, cwd=work)
         every = {**kept, "HOME": str(place.home), "CI": "1", **env}
-        return await run_supervised(command, cwd=place.work, env=every, output=place.logs / output, timeout_s=timeout_s)
+        given = [name for name in every if name not in KEPT]
+        command = self._enter_sandbox(place, asked, command, shown or {}, given)
+        try:
+            return await run_supervised(command, cwd=place.work, env=every, output=place.logs / output, timeout_s=timeout_s)
+        finally:
+            if self.sandbox == "docker":
+                await asyncio.shield(asyncio.to_thread(remove_container, place.directory.name))
+
+    def _enter_sandbox(
+        self, place: Workspace, asked: AgentTask, command: Sequence[str], shown: Mapping[Path, Path], variables: Sequence[str]
+    ) -> list[str]:
+        """The command line in its sandbox. `variables` are those that a container is given."""
+        work, binds = place.work, {place.directory: place.directory, **{path: path for path in place.shared}, **shown}
+        if asked.tests is not None:
+            binds |= {place.work: HARBOR_WORK, place.logs: HARBOR_LOGS}
+            work = HARBOR_WORK
+        if self.sandbox == "bwrap":
+            return enter_bwrap(command, shown=binds, readable=programs_in_home(command[0], self._readable), cwd=work)
+        if self.sandbox == "namespace":
+            return enter_namespace(command, root=place.root, shown=binds, cwd=work)
+        if self.sandbox == "docker":
+            return enter_docker(command, image=self._image, name=place.directory.name, shown=binds, variables=variables, cwd=work)
+        return list(command)
 
     def _keep_transcript(self, place: Workspace, session_id: str) -> None:
         if self._transcripts is None:

@@ -30,10 +30,12 @@ class AgentLaunch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPreset:
     """`program` is the executable's name and `install` the command that brings it. `changes` says what the agent alters in what it has
-    sent before: everything of that kind which no projection covers starts a new sample."""
+    sent before: everything of that kind which no projection covers starts a new sample. `pin` names prompts that the agent's sessions pin:
+    ("system",) for an agent that rewrites its system prompt from turn to turn."""
 
     name: str
     program: str
     install: str
     changes: str
     launch: Callable[[SessionAddress, str], AgentLaunch]
+    pin: tuple[str, ...] = ()

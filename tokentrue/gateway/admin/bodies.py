@@ -18,12 +18,14 @@ class CreateSession(msgspec.Struct, forbid_unknown_fields=True):
     sampling: dict[str, Any] = {}
     history: Literal["keep", "template"] | None = None
     training: bool | None = None
+    pin: list[str] | None = None
 
 
 class GiveReward(msgspec.Struct, forbid_unknown_fields=True):
     reward: float
     leaf: str | None = None
     metadata: dict[str, Any] = {}
+    group: str | None = None
 
     def check(self) -> None:
         if not math.isfinite(self.reward):

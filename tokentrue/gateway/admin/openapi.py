@@ -175,9 +175,10 @@ def _session_paths() -> Json:
             "sampling": FREE,
             "history": {"enum": ["keep", "template"]},
             "training": {"type": "boolean"},
+            "pin": {"type": "array", "items": {"enum": ["system"]}},
         }
     )
-    reward = _object({"reward": {"type": "number"}, "leaf": TEXT, "metadata": FREE}, "reward")
+    reward = _object({"reward": {"type": "number"}, "leaf": TEXT, "metadata": FREE, "group": TEXT}, "reward")
     query = tuple(
         {"name": name, "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 1000}} for name in ("offset", "limit")
     )

@@ -37,6 +37,7 @@ class SessionHandlers:
             sampling=body.sampling,
             history=body.history or config.history,
             training=config.training if body.training is None else body.training,
+            pin=config.pin if body.pin is None else body.pin,
             key_hash=hash_key(key),
         )
         await session.ready()
@@ -95,7 +96,7 @@ class SessionHandlers:
         body = decode_admin(await request_body(self._services, request), GiveReward)
         body.check()
         async with self._services.sessions.lease(request.path_params["session_id"]) as handle:
-            await handle.session.reward(body.reward, leaf=body.leaf, metadata=body.metadata)
+            await handle.session.reward(body.reward, leaf=body.leaf, metadata=body.metadata, group=body.group)
             return json_response(200, {"session_id": handle.session.id, "reward": body.reward, "leaf": body.leaf})
 
     async def samples(self, request: Request) -> Response:

@@ -20,6 +20,7 @@ def record_json(record: SessionRecord) -> dict[str, Any]:
         "sampling": record.sampling,
         "history": record.history,
         "training": record.training,
+        "pin": list(record.pin),
         "created": record.created,
         "ended": record.ended,
         "reward": record.rewards.session,

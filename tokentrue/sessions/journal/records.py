@@ -25,8 +25,8 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """What is known of a session besides its nodes. `sampling` are the pinned values; `key_hash` names its API key, `first_key_hash` the
-    one that it began with, where that was replaced: what was sealed for its agent is checked by it.
+    """What is known of a session besides its nodes. `sampling` are the pinned values, `pin` the pinned prompts; `key_hash` names its API
+    key, `first_key_hash` the one that it began with, where that was replaced: what was sealed for its agent is checked by it.
 
     `late_keys` are request keys that joined a turn while its nodes were being written, with the ids of those nodes: a node that is
     written already cannot hold them.
@@ -38,6 +38,7 @@ class SessionRecord:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     history: str = "keep"
     training: bool = True
+    pin: tuple[str, ...] = ()
     template: str = ""
     tokenizer: str = ""
     key_hash: str | None = None
@@ -73,6 +74,8 @@ def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
     }
     if record.first_key_hash is not None:
         body["first_key_hash"] = record.first_key_hash
+    if record.pin:
+        body["pin"] = list(record.pin)
     if record.late_keys:
         body["late_keys"] = record.late_keys
     ended = None if record.ended is None else float(record.ended)
@@ -93,5 +96,6 @@ def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
         raise JournalError(f"the journal is damaged: the row of session {values[0]!r} does not fit its digest; restore it from a backup")
     body = loads(values[6])
     rewards = Rewards(**body.pop("rewards"))
+    body["pin"] = tuple(body.get("pin", ()))
     names = ("id", "group", "state", "key_hash", "created", "ended")
     return SessionRecord(**dict(zip(names, values, strict=False)), rewards=rewards, **body)

@@ -63,6 +63,8 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
     body |= {name: value for name, default in _OPTIONAL.items() if (value := getattr(node, name)) != default}
     if node.joined_keys:
         body["joined_keys"] = list(node.joined_keys)
+    if node.replaced:
+        body["replaced"] = list(node.replaced)
     if node.outcome != "served":
         body["outcome"] = node.outcome
     if node.attempts:
@@ -120,6 +122,7 @@ def _node(row: Row, body: dict[str, Any], parent: Node | None, prompt_digest: by
         projection=body["projection"],
         why=body.get("why"),
         detail=body.get("detail", ""),
+        replaced=tuple(body.get("replaced", ())),
         origin=body.get("origin"),
         outcome=body.get("outcome", "served"),
         tools=body.get("tools", None if parent is None else parent.tools),

@@ -16,7 +16,7 @@ from tokentrue.sessions.plain_json import freeze
 from tokentrue.sessions.stages.generation import Draft
 from tokentrue.sessions.stages.prompts import Prompt
 from tokentrue.sessions.tree import Node, Tree
-from tokentrue.types import Attempt, Completion, Parsed, Reply, RoutedExperts, Sampling, Status, Tools, TurnRequest
+from tokentrue.types import Attempt, Completion, Message, Parsed, Reply, RoutedExperts, Sampling, Status, Tools, TurnRequest
 
 _OF_THE_ENGINE = (
     "sampled_ids",
@@ -43,6 +43,7 @@ class PreparedTurn:
     started: int
     identity: str
     request_keys: Sequence[str]  # grows while equal requests join
+    replaced: tuple[Message, ...] = ()  # what the client sent where a pinned system prompt stands
 
 
 def nodes_from_drafts(drafts: Sequence[Draft], prepared: PreparedTurn, tree: Tree) -> list[Node]:
@@ -83,6 +84,7 @@ def _node_from_draft(draft: Draft, prepared: PreparedTurn, tree: Tree, *, seq: i
         stopped_by=done.stopped_by,
         attempts=tuple(_storable(attempt) for attempt in draft.parsed.attempts if attempt.status is not Status.OK),
         dialect=prepared.request.dialect,
+        replaced=prepared.replaced,
         projection=prompt.projection,
         why=why,
         detail=detail,

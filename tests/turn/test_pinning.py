@@ -1,0 +1,95 @@
+"""`pin=("system",)`: the first system prompt of a conversation is what the model is given; what the client sent instead is on record.
+
+How many samples it saves is in the coverage table (`test_coverage.py`); through HTTP it is tested in tests/client.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokentrue as tt
+from tests.turn.world import OTHER_TOOLS, TOOLS, Engine, answer_to, renderer, sampled_turn
+from tokentrue.errors import ConfigError
+from tokentrue.sessions.journal import Journal
+from tokentrue.types import Message, TurnRequest
+
+TASK: Message = {"role": "user", "content": "Mend the build."}
+
+
+def told(turn: int) -> Message:
+    return {"role": "system", "content": f"Be careful. It is 10:{turn:02} now."}
+
+
+def new_session(turns: int, **options: Any) -> tuple[tt.Session, Engine]:
+    engine = Engine([sampled_turn(turn, tokens=200, name="own") for turn in range(turns)])
+    return tt.Session(renderer=renderer("own"), provider=engine, pin=("system",), **options), engine
+
+
+async def play(session: tt.Session, turns: range, history: list[Message]) -> list[Message]:
+    for turn in turns:
+        reply = await session.chat([told(turn), *history], TOOLS)
+        history = [*history, reply.message, *answer_to(reply.message, turn)]
+    return history
+
+
+async def test_the_model_sees_the_first_prompt_and_the_record_keeps_the_others() -> None:
+    session, engine = new_session(4)
+    await play(session, range(4), [TASK])
+    (sample,) = session.samples()
+    assert [node.replaced for node in session.tree.in_order()] == [(), (told(1),), (told(2),), (told(3),)]
+    shown = renderer("own").render([told(0), TASK], TOOLS).token_ids
+    for prompt in engine.prompts:
+        assert prompt[: len(shown)] == tuple(shown), "the engine was given the pinned prompt, in every turn"
+    assert tuple(sample.token_ids[: len(shown)]) == tuple(shown), "and it is what is trained on"
+    assert sample.metadata["tokentrue"]["pin"] == {"prompts": ["system"], "replaced_in_turns": [1, 2, 3]}
+    assert session.coverage().pinned_turns == sample.metadata["tokentrue"]["coverage"]["pinned_turns"] == 3
+
+
+async def test_sub_agents_compaction_and_other_tools_keep_their_own_prompt() -> None:
+    session, engine = new_session(5)
+    history = await play(session, range(2), [TASK])
+    searcher: list[Message] = [{"role": "system", "content": "You search."}, {"role": "user", "content": "find it"}]
+    title: list[Message] = [{"role": "system", "content": "Write a title."}, TASK]
+    compacted: list[Message] = [told(9), {"role": "user", "content": "Summary: half is done."}]
+    for messages, tools in ((searcher, TOOLS), (title, OTHER_TOOLS), (compacted, TOOLS)):
+        await session.chat(messages, tools)
+        assert engine.prompts[-1] == tuple(renderer("own").render(messages, tools).token_ids)
+    assert [bool(node.replaced) for node in session.tree.in_order()] == [False, True, False, False, False]
+    assert len(history) == 5
+
+
+async def test_a_request_without_a_system_prompt_is_left_alone() -> None:
+    session, engine = new_session(2)
+    await play(session, range(1), [TASK])
+    await session.chat([TASK], TOOLS)
+    assert engine.prompts[-1] == tuple(renderer("own").render([TASK], TOOLS).token_ids)
+
+
+async def test_a_retry_under_another_clock_gets_the_recorded_answer() -> None:
+    session, engine = new_session(2)
+    (first,) = await session.turn(TurnRequest(messages=[told(0), TASK], tools=TOOLS, request_key="a"))
+    (again,) = await session.turn(TurnRequest(messages=[told(1), TASK], tools=TOOLS, request_key="a"))
+    assert again.node == first.node and again.replayed and len(engine.prompts) == 1
+
+
+async def test_pins_hold_after_a_restart(tmp_path: Path) -> None:
+    store = f"sqlite:{tmp_path / 'journal.db'}"
+    journal = Journal(store)
+    session, engine = new_session(4, journal=journal)
+    history = await play(session, range(2), [TASK])
+    journal.close()
+    journal = Journal(store)
+    session = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
+    assert session.record.pin == ("system",)
+    await play(session, range(2, 4), history)
+    assert len(session.samples()) == 1
+    assert [node.replaced for node in session.tree.in_order()] == [(), (told(1),), (told(2),), (told(3),)]
+    journal.close()
+
+
+def test_only_what_can_be_pinned_is_taken() -> None:
+    with pytest.raises(ConfigError, match="'tools' cannot be pinned; choose from system"):
+        tt.Session(renderer=renderer("own"), provider=Engine([]), pin=("tools",))
