@@ -81,8 +81,9 @@ test-vllm: $(VENV)/.dev
 	TOKENTRUE_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
 
 FRAMEWORKS_PYTHON ?= $(error set FRAMEWORKS_PYTHON to the Python of an environment with the trainers, see docs/trainers.md)
+VERIFIERS_PYTHON ?= $(error set VERIFIERS_PYTHON to the Python of an environment with verifiers and uv, see docs/trainers.md)
 test-frameworks: $(VENV)/.dev
-	TOKENTRUE_FRAMEWORKS_PYTHON=$(FRAMEWORKS_PYTHON) $(BIN)/python -m pytest -m frameworks tests/integrations
+	TOKENTRUE_FRAMEWORKS_PYTHON=$(FRAMEWORKS_PYTHON) TOKENTRUE_VERIFIERS_PYTHON=$(VERIFIERS_PYTHON) $(BIN)/python -m pytest -m frameworks tests/integrations
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu tests/gpu

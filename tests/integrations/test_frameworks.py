@@ -22,6 +22,7 @@ from tokentrue.mismatch import Correction, correct
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = Path(__file__).parent / "frameworks"
 PYTHON = os.environ.get("TOKENTRUE_FRAMEWORKS_PYTHON")
+VERIFIERS_PYTHON = os.environ.get("TOKENTRUE_VERIFIERS_PYTHON")
 SOURCES = os.environ.get("TOKENTRUE_FRAMEWORKS_SOURCES", "")
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
@@ -33,12 +34,12 @@ def gateway() -> Iterator[BackgroundGateway]:
         yield running
 
 
-def run(name: str, gateway: BackgroundGateway, folder: Path) -> dict[str, Any]:
-    assert PYTHON, "set TOKENTRUE_FRAMEWORKS_PYTHON, see docs/trainers.md"
+def run(name: str, gateway: BackgroundGateway, folder: Path, python: str | None = PYTHON) -> dict[str, Any]:
+    assert python, "set TOKENTRUE_FRAMEWORKS_PYTHON and TOKENTRUE_VERIFIERS_PYTHON, see docs/trainers.md"
     path = os.pathsep.join([str(ROOT), str(SCRIPTS), SOURCES])
     told = {"TOKENTRUE_URL": gateway.url, "TOKENTRUE_ADMIN_KEY": gateway.admin_key, "TOKENTRUE_MODEL": str(SMALL_MODEL)}
     env = {**os.environ, **told, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    command = [PYTHON, str(SCRIPTS / f"{name}_run.py"), str(folder)]
+    command = [python, str(SCRIPTS / f"{name}_run.py"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=580)
     result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert result is not None, done.stderr[-3000:]
@@ -79,3 +80,11 @@ def test_examples_run_in_their_frameworks(gateway: BackgroundGateway, tmp_path: 
     told = run("examples", gateway, tmp_path)
     assert set(told) == {"verl", "slime", "skyrl", "areal", "openrlhf", "tinker", "prime_rl"}
     assert all(told.values()), told
+
+
+def test_verifiers_as_environment_and_as_evaluator(gateway: BackgroundGateway, tmp_path: Path) -> None:
+    """`vf-eval` sampled through the gateway: a session for each trace, with its tokens, its reward and its task as group."""
+    told = run("verifiers", gateway, tmp_path, VERIFIERS_PYTHON)
+    assert told["traces"] == told["equal"] == 4 and told["groups"] == 2
+    assert told["rows"] == told["same"] == 4, "the environment's rows are the record"
+    assert len(set(told["rewards"])) > 1, told["rewards"]

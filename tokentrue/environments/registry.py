@@ -19,6 +19,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "ledger": "tokentrue.environments.ledger:Ledger",
     "questions": "tokentrue.environments.questions:Questions",
     "agent": "tokentrue.environments.agents:CommandLineAgent",
+    "verifiers": "tokentrue.integrations.verifiers:VerifiersEnvironment",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-ADAPTERS = ("areal", "openrlhf", "prime_rl", "skyrl", "slime", "tinker", "trl", "verl")
+ADAPTERS = ("areal", "openrlhf", "prime_rl", "skyrl", "slime", "tinker", "trl", "verifiers", "verl")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,0 +1,106 @@
+"""verifiers (0.4): any of its environments as an environment here, and the rewards of a `vf-eval` run that sampled through a gateway.
+
+An environment: `environment = "verifiers"` with verifiers' own `[env]` table as options. verifiers starts the harness and scores it; its
+model calls go to the rollout's session. A run of `vf-eval` itself: the gateway's address and admin key are its client, which sends the
+id of each trace as `X-Session-ID`; `record_rewards` then gives those sessions the rewards and groups of the traces.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from tokentrue.client import Client
+from tokentrue.environments.base import Split, Task, digest, split_of
+from tokentrue.errors import AgentError, ConfigError
+
+MODEL = "policy"  # the gateway serves its one model under any name
+
+
+class VerifiersEnvironment:
+    """`taskset` is the id of an installed taskset; `env` is verifiers' `[env]` table, with `taskset`, the agents' seats, their harness and
+    runtime. A seat runs in this machine's processes only if its runtime says so: `env.agent.runtime.type = "subprocess"`."""
+
+    name = "verifiers"
+
+    def __init__(self, *, taskset: str | None = None, env: Mapping[str, Any] | None = None) -> None:
+        try:
+            from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+        except ModuleNotFoundError as error:
+            raise ConfigError("verifiers: pip install verifiers==0.4.0") from error
+        settings: dict[str, Any] = copy.deepcopy(dict(env or {}))
+        if taskset is not None:
+            settings["taskset"] = {**settings.get("taskset", {}), "id": taskset}
+        if not settings.get("taskset", {}).get("id"):
+            raise ConfigError("verifiers: name a taskset: rollout.options.taskset=ID")
+        self._env: Any = load_environment(resolve_env_config(settings))
+
+    def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
+        """verifiers' tasks have no split: it is told by their content. All that are asked for in their order, fewer by a draw."""
+        taskset = self._env.taskset
+        if not taskset.bounded:
+            return [as_task(task) for task in itertools.islice((task for task in taskset if split_of(task.key) == split), count)]
+        every = list(taskset)
+        chosen = [task for task in every if split_of(task.key) == split] or every
+        if count < len(chosen):
+            chosen = random.Random(f"{self.name}/{split}/{seed}").sample(chosen, count)
+        return [as_task(task) for task in chosen]
+
+    async def run(self, client: Any, task: Task) -> float:
+        """The mean reward of the episode's traces. What verifiers serves beside the agents comes up and goes with the rollout."""
+        from verifiers.v1 import EvalClientConfig, ModelContext
+
+        env = copy.copy(self._env)
+        with key_variable(client.api_key) as variable:
+            endpoint = EvalClientConfig(base_url=str(client.base_url).rstrip("/"), api_key_var=variable)
+            async with env.serving():
+                episode = await env.run_episode(task.data["task"], ModelContext(model=MODEL, client=endpoint))
+        if not episode.ok:
+            raise AgentError(f"verifiers: {trouble_of(episode)}")
+        return sum(trace.reward for trace in episode.traces) / len(episode.traces)
+
+
+@contextmanager
+def key_variable(api_key: str) -> Iterator[str]:
+    """verifiers reads keys from environment variables, and keeps those with API_KEY in their name from the agents' processes."""
+    name = f"TOKENTRUE_API_KEY_{uuid4().hex}"
+    os.environ[name] = api_key
+    try:
+        yield name
+    finally:
+        del os.environ[name]
+
+
+def as_task(task: Any) -> Task:
+    prompt = task.data.prompt
+    text = prompt if isinstance(prompt, str) else json.dumps(task.data.model_dump(mode="json").get("prompt"))
+    return Task(task_id=f"verifiers/{digest(task.key)[:16]}", prompt=text, data={"task": task})
+
+
+def trouble_of(episode: Any) -> str:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    return f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode did not complete"
+
+
+def record_rewards(run: str | Path, *, url: str, admin_key: str | None = None) -> dict[str, float]:
+    """Gives the sessions of a `vf-eval` run (`output_dir/run.dir`) their rewards and ends them; by session id.
+
+    A session's group is its task, so that the attempts at one task are compared. Traces that did not complete get no reward."""
+    rewards: dict[str, float] = {}
+    with Client(url, admin_key) as client, (Path(run) / "traces.jsonl").open(encoding="utf-8") as lines:
+        for episode in map(json.loads, lines):
+            for trace in episode["traces"]:
+                if trace.get("ok"):
+                    given = [reward["score"] * reward["weight"] for reward in trace["rewards"].values() if reward is not None]
+                    rewards[trace["id"]] = sum(given)
+                    client.reward_session(trace["id"], sum(given), group=trace["task"]["key"])
+                client.end_session(trace["id"])
+    return rewards
