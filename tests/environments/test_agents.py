@@ -167,6 +167,23 @@ async def test_time_out_and_cancellation_end_everything(folder: Path) -> None:
     assert task.cancelled() and left_over("4712") == [] and list((folder / "rollouts").iterdir()) == []
 
 
+async def test_cancelled_while_the_agent_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent runs already, and the loop does not know it yet: as on a busy machine."""
+    plain = asyncio.create_subprocess_exec
+
+    async def slow(*command: Any, **options: Any) -> Any:
+        process = await plain(*command, **options)
+        await asyncio.sleep(1.0)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    task = asyncio.create_task(play(make_agent(folder, "sh -c 'setsid sleep 4714 & sleep 4714' {task}")))
+    await wait_for(lambda: len(left_over("4714")) >= 3)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and left_over("4714") == [] and list((folder / "rollouts").iterdir()) == []
+
+
 @pytest.mark.parametrize("sandbox", SANDBOXES)
 def test_a_killed_run_leaves_nothing(folder: Path, sandbox: str) -> None:
     program = f"""

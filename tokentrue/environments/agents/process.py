@@ -27,10 +27,15 @@ async def run_supervised(
     loop = asyncio.get_running_loop()
     began = loop.time()
     with output.open("ab") as out:
-        process = await asyncio.create_subprocess_exec(
+        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
             sys.executable, "-I", str(SUPERVISOR), *command,
             stdin=asyncio.subprocess.PIPE, stdout=out, stderr=out, cwd=cwd, env=dict(env), start_new_session=True,
-        )  # fmt: skip
+        ))  # fmt: skip
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # while it starts asyncio would kill the supervisor, and the command would outlive it
+            await asyncio.shield(asyncio.ensure_future(stop_when_started(starting)))
+            raise
     try:
         code: int | None = await asyncio.wait_for(process.wait(), timeout_s)
     except TimeoutError:
@@ -38,6 +43,10 @@ async def run_supervised(
     finally:
         await asyncio.shield(stop(process))
     return CommandResult(code=code, seconds=loop.time() - began)
+
+
+async def stop_when_started(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    await stop(await starting)
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:
