@@ -1,66 +1,117 @@
-"""Every code block of README.md and docs/ is run: `python` blocks page by page in one namespace, `console` blocks command by command.
-
-A fence marked `text` is prose. A console command that only belongs on a user's machine (a server that stays up, a GPU) is marked
-by `console no-run`; that it at least exists is checked by its `--help`.
-"""
+"""Every code block of README.md and docs/ is run or, where its program cannot run here, parsed: fences.py says which is which, commands.py
+and dry.py how, and reader.py what stands in for what."""
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-import subprocess
-import sys
+import json
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
-KNOWN = {"python", "console", "console no-run", "text", "toml", "json", "jinja"}
+from tests.docs import dry
+from tests.docs.commands import Shell, run_python
+from tests.docs.fences import CONSOLE, KNOWN, PAGES, ROOT, Block, blocks_of, name_of, pages_with
+from tests.docs.reader import Record, furnish, recorded
+
+PARSED = ("console slow", "console gpu", "console vllm", "console harness", "console cluster")
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
-    return [(match["info"].strip(), match["body"]) for match in FENCE.finditer(page.read_text())]
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Record]:
+    with recorded(tmp_path_factory.mktemp("record")) as made:
+        yield made
 
 
-def having(kind: str) -> list[Path]:
-    return [page for page in PAGES if any(info.startswith(kind) for info, _ in blocks(page))]
+@pytest.fixture
+def folder(tmp_path: Path, record: Record) -> Path:
+    furnish(tmp_path, record)
+    return tmp_path
 
 
-def commands(body: str) -> list[str]:
-    joined = body.replace("\\\n", " ")
-    return [line[2:].strip() for line in joined.splitlines() if line.startswith("$ ")]
+def write_titled(page: Path, folder: Path, record: Record) -> None:
+    for block in blocks_of(page):
+        if block.title is not None and not block.title.startswith("~"):
+            (folder / block.title).write_text(record.at_real_addresses(block.body))
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_fences_are_of_a_known_kind(page: Path) -> None:
-    for info, body in blocks(page):
-        assert info in KNOWN, f"{page.name}: fence {info!r}; one of {sorted(KNOWN)}"
-        if info.startswith("console"):
-            assert commands(body), f"{page.name}: a console block without a `$ ` command"
+    for block in blocks_of(page):
+        assert block.kind in KNOWN, f"{page.name}: fence {block.kind!r}; one of {KNOWN}"
+        assert bool(block.commands) == (block.kind in CONSOLE), f"{page.name}: a console block without a `$ ` command"
+        assert not (block.kind == "text" and block.body.startswith("$ ")), f"{page.name}: commands belong into a console block"
 
 
-@pytest.mark.parametrize("page", having("python"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    code = "\n".join(body for info, body in blocks(page) if info == "python")
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr[-2000:]
+@pytest.mark.parametrize("page", pages_with("toml", "json"), ids=name_of)
+def test_data_blocks_are_whole(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.kind in ("toml", "json"):
+            (tomllib if block.kind == "toml" else json).loads(block.body)
 
 
-@pytest.mark.parametrize("page", having("console"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_console_blocks_run(page: Path, tmp_path: Path) -> None:
-    for info, body in blocks(page):
-        for command in commands(body) if info.startswith("console") else ():
-            words = shlex.split(command, comments=True)
-            if info == "console no-run":
-                if words[0] != "tokentrue":
-                    continue
-                command = f"tokentrue {words[1]} --help"
-            run = subprocess.run(command, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
-            assert run.returncode == 0, f"$ {command}\n{run.stdout[-500:]}\n{run.stderr[-1500:]}"
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+def test_python_blocks_run(page: Path, folder: Path, record: Record) -> None:
+    run_python("\n".join(block.body for block in blocks_of(page) if block.kind == "python"), folder, record)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", pages_with("console"), ids=name_of)
+def test_console_blocks_run(page: Path, folder: Path, record: Record) -> None:
+    write_titled(page, folder, record)
+    for block in blocks_of(page):
+        if block.kind == "console":
+            with Shell(folder, record) as shell:
+                for command in block.commands:
+                    shell.run(command)
+
+
+@pytest.mark.parametrize("page", pages_with(*PARSED), ids=name_of)
+def test_other_command_lines_are_read_by_their_programs(page: Path, folder: Path, record: Record) -> None:
+    write_titled(page, folder, record)
+    for block in blocks_of(page):
+        if block.kind in PARSED:
+            with Shell(folder, record) as shell:
+                for command in block.commands:
+                    shell.check(command)
+
+
+WRONG = [
+    "tokentrue lab show --nope",
+    "tokentrue rollout --config",
+    "torchrun --nproc-per-node=2 -m tokentrue train --stepss 2",
+    "python scripts/lab_all.py --device cuda --outt x",
+    "python -m tokentrue.lab tim-grpo --steps many",
+    "python -m tests.gpu.job --fast",
+    "python -m vllm.entrypoints.openai.api_server --logprob-mode raw",
+    "pip install 'tokentrue[gatewy]'",
+    "docker compose up exact",
+    "docker compose up nothing",
+    "claude --print 'the task'",
+    "CODEX_KEY=<its api_key> codex exec 'the task'",
+    "sglang serve",
+    "python -m pytest tests/nowhere",
+    "python -m pytest tests/contract -m slowest",
+    "python -m pytest tests/contract -k own-nothing",
+]
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_command_line_is_found(command: str) -> None:
+    with pytest.raises(AssertionError):
+        dry.check(command, cwd=ROOT, env={"TOKENTRUE_ADMIN_KEY": "x"})
+
+
+def slow_blocks() -> list[tuple[Path, int, Block]]:
+    return [(page, index, block) for page in PAGES for index, block in enumerate(blocks_of(page)) if block.kind == "console slow"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("page", "index", "block"), slow_blocks(), ids=lambda each: name_of(each) if isinstance(each, Path) else "")
+def test_slow_console_blocks_run(page: Path, index: int, block: Block, folder: Path, record: Record) -> None:
+    write_titled(page, folder, record)
+    with Shell(folder, record, timeout_s=1200.0) as shell:
+        for command in block.commands:
+            shell.run(command)
