@@ -1,0 +1,40 @@
+"""A whole step of our trainer against a whole step of other trainers: parameters after it, from the same weights and rows.
+
+Slow: each case trains two models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+CLOSE = 1e-6
+
+
+def run(python: str, module: str, folder: Path) -> dict[str, Any]:
+    env = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([python, "-m", module, str(folder)], capture_output=True, text=True, env=env, cwd=ROOT, timeout=900)
+    result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert result is not None, done.stderr[-3000:]
+    return json.loads(result.removeprefix("RESULT "))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_trl_takes_the_same_step(tmp_path: Path) -> None:
+    """One update, and two on the same rows, which clip ratios; with TRL's importance weights, without and with a reference model."""
+    told = run(sys.executable, "tests.integrations.trl_step", tmp_path)
+    other = told.pop("other")
+    assert len(told) == 10
+    for name, seen in told.items():
+        assert seen["moved"] > 5e-4, f"{name}: TRL did not train"
+        updates = int(name[-1])
+        assert seen["apart"] < CLOSE * updates, f"{name}: {seen['apart']:.3g} apart after a step of {seen['moved']:.3g}"
+    assert other > 100 * CLOSE, "without the correction the step is another one, or this test cannot tell"
