@@ -246,6 +246,20 @@ def test_pipelined_requests_are_answered_in_order(at: Running) -> None:
         still_serves(client)
 
 
+def test_pipelined_requests_without_end_are_not_parsed(at: Running) -> None:
+    """A read holds thousands of them, and parsing them all would stop every other request meanwhile."""
+    with Client(at) as client:
+        with contextlib.suppress(OSError):  # it may be cut off while it sends
+            client.sendall(request(b"first", "/slow") + request(b"x") * 5000)
+        answers = b""
+        with contextlib.suppress(OSError):
+            while part := client.recv(1 << 16):
+                answers += part
+        assert 1 <= answers.count(b"HTTP/1.1 200") <= 100
+    with Client(at) as client:
+        still_serves(client)
+
+
 def test_two_requests_in_one_packet_and_the_rest_of_the_second_later(at: Running) -> None:
     with Client(at) as client:
         both = request(b"one") + request(b"two and more")

@@ -2,8 +2,8 @@
 trailers, merges trailers into the headers, and waits without end for a head, for a body and for a client that reads.
 
 Per connection: a request's head, chunk framing and trailers together take at most `head_bytes` (beyond what its body explains); a head
-takes at most `head_s` seconds, a body `body_s`; a client that takes nothing for `write_s` is cut off. What goes beyond is refused with 400
-or the connection is closed; nothing of it reaches the application.
+takes at most `head_s` seconds, a body `body_s`; a client that takes nothing for `write_s` is cut off; at most `MOST_PIPELINED` requests
+wait for answers before theirs. What goes beyond is refused with 400 or the connection is closed; nothing of it reaches the application.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tokentrue.gateway.config import GatewayLimits
 
+MOST_PIPELINED = 64  # requests that wait for an answer before theirs; all of one read are parsed at once, while the event loop waits
 FRAMING_PER_BODY_BYTE = 8  # a chunk of one byte has at least five bytes of framing
 
 
@@ -58,6 +59,8 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.limits.head_bytes:
             raise ValueError("the head of the request is too large")  # the parser reports it as an invalid request
+        if len(self.pipeline) >= MOST_PIPELINED:
+            raise ValueError("too many pipelined requests")
         self._in_body = True
         self._limit_time(self.limits.body_s)
         super().on_headers_complete()
