@@ -6,7 +6,7 @@
 * `python -m pytest …`: the files are there, and hold what `-m` and `-k` select; `make test` or `make test-slow` runs them.
 * `pip install tokentrue[…]`: the extras are those of this package.
 * `docker compose …`: the service, its profile and its variables are in compose.yaml, and its `command` is parsed as above.
-* An agent's own program (`claude`, `codex` …): its options and variables are those with which our presets and tests/harness start it.
+* Another project's program (`claude`, `codex`, `vf-eval` …): its options and variables are those with which our presets and tests start it.
 * `python -m vllm…`: its options are those with which tests/providers/test_vllm_real.py starts a real server.
 """
 
@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 from tests.docs.fences import ROOT
 from tokentrue.cli.main import load_command
 
-AGENTS = ("claude", "codex", "gemini", "mini", "opencode", "pi", "qwen")
+AGENTS = ("claude", "codex", "gemini", "mini", "opencode", "pi", "qwen", "vf-eval")
 PLACEHOLDER = re.compile(r"<(?:the session's|its) \w+>")
 VARIABLE = re.compile(r"^\w+=")
 REFERENCE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
@@ -61,6 +61,8 @@ def _check(command: str, *, cwd: Path, env: Mapping[str, str]) -> None:
             check_compose(rest, env)
         case ["python", "-m", module, *rest] if module.startswith("vllm."):
             check_vllm(rest)
+        case ["python", "-c", code]:
+            compile(code, "<page>", "exec")
         case ["python", "-m", "pytest", *rest]:
             check_pytest(rest)
         case ["python", "-m", module, *rest]:
@@ -149,7 +151,8 @@ def with_variables(text: str, env: Mapping[str, str]) -> str:
 
 def check_agent(words: Sequence[str]) -> None:
     folders = (ROOT / "tokentrue" / "environments" / "agents" / "presets", ROOT / "tests" / "harness", ROOT / "tests" / "gateway")
-    used = "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("*.py"))
+    files = [path for folder in (*folders, ROOT / "tests" / "integrations" / "frameworks") for path in folder.glob("*.py")]
+    used = "".join(path.read_text(encoding="utf-8") for path in files)
     for word in words:
         name = word.partition("=")[0] if VARIABLE.match(word) else word
         if name != word or word.startswith("-"):
