@@ -156,7 +156,7 @@ def run(options: argparse.Namespace, world: int, folder: Path) -> dict[str, Any]
 
 def table(results: dict[int, dict[str, Any]]) -> list[str]:
     """Medians of all steps but the first, which compiles kernels and captures graphs."""
-    columns = ("ranks", "round s", "sampled tok/s", "recompute s", "update s", "publish s", "step s", "differ", "first |g|", "last reward")
+    columns = ("ranks", "round s", "sampled tok/s", "recompute s", "update s", "publish s", "step s", "differ", "first norm", "last reward")
     lines = [f"| {' | '.join((*columns, 'peak GiB per rank'))} |", "|" + "---|" * (len(columns) + 1)]
     for world, seen in results.items():
         later = seen["steps"][1:] or seen["steps"]
