@@ -12,8 +12,9 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -33,7 +34,7 @@ class VerifiersEnvironment:
 
     def __init__(self, *, taskset: str | None = None, env: Mapping[str, Any] | None = None) -> None:
         try:
-            from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+            loaders = import_module("verifiers.v1.utils.loaders")
         except ModuleNotFoundError as error:
             raise ConfigError("verifiers: pip install verifiers==0.4.0") from error
         settings: dict[str, Any] = copy.deepcopy(dict(env or {}))
@@ -41,7 +42,7 @@ class VerifiersEnvironment:
             settings["taskset"] = {**settings.get("taskset", {}), "id": taskset}
         if not settings.get("taskset", {}).get("id"):
             raise ConfigError("verifiers: name a taskset: rollout.options.taskset=ID")
-        self._env: Any = load_environment(resolve_env_config(settings))
+        self._env: Any = loaders.load_environment(loaders.resolve_env_config(settings))
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
         """verifiers' tasks have no split: it is told by their content. All that are asked for in their order, fewer by a draw."""
@@ -56,20 +57,18 @@ class VerifiersEnvironment:
 
     async def run(self, client: Any, task: Task) -> float:
         """The mean reward of the episode's traces. What verifiers serves beside the agents comes up and goes with the rollout."""
-        from verifiers.v1 import EvalClientConfig, ModelContext
-
-        env = copy.copy(self._env)
+        vf, env = import_module("verifiers.v1"), copy.copy(self._env)
         with key_variable(client.api_key) as variable:
-            endpoint = EvalClientConfig(base_url=str(client.base_url).rstrip("/"), api_key_var=variable)
+            endpoint = vf.EvalClientConfig(base_url=str(client.base_url).rstrip("/"), api_key_var=variable)
             async with env.serving():
-                episode = await env.run_episode(task.data["task"], ModelContext(model=MODEL, client=endpoint))
+                episode = await env.run_episode(task.data["task"], vf.ModelContext(model=MODEL, client=endpoint))
         if not episode.ok:
             raise AgentError(f"verifiers: {trouble_of(episode)}")
         return sum(trace.reward for trace in episode.traces) / len(episode.traces)
 
 
 @contextmanager
-def key_variable(api_key: str) -> Iterator[str]:
+def key_variable(api_key: str) -> Generator[str]:
     """verifiers reads keys from environment variables, and keeps those with API_KEY in their name from the agents' processes."""
     name = f"TOKENTRUE_API_KEY_{uuid4().hex}"
     os.environ[name] = api_key

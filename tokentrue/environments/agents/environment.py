@@ -18,6 +18,7 @@ from tokentrue.environments.agents.presets import load_preset
 from tokentrue.environments.agents.process import CANNOT_RUN, CommandResult, run_supervised
 from tokentrue.environments.agents.sandbox import (
     DESCRIPTIONS,
+    ChosenSandbox,
     SandboxKind,
     choose_sandbox,
     enter_bwrap,
@@ -70,7 +71,7 @@ class CommandLineAgent:
             raise ConfigError("agent: workspace is copy or worktree; sandbox is auto, bwrap, namespace, docker or none")
         self.preset = load_preset(agent)
         self.all_tasks = read_tasks(Path(tasks))
-        self.sandbox = choose_sandbox(sandbox, image=image)
+        self.sandbox: ChosenSandbox = choose_sandbox(sandbox, image=image)
         self._image, self._readable = image or "", tuple(readable)
         self._program, self._arguments = program, tuple(arguments)
         self._score, self._env = score, dict(env or {})

@@ -52,7 +52,7 @@ class PinnedPrompts:
 
     def _find(self, messages: Messages, length: int, tools: Tools | None) -> tuple[Message, ...]:
         """The pinned prompt of this conversation: the request's own where it is the first."""
-        if not 0 < length < len(messages) or not isinstance(messages[length], Mapping):
+        if not 0 < length < len(messages) or not is_mapping(messages[length]):
             return tuple(messages[:length])
         key = digest(message_key(messages[length]), list(tools or ()))
         if key not in self._first:
@@ -63,9 +63,14 @@ class PinnedPrompts:
 def count_system(messages: Messages) -> int:
     """How many messages the system prompt at the beginning has."""
     for index, message in enumerate(cast("Sequence[Any]", messages)):
-        if not isinstance(message, Mapping) or cast("Mapping[str, Any]", message).get("role") not in SYSTEM_ROLES:
+        if not is_mapping(message) or message.get("role") not in SYSTEM_ROLES:
             return index
     return len(messages)
+
+
+def is_mapping(message: Any) -> bool:
+    """What a client sends need not be a message; whoever reads it next says so."""
+    return isinstance(message, Mapping)
 
 
 def check_pin(pin: Iterable[str]) -> tuple[str, ...]:
