@@ -2,8 +2,8 @@
 
 Over HTTP, `gateway/turns.TurnHandler` calls `Session.turn` or `Session.stream`; `gateway/dialects` convert to and from the client's JSON.
 A `Session` is the record of a conversation, with an engine to continue it. Messages come in, a reply goes out, and everything between
-is kept as exact token ids. `Session._admit` reads the request and finds out whether it is a retry of a recorded turn or equal to one in
-flight; if not, `Session._run_turn` runs it:
+is kept as exact token ids. `Session._start_or_join` reads the request and finds out whether it is a retry of a recorded turn or equal to
+one in flight; if not, `Session._run_turn` runs it:
 1. resolve  (`sessions/matching`)           which recorded turn do these messages continue?
 2. prompt   (`sessions/stages/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new messages
 3. generate (`sessions/stages/generation`)  the engine samples n choices; a stream emits events as tokens come
@@ -38,7 +38,7 @@ from tokentrue.sessions.stages.commits import PreparedTurn, nodes_from_drafts, r
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
 from tokentrue.sessions.stages.pinning import PinnedPrompts, PinnedRequest, check_pin
 from tokentrue.sessions.stages.prompts import build_prompt
-from tokentrue.sessions.stages.requests import PinnedSampling, format_identity, identify_request, is_same_request, settle_sampling
+from tokentrue.sessions.stages.requests import PinnedSampling, format_identity, identify_request, is_same_request, resolve_sampling
 from tokentrue.sessions.stages.serving import split_message
 from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import Node, Outcome, Tree, TurnKey
@@ -164,7 +164,7 @@ class Session:
         """The n replies to one request. Equal requests in flight share one turn (several samples: `n`, or other seeds). A request key that
         was answered returns the recorded replies; a turn that failed or was cancelled is generated again."""
         await self.ready()
-        turn, is_first = self._admit(request, streamed=False)
+        turn, is_first = self._start_or_join(request, streamed=False)
         if not isinstance(turn, InFlightTurn):
             return turn
         return await turn.wait() if is_first else mark_replayed(await turn.wait())
@@ -172,7 +172,7 @@ class Session:
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The turn as it is sampled. Close the iterator to cancel: what was sampled is kept, labelled "disconnected"."""
         await self.ready()
-        turn, is_first = self._admit(request, streamed=True)
+        turn, is_first = self._start_or_join(request, streamed=True)
         if isinstance(turn, InFlightTurn) and is_first:
             events = turn.events()
             try:
@@ -188,20 +188,20 @@ class Session:
                 yield TurnEvent(index=index, node=reply.node, delta=delta)
             yield TurnEvent(index=index, node=reply.node, reply=reply)
 
-    def _admit(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
+    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
         """The turn that answers this request, and whether it was started for it; or the recorded answer of a retry."""
         self._check_open()
         pinned = self._pinned_prompts.apply(request.messages, request.tools)
         conversation = self._matcher.read(pinned.messages, request.tools)
         training = self.record.training
-        sampling = settle_sampling(request.sampling, self._pinned, renderer=self.renderer, provider=self.provider, training=training)
+        sampling = resolve_sampling(request.sampling, self._pinned, renderer=self.renderer, provider=self.provider, training=training)
         identity = identify_request(request, conversation, sampling)
         if request.request_key is not None and (recorded := self._find_recorded(request.request_key, identity)):
             return replies_from_record(recorded, tree=self.tree, renderer=self.renderer), False
         turn = self._single_flight.find(identity)
         is_first = turn is None
         if turn is None:
-            self.limits.admit(n=request.n, nodes=len(self.tree), tokens=self._tokens, in_flight=len(self._single_flight))
+            self.limits.check_turn(n=request.n, nodes=len(self.tree), tokens=self._tokens, in_flight=len(self._single_flight))
             turn = InFlightTurn(identity, streamed=streamed)
             self._single_flight.start(turn, self._run_turn(turn, request, pinned, conversation, sampling))
         else:
@@ -211,7 +211,7 @@ class Session:
 
     def _find_recorded(self, request_key: str, identity: bytes) -> Sequence[Node]:
         """The nodes that answered a request with this key; refused where the key names another request, recorded or in flight."""
-        recorded = self.tree.keyed.get(request_key, ())
+        recorded = self.tree.nodes_by_key.get(request_key, ())
         in_flight = None if recorded else self._single_flight.find_key(request_key)
         is_other = not is_same_request(recorded[0].request_digest, identity) if recorded else in_flight and in_flight.identity != identity
         if is_other:
@@ -228,14 +228,14 @@ class Session:
         self, turn: InFlightTurn, request: TurnRequest, pinned: PinnedRequest, conversation: Conversation, sampling: Sampling
     ) -> tuple[Reply, ...]:
         """Resolve, prompt, generate, parse, commit."""
-        started = self.tree.settled_seq
+        started = self.tree.committed_seq
         plan = self._matcher.resolve(conversation, self._turns_in_flight)
         self._turns_in_flight[plan.turn_key] += 1
         try:
             prompt = await build_prompt(
                 plan, conversation.tools, request.template_kwargs, renderer=self.renderer, tree=self.tree, limits=self.limits
             )
-            self.limits.admit_prompt(len(prompt.ids))
+            self.limits.check_prompt(len(prompt.ids))
             prepared = PreparedTurn(
                 request=request,
                 tools=conversation.tools,
@@ -300,7 +300,7 @@ class Session:
     async def _close(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
         """Records the keys that joined during the commit, then removes the turn, so that nobody can join it. A crash before this loses the
         late keys alone: their retries are generated again."""
-        while late := [key for key in turn.request_keys if key not in self.tree.keyed]:
+        while late := [key for key in turn.request_keys if key not in self.tree.nodes_by_key]:
             keys = dict.fromkeys(late, node_ids)
             await run_to_completion(self._change(lambda record: replace(record, late_keys={**record.late_keys, **keys})))  # noqa: B023
             for key in late:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tokentrue.errors import InputError
-from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Seal
+from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, ReasoningSigner
 from tokentrue.gateway.dialects.base import encode
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 
-CHAT, RESPONSES, ANTHROPIC = OpenAIChat(), OpenAIResponses(Seal(b"x")), Anthropic(Seal(b"x"))
+CHAT, RESPONSES, ANTHROPIC = OpenAIChat(), OpenAIResponses(ReasoningSigner(b"x")), Anthropic(ReasoningSigner(b"x"))
 HEAD = {"model": "m", "max_tokens": 9}
 SAID = {"role": "user", "content": "hi"}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}

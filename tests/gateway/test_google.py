@@ -11,11 +11,11 @@ from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.test_wire import CASES, parsed, strict, text_of
 from tests.gateway.world import TOOLS, call
 from tokentrue.errors import InputError, MessageError
-from tokentrue.gateway.dialects import Google, Problem, RequestHead, Seal
+from tokentrue.gateway.dialects import Google, Problem, ReasoningSigner, RequestHead
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 from tokentrue.types import Reply, TurnEvent
 
-GOOGLE = Google(Seal(b"x"))
+GOOGLE = Google(ReasoningSigner(b"x"))
 SAID = {"role": "user", "parts": [{"text": "hi"}]}
 SCHEMA = {"type": "OBJECT", "properties": {"at": {"type": "STRING", "nullable": True, "maxLength": "9"}}, "propertyOrdering": ["at"]}
 DECLARED = {"name": "look", "description": "Look.", "parameters": SCHEMA}
@@ -144,7 +144,7 @@ def by_kind(parts: list[dict[str, Any]]) -> tuple[str, str, list[Any], str]:
 
     thoughts = "".join(p["text"] for p in parts if p.get("thought"))
     text = "".join(p.get("text", "") for p in parts if not p.get("thought"))
-    sealed = "".join(read_signature(Seal(b"x"), p["thoughtSignature"]) or "" for p in parts if "thoughtSignature" in p)
+    sealed = "".join(read_signature(ReasoningSigner(b"x"), p["thoughtSignature"]) or "" for p in parts if "thoughtSignature" in p)
     return thoughts, text, [p["functionCall"] for p in parts if "functionCall" in p], sealed
 
 

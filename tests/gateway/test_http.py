@@ -18,7 +18,7 @@ import uvicorn
 from tests.gateway.world import wait_until
 from tokentrue.gateway.asgi import ClientGone, read_body, send_bytes, send_json
 from tokentrue.gateway.config import GatewayLimits
-from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.workers.http import bounded_http
 
 LOG = logging.getLogger("uvicorn.error")
@@ -43,7 +43,7 @@ class Application:
         path = scope["path"]
         try:
             await getattr(self, path.strip("/") or "echo")(scope, receive, send)
-        except Refused as error:
+        except HttpError as error:
             await send_json(send, error.problem.status, {"code": error.problem.code})
         except ClientGone:
             self.gone += 1

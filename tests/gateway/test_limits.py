@@ -26,7 +26,7 @@ from tests.gateway.world import ROOT, Made, Server, scripted_server, wait_until
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine as LetterEngine
 from tokentrue.errors import LimitExceeded
-from tokentrue.gateway.metrics.meter import CLOCK, EngineClock, Metered
+from tokentrue.gateway.metrics.meter import CLOCK, EngineClock, MeteredProvider
 from tokentrue.gateway.problems import problem_from
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import SessionLimits
@@ -48,7 +48,7 @@ async def test_time_in_the_engine_is_wall_time_when_choices_overlap() -> None:
                 await asyncio.sleep(0.02)
                 yield Chunk(token_ids=TokenIds([1]), logprobs=(-0.5,), policy_version=0)
 
-    clock, engine = EngineClock(), Metered(Slow())  # type: ignore[arg-type]
+    clock, engine = EngineClock(), MeteredProvider(Slow())  # type: ignore[arg-type]
     CLOCK.set(clock)
     started = time.perf_counter()
 
@@ -63,9 +63,9 @@ async def test_time_in_the_engine_is_wall_time_when_choices_overlap() -> None:
 def test_a_limit_on_what_is_in_flight_may_be_tried_again() -> None:
     limits = SessionLimits(max_nodes=10, max_in_flight=2)
     with pytest.raises(LimitExceeded) as in_flight:
-        limits.admit(n=1, nodes=0, tokens=0, in_flight=2)
+        limits.check_turn(n=1, nodes=0, tokens=0, in_flight=2)
     with pytest.raises(LimitExceeded) as nodes:
-        limits.admit(n=1, nodes=10, tokens=0, in_flight=0)
+        limits.check_turn(n=1, nodes=10, tokens=0, in_flight=0)
     assert (problem_from(in_flight.value).status, problem_from(nodes.value).status) == (429, 413)
 
 
@@ -195,11 +195,11 @@ async def test_a_session_in_use_is_not_evicted() -> None:
     """Between its opening and its first use there is one live object for a session, whatever is evicted meanwhile."""
     app = gateway(live_sessions=1)
     first, other = await new_session(app), await new_session(app)
-    async with app.services.sessions.lease(first["session_id"]) as handle:
-        async with app.services.sessions.lease(other["session_id"]):
+    async with app.services.sessions.checkout(first["session_id"]) as handle:
+        async with app.services.sessions.checkout(other["session_id"]):
             pass
         assert app.services.sessions.known(first["session_id"]) is handle
-        async with app.services.sessions.lease(first["session_id"]) as again:
+        async with app.services.sessions.checkout(first["session_id"]) as again:
             assert again is handle
     await app.close()
 

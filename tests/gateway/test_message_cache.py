@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from tokentrue.errors import InputError
-from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, Seal
+from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, ReasoningSigner
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 
-SEAL = Seal(b"x")
+SEAL = ReasoningSigner(b"x")
 TEXT = st.sampled_from(["", "a", "b", "é 🙂", "<think>x</think>", "a" * 300])
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {

@@ -327,7 +327,7 @@ def a_key_opens_any_named_session(patch: Patch) -> None:
         made = claim(self, headers, None)
         return made if named is None else SessionAccess(session_id=named, key_hash=None)
 
-    patch.setattr(ApiKeys, "claim", open_door)
+    patch.setattr(ApiKeys, "authenticate", open_door)
 
 
 def admin_by_prefix(patch: Patch) -> None:
@@ -369,16 +369,16 @@ def a_path_around_the_record(patch: Patch) -> None:
 
 
 def streams_are_generated_twice(patch: Patch) -> None:
-    from tokentrue.gateway.metrics.meter import Metered
+    from tokentrue.gateway.metrics.meter import MeteredProvider
 
-    stream = Metered.stream
+    stream = MeteredProvider.stream
 
     async def twice(self: Any, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> AsyncIterator[Chunk]:
         await self.inner.generate(prompt_ids, sampling, session=session)
         async for chunk in stream(self, prompt_ids, sampling, session=session):
             yield chunk
 
-    patch.setattr(Metered, "stream", twice)
+    patch.setattr(MeteredProvider, "stream", twice)
 
 
 def text_is_encoded_as_engines_do(patch: Patch) -> None:
@@ -411,15 +411,15 @@ def one_big_chunk(patch: Patch) -> None:
 
 
 def logprobs_with_four_decimals(patch: Patch) -> None:
-    from tokentrue.gateway.metrics.meter import Metered
+    from tokentrue.gateway.metrics.meter import MeteredProvider
 
-    generate = Metered.generate
+    generate = MeteredProvider.generate
 
     async def rounded(self: Any, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Completion:
         done = await generate(self, prompt_ids, sampling, session=session)
         return replace(done, logprobs=tuple(round(value, 4) for value in done.logprobs))
 
-    patch.setattr(Metered, "generate", rounded)
+    patch.setattr(MeteredProvider, "generate", rounded)
 
 
 def pauses_hold_nothing(patch: Patch) -> None:
@@ -427,7 +427,7 @@ def pauses_hold_nothing(patch: Patch) -> None:
 
 
 def versions_are_forgotten(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.metrics.meter.Metered._stamp", lambda self, completion, seen: completion)
+    patch.setattr("tokentrue.gateway.metrics.meter.MeteredProvider._stamp", lambda self, completion, seen: completion)
 
 
 def messages_are_cached_by_length(patch: Patch) -> None:
@@ -444,7 +444,7 @@ def the_last_brace_is_shown_at_once(patch: Patch) -> None:
 
 
 def seals_are_not_read(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.dialects.seal.Seal.holds", lambda self, signature, text: True)
+    patch.setattr("tokentrue.gateway.dialects.signing.ReasoningSigner.holds", lambda self, signature, text: True)
 
 
 def the_queue_has_no_end(patch: Patch) -> None:

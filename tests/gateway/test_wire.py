@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Problem, RequestHead, Seal
+from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Problem, ReasoningSigner, RequestHead
 from tokentrue.types import Completion, Delta, Finish, Parsed, Reply, TurnEvent
 
 GOLDEN = Path(__file__).parent / "golden"
-SEAL = Seal(b"fixed")
+SEAL = ReasoningSigner(b"fixed")
 DIALECTS: dict[str, Dialect] = {"openai_chat": OpenAIChat(), "openai_responses": OpenAIResponses(SEAL), "anthropic": Anthropic(SEAL)}
 OURS = {"reasoning_content"}  # what open-weight servers add to Chat Completions
 TOOL = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
@@ -247,5 +247,5 @@ def test_sealed_reasoning_survives_a_client_that_keeps_only_the_seal() -> None:
     kept = {"type": "reasoning", "id": item["id"], "summary": [], "encrypted_content": item["encrypted_content"]}
     (message,) = dialect.parse_item(kept, "input[0]")
     assert message["reasoning_content"] == "let me look"
-    other = Seal(b"another session")
+    other = ReasoningSigner(b"another session")
     assert other.unwrap(item["encrypted_content"]) is None

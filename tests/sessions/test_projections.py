@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tokentrue.sessions.matching.match_keys import message_key
-from tokentrue.sessions.matching.projections import find_losses, format_losses
+from tokentrue.sessions.matching.projections import find_changes, format_changes
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1.0, "b": "\\u00fc", "c": [1, {"d": null}]}'}}
 SERVED: dict[str, Any] = {"role": "assistant", "content": "It is 4.", "reasoning_content": "add them", "tool_calls": [CALL]}
@@ -80,27 +80,27 @@ EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("served", "replayed", "losses"), [case[1:] for case in LOSSES], ids=[case[0] for case in LOSSES])
 def test_a_known_loss_is_named(served: dict[str, Any], replayed: dict[str, Any], losses: set[str]) -> None:
-    found = find_losses(served, replayed)
+    found = find_changes(served, replayed)
     assert found is not None and set(found) == losses
     assert message_key(served) == message_key(replayed), "the key must not tell them apart"
 
 
 @pytest.mark.parametrize(("served", "replayed"), [case[1:] for case in EDITS], ids=[case[0] for case in EDITS])
 def test_anything_else_is_an_edit(served: dict[str, Any], replayed: dict[str, Any]) -> None:
-    assert find_losses(served, replayed) is None
+    assert find_changes(served, replayed) is None
 
 
 def test_empty_arguments_and_an_empty_object_are_one() -> None:
     for a in ("", "{}", " { } ", None, {}):
         for b in ("", "{}", " { } ", None, {}):
-            assert find_losses(with_arguments(a), with_arguments(b)) is not None
-    assert find_losses(with_arguments("{}"), with_arguments("[]")) is None
+            assert find_changes(with_arguments(a), with_arguments(b)) is not None
+    assert find_changes(with_arguments("{}"), with_arguments("[]")) is None
 
 
 def test_text_that_is_no_utf8_is_compared_too() -> None:
     cut = {"role": "assistant", "content": "caf\udcc3"}
-    assert find_losses(cut, dict(cut)) == ()
-    assert find_losses(cut, {**cut, "content": "caf"}) is None
+    assert find_changes(cut, dict(cut)) == ()
+    assert find_changes(cut, {**cut, "content": "caf"}) is None
 
 
 @pytest.mark.parametrize(
@@ -127,5 +127,5 @@ def test_given_messages_agree_in_any_spelling() -> None:
 
 
 def test_labels() -> None:
-    assert format_losses(()) == "exact"
-    assert format_losses(("a", "b"), ambiguous=True) == "a+b+ambiguous"
+    assert format_changes(()) == "exact"
+    assert format_changes(("a", "b"), ambiguous=True) == "a+b+ambiguous"

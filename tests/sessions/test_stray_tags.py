@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokentrue.sessions.matching.projections import find_losses
+from tokentrue.sessions.matching.projections import find_changes
 
 SERVED = {"role": "assistant", "content": "take 23\n</think>\nadd 2 coins.", "reasoning_content": "take 3"}
 
@@ -20,10 +20,10 @@ SERVED = {"role": "assistant", "content": "take 23\n</think>\nadd 2 coins.", "re
     ],
 )
 def test_text_with_a_stray_tag(replayed: dict[str, str], losses: tuple[str, ...] | None) -> None:
-    assert find_losses(SERVED, replayed) == losses
+    assert find_changes(SERVED, replayed) == losses
 
 
 def test_inlining_is_still_seen() -> None:
     served = {"role": "assistant", "content": "4", "reasoning_content": "add"}
-    assert find_losses(served, {"role": "assistant", "content": "<think>\nadd\n</think>\n\n4"}) == ("reasoning_inlined",)
-    assert find_losses(served, {"role": "assistant", "content": "<think>\nsub\n</think>\n\n4"}) is None
+    assert find_changes(served, {"role": "assistant", "content": "<think>\nadd\n</think>\n\n4"}) == ("reasoning_inlined",)
+    assert find_changes(served, {"role": "assistant", "content": "<think>\nsub\n</think>\n\n4"}) is None

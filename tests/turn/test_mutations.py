@@ -30,7 +30,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def any_replay_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(matcher, "find_losses", lambda served, replayed: ())
+    patch.setattr(matcher, "find_changes", lambda served, replayed: ())
 
 
 def results_without_their_call(patch: pytest.MonkeyPatch) -> None:

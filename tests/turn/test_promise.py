@@ -535,7 +535,7 @@ async def test_a_failed_write_leaves_no_place_open(tmp_path: Path) -> None:
     session, _ = session_of(said("a", "1"), journal=journal)
     with pytest.raises(SessionConflict):
         await session.chat(OPENING)
-    assert session.tree.settled_seq == session.tree.next_seq
+    assert session.tree.committed_seq == session.tree.next_seq
     journal.close()
 
 

@@ -175,7 +175,7 @@ async def test_one_failure_among_n_fails_the_request_and_records_what_the_engine
     (node,) = session.tree.nodes.values()
     assert (node.outcome, node.sampled_ids) == ("engine_failed", said("a", "1"))
     assert [item.why for item in session.coverage().untrained] == ["engine_failed"] and session.samples() == []
-    assert not session.tree.keyed
+    assert not session.tree.nodes_by_key
 
 
 async def test_a_failed_generation_leaves_only_a_counter() -> None:

@@ -18,7 +18,7 @@ from tests.gateway.world import Server, renderer, scripted_server, ten_turns
 from tests.viewer.browser import SIZE, Watched, open_browser
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.auth import ApiKeys
-from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.view import view_routes
 from tokentrue.viewer import GatewaySource, ViewerData
 
@@ -121,7 +121,7 @@ def test_a_page_that_would_change_something_is_never_asked_to() -> None:
     routes = view_routes(ApiKeys(admin_key=KEY), lambda: PlainTextResponse("changed"))
     client = TestClient(Starlette(routes=routes))
     assert client.get("/view/", headers={"authorization": basic(KEY)}).text == "changed"
-    with pytest.raises(Refused, match="use GET"):
+    with pytest.raises(HttpError, match="use GET"):
         client.post("/view/", headers={"authorization": basic(KEY)})
 
 

@@ -19,11 +19,11 @@ from tokentrue.gateway.admin.routes import admin_routes
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send, WatchedSend, problem_headers, send_json
 from tokentrue.gateway.auth import SessionAccess
 from tokentrue.gateway.config import GatewayConfig
-from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, PathFields, Seal
+from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, PathFields, ReasoningSigner
 from tokentrue.gateway.dialects.base import Problem
 from tokentrue.gateway.memory import release_freed_memory
-from tokentrue.gateway.metrics.meter import Metered
-from tokentrue.gateway.problems import Refused, problem_from
+from tokentrue.gateway.metrics.meter import MeteredProvider
+from tokentrue.gateway.problems import HttpError, problem_from
 from tokentrue.gateway.services import RendererFor, Services, build_services
 from tokentrue.gateway.sessions import ignores_tools
 from tokentrue.gateway.streaming import EventStream
@@ -45,7 +45,7 @@ VERSIONS = ("v1", "v1beta")  # of Google's API; every other dialect is under v1 
 MODEL_PATH = re.compile(r"(?:/sessions/[^/]+)?/(v1|v1beta)/(.*)", re.DOTALL)
 PURGE_EVERY_S = 3600.0
 EVICT_EVERY_S = 15.0
-UNSIGNED = Seal(b"")  # errors carry no reasoning
+UNSIGNED = ReasoningSigner(b"")  # errors carry no reasoning
 EVERY_DIALECT: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(UNSIGNED), Anthropic(UNSIGNED), Google(UNSIGNED))
 ERROR_DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in EVERY_DIALECT}
 
@@ -76,7 +76,7 @@ class Gateway:
         return self.services.config
 
     @property
-    def provider(self) -> Metered:
+    def provider(self) -> MeteredProvider:
         return self.services.provider
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +102,7 @@ class Gateway:
             self.services.metrics.errors.labels(dialect.name, "client_gone").inc()
         except asyncio.CancelledError:  # the server stops and has waited long enough for this request
             if not watched.started:
-                stopping = Refused(503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0)
+                stopping = HttpError(503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0)
                 await self._answer_problem(problem_from(stopping), dialect, scope, send)
         except Exception as error:
             problem = problem_from(error)
@@ -178,37 +178,37 @@ class ModelRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parameters: Mapping[str, str] = scope["path_params"]
         in_url = url_key(scope) if dialect_name(scope["path"]) == "google" else None
-        claim = self._services.keys.claim(scope["headers"], parameters.get("session_id"), in_url)
+        access = self._services.keys.authenticate(scope["headers"], parameters.get("session_id"), in_url)
         workers: WorkerLinks | None = self._services.workers
-        if workers is not None and not workers.is_owner(claim.session_id, scope):
-            await workers.forward(claim.session_id, scope, receive, send)
+        if workers is not None and not workers.is_owner(access.session_id, scope):
+            await workers.forward(access.session_id, scope, receive, send)
         else:
             try:
-                await self._dispatch(parameters["operation"].rstrip("/"), claim, scope, receive, send)
+                await self._dispatch(parameters["operation"].rstrip("/"), access, scope, receive, send)
             except NotOpened as error:  # nothing of the body has been read
                 await self._services.peers.forward(error.elsewhere, scope, receive, send)
 
-    async def _dispatch(self, operation: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _dispatch(self, operation: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
         model, verb = google_call(operation)
         in_google = dialect_name(scope["path"]) == "google"
         known = verb in GOOGLE_STREAMS or verb == GOOGLE_COUNTS if in_google else operation in GENERATES or operation in (COUNTS, LISTS)
         if not known:
-            raise Refused(404, "unknown_path", "no such path; docs/gateway.md lists the routes")
+            raise HttpError(404, "unknown_path", "no such path; docs/gateway.md lists the routes")
         expected = "GET" if operation == LISTS else "POST"
         if scope["method"] != expected:
-            raise Refused(405, "method_not_allowed", f"use {expected}")
+            raise HttpError(405, "method_not_allowed", f"use {expected}")
         if verb in GOOGLE_STREAMS:
             in_path = PathFields(model=model, stream=GOOGLE_STREAMS[verb])
             check_streamed_as_events(in_path, scope)
-            await self._turns.serve("google", claim, scope, receive, send, in_path)
+            await self._turns.serve("google", access, scope, receive, send, in_path)
         elif verb == GOOGLE_COUNTS:
-            await self._turns.count_tokens("google", claim, scope, receive, send)
+            await self._turns.count_tokens("google", access, scope, receive, send)
         elif operation in GENERATES:
-            await self._turns.serve(GENERATES[operation], claim, scope, receive, send)
+            await self._turns.serve(GENERATES[operation], access, scope, receive, send)
         elif operation == COUNTS:
-            await self._turns.count_tokens("anthropic", claim, scope, receive, send)
+            await self._turns.count_tokens("anthropic", access, scope, receive, send)
         else:
-            async with self._turns.open(claim):
+            async with self._turns.open(access):
                 base = self._config.model
                 await send_json(send, 200, list_models(base, *(f"{base}:{name}" for name in self._services.provider.adapters)))
 
@@ -236,7 +236,7 @@ def url_key(scope: Scope) -> str | None:
 
 def check_streamed_as_events(in_path: PathFields, scope: Scope) -> None:
     if in_path.stream and ("alt", "sse") not in parse_qsl(scope.get("query_string", b"").decode("latin-1")):
-        raise Refused(400, "not_supported", "streams are server-sent events here; add ?alt=sse", field="alt")
+        raise HttpError(400, "not_supported", "streams are server-sent events here; add ?alt=sse", field="alt")
 
 
 def list_models(*names: str) -> dict[str, Any]:

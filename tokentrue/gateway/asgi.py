@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from tokentrue.gateway.dialects.base import Problem, encode
-from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.problems import HttpError
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -65,7 +65,7 @@ class BodyBudget:
             nonlocal taken
             if self.used + size > self._limit:
                 message = "the bodies of requests in progress fill the memory set aside for them (limits.bodies_bytes); try again"
-                raise Refused(429, "too_many_bytes_in_flight", message, retry_after_s=1.0)
+                raise HttpError(429, "too_many_bytes_in_flight", message, retry_after_s=1.0)
             taken += size
             self.used += size
 
@@ -102,8 +102,8 @@ def check_declared_length(scope: Scope, limit: int) -> None:
         raise too_large(limit)
 
 
-def too_large(limit: int) -> Refused:
-    return Refused(413, "body_too_large", f"the body is larger than {limit} bytes (limits.body_bytes)")
+def too_large(limit: int) -> HttpError:
+    return HttpError(413, "body_too_large", f"the body is larger than {limit} bytes (limits.body_bytes)")
 
 
 async def send_bytes(send: Send, status: int, body: bytes, headers: RawHeaders) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokentrue.errors import InputError
-from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.problems import HttpError
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 SHORTEST_KEY = 16
@@ -60,8 +60,8 @@ class SessionAccess:
             raise invalid_key()
 
 
-def invalid_key() -> Refused:
-    return Refused(401, "invalid_key", "invalid API key; POST /sessions returns one")
+def invalid_key() -> HttpError:
+    return HttpError(401, "invalid_key", "invalid API key; POST /sessions returns one")
 
 
 class ApiKeys:
@@ -71,34 +71,34 @@ class ApiKeys:
     def is_admin(self, presented: str) -> bool:
         return hmac.compare_digest(presented.encode(), self._admin)
 
-    def claim(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
+    def authenticate(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
         """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one that the key names,
         or, with the admin key, the one in the header `X-Session-ID`, for programs that run many rollouts against one address.
         `in_url` is a key from the query, where the dialect has one there; a header wins over it."""
         presented = read_key(headers) or in_url
         if presented is None:
-            raise Refused(401, "missing_key", "send the session's api_key as Authorization: Bearer, x-api-key or x-goog-api-key")
+            raise HttpError(401, "missing_key", "send the session's api_key as Authorization: Bearer, x-api-key or x-goog-api-key")
         if self.is_admin(presented):
             if named is not None:
                 return SessionAccess(session_id=named, key_hash=None)
             if (in_header := read_header(headers, SESSION_HEADER)) is None:
                 cure = "use /sessions/{id}/v1/…, the session's api_key, or the header X-Session-ID"
-                raise Refused(400, "no_session", f"the admin key names no session; {cure}")
+                raise HttpError(400, "no_session", f"the admin key names no session; {cure}")
             return SessionAccess(session_id=check_session_id(in_header), key_hash=None, may_create=True)
         owner = session_from_key(presented)
         if owner is None:
             raise invalid_key()
         if named is not None and named != owner:
-            raise Refused(403, "wrong_session", "this key belongs to another session")
+            raise HttpError(403, "wrong_session", "this key belongs to another session")
         return SessionAccess(session_id=owner, key_hash=hash_key(presented))
 
     def require_admin(self, headers: Headers) -> None:
         presented = read_key(headers)
         if presented is None:
-            raise Refused(401, "missing_key", "send the admin key as Authorization: Bearer")
+            raise HttpError(401, "missing_key", "send the admin key as Authorization: Bearer")
         if not self.is_admin(presented):
             of_session = session_from_key(presented) is not None
-            raise Refused(403 if of_session else 401, "not_admin" if of_session else "invalid_key", "this needs the admin key")
+            raise HttpError(403 if of_session else 401, "not_admin" if of_session else "invalid_key", "this needs the admin key")
 
 
 def session_from_key(presented: str) -> str | None:

@@ -33,7 +33,7 @@ STATUS: tuple[tuple[type[TokenTrueError], int], ...] = (  # first match wins: ch
 LONGEST = 600
 
 
-class Refused(TokenTrueError):
+class HttpError(TokenTrueError):
     """A request that the gateway itself refuses."""
 
     def __init__(self, status: int, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
@@ -42,7 +42,7 @@ class Refused(TokenTrueError):
 
 
 def problem_from(error: BaseException) -> Problem:
-    if isinstance(error, Refused):
+    if isinstance(error, HttpError):
         return error.problem
     if not isinstance(error, TokenTrueError):
         return Problem(status=500, code="internal", message="the gateway failed on this request; its log has the cause")

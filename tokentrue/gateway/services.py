@@ -11,7 +11,7 @@ from tokentrue.gateway.admission import AdmissionGate
 from tokentrue.gateway.asgi import BodyBudget
 from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.config import GatewayConfig
-from tokentrue.gateway.metrics.meter import Metered
+from tokentrue.gateway.metrics.meter import MeteredProvider
 from tokentrue.gateway.metrics.registry import Metrics
 from tokentrue.gateway.sessions import SessionRegistry, fit_in_memory
 from tokentrue.gateway.workers.forwarding import WorkerLinks
@@ -30,7 +30,7 @@ class Services:
     config: GatewayConfig
     journal: Journal
     renderer_for: RendererFor
-    provider: Metered
+    provider: MeteredProvider
     keys: ApiKeys
     admission: AdmissionGate
     bodies: BodyBudget
@@ -53,7 +53,7 @@ class Services:
 def build_services(
     *, config: GatewayConfig, renderer_for: RendererFor, provider: EngineControl, journal: Journal, workers: WorkerLinks | None
 ) -> Services:
-    metered = Metered(provider)
+    metered = MeteredProvider(provider)
     config = replace(config, session_limits=fit_in_memory(config.session_limits, config.limits))
 
     async def open_session(session_id: str) -> Session:

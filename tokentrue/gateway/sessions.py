@@ -1,7 +1,7 @@
 """Sessions in memory: opened from the journal when first asked for, evicted when idle, or when they are too many or too large.
 
-A `SessionHandle` adds to the `Session` what only HTTP needs: its key, its dialects (whose seal is this session's own), the parsed
-messages of its last requests, and the names of retried requests. While a request uses a handle (`lease`), it is not evicted: there is
+A `SessionHandle` adds to the `Session` what only HTTP needs: its key, its dialects (whose signer is this session's own), the parsed
+messages of its last requests, and the names of retried requests. While a request uses a handle (`checkout`), it is not evicted: there is
 one live object for a session.
 """
 
@@ -28,10 +28,10 @@ from tokentrue.errors import (
 )
 from tokentrue.gateway.asgi import Scope, header
 from tokentrue.gateway.config import GatewayLimits
-from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, Google, OpenAIChat, OpenAIResponses, RequestHead, Seal
+from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, Google, OpenAIChat, OpenAIResponses, ReasoningSigner, RequestHead
 from tokentrue.gateway.dialects.base import Json
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
-from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.problems import HttpError
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.plain_json import dumps
@@ -62,9 +62,9 @@ class SessionHandle:
         self.in_flight = 0
         self.last_used = time.monotonic()
         record = session.record
-        seal = Seal((record.first_key_hash or record.key_hash or session.id).encode())
-        responses = OpenAIResponses(seal, session.tree.find_arguments)
-        every: tuple[Dialect, ...] = (OpenAIChat(), responses, Anthropic(seal), Google(seal))
+        signer = ReasoningSigner((record.first_key_hash or record.key_hash or session.id).encode())
+        responses = OpenAIResponses(signer, session.tree.find_arguments)
+        every: tuple[Dialect, ...] = (OpenAIChat(), responses, Anthropic(signer), Google(signer))
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
         self.cache = MessageCache(limits.message_cache_bytes, budget)
         self._limits = limits
@@ -150,7 +150,7 @@ class SessionHandle:
     def _requests_with(self, digest: str) -> int:
         """How many recorded requests of this session had this very body."""
         number = 0
-        while self.session.tree.keyed.get(f"{digest}#{number}"):
+        while self.session.tree.nodes_by_key.get(f"{digest}#{number}"):
             number += 1
         return number
 
@@ -159,7 +159,7 @@ class SessionHandle:
     def count_in_flight(self) -> Generator[None, None, None]:
         """One generation of this session, if the limit admits it."""
         if self.in_flight >= self._limits.in_flight_per_session:
-            raise Refused(429, "too_many_in_flight", f"{self.in_flight} generations of this session are in flight", retry_after_s=1.0)
+            raise HttpError(429, "too_many_in_flight", f"{self.in_flight} generations of this session are in flight", retry_after_s=1.0)
         self.in_flight += 1
         try:
             yield
@@ -238,7 +238,7 @@ class SessionRegistry:
         return self._live.get(session_id)
 
     @asynccontextmanager
-    async def lease(self, session_id: str, create: NewSession | None = None) -> AsyncGenerator[SessionHandle, None]:
+    async def checkout(self, session_id: str, create: NewSession | None = None) -> AsyncGenerator[SessionHandle, None]:
         """The session's one live object; it stays in memory while the block runs. `create` makes one where the journal has none."""
         handle = await self._get(session_id, create)
         handle.users += 1

@@ -55,36 +55,36 @@ class TurnHandler:
         self._services = services
 
     @asynccontextmanager
-    async def open(self, claim: SessionAccess) -> AsyncGenerator[SessionHandle, None]:
-        """The session of a claim; a key that fits nothing does not learn whether the session exists."""
+    async def open(self, access: SessionAccess) -> AsyncGenerator[SessionHandle, None]:
+        """The session of a access; a key that fits nothing does not learn whether the session exists."""
         async with AsyncExitStack() as stack:
             try:
-                create = self._services.new_default_session if claim.may_create else None
-                handle = await stack.enter_async_context(self._services.sessions.lease(claim.session_id, create))
+                create = self._services.new_default_session if access.may_create else None
+                handle = await stack.enter_async_context(self._services.sessions.checkout(access.session_id, create))
             except SessionElsewhere as error:
                 raise NotOpened(error) from error
             except SessionNotFound:
-                if claim.key_hash is not None:
+                if access.key_hash is not None:
                     raise invalid_key() from None
                 raise
-            claim.check(handle.session.record.key_hash)
+            access.check(handle.session.record.key_hash)
             yield handle
 
     async def serve(
-        self, name: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None = None
+        self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None = None
     ) -> None:
         clock = TurnClock()
         CLOCK.set(clock)
         try:
-            await self._serve(name, claim, scope, receive, send, in_path, clock)
+            await self._serve(name, access, scope, receive, send, in_path, clock)
         except BaseException as error:
-            log_failure(name, claim.session_id, error, clock)
+            log_failure(name, access.session_id, error, clock)
             raise
 
     async def _serve(
-        self, name: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None, clock: TurnClock
+        self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None, clock: TurnClock
     ) -> None:
-        async with self.open(claim) as handle:
+        async with self.open(access) as handle:
             dialect = handle.dialects[name]
             handle.check_open()
             head, request = await self._read(dialect, handle, scope, receive)
@@ -155,8 +155,8 @@ class TurnHandler:
         await stream.finish()
         return replies
 
-    async def count_tokens(self, name: str, claim: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.open(claim) as handle:
+    async def count_tokens(self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.open(access) as handle:
             dialect = cast("CountingDialect", handle.dialects[name])
             with self._services.bodies.reserve() as take:
                 decoded = dialect.decode_count(await read_body(scope, receive, self._services.config.limits.body_bytes, take))

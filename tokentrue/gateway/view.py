@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokentrue.gateway.auth import ApiKeys, Headers
-from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.problems import HttpError
 
 LoadPage = Callable[[], ASGIApp]
 CHALLENGE = 'Basic realm="tokentrue: any user name, the admin key as password", charset="UTF-8"'
@@ -39,10 +39,10 @@ class AdminPage:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in {"GET", "HEAD"}:
-            raise Refused(405, "method_not_allowed", "use GET")
+            raise HttpError(405, "method_not_allowed", "use GET")
         try:
             self._keys.require_admin(with_basic_password(scope["headers"]))
-        except Refused as error:
+        except HttpError as error:
             refused = PlainTextResponse(f"{error}\n", error.problem.status, headers={"www-authenticate": CHALLENGE})
             await refused(scope, receive, send)
             return

@@ -82,13 +82,13 @@ class Pool:
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         final = None
-        async for chunk in self._resumed(TokenIds(prompt_ids), sampling, session, streamed=False):
+        async for chunk in self._generate_resumable(TokenIds(prompt_ids), sampling, session, streamed=False):
             final = chunk.final
         assert final is not None
         return final
 
     def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        return self._resumed(TokenIds(prompt_ids), sampling, session, streamed=True)
+        return self._generate_resumable(TokenIds(prompt_ids), sampling, session, streamed=True)
 
     async def health(self) -> Mapping[str, Any]:
         """Asks every replica; raises when none answers."""
@@ -176,7 +176,7 @@ class Pool:
             raise EngineUnreachable("no engine has the weights that were published last; publish again, or restart the engines")
         return order[0]
 
-    async def _resumed(
+    async def _generate_resumable(
         self, prompt_ids: TokenIds, sampling: Sampling, session: str | None, *, streamed: bool
     ) -> AsyncGenerator[Chunk]:
         """Generate until the turn has ended, across aborts and failures; `done` are the pieces that were sampled so far."""
@@ -265,13 +265,13 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
         prompt_tokens=len(prompt_ids),
         top_logprobs=tuple(x for top in tops for x in top or ()) if all(top is not None for top in tops) else None,
         raw_logprobs=tuple(x for raw in raws for x in raw or ()) if all(raw is not None for raw in raws) else None,
-        routed_experts=joined_routing(pieces, prompt_ids),
+        routed_experts=join_piece_routing(pieces, prompt_ids),
         sampling_mask=join_masks([mask for mask in masks if mask is not None]) if all(mask is not None for mask in masks) else None,
         prompt_digest=prompt_ids.sha256(),
     )
 
 
-def joined_routing(pieces: Sequence[Completion], prompt_ids: TokenIds) -> RoutedExperts | None:
+def join_piece_routing(pieces: Sequence[Completion], prompt_ids: TokenIds) -> RoutedExperts | None:
     """Each piece's prompt holds the pieces before it: of those positions the piece that sampled from them counts."""
     parts: list[RoutedExperts] = []
     end = len(prompt_ids)

@@ -53,29 +53,29 @@ class RenderBudget:
         if self._steps >= STEPS_PER_CHECK:
             self._steps = 0
             if time.thread_time() > self._deadline:
-                raise exceeded(f"{self._limits.cpu_s:g} s of processor time")
+                raise limit_error(f"{self._limits.cpu_s:g} s of processor time")
 
     def charge(self, chars: int) -> None:
         """Before a string of this length is made."""
         if chars > LARGE_CHARS:
             if chars > self._limits.string_chars:
-                raise exceeded(f"{self._limits.string_chars} characters in one string")
+                raise limit_error(f"{self._limits.string_chars} characters in one string")
             self._charge_total(chars)
             self.step(chars // STEP_CHARS)
 
     def _charge_total(self, chars: int) -> None:
         self._total += chars
         if self._total > self._limits.total_chars:
-            raise exceeded(f"{self._limits.total_chars} characters in all")
+            raise limit_error(f"{self._limits.total_chars} characters in all")
 
     def check_items(self, count: int) -> None:
         if count > self._limits.items:
-            raise exceeded(f"{self._limits.items} items")
+            raise limit_error(f"{self._limits.items} items")
 
     def check_number(self, value: Any) -> None:
         """A width, an indentation or a number of copies."""
         if isinstance(value, int) and value > self._limits.items:
-            raise exceeded(f"a width or count of {self._limits.items}")
+            raise limit_error(f"a width or count of {self._limits.items}")
 
     def hold(self, container: Any) -> Any:
         """Charges a new list, tuple or dictionary for everything that is reached through it, as often as it is reached."""
@@ -93,9 +93,9 @@ class RenderBudget:
                 waiting.extend(value)
             nodes += 1
             if nodes > most or len(waiting) > most:
-                raise exceeded(f"{most} values reached through one list or dictionary")
+                raise limit_error(f"{most} values reached through one list or dictionary")
             if chars > self._limits.string_chars:
-                raise exceeded(f"{self._limits.string_chars} characters in one list or dictionary")
+                raise limit_error(f"{self._limits.string_chars} characters in one list or dictionary")
         self._charge_total(nodes * NODE_CHARS + chars)
         self.step(1 + nodes // STEPS_PER_CHECK)
         return container
@@ -162,7 +162,7 @@ class RenderBudget:
                 self.step(STEPS_PER_CHECK)
         return kept
 
-    def admit(self, result: Any) -> Any:
+    def check_result(self, result: Any) -> Any:
         """A result whose size is at most a small multiple of its inputs'."""
         if type(result) is str and len(result) > LARGE_CHARS:
             self.charge(len(result))
@@ -171,10 +171,10 @@ class RenderBudget:
 
 def check_bits(bits: int) -> None:
     if bits > LARGEST_INTEGER_BITS:
-        raise exceeded(f"{LARGEST_INTEGER_BITS} bits in a whole number")
+        raise limit_error(f"{LARGEST_INTEGER_BITS} bits in a whole number")
 
 
-def exceeded(limit: str) -> TemplateLimitError:
+def limit_error(limit: str) -> TemplateLimitError:
     return TemplateLimitError(f"chat_template: rendering it takes more than {limit}; correct the template, or shorten the conversation")
 
 
@@ -206,7 +206,7 @@ def check_percent(budget: RenderBudget, value: Any, *args: Any, **kwargs: Any) -
     """`text % values` and the filter `format`."""
     text, given = str(value), flatten_arguments(args, kwargs)
     if _WIDE_PERCENT.search(text):
-        raise exceeded("six digits of width in a format")
+        raise limit_error("six digits of width in a format")
     if _VALUE_WIDTH.search(text):
         check_numbers(budget, text, *given)
     charge_texts(budget, text, text.count("%"), given)
@@ -217,7 +217,7 @@ def check_format(budget: RenderBudget, value: Any, *args: Any, **kwargs: Any) ->
     text, given = str(value), flatten_arguments(args, kwargs)
     for _, _, specification, _ in Formatter().parse(text):
         if specification and _WIDE.search(specification):
-            raise exceeded("six digits of width in a format")
+            raise limit_error("six digits of width in a format")
         if specification and "{" in specification:
             check_numbers(budget, text, *given)
     charge_texts(budget, text, text.count("{"), given)

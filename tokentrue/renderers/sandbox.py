@@ -26,7 +26,7 @@ from tokentrue.renderers.budget import (
     TemplateLimits,
     check_format,
     check_percent,
-    exceeded,
+    limit_error,
 )
 
 UNUSED = RenderBudget(TemplateLimits(cpu_s=0.0))
@@ -58,7 +58,7 @@ class BoundedContext(Context):
     def concat_all(self, join: Callable[[Any], str], operands: Sequence[Any]) -> str:
         """`a ~ b ~ …`"""
         if join is not str_join:  # escaped markup
-            return self.budget.admit(join(operands))
+            return self.budget.check_result(join(operands))
         if not ONLY_TEXT.issuperset(map(type, operands)):
             operands = [self.as_text(operand) for operand in operands]
         return self.add_all(operands)
@@ -69,7 +69,7 @@ class BoundedContext(Context):
             return value
         if type(value) in CONTAINERS:
             self.hold(value)
-        return self.budget.admit(str(value))
+        return self.budget.check_result(str(value))
 
     def join_buffer(self, pieces: Iterable[str]) -> str:
         """Pieces that are large were charged when they were made; the same one may stand here many times."""
@@ -175,7 +175,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return budget.power(left, right)
         if isinstance(left, str):
             check_percent(budget, left, right)
-        return budget.admit(left % right)
+        return budget.check_result(left % right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__obj, "__self__", None)
@@ -192,7 +192,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return budget.join(owner, budget.collect(args[0]))
         if check := METHOD_CHECKS.get(name):
             check(budget, owner, *args, **kwargs)
-        return budget.admit(method(*args, **kwargs))
+        return budget.check_result(method(*args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         if type(value) in PLAIN_VALUES:
@@ -204,7 +204,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         @pass_context
         def wrapper(context: BoundedContext, *args: Any, **kwargs: Any) -> str:
             check_format(context.budget, value.__self__, *args, **kwargs)
-            return context.budget.admit(format_text(*args, **kwargs))
+            return context.budget.check_result(format_text(*args, **kwargs))
 
         return update_wrapper(wrapper, value)
 
@@ -230,7 +230,7 @@ def guard_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         else:
             first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[passed]
             result = function(first, *args, **kwargs)
-        return context.budget.admit(result)
+        return context.budget.check_result(result)
 
     return guarded
 
@@ -240,7 +240,7 @@ def bounded_join(context: BoundedContext, value: Any, d: str = "", attribute: st
     pieces = context.budget.collect(value)
     if attribute is None and not context.eval_ctx.autoescape:
         return context.budget.join(str(d), [context.as_text(piece) for piece in pieces])
-    return context.budget.admit(do_join(context.eval_ctx, pieces, d, attribute))
+    return context.budget.check_result(do_join(context.eval_ctx, pieces, d, attribute))
 
 
 @pass_context
@@ -292,5 +292,5 @@ def name_only(namespace: type[Any]) -> type[Any]:
 
 def compile_template(source: str) -> Any:
     if len(source) > MOST_SOURCE_CHARS:
-        raise exceeded(f"{MOST_SOURCE_CHARS} characters of source")
+        raise limit_error(f"{MOST_SOURCE_CHARS} characters of source")
     return bounded_environment().from_string(source)

@@ -20,7 +20,7 @@ class SessionLimits:
     max_in_flight: int | None = 256
     max_n: int = MAX_CHOICES
 
-    def admit(self, *, n: int, nodes: int, tokens: int, in_flight: int) -> None:
+    def check_turn(self, *, n: int, nodes: int, tokens: int, in_flight: int) -> None:
         """Before anything is generated."""
         if not 1 <= n <= self.max_n:
             raise InputError(f"n must be between 1 and {self.max_n}, got {n}")
@@ -38,7 +38,7 @@ class SessionLimits:
             limit = f"max_new_chars={self.max_new_chars}"
             raise LimitExceeded(f"the request has {chars} new characters, the limit is {limit}; shorten them or raise it")
 
-    def admit_prompt(self, length: int) -> None:
+    def check_prompt(self, length: int) -> None:
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
             limit = f"max_prompt_tokens={self.max_prompt_tokens}"
             raise LimitExceeded(f"the prompt has {length} tokens, the limit is {limit}; shorten the conversation")

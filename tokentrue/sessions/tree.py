@@ -40,8 +40,8 @@ Given: TypeAlias = Message | ServedRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One choice of one turn. `seq` is the order of commits, `started` the tree's `settled_seq` when its request was resolved: `a` was over
-    before `b` began if and only if `a.seq < b.started`. `why` is the reason on the edge (None: nothing had continued its parent
+    """One choice of one turn. `seq` is the order of commits, `started` the tree's `committed_seq` when its request was resolved: `a` was
+    over before `b` began if and only if `a.seq < b.started`. `why` is the reason on the edge (None: nothing had continued its parent
     before)."""
 
     id: str
@@ -119,7 +119,7 @@ class Tree:
         self.children: dict[str | None, list[Node]] = defaultdict(list)
         self.followers: dict[str | None, list[Node]] = defaultdict(list)  # children, and roots that continue a node in meaning
         self.answers: dict[TurnKey, list[Node]] = defaultdict(list)
-        self.keyed: dict[str, list[Node]] = defaultdict(list)  # request key -> its served nodes
+        self.nodes_by_key: dict[str, list[Node]] = defaultdict(list)  # request key -> its served nodes
         self.next_seq = 0
         self._reserved: set[int] = set()  # of nodes that are being written
         self._turn_keys: dict[str, TurnKey] = {}
@@ -141,7 +141,7 @@ class Tree:
         self._reserved.discard(seq)
 
     @property
-    def settled_seq(self) -> int:
+    def committed_seq(self) -> int:
         """Every node with a smaller `seq` is in the tree. A node that is still being written is not over yet."""
         return min(self._reserved, default=self.next_seq)
 
@@ -260,18 +260,18 @@ class Tree:
         if node.outcome == "served":
             for request_key in (node.request_key, *node.joined_keys):
                 if request_key is not None:
-                    self.keyed[request_key].append(node)
+                    self.nodes_by_key[request_key].append(node)
 
     def add_key(self, request_key: str, node_ids: Sequence[str]) -> None:
         """A request that joined after these nodes were written: its retry gets them, too. The session's record holds the key."""
-        self.keyed[request_key] = [self.get(node_id) for node_id in node_ids]
+        self.nodes_by_key[request_key] = [self.get(node_id) for node_id in node_ids]
 
     def snapshot(self) -> Tree:
         """As it is now, for another thread to read while this one grows."""
         copy = Tree(template=self.template, tokenizer=self.tokenizer)
         copy.nodes, copy.next_seq = dict(self.nodes), self.next_seq
         copy._turn_keys, copy._hashes = dict(self._turn_keys), dict(self._hashes)
-        for name in ("children", "followers", "answers", "keyed"):
+        for name in ("children", "followers", "answers", "nodes_by_key"):
             index: dict[Any, list[Node]] = getattr(copy, name)
             index.update((key, list(found)) for key, found in getattr(self, name).items())
         return copy

@@ -14,7 +14,7 @@ from tokentrue.errors import EngineError, InputError
 from tokentrue.gateway.admin.bodies import Pause, Version, decode_admin
 from tokentrue.gateway.admin.routing import is_forwarded, json_response, request_body
 from tokentrue.gateway.metrics.registry import CONTENT_TYPE, build_page, engine_families
-from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.services import Services
 
 READY_S = 5.0
@@ -70,7 +70,7 @@ class OperationHandlers:
         headers = {k: v for k, v in request.headers.items() if k in {"authorization", "x-api-key", "content-type"}}
         answers = await workers.ask_all("POST", request.url.path, await request_body(self._services, request), headers)
         if any(other is None for other in answers):
-            raise Refused(503, "worker_restarting", "a worker does not answer; send this again", retry_after_s=1.0)
+            raise HttpError(503, "worker_restarting", "a worker does not answer; send this again", retry_after_s=1.0)
         return answers
 
     # Health.
@@ -80,16 +80,16 @@ class OperationHandlers:
     async def ready(self, request: Request) -> Response:
         services = self._services
         if services.admission.closing:
-            raise Refused(503, "shutting_down", "the gateway is shutting down")
+            raise HttpError(503, "shutting_down", "the gateway is shutting down")
         try:
             facts = await asyncio.wait_for(services.provider.health(), READY_S)
         except (EngineError, TimeoutError) as error:
-            raise Refused(503, "engine_unreachable", f"no engine answers: {str(error)[:200]}", retry_after_s=5.0) from None
+            raise HttpError(503, "engine_unreachable", f"no engine answers: {str(error)[:200]}", retry_after_s=5.0) from None
         await self._check_disk()
         if services.workers is not None and not is_forwarded(request):
             answers = await services.workers.ask_all("GET", "/ready")
             if any(other is None for other in answers):
-                raise Refused(503, "worker_not_ready", "a worker is not ready", retry_after_s=1.0)
+                raise HttpError(503, "worker_not_ready", "a worker is not ready", retry_after_s=1.0)
         return json_response(200, {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)})
 
     async def _check_disk(self) -> None:
@@ -100,7 +100,7 @@ class OperationHandlers:
         free = (await asyncio.to_thread(shutil.disk_usage, Path(path).resolve().parent)).free
         if free < self._services.config.limits.free_disk_bytes:
             message = f"the disk of the journal is full: {free} bytes are left (limits.free_disk_bytes)"
-            raise Refused(503, "disk_full", message, retry_after_s=10.0)
+            raise HttpError(503, "disk_full", message, retry_after_s=10.0)
 
     # Metrics.
     async def metrics(self, request: Request) -> Response:

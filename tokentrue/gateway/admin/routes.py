@@ -13,7 +13,7 @@ from tokentrue.gateway.admin.openapi import document
 from tokentrue.gateway.admin.operations import OperationHandlers
 from tokentrue.gateway.admin.routing import Handler, PeerResponse, forward_to_owner, is_forwarded, json_response, request_body
 from tokentrue.gateway.admin.session_handlers import SessionHandlers
-from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.services import Services
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -46,9 +46,9 @@ def build_route(services: Services, path: str, methods: Mapping[str, Guarded]) -
         method = "GET" if request.method == "HEAD" else request.method
         is_foreign = path.startswith("/internal/") and not is_forwarded(request)
         if not methods or is_foreign:
-            raise Refused(404, "unknown_path", "no such path; GET /openapi.json lists them")
+            raise HttpError(404, "unknown_path", "no such path; GET /openapi.json lists them")
         if method not in methods:
-            raise Refused(405, "method_not_allowed", f"use {' or '.join(sorted(methods))}")
+            raise HttpError(405, "method_not_allowed", f"use {' or '.join(sorted(methods))}")
         handler, is_guarded = methods[method]
         if is_guarded:
             services.keys.require_admin(request.scope["headers"])

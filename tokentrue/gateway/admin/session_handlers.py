@@ -52,7 +52,7 @@ class SessionHandlers:
         """For whoever resumes a session whose key is lost: a new key, under which the old one opens nothing."""
         session_id = request.path_params["session_id"]
         key = new_session_key(session_id)
-        async with self._services.sessions.lease(session_id) as handle:
+        async with self._services.sessions.checkout(session_id) as handle:
             handle.check_open()
             await handle.session.replace_key(hash_key(key))
         return json_response(201, self._address(request, session_id, key))
@@ -78,12 +78,12 @@ class SessionHandlers:
         return json_response(200, {"sessions": listed, "total": total, "offset": offset, "limit": limit})
 
     async def show(self, request: Request) -> Response:
-        async with self._services.sessions.lease(request.path_params["session_id"]) as handle:
+        async with self._services.sessions.checkout(request.path_params["session_id"]) as handle:
             return json_response(200, session_json(handle.session, handle.coverage(), in_flight=handle.in_flight))
 
     async def delete(self, request: Request) -> Response:
         session_id = request.path_params["session_id"]
-        async with self._services.sessions.lease(session_id) as handle:
+        async with self._services.sessions.checkout(session_id) as handle:
             await handle.session.end()
             state = handle.session.record.state
         if request.query_params.get("purge", "false").lower() in {"true", "1"}:
@@ -95,12 +95,12 @@ class SessionHandlers:
     async def reward(self, request: Request) -> Response:
         body = decode_admin(await request_body(self._services, request), GiveReward)
         body.check()
-        async with self._services.sessions.lease(request.path_params["session_id"]) as handle:
+        async with self._services.sessions.checkout(request.path_params["session_id"]) as handle:
             await handle.session.reward(body.reward, leaf=body.leaf, metadata=body.metadata, group=body.group)
             return json_response(200, {"session_id": handle.session.id, "reward": body.reward, "leaf": body.leaf})
 
     async def samples(self, request: Request) -> Response:
-        async with self._services.sessions.lease(request.path_params["session_id"]) as handle:
+        async with self._services.sessions.checkout(request.path_params["session_id"]) as handle:
             assembly = await handle.session.assembly()
         format_ = request.query_params.get("format", "json")
         if format_ != "json":

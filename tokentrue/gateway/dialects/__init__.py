@@ -5,7 +5,7 @@ from tokentrue.gateway.dialects.base import CountingDialect, DecodedBody, Dialec
 from tokentrue.gateway.dialects.google import Google
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat
 from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 
 __all__ = [
     "Anthropic",
@@ -18,6 +18,6 @@ __all__ = [
     "OpenAIResponses",
     "PathFields",
     "Problem",
+    "ReasoningSigner",
     "RequestHead",
-    "Seal",
 ]

@@ -1,6 +1,6 @@
 """Anthropic Messages: requests and `count_tokens`. Answers and events are in `anthropic_answers.py`.
 
-Reasoning travels as thinking blocks under a seal: a block that comes back changed is refused, as the protocol's own server would.
+Reasoning travels as thinking blocks with a signature: a block that comes back changed is refused, as the protocol's own server would.
 Claude Code's billing block, which changes with every request and is no part of the prompt, is taken out of the system prompt.
 """
 
@@ -27,7 +27,7 @@ from tokentrue.gateway.dialects.base import (
     raw_items,
     text_field,
 )
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.gateway.dialects.tools import check_function
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
@@ -86,8 +86,8 @@ class Anthropic:
     items_key = "messages"
     splits_turns = False
 
-    def __init__(self, seal: Seal) -> None:
-        self._seal = seal
+    def __init__(self, signer: ReasoningSigner) -> None:
+        self._signer = signer
 
     def decode(self, body: bytes) -> DecodedBody:
         decoded = decode_body(body, MessagesBody)
@@ -148,15 +148,15 @@ class Anthropic:
     def _thought(self, block: Json, where: str) -> str:
         text = text_field(block, "thinking", where)
         signature = block.get("signature", "")
-        if not isinstance(signature, str) or not self._seal.holds(signature, text):
+        if not isinstance(signature, str) or not self._signer.holds(signature, text):
             raise MessageError("the signature does not fit the thinking; send the block back as it came", field=f"{where}.signature")
         return text
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
-        return build_message(head, replies[0], self._seal)
+        return build_message(head, replies[0], self._signer)
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> AnthropicEncoder:
-        return AnthropicEncoder(head, self._seal)
+        return AnthropicEncoder(head, self._signer)
 
     def build_error(self, problem: Problem) -> Json:
         return build_error(problem)

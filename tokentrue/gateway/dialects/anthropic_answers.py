@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, arguments_object, encode, is_cut, is_raw_arguments
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Delta, Message, Reply, TurnEvent
 
 ERROR_TYPES = {
@@ -23,8 +23,8 @@ ERROR_TYPES = {
 }
 
 
-def build_message(head: RequestHead, reply: Reply, seal: Seal) -> Json:
-    return {**message_base(head, reply.node), "content": build_blocks(reply.message, seal), **message_end(head, reply)}
+def build_message(head: RequestHead, reply: Reply, signer: ReasoningSigner) -> Json:
+    return {**message_base(head, reply.node), "content": build_blocks(reply.message, signer), **message_end(head, reply)}
 
 
 def message_base(head: RequestHead, node: str) -> Json:
@@ -36,11 +36,11 @@ def message_end(head: RequestHead, reply: Reply) -> Json:
     return {"stop_reason": stop_reason(reply), "stop_sequence": stop_sequence(head, reply), "usage": usage_of(reply)}
 
 
-def build_blocks(message: Message, seal: Seal) -> list[Json]:
+def build_blocks(message: Message, signer: ReasoningSigner) -> list[Json]:
     blocks: list[Json] = []
     thought = message.get("reasoning_content")
     if thought:
-        blocks.append({"type": "thinking", "thinking": thought, "signature": seal.sign(thought)})
+        blocks.append({"type": "thinking", "thinking": thought, "signature": signer.sign(thought)})
     if message.get("content"):
         blocks.append({"type": "text", "text": message["content"]})
     calls: list[Mapping[str, Any]] = message.get("tool_calls") or []
@@ -94,8 +94,8 @@ class AnthropicEncoder:
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, head: RequestHead, seal: Seal) -> None:
-        self._head, self._seal = head, seal
+    def __init__(self, head: RequestHead, signer: ReasoningSigner) -> None:
+        self._head, self._signer = head, signer
         self._open: OpenBlock | None = None
         self._blocks = 0
         self._started = False
@@ -144,7 +144,7 @@ class AnthropicEncoder:
             return b""
         out = b""
         if block.kind == "thinking":
-            out += block_delta(block, {"type": "signature_delta", "signature": self._seal.sign(block.text)})
+            out += block_delta(block, {"type": "signature_delta", "signature": self._signer.sign(block.text)})
         elif block.kind == "tool_use" and block.text:
             out += block_delta(block, {"type": "input_json_delta", "partial_json": arguments_json(block.text)})
         return out + sse("content_block_stop", {"index": block.index})

@@ -37,7 +37,7 @@ from tokentrue.gateway.dialects.responses_requests import (
     message_from_item,
     tools_from_responses,
 )
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
@@ -104,8 +104,8 @@ class OpenAIResponses:
     items_key = "input"
     splits_turns = True
 
-    def __init__(self, seal: Seal, find_arguments: FindArguments = lambda _: ()) -> None:
-        self._seal, self._find_arguments = seal, find_arguments
+    def __init__(self, signer: ReasoningSigner, find_arguments: FindArguments = lambda _: ()) -> None:
+        self._signer, self._find_arguments = signer, find_arguments
 
     def decode(self, body: bytes) -> DecodedBody:
         decoded = decode_body(body, ResponsesBody)
@@ -116,7 +116,7 @@ class OpenAIResponses:
         return DecodedBody(head=head_from_responses(decoded), items=items)
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        message = message_from_item(object_of(item, path), path, self._seal, self._find_arguments)
+        message = message_from_item(object_of(item, path), path, self._signer, self._find_arguments)
         return () if message is None else (message,)
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
@@ -133,7 +133,7 @@ class OpenAIResponses:
         """The response from its items."""
         status = status_of(reply)
         response = response_base(head, reply.node, created, status=status)
-        response["output"] = [item.build(self._seal, status=text_status(item, items, status)) for item in items]
+        response["output"] = [item.build(self._signer, status=text_status(item, items, status)) for item in items]
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut(reply.completion.finish) else None
         response["usage"] = usage_of(reply)
         return response
@@ -147,7 +147,7 @@ class OpenAIResponses:
 
         return ResponsesEncoder(
             head,
-            seal=self._seal,
+            signer=self._signer,
             text_of=text_of,
             build_opening=build_opening,
             build_response=build_response,

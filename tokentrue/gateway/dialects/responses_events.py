@@ -21,7 +21,7 @@ from tokentrue.gateway.dialects.responses_items import (
     status_of,
     text_status,
 )
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Delta, Reply, TurnEvent
 
 
@@ -53,13 +53,13 @@ class ResponsesEncoder:
         self,
         head: RequestHead,
         *,
-        seal: Seal,
+        signer: ReasoningSigner,
         text_of: TextOf,
         build_opening: Callable[[str], Json],
         build_response: BuildResponse,
         build_error: Callable[[Problem], Json],
     ) -> None:
-        self._head, self._seal, self._text_of = head, seal, text_of
+        self._head, self._signer, self._text_of = head, signer, text_of
         self._build_opening, self._build_response, self._build_error = build_opening, build_response, build_error
         self._opening: Json = {}
         self._node = ""
@@ -160,7 +160,7 @@ class ResponsesEncoder:
             out += self._event("response.function_call_arguments.done", **place, name=item.tool.name, arguments=item.text)
         if item.kind != "call":
             out += self._event("response.content_part.done", **place, content_index=0, part=part_of(item))
-        built = item.build(self._seal, status=status)
+        built = item.build(self._signer, status=status)
         return out + self._event("response.output_item.done", output_index=place["output_index"], item=built)
 
     def _finish(self, reply: Reply) -> bytes:

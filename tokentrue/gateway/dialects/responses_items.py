@@ -10,7 +10,7 @@ import orjson
 
 from tokentrue.gateway.dialects.base import Json, RequestHead, TextOf, is_cut
 from tokentrue.gateway.dialects.chat_answers import logprobs_of
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Reply
 
 _INPUT_OPENS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
@@ -39,10 +39,10 @@ class OutputItem:
     tool: ServedTool | None = None  # of a call
     logprobs: Sequence[Json] = ()
 
-    def build(self, seal: Seal, *, status: str) -> Json:
+    def build(self, signer: ReasoningSigner, *, status: str) -> Json:
         """`status` is that of reasoning or text; a call has its own."""
         if self.kind == "reasoning":
-            return reasoning_item(self.suffix, self.text, seal, status=status)
+            return reasoning_item(self.suffix, self.text, signer, status=status)
         if self.kind == "message":
             return message_item(self.suffix, self.text, self.logprobs, status=status)
         assert self.tool is not None
@@ -58,13 +58,13 @@ class OutputItem:
         return call_item(self.tool, self.call_id, self.suffix, "", status="in_progress")
 
 
-def reasoning_item(suffix: str, text: str, seal: Seal, *, status: str) -> Json:
+def reasoning_item(suffix: str, text: str, signer: ReasoningSigner, *, status: str) -> Json:
     return {
         "type": "reasoning",
         "id": f"rs_{suffix}",
         "summary": [],
         "content": [reasoning_part(text)],
-        "encrypted_content": seal.wrap(text),
+        "encrypted_content": signer.wrap(text),
         "status": status,
     }
 

@@ -14,7 +14,7 @@ import orjson
 from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import Json, echo, join_text
 from tokentrue.gateway.dialects.responses_items import ServedTool, custom_input, model_name
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.gateway.dialects.tools import check_function
 from tokentrue.types import Message
 
@@ -28,11 +28,11 @@ OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 # Items.
-def message_from_item(item: Json, path: str, seal: Seal, find_arguments: FindArguments) -> Message | None:
+def message_from_item(item: Json, path: str, signer: ReasoningSigner, find_arguments: FindArguments) -> Message | None:
     """A message, or a part of an assistant message; None for reasoning of which nothing is left."""
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "reasoning":
-        text = reasoning_text(item, path, seal)
+        text = reasoning_text(item, path, signer)
         return {"role": "assistant", "content": None, "reasoning_content": text} if text else None
     if kind in CALLS:
         return {"role": "assistant", "content": None, "tool_calls": [call_from_item(kind, item, path, find_arguments)]}
@@ -56,12 +56,12 @@ def text_message(item: Json, path: str) -> Message:
     return {"role": "system" if role == "developer" else role, "content": text}
 
 
-def reasoning_text(item: Json, path: str, seal: Seal) -> str:
+def reasoning_text(item: Json, path: str, signer: ReasoningSigner) -> str:
     sealed = item.get("encrypted_content")
     if item.get("content"):
         return join_text(item["content"], REASONING_PARTS, f"{path}.content", glue="") or ""
     if isinstance(sealed, str):
-        return seal.unwrap(sealed) or ""
+        return signer.unwrap(sealed) or ""
     return join_text(item.get("summary"), REASONING_PARTS, f"{path}.summary", glue="") or ""
 
 

@@ -40,7 +40,7 @@ class EngineClock:
 CLOCK: ContextVar[EngineClock | None] = ContextVar("tokentrue_engine_clock", default=None)
 
 
-class Metered:
+class MeteredProvider:
     """`version` is what /admin/version noted; an engine that reports its own is believed."""
 
     def __init__(self, inner: EngineControl, *, version: int = UNVERSIONED) -> None:

@@ -24,7 +24,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         registry = self.registry
         self.turns = Counter("tokentrue_turns", "Committed turns.", ["dialect", "streamed"], registry=registry)
-        self.errors = Counter("tokentrue_errors", "Refused or failed requests.", ["dialect", "code"], registry=registry)
+        self.errors = Counter("tokentrue_errors", "HttpError or failed requests.", ["dialect", "code"], registry=registry)
         self.tokens = Counter("tokentrue_tokens", "Tokens: prompt (sent), given (new of them), sampled.", ["kind"], registry=registry)
         self.prompt_tokens, self.given_tokens, self.sampled_tokens = (self.tokens.labels(kind) for kind in ("prompt", "given", "sampled"))
         self.trained = Gauge("tokentrue_session_tokens", "Of the sessions seen: tokens sampled, trained.", ["kind"], registry=registry)

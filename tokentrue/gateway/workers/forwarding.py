@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send
-from tokentrue.gateway.problems import Refused
+from tokentrue.gateway.problems import HttpError
 
 FROM_WORKER = "tokentrue.from_worker"
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te", b"trailer", b"expect"}
@@ -116,7 +116,7 @@ async def relay_request(
     try:
         response = await client.request(scope["method"], url, **settings)
     except aiohttp.ClientConnectionError:
-        raise Refused(503, "worker_restarting", "the worker of this session restarts; send this again", retry_after_s=1.0) from None
+        raise HttpError(503, "worker_restarting", "the worker of this session restarts; send this again", retry_after_s=1.0) from None
     async with response:
         kept = [(k.lower(), v) for k, v in response.raw_headers if k.lower() not in HOP_BY_HOP or k.lower() == b"content-length"]
         await send({"type": "http.response.start", "status": response.status, "headers": kept})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.extending.request import ExtendRequest, Join, RefusedError
+from tokentrue.renderers.extending.request import ExtendError, ExtendRequest, Join
 from tokentrue.renderers.extending.stops import Stops
 
 
@@ -33,10 +33,10 @@ class MarkedRender:
 
 
 def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: MarkedRender) -> Boundary:
-    """Raises RefusedError where the recorded end of the turn does not fit the template's."""
+    """Raises ExtendError where the recorded end of the turn does not fit the template's."""
     ends = _list_literals(codec, render.region)
     if not ends:
-        raise RefusedError("no_stop", "the template closes the assistant's turn with no token of its own")
+        raise ExtendError("no_stop", "the template closes the assistant's turn with no token of its own")
     if request.stop is not None:
         hits = [end for literal, end in ends if literal == request.stop]
         own = _find_own_stop(ends, stops, request)
@@ -46,7 +46,7 @@ def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: Ma
             join: Join = "stop" if request.is_stop or hits[0] == own else "open"
             return Boundary(join=join, gap=render.region[: hits[0]], literal=request.stop)
         if hits:
-            raise RefusedError(
+            raise ExtendError(
                 "ambiguous_stop", f"the template writes {request.stop!r} {len(hits)} times at the end of the assistant's turn"
             )
         if request.is_stop and (alias := _find_alias(codec, ends, request.stop, render)) is not None:
@@ -88,4 +88,4 @@ def _find_closing(ends: list[tuple[str, int]], stops: Stops, request: ExtendRequ
         for literal, end in ends:
             if literal in candidates:
                 return end - len(literal)
-    raise RefusedError("no_stop", "after the assistant's calls the template writes no token that ends a turn")
+    raise ExtendError("no_stop", "after the assistant's calls the template writes no token that ends a turn")

@@ -15,7 +15,7 @@ from tokentrue.errors import TemplateError
 from tokentrue.ids import TokenIds
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.extending.plan_key import NormalisedValues, PlanKey, answers_older_call, list_recent_kinds, shape_of
-from tokentrue.renderers.extending.request import ExtendPlan, ExtendRequest, RefusedError
+from tokentrue.renderers.extending.request import ExtendError, ExtendPlan, ExtendRequest
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
 from tokentrue.renderers.json_types import JsonObject
@@ -48,9 +48,9 @@ class Extender:
         request, key = self._read_request(prefix_ids, messages, new, tools, kwargs)
         try:
             if self._history == "template" and self._splicer.rewrites(request, self._normalise_past(messages)):
-                raise RefusedError("history_rewritten", "the template rewrites earlier turns when these messages follow; begin a new root")
+                raise ExtendError("history_rewritten", "the template rewrites earlier turns when these messages follow; begin a new root")
             plan, tail, mark = self._render_tail(request, key, messages)
-        except RefusedError as refused:
+        except ExtendError as refused:
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
             return Refusal(why="template_raises", detail=str(error))
@@ -75,7 +75,7 @@ class Extender:
         if known is not None and known.context != "history":
             try:
                 return known, *self._splicer.render_tail(known, request, ())
-            except RefusedError as refused:
+            except ExtendError as refused:
                 if refused.why != "boundary_changed":
                     raise  # else the plan was made on another turn of this shape, whose call id stands in the gap
         past = self._normalise_past(messages)

@@ -19,7 +19,7 @@ follows (harmony's <|return|>); at a stop token that it does not write there; at
 own closing."""
 
 
-class RefusedError(Exception):
+class ExtendError(Exception):
     """Becomes a `Refusal` at the door of `Extender.extend`."""
 
     def __init__(self, why: str, detail: str) -> None:

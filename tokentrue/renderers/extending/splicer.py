@@ -1,6 +1,6 @@
 """What a template puts after a recorded assistant turn: found with a sentinel in place of what was sampled, cut at the recorded stop id.
 
-Contract: `Splicer.render_tail` gives the text that follows the recorded prefix, or raises `RefusedError` with a reason; it never guesses.
+Contract: `Splicer.render_tail` gives the text that follows the recorded prefix, or raises `ExtendError` with a reason; it never guesses.
 A conversation is rendered in one of three contexts (`ContextKind`). The cheaper ones, whose cost does not grow with the history, are used
 only after they gave, on the very messages of a first request and on a render with marked words, what the real history gives; an
 `ExtendPlan` remembers that per shape of request. Where the template raises on the real history there is nothing to compare with, and the
@@ -20,7 +20,7 @@ from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.shield import ContentShield, needs_shield
 from tokentrue.renderers.extending.boundary import MarkedRender, find_boundary
 from tokentrue.renderers.extending.contexts import ContextBuilder
-from tokentrue.renderers.extending.request import ContextKind, ExtendPlan, ExtendRequest, RefusedError, SentinelPlace
+from tokentrue.renderers.extending.request import ContextKind, ExtendError, ExtendPlan, ExtendRequest, SentinelPlace
 from tokentrue.renderers.extending.spans import split_at_words
 from tokentrue.renderers.extending.stops import Stops, make_content
 from tokentrue.renderers.json_types import JsonObject
@@ -33,7 +33,7 @@ class Splicer:
         self._contexts = ContextBuilder(inputs)
 
     def plan(self, request: ExtendRequest, history: Sequence[JsonObject], *, only_history: bool = False) -> ExtendPlan:
-        """The cheapest context that gives what the real history gives; raises RefusedError where that gives nothing."""
+        """The cheapest context that gives what the real history gives; raises ExtendError where that gives nothing."""
         truth, why_not = self._try_context("history", request, history)
         if truth is None and (only_history or why_not.why != "template_raises"):
             raise why_not
@@ -53,13 +53,13 @@ class Splicer:
 
     def _try_context(
         self, context: ContextKind, request: ExtendRequest, history: Sequence[JsonObject]
-    ) -> tuple[ExtendPlan | None, RefusedError]:
+    ) -> tuple[ExtendPlan | None, ExtendError]:
         try:
-            return self._plan_context(context, request, history), RefusedError("", "")
-        except RefusedError as refused:
+            return self._plan_context(context, request, history), ExtendError("", "")
+        except ExtendError as refused:
             return None, refused
         except TemplateError as error:
-            return None, RefusedError("template_raises", str(error))
+            return None, ExtendError("template_raises", str(error))
 
     def render_tail(self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject]) -> tuple[str, str]:
         """The text after the recorded prefix, and the mark that shields content in it (empty where nothing had to be shielded)."""
@@ -68,9 +68,9 @@ class Splicer:
         text, mark = self.render_text([*context, *request.new], tools, request.kwargs)
         _, found, rest = text.partition(self._contexts.sentinel)
         if not found or self._contexts.sentinel in rest:
-            raise RefusedError("turn_lost", "the assistant's turn does not show once when these messages follow it")
+            raise ExtendError("turn_lost", "the assistant's turn does not show once when these messages follow it")
         if not rest.startswith(plan.gap):
-            raise RefusedError("boundary_changed", "the new messages change what the template writes at the end of the assistant's turn")
+            raise ExtendError("boundary_changed", "the new messages change what the template writes at the end of the assistant's turn")
         return plan.closing + rest[len(plan.gap) :], mark
 
     def render_text(
@@ -137,7 +137,7 @@ class Splicer:
         if place == "argument" and text.count(self._contexts.sentinel) != 1:
             place = "content"
             if (text := render(place)) != render(place, calls=False):
-                raise RefusedError("calls_dropped", "the template does not show the last tool call of the assistant's turn")
+                raise ExtendError("calls_dropped", "the template does not show the last tool call of the assistant's turn")
         after = text.partition(self._contexts.sentinel)[2]
         marked_render = MarkedRender(
             region=self._find_region(text, words),
@@ -161,20 +161,20 @@ class Splicer:
         """What lies between the sentinel and the first new message, after the order checks."""
         sentinel = self._contexts.sentinel
         if text.count(sentinel) != 1:
-            raise RefusedError("turn_lost", "the assistant's turn does not show once when these messages follow it")
+            raise ExtendError("turn_lost", "the assistant's turn does not show once when these messages follow it")
         end = text.index(sentinel) + len(sentinel)
         position = end
         for index, word in enumerate(words):
             found = text.find(word)
             if found < 0:
-                raise RefusedError("message_dropped", f"the template drops new[{index}] without saying so")
+                raise ExtendError("message_dropped", f"the template drops new[{index}] without saying so")
             if found < position or text.find(word, found + 1) >= 0:
                 detail = f"the template does not put new[{index}] once, after the assistant's turn and in order"
-                raise RefusedError("message_moved", detail)
+                raise ExtendError("message_moved", detail)
             position = found
         first = text.find(words[0])
         if text.find(self._contexts.own, first) >= 0:
-            raise RefusedError("turn_split", "the template writes part of the assistant's turn after the new messages")
+            raise ExtendError("turn_split", "the template writes part of the assistant's turn after the new messages")
         return text[end:first]
 
     def _render_marked_tail(self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject]) -> str:

@@ -63,7 +63,7 @@ class PathFit:
 
     depth: int = 0
     score: int = 0
-    losses: frozenset[str] = frozenset()
+    changes: frozenset[str] = frozenset()
     respelled: bool = False
 
 

@@ -19,7 +19,7 @@ from tokentrue.protocols import Renderer
 from tokentrue.sessions.matching.candidates import CandidateIndex
 from tokentrue.sessions.matching.conversations import Conversation, ConversationReader, MessageFacts, PathFit
 from tokentrue.sessions.matching.match_keys import CallRef, calls_of, tools_key
-from tokentrue.sessions.matching.projections import find_losses, format_losses
+from tokentrue.sessions.matching.projections import find_changes, format_changes
 from tokentrue.sessions.plain_json import digest
 from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
 from tokentrue.tracing import traced
@@ -51,7 +51,7 @@ class Root:
     origin: Node | None = None
 
 
-Plan = Continue | Root
+Resolution = Continue | Root
 
 
 class Matcher:
@@ -71,7 +71,7 @@ class Matcher:
         return self._reader.read(messages, tools)
 
     @traced("resolve")
-    def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Plan:
+    def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Resolution:
         """`in_flight` counts the turns that are being generated."""
         found = _Search(self._tree, self._index, self._renderer, conversation, in_flight).find_deepest()
         if found is None:
@@ -82,7 +82,7 @@ class Matcher:
             return self._root_after(node, tail, conversation, in_flight)
         key = turn_key(node, tail, conversation.tools)
         why, detail = self._explain_edge(key, tail, in_flight)
-        how = format_losses(tuple(sorted(fit.losses)), ambiguous=ambiguous)
+        how = format_changes(tuple(sorted(fit.changes)), ambiguous=ambiguous)
         return Continue(node=node, tail=tail, projection=how, turn_key=key, why=why, detail=detail)
 
     def _explain_edge(self, key: TurnKey, tail: Sequence[Message], in_flight: Mapping[TurnKey, int]) -> tuple[str | None, str]:
@@ -191,20 +191,20 @@ class _Search:
 
     def _fit_steps(self, before: PathFit, steps: Sequence[Node]) -> PathFit | None:
         facts, nodes = self._conversation.facts, self._tree.nodes
-        score, losses, respelled = before.score, set(before.losses), before.respelled
+        score, changes, respelled = before.score, set(before.changes), before.respelled
         at = self._index.place(steps[0]).depth - len(steps[0].given) - 1
         for step in steps:
             for item in (*step.given, step.served):
                 if item is step.served or isinstance(item, ServedRef):
-                    found = find_losses(nodes[item.node].served if isinstance(item, ServedRef) else item, facts[at].message)
+                    found = find_changes(nodes[item.node].served if isinstance(item, ServedRef) else item, facts[at].message)
                     if found is None:
                         return None
                     score += len(found)
-                    losses.update(found)
+                    changes.update(found)
                 elif not respelled and not facts[at].repeats(item):
                     respelled = True
                 at += 1
-        return PathFit(depth=at, score=score, losses=frozenset(losses), respelled=respelled)
+        return PathFit(depth=at, score=score, changes=frozenset(changes), respelled=respelled)
 
     def _has_same_tools(self, node: Node) -> bool:
         if node.tools is self._conversation.tools or digest(node.tools) == self._conversation.tools_exact:

@@ -1,6 +1,6 @@
 """Is a replayed assistant message a known lossy projection of what was served? Pure; the answer names every loss or says no.
 
-The losses that harnesses are known to cause: `reasoning_dropped`, `reasoning_inlined`, `call_ids`, `arguments`, `parts`,
+The changes that harnesses are known to cause: `reasoning_dropped`, `reasoning_inlined`, `call_ids`, `arguments`, `parts`,
 `empty_content`, `whitespace`, `extra_fields`. Anything else is an edit. A wrong match is worse than a fork, so a replay that
 *adds* to what was served (reasoning that was not there, one more call) is an edit too.
 The served text is never taken apart: a think tag in it is text that the model wrote. Only the replay is searched for the served
@@ -19,37 +19,37 @@ _KNOWN = ("role", "content", "reasoning_content", "reasoning", "tool_calls")
 _TAGS = ("think", "thinking", "thought")
 
 
-def find_losses(served: Message, replayed: Message) -> tuple[str, ...] | None:
-    """The losses, sorted; `()` where nothing visible differs; None where this is not a replay of `served`."""
+def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
+    """The changes, sorted; `()` where nothing visible differs; None where this is not a replay of `served`."""
     if served is replayed:
         return ()
-    text, calls = _text_losses(served, replayed), _call_losses(served, replayed)
+    text, calls = _text_changes(served, replayed), _call_changes(served, replayed)
     if text is None or calls is None:
         return None
-    return tuple(sorted(text | calls | _extra_losses(replayed)))
+    return tuple(sorted(text | calls | _extra_changes(replayed)))
 
 
-def _text_losses(served: Message, replayed: Message) -> set[str] | None:
+def _text_changes(served: Message, replayed: Message) -> set[str] | None:
     """Of reasoning and visible text."""
     was, now = text_of(served.get("content")), text_of(replayed.get("content"))
     thought, given = reasoning_of(served), reasoning_of(replayed)
     if given.strip() and given.strip() != thought.strip():
         return None
-    losses: set[str] = set()
+    changes: set[str] = set()
     if isinstance(replayed.get("content"), (list, tuple)) and not isinstance(served.get("content"), (list, tuple)):
-        losses.add("parts")
+        changes.add("parts")
     if was.strip() == now.strip():
         if thought.strip() and not given.strip():
-            losses.add("reasoning_dropped")
+            changes.add("reasoning_dropped")
         elif thought != given:
-            losses.add("whitespace")
-        return losses | _content_losses(served.get("content"), replayed.get("content"), was, now, losses)
+            changes.add("whitespace")
+        return changes | _content_changes(served.get("content"), replayed.get("content"), was, now, changes)
     inlined = _find_inlined(now, thought=thought.strip(), text=was.strip())
     if inlined is None:
         return None
     if thought.strip() and not inlined and not given.strip():
-        return losses | {"reasoning_dropped", "whitespace"}  # an empty block before the text
-    return losses | {"reasoning_inlined"}
+        return changes | {"reasoning_dropped", "whitespace"}  # an empty block before the text
+    return changes | {"reasoning_inlined"}
 
 
 def _find_inlined(replayed: str, *, thought: str, text: str) -> str | None:
@@ -77,17 +77,17 @@ def _split_at(text: str, mark: str) -> Iterator[tuple[str, str]]:
         at = text.find(mark, at + 1)
 
 
-def _content_losses(served: Any, replayed: Any, was: str, now: str, losses: set[str]) -> set[str]:
+def _content_changes(served: Any, replayed: Any, was: str, now: str, changes: set[str]) -> set[str]:
     if not was and not now:
-        return {"empty_content"} if served != replayed and "parts" not in losses else set()
+        return {"empty_content"} if served != replayed and "parts" not in changes else set()
     return {"whitespace"} if was != now else set()
 
 
-def _call_losses(served: Message, replayed: Message) -> set[str] | None:
+def _call_changes(served: Message, replayed: Message) -> set[str] | None:
     was, now = calls_of(served), calls_of(replayed)
     if len(was) != len(now):
         return None
-    losses: set[str] = set()
+    changes: set[str] = set()
     for one, other in zip(was, now, strict=True):
         (name, arguments), (name_now, arguments_now) = name_and_arguments(one), name_and_arguments(other)
         if name != name_now:
@@ -96,20 +96,20 @@ def _call_losses(served: Message, replayed: Message) -> set[str] | None:
             if loosen_arguments(arguments) != loosen_arguments(arguments_now):
                 return None
             if arguments != arguments_now:
-                losses.add("arguments")
+                changes.add("arguments")
         if one.get("id") != other.get("id"):
-            losses.add("call_ids")
-    return losses
+            changes.add("call_ids")
+    return changes
 
 
-def _extra_losses(replayed: Message) -> set[str]:
+def _extra_changes(replayed: Message) -> set[str]:
     for key, value in replayed.items():
         if key not in _KNOWN and value not in (None, [], ""):
             return {"extra_fields"}
     return set()
 
 
-def format_losses(losses: tuple[str, ...], *, ambiguous: bool = False) -> str:
-    """`"exact"`, or the losses joined by `+`; an ambiguous choice between siblings says so."""
-    names = list(losses) or ["exact"]
+def format_changes(changes: tuple[str, ...], *, ambiguous: bool = False) -> str:
+    """`"exact"`, or the changes joined by `+`; an ambiguous choice between siblings says so."""
+    names = list(changes) or ["exact"]
     return "+".join([*names, "ambiguous"] if ambiguous else names)

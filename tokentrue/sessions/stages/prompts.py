@@ -17,7 +17,7 @@ from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.limits import SessionLimits
-from tokentrue.sessions.matching.matcher import Continue, Plan, Root, refer_to_path
+from tokentrue.sessions.matching.matcher import Continue, Resolution, Root, refer_to_path
 from tokentrue.sessions.tree import Given, Node, Tree, turn_key
 from tokentrue.tracing import traced
 from tokentrue.types import PromptSpan, Refusal, TemplateKwargs, Tools
@@ -58,7 +58,7 @@ async def run_by_size(work: Callable[P, T], chars: int, /, *args: P.args, **kwar
 
 @traced("prompt")
 async def build_prompt(
-    plan: Plan, tools: Tools | None, template_kwargs: TemplateKwargs, *, renderer: Renderer, tree: Tree, limits: SessionLimits
+    plan: Resolution, tools: Tools | None, template_kwargs: TemplateKwargs, *, renderer: Renderer, tree: Tree, limits: SessionLimits
 ) -> Prompt:
     if isinstance(plan, Continue):
         limits.admit_text(count_chars(plan.tail))

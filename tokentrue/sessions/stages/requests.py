@@ -44,7 +44,7 @@ class PinnedSampling:
         return replace(sampling, **{name: getattr(pinned, name) for name in self.values})
 
 
-def settle_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: Renderer, provider: Provider, training: bool) -> Sampling:
+def resolve_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: Renderer, provider: Provider, training: bool) -> Sampling:
     """Pinned values over the client's, the renderer's stop tokens added; refused where a trainer could not score what is sampled."""
     sampling = pinned.apply(requested)
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))

@@ -13,7 +13,7 @@ import msgspec
 
 from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, TextOf, arguments_object, encode, is_cut
 from tokentrue.gateway.dialects.google.signatures import sign_reasoning
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Delta, Message, Reply, TurnEvent
 
 STATUSES = {
@@ -36,11 +36,11 @@ class GoogleOptions(msgspec.Struct, frozen=True):
     thoughts: bool  # shown, and not only sealed
 
 
-def build_response(head: RequestHead, replies: Sequence[Reply], text_of: TextOf, seal: Seal) -> Json:
+def build_response(head: RequestHead, replies: Sequence[Reply], text_of: TextOf, signer: ReasoningSigner) -> Json:
     candidates: list[Json] = []
     for index, reply in enumerate(replies):
         end = candidate_end(head, reply, text_of)
-        candidates.append(build_candidate(index, build_parts(reply.message, seal, thoughts=head.options.thoughts), end))
+        candidates.append(build_candidate(index, build_parts(reply.message, signer, thoughts=head.options.thoughts), end))
     return {"candidates": candidates, "usageMetadata": usage_of(replies), **response_base(head, replies[0].node)}
 
 
@@ -52,7 +52,7 @@ def build_candidate(index: int, parts: Sequence[Json], end: Mapping[str, Any]) -
     return {"content": {"role": "model", "parts": list(parts)}, "index": index, **end}
 
 
-def build_parts(message: Message, seal: Seal, *, thoughts: bool) -> list[Json]:
+def build_parts(message: Message, signer: ReasoningSigner, *, thoughts: bool) -> list[Json]:
     reasoning: str = message.get("reasoning_content") or ""
     parts: list[Json] = []
     if message.get("content"):
@@ -61,7 +61,7 @@ def build_parts(message: Message, seal: Seal, *, thoughts: bool) -> list[Json]:
     parts += [call_part(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
     parts = parts or [{"text": ""}]  # SDKs take a content without parts for an error
     if reasoning:
-        parts[0]["thoughtSignature"] = sign_reasoning(seal, reasoning)
+        parts[0]["thoughtSignature"] = sign_reasoning(signer, reasoning)
     return [thought_part(reasoning), *parts] if reasoning and thoughts else parts
 
 
@@ -128,8 +128,8 @@ class GoogleEncoder:
 
     ping = b"\n"
 
-    def __init__(self, head: RequestHead, text_of: TextOf, seal: Seal) -> None:
-        self._head, self._text_of, self._seal = head, text_of, seal
+    def __init__(self, head: RequestHead, text_of: TextOf, signer: ReasoningSigner) -> None:
+        self._head, self._text_of, self._signer = head, text_of, signer
         self._open: dict[int, OpenCandidate] = {}
         self._replies: list[Reply] = []
         self._node = ""  # of the first candidate
@@ -172,7 +172,7 @@ class GoogleEncoder:
     def _sign(self, candidate: OpenCandidate, part: Json) -> Json:
         """The part that follows reasoning carries it, sealed."""
         if candidate.reasoning:
-            part["thoughtSignature"], candidate.reasoning = sign_reasoning(self._seal, candidate.reasoning), ""
+            part["thoughtSignature"], candidate.reasoning = sign_reasoning(self._signer, candidate.reasoning), ""
         return part
 
     def _seal_rest(self, candidate: OpenCandidate) -> list[Json]:

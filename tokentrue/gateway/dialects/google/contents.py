@@ -16,7 +16,7 @@ import orjson
 from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import Json, arguments_text, echo, object_of, text_field
 from tokentrue.gateway.dialects.google.signatures import read_signature
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Message
 
 SEALED = "sealed_reasoning"  # in a part of a turn, before `join_model_turn`: the reasoning that its signatures hold
@@ -39,12 +39,12 @@ def camel_keys(fields: Mapping[str, Any], path: str) -> Json:
     return out
 
 
-def messages_from_content(item: Any, path: str, seal: Seal) -> tuple[Message, ...]:
+def messages_from_content(item: Any, path: str, signer: ReasoningSigner) -> tuple[Message, ...]:
     fields = camel_keys(object_of(item, path), path)
     role = fields.get("role") or "user"
     parts = parts_of(fields, path)
     if role == "model":
-        return (model_message(parts, seal),)
+        return (model_message(parts, signer),)
     if role in ("user", "function"):
         return tuple(user_messages(parts))
     raise MessageError(f"role {echo(role)} is not supported; use 'user' or 'model'", field=f"{path}.role")
@@ -84,7 +84,7 @@ def system_text(content: Any, path: str) -> str:
 
 
 # The model's own turns.
-def model_message(parts: Sequence[tuple[str, str, Json]], seal: Seal) -> Message:
+def model_message(parts: Sequence[tuple[str, str, Json]], signer: ReasoningSigner) -> Message:
     """One content of a turn; a client that keeps the chunks of a stream sends a turn as several (`join_model_turn`)."""
     texts: list[str] = []
     thoughts: list[str] = []
@@ -98,7 +98,7 @@ def model_message(parts: Sequence[tuple[str, str, Json]], seal: Seal) -> Message
             raise MessageError("belongs in a content of the user", field=f"{where}.functionResponse")
         elif part.get("text") is not None:
             (thoughts if part.get("thought") else texts).append(text_field(part, "text", where))
-        held = read_signature(seal, signature_of(part, where))
+        held = read_signature(signer, signature_of(part, where))
         if held is not None:
             sealed.append(held)
     message: Json = {"role": "assistant", "content": "".join(texts) if texts else None}

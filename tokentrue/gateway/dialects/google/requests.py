@@ -15,7 +15,7 @@ from tokentrue.gateway.dialects.base import DecodedBody, Json, Problem, RequestH
 from tokentrue.gateway.dialects.google.answers import GoogleEncoder, GoogleOptions, build_error, build_response
 from tokentrue.gateway.dialects.google.contents import camel_keys, join_model_turn, messages_from_content, system_text
 from tokentrue.gateway.dialects.google.tools import choice_from_google, schema_of, tools_from_google
-from tokentrue.gateway.dialects.seal import Seal
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import MAX_CHOICES, Message, Reply, Sampling
 
@@ -72,8 +72,8 @@ class Google:
     items_key = ITEMS
     splits_turns = True
 
-    def __init__(self, seal: Seal) -> None:
-        self._seal = seal
+    def __init__(self, signer: ReasoningSigner) -> None:
+        self._signer = signer
 
     def decode(self, body: bytes) -> DecodedBody:
         head, items = decode_contents(body)
@@ -93,7 +93,7 @@ class Google:
         return {"totalTokens": tokens}
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        return messages_from_content(item, path, self._seal)
+        return messages_from_content(item, path, self._signer)
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
         return join_model_turn(parts)
@@ -104,10 +104,10 @@ class Google:
             raise MessageError("the last content is the model's: prefilled answers are not supported; end with the user's", field=ITEMS)
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
-        return build_response(head, replies, text_of, self._seal)
+        return build_response(head, replies, text_of, self._signer)
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> GoogleEncoder:
-        return GoogleEncoder(head, text_of, self._seal)
+        return GoogleEncoder(head, text_of, self._signer)
 
     def build_error(self, problem: Problem) -> Json:
         return build_error(problem)

@@ -1,4 +1,4 @@
-"""The seal on reasoning that a client carries for the gateway: what comes back is known to be what was served."""
+"""The signature on reasoning that a client carries for the gateway: what comes back is known to be what was served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import hmac
 
 
-class Seal:
+class ReasoningSigner:
     """Signs text with a secret of one session."""
 
     MARK = "tt1"
