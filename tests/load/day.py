@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sqlite3
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,10 @@ async def play_hour(server: Server, hour: int, sessions: int, turns: int) -> int
 
 
 def journal_mb(path: Path) -> float:
-    return sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*")) / 1e6
+    """Of its pages as a reader sees them. The files hold the write-ahead log as well, which grows to a few megabytes and is used again."""
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        pages, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    return pages * size / 1e6
 
 
 def run(*, sessions: int, turns: int) -> dict[str, Any]:
