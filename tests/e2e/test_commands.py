@@ -88,10 +88,13 @@ SETS = ("rollout.tasks=3", "rollout.group_size=4", "train.checkpoint_every=1", "
 TRAIN = ("--json", *(part for text in SETS for part in ("--set", text)))
 
 
+CLOCKED = ("rollouts/", "speed/", "share/")
+
+
 def losses(text: str) -> list[dict[str, object]]:
     """Times aside, and the counts of rollouts: a resumed run takes a round that was run before from the checkpoint."""
     found = [json.loads(line) for line in text.splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds" and not key.startswith("rollouts/")} for row in found]
+    return [{key: value for key, value in row.items() if key != "seconds" and not key.startswith(CLOCKED)} for row in found]
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -21,7 +21,7 @@ from tokentrue.errors import ConfigError
 TASK = Task(task_id="t", prompt="Tom has 3 pens. Tom gets 4 more. How many now?", answer=7)
 
 
-@pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - {"agent", "questions"}))  # which read their tasks from files
+@pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - {"agent", "questions", "verifiers"}))  # whose tasks come from elsewhere
 def test_tasks_repeat_and_splits_never_overlap(name: str) -> None:
     environment = load_environment(name)
     train = environment.tasks(200, seed=1)

@@ -321,10 +321,10 @@ def any_secret_opens(patch: Patch) -> None:
 def a_key_opens_any_named_session(patch: Patch) -> None:
     from tokentrue.gateway.auth import ApiKeys, SessionAccess
 
-    claim = ApiKeys.claim
+    authenticate = ApiKeys.authenticate
 
-    def open_door(self: Any, headers: Any, named: str | None) -> SessionAccess:
-        made = claim(self, headers, None)
+    def open_door(self: Any, headers: Any, named: str | None, in_url: str | None = None) -> SessionAccess:
+        made = authenticate(self, headers, None, in_url)
         return made if named is None else SessionAccess(session_id=named, key_hash=None)
 
     patch.setattr(ApiKeys, "authenticate", open_door)
@@ -340,11 +340,11 @@ def agents_are_admins(patch: Patch) -> None:
 
 def flights_are_not_shared(patch: Patch) -> None:
     patch.setattr("tokentrue.sessions.singleflight.SingleFlight.find", lambda self, identity: None)
-    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, body: uuid.uuid4().hex)
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, dialect, body: uuid.uuid4().hex)
 
 
 def retries_have_new_names(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, body: uuid.uuid4().hex)
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, dialect, body: uuid.uuid4().hex)
 
 
 def retry_counts_are_ignored(patch: Patch) -> None:

@@ -94,7 +94,7 @@ def works(command: Sequence[str]) -> bool:
 
 def enter_bwrap(command: Sequence[str], *, shown: Mapping[Path, Path], readable: Iterable[Path], cwd: Path) -> list[str]:
     """The command line that runs `command` in `cwd`; `shown` maps writable directories to their names inside, `readable` are paths of
-    the home directory that stay in sight."""
+    the home directory or of /tmp that stay in sight."""
     line = [*BWRAP, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/run"]
     for entry in sorted(Path("/").iterdir()):
         if entry.is_symlink():
@@ -119,13 +119,14 @@ def home_directories() -> list[Path]:
 
 
 def programs_in_home(program: str, readable: Iterable[str] = ()) -> list[Path]:
-    """What of the home directories must stay in sight for programs to run: this Python, the PATH, the agent, and what the user names."""
+    """What of the home directories and of /tmp must stay in sight for programs to run: this Python, the PATH, the agent, and what the user
+    names."""
     folders = [Path(sys.prefix) / "bin", Path(sys.base_prefix) / "bin", Path(program).parent, Path(program).resolve().parent]
     folders += [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
     found = [path for folder in folders for path in parts_beside(folder)]
     found += [Path(name).expanduser().resolve() for name in readable]
-    homes = home_directories()
-    return [path for path in dict.fromkeys(found) if any(path.is_relative_to(home) for home in homes)]
+    hidden = (*home_directories(), Path("/tmp"))
+    return [path for path in dict.fromkeys(found) if any(path.is_relative_to(folder) for folder in hidden)]
 
 
 def parts_beside(folder: Path) -> list[Path]:
