@@ -16,21 +16,32 @@ ANSWER_S = 5.0
 
 def locate_model(model: str | Path) -> str:
     """What transformers should load: `model` itself, or the cached directory of a hub id while the hub cannot be reached."""
-    if Path(model).is_dir():
+    if Path(model).is_dir() or not is_hub_id(str(model)):
         return str(model)
     reason = why_unreachable()
     if reason is None:
         return str(model)
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return str(snapshot_download(str(model), local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
+    except LocalEntryNotFoundError:
         raise ConfigError(
             f"model: {str(model)!r} is neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason}); "
             f"give a model's directory, or connect to {constants.ENDPOINT}"
         ) from None
+
+
+def is_hub_id(model: str) -> bool:
+    """Any other name is a path, for which no hub is asked."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
 
 
 def why_unreachable() -> str | None:
