@@ -21,7 +21,7 @@ from tokentrue.train import OptimConfig, Publisher, Ranks, TrainConfig, Trainer,
 from tokentrue.train.data.rounds import Groups
 from tokentrue.train.loop import Run
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 20.0
 
 
 class CountingSink:

@@ -58,7 +58,7 @@ def test_ranks_wait_for_each_other_publish_one_by_one_and_stop_together(tmp_path
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6), "a sharded reference model gives another penalty"
     for seen in (one, two):
         assert seen["same_bits"] and seen["checkpointed"] == seen["loss"], "activation checkpointing changed a bit"
-    assert two["slow"][0] == [2, 2, 2] and two["slow"][1] > 4.0, "the round took longer than a collective waits"
+    assert two["slow"][0] == [2, 2, 2] and two["slow"][1] > 20.0, "the round took longer than a collective waits"
     assert all("no engine is reachable" in said for said in two["failed"])
     tensors = two["published"]["tensors"]
     for count, peak, said in two["published"]["ranks"]:
