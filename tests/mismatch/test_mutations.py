@@ -237,8 +237,8 @@ MUTANTS = [
     ("loss/policy_loss.py", 'counted = rows.valid if config.correction.loss_counts == "original" else keep', "counted = rows.valid"),
     ("loss/policy_loss.py", "sums / float(self.config.fixed_length or 1)", "sums"),
     ("loss/policy_loss.py", "return config.penalty.coefficient * reduce(value, paid)", "return reduce(value, paid)"),
-    ("advantages.py", "/ (counts - 1).clamp(min=1)\n    scaled", "/ counts\n    scaled"),
-    ("advantages.py", "centred * (counts / (counts - 1).clamp(min=1))[index]", "centred"),
+    ("advantages.py", "index, counts) / (counts - 1).clamp(min=1)).sqrt()", "index, counts) / counts).sqrt()"),
+    ("advantages.py", "_centre(values, index, counts) * (counts / (counts - 1).clamp(min=1))[index]", "_centre(values, index, counts)"),
     ("advantages.py", "carried = errors[t] + gamma * lam * carried", "carried = errors[t] + gamma * carried"),
 ]
 
