@@ -232,8 +232,9 @@ def test_a_hundred_thousand_tokens_scroll_smoothly(browser: Browser) -> None:
         page.wait_for_selector(".t.sampled")
         runs = [sorted(frame_times(page)) for _ in range(3)]
         times = min(runs, key=lambda run: run[int(len(run) * 0.95)])  # the one that other processes disturbed least
-        print(f"frame ms: median {statistics.median(times):.1f}, 95% {times[int(len(times) * 0.95)]:.1f}, max {times[-1]:.1f}")
-        assert statistics.median(times) < 50  # the slowest frames are the machine's: 95% was under 50 ms on an idle one, 54 on a busy one
+        slowest = times[int(len(times) * 0.95)]
+        print(f"frame ms: median {statistics.median(times):.1f}, 95% {slowest:.1f}, max {times[-1]:.1f}")
+        assert slowest < 50
         assert page.locator(".t").count() < 6000  # virtualised: only what is in sight is in the document
         page.get_by_role("grid").focus()
         page.keyboard.press("End")

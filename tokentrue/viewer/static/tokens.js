@@ -7,8 +7,8 @@ import { Minimap } from "./minimap.js";
 import { count, html, plural, reason } from "./ui.js";
 
 export const ROW = 20;
-const OVERSCAN = 10;
-const STEP = 5; // rows per re-render while scrolling
+const OVERSCAN = 3;
+const STEP = 2; // rows per re-render while scrolling
 const MESSAGE_SHARE = 0.36;
 const MESSAGE_CELL = 0.93; // messages are in proportional type
 const PADDING = 28;
