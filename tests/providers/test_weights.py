@@ -104,22 +104,17 @@ async def test_a_server_without_anything_to_repair_with_stays_paused(tmp_path: P
         await provider.close()
 
 
-async def test_a_cache_that_is_not_cleared_is_a_refusal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("clears", "prefix cache"), ("stamps", "reports weight version 'default' after loading version 1")],
+    ids=["the cache is not cleared", "the version is not named"],
+)
+async def test_a_publication_that_is_not_confirmed_is_a_refusal(tmp_path: Path, fault: str, message: str) -> None:
     server = Server()
-    server.clears = False
+    setattr(server, fault, False)
     async with TestServer(server.app()) as http:
         provider = VLLMProvider(str(http.make_url("")), weights_dir=tmp_path, retries=0)
-        with pytest.raises(EngineRejected, match="prefix cache"):
-            await provider.publish(weights(), version=1)
-        await provider.close()
-
-
-async def test_a_server_that_does_not_name_the_version_refuses_it(tmp_path: Path) -> None:
-    server = Server()
-    server.stamps = False
-    async with TestServer(server.app()) as http:
-        provider = VLLMProvider(str(http.make_url("")), weights_dir=tmp_path, retries=0)
-        with pytest.raises(EngineRejected, match="reports weight version 'default' after loading version 1"):
+        with pytest.raises(EngineRejected, match=message):
             await provider.publish(weights(), version=1)
         await provider.close()
 

@@ -163,6 +163,15 @@ def average(name: str, form: str = ".2g") -> Callable[[Sequence[Result]], str]:
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------------------------
+# Columns that several experiments have.
+REWARDS: tuple[Column, ...] = (("held-out reward", after), ("rollout reward, last quarter", late("reward")))
+DELTAS: tuple[Column, ...] = (
+    ("mean abs δ", average("mismatch/delta_abs_mean", ".1e")),
+    ("lowest δ", worst("mismatch/delta_min", ".2g", low=True)),
+    ("k3", average("mismatch/k3", ".1e")),
+)
+
+
 def write(out: Path, name: str, arms: Sequence[Arm], results: Sequence[Result], table: Table, module: Any) -> None:
     """All numbers, the table, and the figure where matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.lab.arms import Arm
-from tokentrue.lab.study import after, average, band, before, late, save, worst
+from tokentrue.lab.study import DELTAS, REWARDS, average, band, before, late, save, worst
 from tokentrue.mismatch import Correction, Weights
 
 CURVES = {
@@ -22,11 +22,8 @@ CURVES = {
 }
 COLUMNS = (
     ("held-out before", before),
-    ("held-out reward", after),
-    ("rollout reward, last quarter", late("reward")),
-    ("mean abs δ", average("mismatch/delta_abs_mean", ".1e")),
-    ("lowest δ", worst("mismatch/delta_min", ".2g", low=True)),
-    ("k3", average("mismatch/k3", ".1e")),
+    *REWARDS,
+    *DELTAS,
     ("mean ratio", average("mismatch/ratio_mean", ".4f")),
     ("-log p, last quarter", late("mismatch/log_ppl_trainer")),
     ("gradient norm, largest", worst("update/grad_norm", ".1f")),

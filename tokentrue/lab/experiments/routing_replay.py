@@ -10,17 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from tokentrue.lab.arms import Arm
-from tokentrue.lab.study import after, average, before, late, worst
+from tokentrue.lab.study import DELTAS, REWARDS, average, before, worst
 from tokentrue.mismatch import Correction
 
 CURVES = {"reward": "rollout reward", "mismatch/delta_abs_mean": "mean |δ|", "mismatch/k3": "k3", "update/grad_norm": "gradient norm"}
 COLUMNS = (
     ("held-out before", before),
-    ("held-out reward", after),
-    ("rollout reward, last quarter", late("reward")),
-    ("mean abs δ", average("mismatch/delta_abs_mean", ".1e")),
-    ("lowest δ", worst("mismatch/delta_min", ".2g", low=True)),
-    ("k3", average("mismatch/k3", ".1e")),
+    *REWARDS,
+    *DELTAS,
     ("routing flips", average("routing_flips", ".1%")),
     ("gradient norm, largest", worst("update/grad_norm", ".2f")),
 )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from tokentrue.lab.arms import Arm
-from tokentrue.lab.study import after, average, late, worst
+from tokentrue.lab.study import REWARDS, average, worst
 from tokentrue.mismatch import Correction, Reject, Weights
 
 CURVES = {"reward": "rollout reward", "mismatch/pull_negative": "mean C(r), A < 0", "update/grad_norm": "gradient norm"}
 COLUMNS = (
-    ("held-out reward", after),
-    ("rollout reward, last quarter", late("reward")),
+    *REWARDS,
     ("mean abs δ", average("mismatch/delta_abs_mean", ".1e")),
     ("C(r), A > 0", average("mismatch/pull_positive", "+.1e")),
     ("C(r), A < 0", average("mismatch/pull_negative", "+.1e")),

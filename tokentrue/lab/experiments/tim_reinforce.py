@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from tokentrue.lab.arms import Arm
-from tokentrue.lab.study import after, average, late, worst
+from tokentrue.lab.study import DELTAS, REWARDS, worst
 
 CURVES = {"reward": "rollout reward", "mismatch/delta_abs_mean": "mean |δ|", "update/grad_norm": "gradient norm"}
 COLUMNS = (
-    ("held-out reward", after),
-    ("rollout reward, last quarter", late("reward")),
-    ("mean abs δ", average("mismatch/delta_abs_mean", ".1e")),
-    ("lowest δ", worst("mismatch/delta_min", ".2g", low=True)),
-    ("k3", average("mismatch/k3", ".1e")),
+    *REWARDS,
+    *DELTAS,
     ("gradient norm, largest", worst("update/grad_norm", ".2f")),
 )
 

@@ -35,9 +35,7 @@ class LossOptions(TypedDict, total=False):
     entropy: Values | None  # per token
     num_tokens: float | None  # the step's global counts: with them, micro-batch losses add up to the loss of the whole step
     num_rows: float | None
-    row_tokens: (
-        Sequence[float] | None
-    )  # where a sequence is several rows: the tokens of each row's whole sequence; num_rows counts sequences
+    row_tokens: Sequence[float] | None  # of each row's whole sequence, where a sequence is several rows; num_rows counts sequences
     versions: Values | None  # the policy version that sampled each token, or each row
     version: int | None  # the current policy version
     support_log_mass: Values | None  # log of the current policy's mass on the tokens that the sampler could choose
