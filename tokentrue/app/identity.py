@@ -15,7 +15,7 @@ from typing import Any
 
 from tokentrue.app.wiring import ENGINE_KEY, REMOTE, EngineConfig, ModelConfig, ServeConfig, renderer_for
 from tokentrue.environments import SMALL_MODEL
-from tokentrue.errors import ConfigError, EngineError
+from tokentrue.errors import ConfigError, EngineError, EngineUnreachable
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Provider, Renderer, Tokenizing
 
@@ -48,8 +48,10 @@ async def _ask(engine: EngineConfig, url: str, renderer: Renderer | None) -> Map
         if renderer is not None:
             await _compare_tokens(provider, renderer, url)
         return facts
+    except EngineUnreachable as error:
+        raise ConfigError(str(error)) from error
     except EngineError as error:
-        raise ConfigError(f"no engine is reachable at {url}: {error}") from error
+        raise ConfigError(f"the engine at {url} cannot be used: {error}") from error
     finally:
         await provider.close()
 

@@ -39,7 +39,7 @@ def command(
     pipeline: Annotated[int | None, typer.Option(help="processes of the exact engine; each holds some of the model's layers")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: key.path=value")] = None,
 ) -> int:
-    """Serve OpenAI Chat Completions, OpenAI Responses and Anthropic Messages, and record every token."""
+    """Serve OpenAI Chat Completions and Responses, Anthropic Messages and Google generateContent, and record every token."""
     flags: dict[str, Any] = {
         "model.path": model,
         "engine.name": engine,
