@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,10 +14,14 @@ from tests.train.rows import groups_for, small_model
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Ranks, TrainConfig, Trainer, join, leave, shard
 from tokentrue.train.checkpoint import load, save
+from tokentrue.train.staged import HostStagedGroup
 
 
-def main(out: str) -> None:
+def main(out: str, *, is_staged: bool = False) -> None:
     torch.set_num_threads(1)
+    if is_staged:  # as on ranks that share a GPU, but with this machine's tensors
+        torch.distributed.Backend.register_backend("staged", partial(HostStagedGroup, devices=("cpu",)), devices=["cpu"])
+        torch.distributed.init_process_group("staged")
     ranks = join()
     model = small_model()
     engine = small_model()  # plays the engine: whole weights, one process
@@ -61,4 +66,4 @@ def vars_of(report: object) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], is_staged="staged" in sys.argv[2:])

@@ -19,10 +19,10 @@ from tokentrue.train.checkpoint import load
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(world: int, out: Path) -> dict[str, Any]:
+def run(world: int, out: Path, *options: str) -> dict[str, Any]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else [sys.executable]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*launch, "-m", "tests.train.fsdp_worker", str(out)]
+    command = [*launch, "-m", "tests.train.fsdp_worker", str(out), *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
@@ -44,3 +44,11 @@ def test_two_ranks_train_as_one_and_stay_exact(tmp_path: Path) -> None:
     load(alone, shards, run_hash="h")
     moments = [alone.optimizer.state[parameter]["exp_avg"] for parameter in alone.masters.parameters]
     assert all(bool(moment.any()) for moment in moments), "one process reads what two have written"
+
+
+@pytest.mark.slow
+def test_collectives_on_copies_in_host_memory_give_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "staged").mkdir()
+    plain, staged = run(2, tmp_path / "plain" / "two.json"), run(2, tmp_path / "staged" / "two.json", "staged")
+    assert staged == plain, "steps, weights and resumed runs"

@@ -1,9 +1,10 @@
 """The exact engine on a CUDA device: speed and bits in one job, never one without the other.
 
 Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an integer, with a plain
-trainer forward over its sequence. Side by side: the same engine with exactness off, and VeXact where TOKENTRUE_VEXACT names a checkout.
+trainer forward over its sequence. Side by side: the same engine with exactness off, vLLM where TOKENTRUE_VLLM names a folder that holds
+it, and VeXact where TOKENTRUE_VEXACT names a checkout.
 
-    python -m tokentrue.bench.engine_gpu [--quick | --counts 1 32 256 | --large 8B 30B-A3B]
+    python -m tokentrue.bench.engine_gpu [--quick | --counts 1 32 256 | --large 8B 30B-A3B] [--peers vllm vllm-invariant vexact]
 """
 
 from __future__ import annotations
@@ -13,13 +14,9 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +25,8 @@ from typing import Any
 import torch
 
 from tokentrue.bench import Report
+from tokentrue.bench.gpu.peers import PEERS, PeerResult, measure_peers
+from tokentrue.bench.gpu.random_models import PROMPT, SHAPES, Prompts, model_of, prompts_of
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.core import Chaos
 from tokentrue.engine.scheduling.schedule import ScheduleLimits
@@ -35,46 +34,11 @@ from tokentrue.numerics import exact, score
 from tokentrue.numerics.triton import InexactOps
 from tokentrue.types import Completion, Sampling
 
-PROMPT, OUTPUT = 256, 256
+OUTPUT = 256
 COUNTS = (1, 32, 256)
 TRAINER_BATCH = 8
 STORM = 640
 """Requests of the random schedule, about 150 tokens each."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
-    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
-    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
-    "30B-A3B": {
-        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    },
-    "MoE": {
-        "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8,
-        "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    },
-}  # fmt: skip
-
-Prompts = list[list[int]]
-
-
-def model_of(shape: str, seed: int = 0) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    common = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
-    torch.manual_seed(seed)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common)) if "num_experts" in common else Qwen3ForCausalLM(Qwen3Config(**common))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return model.eval()
-
-
-def prompts_of(count: int, length: int, seed: int) -> Prompts:
-    chance = random.Random(seed)
-    return [[chance.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
 
 
 def plain(tokens: int, seed: int, temperature: float = 1.0) -> Sampling:
@@ -150,33 +114,6 @@ def engine_of(model: Any, *, inexact: bool = False, **options: Any) -> Iterator[
         yield undo.enter_context(ExactEngine(model, "cuda", "bfloat16", **settings))
 
 
-def vexact(model: Any, counts: Sequence[int]) -> dict[int, float]:
-    """Tokens per second of VeXact at each count; empty where no checkout is named."""
-    checkout = os.environ.get("TOKENTRUE_VEXACT")
-    if not checkout:
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "tokentrue.bench.vexact_peer",
-            checkout,
-            folder,
-            str(PROMPT),
-            str(OUTPUT),
-            *map(str, counts),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        print("VeXact did not run:", done.stderr[-2000:], file=sys.stderr)
-        return {}
-    return {int(k): v for k, v in json.loads(lines[-1]).items()}
-
-
 def bandwidth_limit(model: Any) -> float:
     """Tokens per second of one sequence if every weight is read once a token at the bandwidth of a device-to-device copy."""
     source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
@@ -193,12 +130,15 @@ def bandwidth_limit(model: Any) -> float:
     return 2 * source.numel() / statistics.median(times) / weights
 
 
-def measure_speed(quick: bool, counts: Sequence[int] = ()) -> list[Report]:
+DEFAULT_PEERS = ("vllm", "vexact")
+
+
+def measure_speed(quick: bool, counts: Sequence[int] = (), peers: Sequence[str] = DEFAULT_PEERS) -> list[Report]:
     counts = counts or ((1, 8) if quick else COUNTS)
     repeats = 1 if quick else 3
+    others = measure_peers(peers, "0.6B", counts, OUTPUT)
     model = model_of("0.6B")
     limit = bandwidth_limit(model)
-    peer = vexact(model, counts)
     with engine_of(model) as engine:
         ours = {count: measure_median(engine, count, repeats) for count in counts}
         shared = measure_sharing(engine, quick)
@@ -209,18 +149,31 @@ def measure_speed(quick: bool, counts: Sequence[int] = ()) -> list[Report]:
     rows = []
     for count in counts:
         rate, wrong, total = ours[count].rate, *bits[count]
-        against = f"{peer[count]:.0f} ({rate / peer[count]:.1f}x)" if count in peer else "not run"
         price = f"{100 * (off[count].rate / rate - 1):+.1f}%"
         moved = f"{off_bits[count][0]} of {off_bits[count][1]}"
-        rows.append((count, f"{rate:.0f}", f"{wrong} of {total}", against, f"{off[count].rate:.0f}", price, moved))
+        rows.append((count, f"{rate:.0f}", f"{wrong} of {total}", f"{off[count].rate:.0f}", price, moved))
     notes = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random Qwen3-0.6B, bf16, prompt {PROMPT}, output {OUTPUT}",
         f"memory bandwidth limits one sequence to {limit:.0f} tok/s"
         + (f"; reached: {100 * ours[1].rate / limit:.0f}%" if 1 in ours else ""),
         "bits: tokens whose recorded log-probability differs from one plain trainer forward, compared as integers",
     ]
-    columns = ("sequences", "tok/s", "bits differ", "VeXact tok/s", "exactness off tok/s", "price", "bits differ when off")
-    return [Report(title="Exact engine, speed and bits", columns=columns, rows=rows, notes=notes), replace_bits(shared, model)]
+    columns = ("sequences", "tok/s", "bits differ", "exactness off tok/s", "price", "bits differ when off")
+    report = Report(title="Exact engine, speed and bits", columns=columns, rows=rows, notes=notes)
+    beside = report_peers("0.6B", {count: run.rate for count, run in ours.items()}, others)
+    return [report, *beside, replace_bits(shared, model)]
+
+
+def report_peers(shape: str, ours: dict[int, float], others: dict[str, dict[int, PeerResult]]) -> list[Report]:
+    """The exact engine's speed against each peer's, one row for each peer and count."""
+    rows = [
+        (shape, name, count, f"{found.rate:.0f}", f"{ours[count] / found.rate:.2f}",
+         f"{found.wrong} of {found.total}" if found.total else "not compared", f"{found.distance:.4f}" if found.total else "")
+        for name, results in others.items() for count, found in results.items()
+    ]  # fmt: skip
+    columns = ("shape", "engine", "sequences", "tok/s", "exact ÷ it", "bits differ", "mean |difference|")
+    notes = ["bits of the first 16 sequences against a forward of transformers with sdpa over the same tokens"]
+    return [Report(title="Other engines on the same weights and load", columns=columns, rows=rows, notes=notes)] if rows else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,23 +271,28 @@ LARGE = (("8B", (1, 32, 128)), ("30B-A3B", (1, 32, 128)))
 """Shapes and numbers of sequences of the larger models."""
 
 
-def large(shapes: Sequence[str]) -> list[Report]:
+def large(shapes: Sequence[str], peers: Sequence[str] = DEFAULT_PEERS) -> list[Report]:
     """Speed and bits of larger shapes: output 128."""
-    rows = []
+    rows, beside = [], []
     for shape, counts in LARGE:
         if shape not in shapes:
             continue
-        model = model_of(shape)
+        dense = "num_experts" not in SHAPES[shape]
+        others = measure_peers([name for name in peers if dense or name != "vexact"], shape, counts, 128)
+        model, rates = model_of(shape), {}
         with engine_of(model, kv_tokens=max(counts) * 640) as engine:
             for count in counts:
                 run = measure_median(engine, count, 3, output=128)
+                rates[count] = run.rate
                 wrong, total = count_differing(model, run.first(16))
                 rows.append((shape, count, f"{run.rate:.0f}", f"{wrong} of {total}"))
+                print("exact", *rows[-1], file=sys.stderr, flush=True)
+        beside += report_peers(shape, rates, others)
         del model, engine
         gc.collect()
         torch.cuda.empty_cache()
     notes = [f"random weights, bf16, prompt {PROMPT}, output 128, temperature 1; bits of the first 16 sequences"]
-    return [Report(title="Larger shapes", columns=("shape", "sequences", "tok/s", "bits differ"), rows=rows, notes=notes)]
+    return [Report(title="Larger shapes", columns=("shape", "sequences", "tok/s", "bits differ"), rows=rows, notes=notes), *beside]
 
 
 PARTS = (measure_speed, bits)
@@ -359,9 +317,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke test")
     parser.add_argument("--counts", type=int, nargs="+", default=(), help="only the speed at these numbers of sequences")
     parser.add_argument("--large", nargs="+", choices=[shape for shape, _ in LARGE], default=(), help="only the speed of these shapes")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=DEFAULT_PEERS, help="engines to run beside, where named")
     options = parser.parse_args()
-    parts = [lambda quick: measure_speed(quick, options.counts)] if options.counts else PARTS
-    parts = [lambda quick: large(options.large)] if options.large else parts
+    parts = [lambda quick: measure_speed(quick, options.counts, options.peers), bits]
+    parts = parts[:1] if options.counts else parts
+    parts = [lambda quick: large(options.large, options.peers)] if options.large else parts
     for measure in parts:
         for report in measure(options.quick):
             print(text_of(report), flush=True)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from tokentrue.bench import Report
-from tokentrue.bench.engine_gpu import model_of, text_of
+from tokentrue.bench.engine_gpu import text_of
+from tokentrue.bench.gpu.random_models import model_of
 from tokentrue.numerics import exact, score
 
 POINTS = (("0.6B", 8, 2048), ("0.6B", 1, 16384), ("4B", 2, 2048))

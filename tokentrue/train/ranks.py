@@ -64,7 +64,7 @@ class Ranks:
 def join(device: str = "cpu") -> Ranks:
     """Joins the group that torchrun describes in the environment. Each rank gets a GPU of its own where there are enough of them.
 
-    gloo for training on CPU, nccl on GPUs; gloo too where ranks share a GPU, which nccl refuses.
+    gloo for training on CPU, nccl on GPUs; gloo on copies in host memory where ranks share a GPU, which nccl refuses.
     """
     if "RANK" not in os.environ:
         return Ranks(device=device)
@@ -76,7 +76,11 @@ def join(device: str = "cpu") -> Ranks:
         own = f"cuda:{local % gpus}"
         torch.cuda.set_device(own)
         is_shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus
-        backend = "gloo" if is_shared else "cpu:gloo,cuda:nccl"
+        if is_shared:
+            from tokentrue.train import staged
+
+            staged.register()
+        backend = "staged" if is_shared else "cpu:gloo,cuda:nccl"
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(backend)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -112,8 +116,8 @@ def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for unit in (*layers_of(model), model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-        if isinstance(unit, FSDPModule) and torch.distributed.get_backend() == "gloo":
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean of tensors on a GPU
+        if isinstance(unit, FSDPModule) and torch.distributed.get_backend() in ("gloo", "staged"):
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     return model
 
 

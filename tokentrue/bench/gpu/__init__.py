@@ -1,0 +1,1 @@
+"""What the GPU benchmarks share: random models, and the engines that run beside."""

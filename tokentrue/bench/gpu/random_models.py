@@ -1,0 +1,45 @@
+"""Random weights in the shapes of Qwen3 models, and random prompts: what the GPU benchmarks and every engine beside them are given."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+PROMPT = 256
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "30B-A3B": {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
+    "MoE": {
+        "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
+}  # fmt: skip
+
+Prompts = list[list[int]]
+
+
+def model_of(shape: str, seed: int = 0) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    common = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common)) if "num_experts" in common else Qwen3ForCausalLM(Qwen3Config(**common))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return model.eval()
+
+
+def prompts_of(count: int, length: int, seed: int) -> Prompts:
+    chance = random.Random(seed)
+    return [[chance.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
