@@ -80,6 +80,7 @@ def ask(name: str, place: str, shape: str, counts: Sequence[int], output: int) -
 
 def measure_vllm(place: str, shape: str, output: int, counts: list[int], *, invariant: bool) -> Iterator[PeerResult]:
     sys.path.insert(0, place)
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), place])  # it inspects models in a process of its own
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -106,10 +107,11 @@ def measure_vllm(place: str, shape: str, output: int, counts: list[int], *, inva
     token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     free, total = torch.cuda.mem_get_info()
     with tempfile.TemporaryDirectory() as folder:
+        config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
         llm = LLM(
-            model=folder, skip_tokenizer_init=True, load_format="in_memory", dtype="bfloat16", max_model_len=4096, max_num_seqs=256,
-            enable_prefix_caching=False, gpu_memory_utilization=round(0.9 * free / total, 2),
+            model=folder, runner="generate", skip_tokenizer_init=True, load_format="in_memory", dtype="bfloat16", max_model_len=4096,
+            max_num_seqs=256, enable_prefix_caching=False, gpu_memory_utilization=round(0.9 * free / total, 2),
             kv_cache_memory_bytes=token * max(counts) * (PROMPT + output + 64),
         )  # fmt: skip
 
