@@ -108,6 +108,15 @@ class WeightSink(Protocol):
 
 
 @runtime_checkable
+class Scoring(Protocol):
+    """An engine that scores given tokens with the weights it has now."""
+
+    async def score(self, token_ids: Ids) -> Sequence[float]:
+        """The log-probability of each token but the first, at temperature 1 without filters."""
+        ...
+
+
+@runtime_checkable
 class Rejoining(Protocol):
     """A remote engine that can load the weights which were published while it was away."""
 

@@ -108,7 +108,8 @@ def test_grpo_goes_on_when_a_replica_is_killed_in_mid_run(servers: list[Any], tm
     killer = threading.Thread(target=kill)
     killer.start()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as weights:
-        assert command("train", settings(tmp_path, urls, 5, **{"engine.options.weights_dir": weights})) == 0
+        more = {"engine.options.weights_dir": weights, "train.acceptance.enabled": "true"}
+        assert command("train", settings(tmp_path, urls, 5, **more)) == 0
     killer.join()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     print_figures(capsys, rows)
@@ -117,6 +118,7 @@ def test_grpo_goes_on_when_a_replica_is_killed_in_mid_run(servers: list[Any], tm
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(row["staleness_max"] == 0 and row["rollouts/failed"] == 0 for row in rows), "a rollout was lost with the replica"
     assert all(row["mismatch/delta_abs_mean"] < 1e-4 and row["probe/delta"] < 1e-3 for row in rows), "float32 on both sides"
+    assert all(row["acceptance/gain"] > 0 and row["update/refused"] == 0 for row in rows), "vLLM's own policy gained by every update"
     assert sum(row["reward"] for row in rows[3:]) / 2 > sum(row["reward"] for row in rows[:2]) / 2
 
 
@@ -136,5 +138,5 @@ def test_bfloat16_on_both_sides_has_the_mismatch_of_bfloat16(tmp_path: Path, cap
 def print_figures(capsys: pytest.CaptureFixture[str], rows: list[dict[str, Any]]) -> None:
     with capsys.disabled():
         for row in rows:
-            keys = ("step", "reward", "mismatch/delta_abs_mean", "mismatch/delta_max", "probe/delta", "probe/engines")
-            print({key: row[key] for key in keys}, {key: round(value, 2) for key, value in row["seconds"].items()})
+            keys = ("step", "reward", "mismatch/delta_abs_mean", "mismatch/delta_max", "probe/delta", "probe/engines", "acceptance/gain")
+            print({key: row[key] for key in keys if key in row}, {key: round(value, 2) for key, value in row["seconds"].items()})

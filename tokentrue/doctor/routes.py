@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.protocols import Provider
 from tokentrue.providers.transport.http import EngineHttp
+from tokentrue.providers.transport.scoring import ROUTE, prompt_logprobs_in, prompt_scoring_body
 from tokentrue.types import Sampling
 
 
@@ -89,14 +90,7 @@ class HttpRoutes:
         return _ids_in(await self._ask("/tokenize", {"messages": list(messages), "add_generation_prompt": True}))
 
     async def prompt_logprobs(self, ids: Sequence[int]) -> list[float] | None:
-        body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
-        answer = await self._ask("/v1/completions", body)
-        choices = answer.get("choices") if answer else None
-        rows: Any = choices[0].get("prompt_logprobs") if choices else None
-        if not isinstance(rows, list) or len(rows) != len(ids):
-            return None
-        found = [_logprob_in(row, token) for row, token in zip(rows[1:], ids[1:], strict=True)]
-        return None if any(value is None for value in found) else [value for value in found if value is not None]
+        return prompt_logprobs_in(await self._ask(ROUTE, prompt_scoring_body(ids)), ids)
 
     async def facts(self) -> Mapping[str, str]:
         answer = await self._ask("/v1/models", None)
@@ -154,9 +148,3 @@ def routes_for(provider: Provider, url: str | None, *, api_key: str | None = Non
 def _ids_in(answer: dict[str, Any] | None) -> list[int] | None:
     ids: Any = answer.get("tokens") if answer else None
     return [int(i) for i in ids] if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else None
-
-
-def _logprob_in(row: Any, token: int) -> float | None:
-    found: Any = row.get(str(token)) if isinstance(row, dict) else None
-    value = found.get("logprob") if isinstance(found, dict) else None
-    return float(value) if isinstance(value, int | float) else None

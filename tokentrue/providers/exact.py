@@ -63,6 +63,11 @@ class ExactProvider:
                     chunk = replace(chunk, final=replace(chunk.final, prompt_digest=ids.sha256()))
                 yield chunk
 
+    async def score(self, token_ids: Ids) -> Sequence[float]:
+        found = (await self.engine.generate(TokenIds(token_ids), Sampling(max_tokens=1, extra={"prompt_logprobs": True}))).prompt_logprobs
+        assert found is not None
+        return found
+
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         await self.engine.publish(weights, version=version)
 

@@ -42,6 +42,7 @@ from tokentrue.providers.transport.constraints import CONSTRAINTS, for_vllm, pla
 from tokentrue.providers.transport.http import EngineHttp
 from tokentrue.providers.transport.publishing import DiskPublisher
 from tokentrue.providers.transport.running import RunningRequests
+from tokentrue.providers.transport.scoring import score_prompt
 from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.providers.transport.weights import WrittenWeights
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
@@ -137,6 +138,9 @@ class VLLMProvider:
         """/tokenize, which compares the server's tokenizer with ours."""
         body = {"model": await self._served_model(), "prompt": text, "add_special_tokens": False}
         return await read_tokens(self._http, "/tokenize", body)
+
+    async def score(self, token_ids: Ids) -> Sequence[float]:
+        return await score_prompt(self._http, await self._served_model(), TokenIds(token_ids))
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         """Writes the weights below `weights_dir` and has the server load them (VLLM_SERVER_DEV_MODE=1), also in mid-generation."""

@@ -128,6 +128,29 @@ class KlConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceConfig:
+    """Update acceptance on the inference policy (MIPU, arXiv 2606.29526).
+
+    With `enabled` the engines score a step's rows with the new weights. An update is undone where the mean of (r - 1)·A, r = engine after ÷
+    engine when it sampled, is below `min_gain`, or the mean k3 of r above `max_divergence` (0: no bound). More than `max_refused` refused
+    updates in a row stop the run.
+    """
+
+    enabled: bool = False
+    min_gain: float = 0.0
+    max_divergence: float = 0.0
+    max_refused: int = 3
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.min_gain):
+            raise ConfigError(f"train.acceptance.min_gain: {self.min_gain!r} must be finite")
+        if not (math.isfinite(self.max_divergence) and self.max_divergence >= 0):
+            raise ConfigError(f"train.acceptance.max_divergence: {self.max_divergence!r} must be finite and >= 0; 0 is no bound")
+        if self.max_refused < 0:
+            raise ConfigError(f"train.acceptance.max_refused: {self.max_refused!r} must be >= 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """`lag` k: batch j is sampled by the weights of step max(0, j - k); 0 is synchronous, 1 is one step off.
 
@@ -141,6 +164,7 @@ class TrainConfig:
     advantages: AdvantageConfig = AdvantageConfig()
     overlong: OverlongConfig = OverlongConfig()
     kl: KlConfig = KlConfig()
+    acceptance: AcceptanceConfig = AcceptanceConfig()
     temperature: float = 1.0
     minibatches: int = 1
     epochs: int = 1

@@ -100,11 +100,12 @@ class Run:
             await self.gather_round(number)
         groups = self.finished.pop(number)
         waited = time.perf_counter() - began
+        before = None if self.publish.judge is None else await asyncio.to_thread(trainer.snapshot)
         report = await finish(asyncio.ensure_future(asyncio.to_thread(trainer.step, groups)))
         for task in list(self.running.values()):  # rounds that older weights must sample
             await asyncio.wait([task])
         await trainer.ranks.meet()
-        await self.publish(trainer)
+        await self.publish.publish_step(trainer, report, groups, before)
         counts = self.counts.pop(number, {})
         judged = await self.evaluator(trainer.version) if self.evaluator is not None else {}
         seconds = {**report.seconds, "wait": waited, "publish": self.publish.seconds, "step": time.perf_counter() - began}

@@ -1,4 +1,5 @@
 """Weights from the trainer to the engines: every rank takes part, each hands them to its own sinks, and then the engines are probed.
+With update acceptance they also say whether the update stays.
 
 With several ranks weights are gathered one tensor at a time and handed on as they come: no rank ever holds the whole model twice. A sink
 that fails half-way must not leave the others waiting in a collective, so its rank walks on through the rest, and then all ranks stop.
@@ -14,16 +15,21 @@ from typing import Any
 
 from tokentrue.errors import EngineError
 from tokentrue.protocols import WeightSink
+from tokentrue.train.checks.acceptance import UpdateJudge
 from tokentrue.train.checks.probing import Probe
+from tokentrue.train.data.rounds import Groups
+from tokentrue.train.reporting import StepReport
 from tokentrue.train.trainer import Trainer
+from tokentrue.train.update.rollback import Snapshot
 
 
 class Publisher:
     """`sinks` are this rank's; other ranks have their own, or none. Every rank calls it."""
 
-    def __init__(self, *sinks: WeightSink, probe: Probe | None = None) -> None:
+    def __init__(self, *sinks: WeightSink, probe: Probe | None = None, judge: UpdateJudge | None = None) -> None:
         self.sinks = sinks
         self.probe = probe
+        self.judge = judge
         self.seconds = 0.0
         self.metrics: dict[str, float] = {}
 
@@ -32,6 +38,24 @@ class Publisher:
         await self.hand_over(trainer)
         await self.check(trainer)
         self.seconds = time.perf_counter() - began
+
+    async def publish_step(self, trainer: Trainer, report: StepReport, groups: Groups, before: Snapshot | None) -> None:
+        """Publishes what a step made. With a judge an update that it refuses is undone, and the weights `before` it published instead."""
+        began = time.perf_counter()
+        await self(trainer)
+        if self.judge is None or before is None:
+            return
+        found = await self.judge(trainer.rows(groups), report.advantages, trainer.ranks)
+        if not found.accepted:
+            trainer.restore(before)
+            await self(trainer)
+        self.metrics |= {
+            "acceptance/gain": found.gain,
+            "acceptance/divergence": found.divergence,
+            "update/refused": float(not found.accepted),
+        }
+        self.seconds = time.perf_counter() - began
+        self.judge.require_progress(found, step=report.step)
 
     async def hand_over(self, trainer: Trainer) -> None:
         if trainer.ranks.world == 1:

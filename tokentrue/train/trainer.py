@@ -33,6 +33,7 @@ from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics
 from tokentrue.train.update.correcting import MinibatchCorrection, correct_minibatch, in_one_call, per_token
 from tokentrue.train.update.divergence import KlCoefficient, divergence_sums
 from tokentrue.train.update.precision import LossScale, MasterWeights
+from tokentrue.train.update.rollback import Snapshot
 from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer, Scores, evaluation_mode
 from tokentrue.types import Sample
 
@@ -132,6 +133,14 @@ class Trainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.model)
+
+    def snapshot(self) -> Snapshot:
+        """What `restore` needs to undo the next step's updates."""
+        return Snapshot(self.masters, self.optimizer)
+
+    def restore(self, before: Snapshot) -> None:
+        """Undoes updates, bit for bit. Steps and updates stay counted, as after an update that was skipped."""
+        before.restore(self.masters, self.optimizer)
 
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> Tensor:
@@ -363,8 +372,9 @@ class Trainer:
             metrics["kl/mean"] = values.reward_kl if self.config.kl.reward_coefficient else merged["loss/kl"]
         speeds = self.utilisation(rows, values.advantages, clock)
         return StepReport(
-            step=self.version - 1, version=self.version, metrics=metrics, agreement=found, seconds=clock.seconds, speeds=speeds
-        )
+            step=self.version - 1, version=self.version, metrics=metrics, agreement=found, advantages=values.advantages,
+            seconds=clock.seconds, speeds=speeds,
+        )  # fmt: skip
 
     def utilisation(self, rows: Sequence[Row], advantages: Sequence[float], clock: Clock) -> dict[str, float]:
         """The share of the devices' peak that scoring and updates used; nothing where peak or model are not known."""

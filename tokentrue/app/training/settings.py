@@ -60,6 +60,9 @@ class TrainRun:
         if self.train.exact and self.engine.name != "exact" and self.samples is None:
             raise ConfigError(f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine")
 
+        if self.train.acceptance.enabled and (self.samples is not None or self.rollout.temperature != 1.0):
+            raise ConfigError("train.acceptance: needs live rollouts at rollout.temperature=1: engines score given tokens at that one")
+
     @property
     def model_path(self) -> str:
         return self.model.path or str(SMALL_MODEL)

@@ -19,6 +19,7 @@ from tokentrue.hub import locate_model
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig
+    from tokentrue.train.checks.acceptance import UpdateJudge
     from tokentrue.train.checks.evaluating import Evaluator
     from tokentrue.train.checks.probing import Probe
 
@@ -120,7 +121,7 @@ async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) ->
         yield SourceRounds(file, settings.train.groups_per_step) if ranks.first else NoRounds(), Publisher(), None
         return
     if not ranks.first and settings.engine.name in REMOTE:
-        yield NoRounds(), Publisher(probe=probe_for(settings, None)), evaluator_for(settings, None, ranks)
+        yield NoRounds(), Publisher(probe=probe_for(settings, None), judge=judge_for(settings, None)), evaluator_for(settings, None, ranks)
         return
     engine = engine_for(settings)
     store = f"sqlite:{settings.out / ('sessions.sqlite' if ranks.first else f'sessions-{ranks.rank}.sqlite')}"
@@ -129,7 +130,7 @@ async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) ->
         embedded_gateway(serve) as here,
         open_run_sessions(here, settings.rollout) as sessions,
     ):
-        publisher = Publisher(here.provider, probe=probe_for(settings, here.provider))
+        publisher = Publisher(here.provider, probe=probe_for(settings, here.provider), judge=judge_for(settings, here.provider))
         rounds = RolloutRounds(settings.rollout, sessions, share=share_of(settings, ranks))
         yield rounds, publisher, evaluator_for(settings, here, ranks)
 
@@ -182,3 +183,11 @@ def probe_for(settings: TrainRun, pool: Any) -> Probe | None:
     if settings.engine.name not in REMOTE:
         return None
     return Probe(lambda: pool.in_use, vocabulary=vocabulary_of(settings.model_path))
+
+
+def judge_for(settings: TrainRun, pool: Any) -> UpdateJudge | None:
+    """Update acceptance by the engines that this rank publishes to; the first rank's are asked."""
+    from tokentrue.train.checks.acceptance import UpdateJudge
+
+    wanted = settings.train.acceptance
+    return UpdateJudge(wanted, lambda: pool.in_use) if wanted.enabled else None

@@ -91,6 +91,8 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
                 row = {"step": report.step, "policy_version": report.version, **report.metrics, **report.speeds, "seconds": dict(seconds)}
                 print(json.dumps(row), flush=True)
             shown = report.metrics
+            if shown.get("update/refused") and ranks.first:
+                print(f"  {refusal_line(report)}", file=sys.stderr)
             advance(f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}")
 
         async with source_for(settings, ranks, file) as (rounds, publish, evaluator):
@@ -140,6 +142,13 @@ def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
     print(f"  metrics in {settings.out / 'metrics.jsonl'}{board}")
 
 
+def refusal_line(report: Any) -> str:
+    gain, divergence = report.metrics["acceptance/gain"], report.metrics["acceptance/divergence"]
+    return (
+        f"step {report.step}: the engines refuse the update (gain {gain:.3g}, divergence {divergence:.3g}); the weights before it are back"
+    )
+
+
 def rows_line(reports: Sequence[Any]) -> str:
     """What was trained on, and what was not and why; parts that are 0 are left out."""
 
@@ -154,6 +163,7 @@ def rows_line(reports: Sequence[Any]) -> str:
         "rollouts/groups_resampled": ("group", "resampled"),
         "groups_without_signal": ("group", "without signal"),
         "update/skipped": ("update", "skipped"),
+        "update/refused": ("step", "refused and undone"),
     }
     trained = f"{total('rows_trained'):,} of {total('rows'):,} trained"
     return "; ".join([trained, *(f"{count_of(total(key), noun)} {what}" for key, (noun, what) in parts.items() if total(key))])

@@ -8,13 +8,14 @@ from other weights, and the run stops.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tokentrue.errors import EngineError, TrainingError
+from tokentrue.errors import EngineError, EngineTimeout, EngineUnreachable, TrainingError
 from tokentrue.protocols import Provider
 from tokentrue.train.trainer import Trainer
 from tokentrue.types import Completion, Sampling
@@ -88,8 +89,13 @@ class Probe:
         return found
 
     async def _sample(self, trainer: Trainer) -> list[Completion]:
+        """An engine that dies here is not probed: it gets the weights again before it is used, as one that missed the publication."""
         asked = Sampling(temperature=trainer.config.temperature, max_tokens=SAMPLED_TOKENS, seed=trainer.version)
-        return [await engine.generate(self._prompt, asked) for engine in self._engines()]
+        found: list[Completion] = []
+        for engine in self._engines():
+            with contextlib.suppress(EngineUnreachable, EngineTimeout):
+                found.append(await engine.generate(self._prompt, asked))
+        return found
 
     def _delta(self, trainer: Trainer, completion: Completion) -> float:
         ids = [*self._prompt, *completion.token_ids]

@@ -1,0 +1,100 @@
+"""Is the policy that samples better after an update? The engines score the step's rows with the new weights, and a bad update is undone.
+
+The trainer's own log-probabilities cannot tell: where engine and trainer differ, an update may improve the one and harm the other (MIPU,
+arXiv 2606.29526). The criterion is `tokentrue.mismatch.check_update`. Nothing is sampled between the publication of an update and its
+acceptance, so that refused weights leave no token behind: the weights before are published again under the same version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tokentrue.errors import ConfigError, EngineContractError, EngineTimeout, EngineUnreachable, TrainingError
+from tokentrue.mismatch import UpdateCheck, check_update
+from tokentrue.protocols import Provider, Scoring
+from tokentrue.train.config import AcceptanceConfig
+from tokentrue.train.data.batch import Row
+from tokentrue.train.ranks import Ranks
+from tokentrue.train.update.correcting import per_token
+
+IN_FLIGHT = 32  # rows that an engine is asked to score at once
+
+
+class UpdateJudge:
+    """`engines` gives the engines that are in use; the first rank's score the rows, and every rank calls it."""
+
+    def __init__(self, config: AcceptanceConfig, engines: Callable[[], Sequence[Provider]]) -> None:
+        self.config = config
+        self._engines = engines
+        self.refused = 0  # updates in a row
+
+    async def __call__(self, rows: Sequence[Row], advantages: Sequence[float], ranks: Ranks) -> UpdateCheck:
+        """Judges the weights that the engines have now."""
+        mine = await self._score(rows) if ranks.first else None
+        await ranks.meet()
+        updated: list[Tensor] = ranks.from_first(mine)
+        cpu = torch.device("cpu")
+        found = check_update(
+            updated,
+            [row.rollout for row in rows],
+            [per_token(row, value, cpu) for row, value in zip(rows, advantages, strict=True)],
+            [row.mask for row in rows],
+            min_gain=self.config.min_gain,
+            max_divergence=self.config.max_divergence or None,
+        )
+        self.refused = 0 if found.accepted else self.refused + 1
+        return found
+
+    def require_progress(self, found: UpdateCheck, *, step: int) -> None:
+        """Raises TrainingError when too many updates in a row were refused."""
+        if self.refused > self.config.max_refused:
+            raise TrainingError(
+                f"step {step}: {self.refused} updates in a row were refused by update acceptance and undone (the last: gain "
+                f"{found.gain:.3g}, divergence {found.divergence:.3g}); lower optim.lr, look at the mismatch of engine and trainer, or "
+                "change train.acceptance"
+            )
+
+    async def _score(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Rows are dealt to the engines in turn; those of an engine that cannot be reached go to the next one."""
+        engines = deque(require_scoring(engine) for engine in self._engines())
+        gate = asyncio.Semaphore(IN_FLIGHT * len(engines))
+
+        async def score(row: Row) -> Tensor:
+            require_plain_sampling(row)
+            engines.rotate()
+            async with gate:
+                values = await score_with_first(list(engines), row.ids.tolist())
+            if len(values) != row.length - 1:
+                raise EngineContractError(f"an engine gave {len(values)} log-probabilities of {row.length} tokens, not {row.length - 1}")
+            return torch.tensor([0.0, *values], dtype=torch.float64).float()
+
+        return list(await asyncio.gather(*(score(row) for row in rows)))
+
+
+async def score_with_first(engines: Sequence[Scoring], token_ids: Sequence[int]) -> Sequence[float]:
+    """The answer of the first engine that can be reached."""
+    for engine in engines[:-1]:
+        with contextlib.suppress(EngineUnreachable, EngineTimeout):
+            return await engine.score(token_ids)
+    return await engines[-1].score(token_ids)
+
+
+def require_scoring(engine: Provider) -> Scoring:
+    if not isinstance(engine, Scoring):
+        raise ConfigError(f"train.acceptance: engine {engine.name!r} does not score given tokens; use exact or vllm, or turn it off")
+    return engine
+
+
+def require_plain_sampling(row: Row) -> None:
+    """Engines score given tokens at temperature 1 without filters: the ratio to anything else would not be the update's."""
+    if row.kept is not None or bool((row.temperatures[row.mask] != 1.0).any()):
+        raise ConfigError(
+            f"train.acceptance: sample {row.sample.sample_id} was sampled at another temperature than 1, or under filters; engines score "
+            "given tokens without them"
+        )
