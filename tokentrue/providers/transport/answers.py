@@ -115,6 +115,20 @@ class VLLMAnswer(msgspec.Struct):
     error: EngineFault | str | None = None
 
 
+class VLLMScored(msgspec.Struct):
+    logprob: float | None = None
+
+
+class VLLMScoredChoice(msgspec.Struct):
+    """By prompt token: the ids that have a log-probability there, the prompt's own among them; null for the first."""
+
+    prompt_logprobs: list[dict[str, VLLMScored] | None] | None = None
+
+
+class VLLMScores(msgspec.Struct):
+    choices: list[VLLMScoredChoice] = []
+
+
 class VLLMModel(msgspec.Struct):
     id: str
     root: str | None = None

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
+import msgspec
 
 from tokentrue.errors import EngineContractError
+from tokentrue.providers.transport.answers import VLLMScores, decode_answer
 from tokentrue.providers.transport.http import EngineHttp
 
 ROUTE = "/v1/completions"
@@ -18,11 +19,11 @@ ROUTE = "/v1/completions"
 
 async def score_prompt(http: EngineHttp, model: str, token_ids: Sequence[int]) -> list[float]:
     """Of `token_ids[1:]`; raises EngineContractError where the answer lacks one of them."""
-    body = prompt_scoring_body(token_ids)
-    answer: Any = orjson.loads(await http.read("POST", ROUTE, {"model": model, **body}))
-    found = prompt_logprobs_in(answer, token_ids)
+    where = f"{http.url}{ROUTE}"
+    data = await http.read("POST", ROUTE, {"model": model, **prompt_scoring_body(token_ids)})
+    found = scores_of(decode_answer(data, VLLMScores, where=where), token_ids)
     if found is None:
-        raise EngineContractError(f"{http.url}{ROUTE} returned no log-probability for some of the {len(token_ids)} tokens to score")
+        raise EngineContractError(f"{where} returned no log-probability for some of the {len(token_ids)} tokens to score")
     return found
 
 
@@ -30,17 +31,18 @@ def prompt_scoring_body(token_ids: Sequence[int]) -> dict[str, Any]:
     return {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
 
 
-def prompt_logprobs_in(answer: Any, token_ids: Sequence[int]) -> list[float] | None:
-    """None unless the answer has a log-probability for each token but the first."""
-    choices: Any = answer.get("choices") if isinstance(answer, dict) else None
-    rows: Any = choices[0].get("prompt_logprobs") if choices else None
-    if not isinstance(rows, list) or len(rows) != len(token_ids):
+def prompt_logprobs_in(answer: object, token_ids: Sequence[int]) -> list[float] | None:
+    """Of decoded JSON; None unless it has a log-probability for each token but the first."""
+    try:
+        return scores_of(msgspec.convert(answer, VLLMScores), token_ids)
+    except msgspec.ValidationError:
         return None
-    found = [_logprob_in(row, token) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
-    return None if any(value is None for value in found) else [value for value in found if value is not None]
 
 
-def _logprob_in(row: Any, token: int) -> float | None:
-    found: Any = row.get(str(token)) if isinstance(row, dict) else None
-    value = found.get("logprob") if isinstance(found, dict) else None
-    return float(value) if isinstance(value, int | float) else None
+def scores_of(answer: VLLMScores, token_ids: Sequence[int]) -> list[float] | None:
+    rows = answer.choices[0].prompt_logprobs if answer.choices else None
+    if rows is None or len(rows) != len(token_ids):
+        return None
+    found = [row.get(str(token)) if row else None for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+    values = [scored.logprob for scored in found if scored is not None and scored.logprob is not None]
+    return values if len(values) == len(found) else None
