@@ -44,7 +44,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "integrations": {"samples", "environments", "client"},
     "doctor": {"renderers", "providers", "samples", "mismatch", "numerics", "engine"},
     "app": {*SERVED, *TENSORS, "environments", "viewer"},
-    "cluster": {"app", "environments"},
+    "cluster": {"app", "environments", "train"},
     "lab": {"app", "environments", "renderers", "turn", "samples", "providers", *TENSORS},
     "bench": {"app", "environments", *SERVED, *TENSORS},
     "cli": {"app", "client", "cluster", "lab", "bench", "doctor", "viewer", "integrations", "environments", "__init__", *SERVED, *TENSORS},

@@ -28,10 +28,11 @@ ANSWER_S = 10.0  # after which an actor that is being started again is passed ov
 class GatewayActor:
     """`settings` is a ServeConfig; the store is in it, and must outlive the process.
 
-    It listens where Ray says that its node is to be found: loopback on a Ray of one's own, the node's address in a cluster.
+    It listens where Ray says that its node is to be found: loopback on a Ray of one's own, the node's address in a cluster. `newest` names
+    the `NewestWeights` actor of a training run: its weights are loaded before anybody hears where this gateway listens.
     """
 
-    def __init__(self, settings: Any, admin_key: str, threads: int = 1) -> None:
+    def __init__(self, settings: Any, admin_key: str, threads: int = 1, newest: str = "") -> None:
         os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
         from tokentrue.app.libraries import quiet_libraries
 
@@ -39,6 +40,10 @@ class GatewayActor:
         self._address = ""
         self._trouble = ""
         self._up = threading.Event()
+        self._newest = newest
+        self._version = 0  # of the weights that were published last
+        self._provider: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         here = replace(settings, server=replace(settings.server, host=node_address()))
         threading.Thread(target=self._serve, args=(here,), daemon=True).start()
 
@@ -53,6 +58,9 @@ class GatewayActor:
         from tokentrue.app.embedded import embedded_gateway
 
         async with embedded_gateway(settings) as here:
+            self._provider, self._loop = here.provider, asyncio.get_running_loop()
+            if self._newest:
+                await self._load_newest()
             self._address = here.base_url
             self._up.set()
             await asyncio.Event().wait()
@@ -63,6 +71,29 @@ class GatewayActor:
         if self._trouble:
             raise RuntimeError(self._trouble)
         return self._address
+
+    async def _load_newest(self) -> None:
+        import ray
+
+        holder: Any = ray.get_actor(self._newest)
+        held = await holder.get.remote()
+        if held is not None:
+            (reference,), version = held
+            await self._load(await reference, version)
+
+    async def _load(self, weights: Mapping[str, Any], version: int) -> None:
+        await self._provider.publish(list(weights.items()), version=version)
+        self._version = version
+
+    def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        """Returns when every later token is sampled from these weights."""
+        self.address()
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self._load(weights, version), self._loop).result()
+
+    def version(self) -> int:
+        self.address()
+        return self._version
 
     def pid(self) -> int:
         return os.getpid()

@@ -7,12 +7,13 @@ Nothing here knows about tokens.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from tokentrue.app.rollout.settings import RolloutRun
@@ -24,15 +25,16 @@ JOIN_S = 30.0
 
 
 class Fleet:
-    """The actors of one run. `gateways` and `workers` are Ray handles."""
+    """The actors of one run. `gateways` and `workers` are Ray handles. `newest` names the actor with a training run's weights."""
 
-    def __init__(self, settings: RolloutRun, *, gateways: int, workers: int) -> None:
+    def __init__(self, settings: RolloutRun, *, gateways: int, workers: int, nodes: int = 0, newest: str = "") -> None:
         ray = import_ray()
         from tokentrue.cluster.actors import GatewayActor, RolloutActor
 
         self._ray, self._is_shared = ray, settings.is_shared
-        nodes = find_nodes(ray, settings.nodes) if settings.nodes > 1 else []
-        gateways, workers = max(gateways, len(nodes)), max(workers, len(nodes))
+        wanted = nodes or settings.nodes
+        places = find_nodes(ray, wanted) if wanted > 1 else []
+        gateways, workers = max(gateways, len(places)), max(workers, len(places))
         admin_key = secrets.token_hex(20)
         served = [serve_config(settings, number) for number in range(gateways)]
         anywhere = {"max_restarts": -1, "num_cpus": 0, "scheduling_strategy": "SPREAD"}
@@ -40,8 +42,10 @@ class Fleet:
         gateway_class = ray.remote(**anywhere, max_concurrency=64, num_gpus=gpus)(GatewayActor)
         at_once = settings.rollout.concurrency
         worker_class = ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
-        self.gateways = [placed(gateway_class, nodes, number).remote(config, admin_key) for number, config in enumerate(served)]
-        self.workers = [placed(worker_class, nodes, number).remote(settings.rollout, admin_key) for number in range(workers)]
+        self.gateways = [
+            placed(gateway_class, places, number).remote(config, admin_key, newest=newest) for number, config in enumerate(served)
+        ]
+        self.workers = [placed(worker_class, places, number).remote(settings.rollout, admin_key) for number in range(workers)]
 
     def gateways_of(self, plan: Plan) -> list[Any]:
         """The one that the rollout is pinned to, by its key alone; then those that could take it over."""
@@ -88,6 +92,17 @@ def placed(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
 
 
 def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on_rollout: Callable[[Rollout], None]) -> None:
+    with attach(address):
+        fleet = Fleet(settings, gateways=settings.gateways, workers=settings.workers)
+        try:
+            fleet.play(plans, on_rollout)
+        finally:
+            fleet.stop()
+
+
+@contextlib.contextmanager
+def attach(address: str) -> Generator[Any, None, None]:
+    """This process's Ray, or a connection to the one at `address` for as long as the block runs; `local` starts one here."""
     ray = import_ray()
     mine = not ray.is_initialized()
     if mine:
@@ -99,11 +114,9 @@ def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on
             ray.init(**where, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"--ray {address}: no such Ray ({error}); `local` starts one here") from error
-    fleet = Fleet(settings, gateways=settings.gateways, workers=settings.workers)
     try:
-        fleet.play(plans, on_rollout)
+        yield ray
     finally:
-        fleet.stop()
         if mine:
             ray.shutdown()
 

@@ -4,7 +4,18 @@ from tokentrue.environments.base import SMALL_MODEL, Environment, Split, Task
 from tokentrue.environments.client import ask, work
 from tokentrue.environments.config import RolloutConfig
 from tokentrue.environments.registry import ENVIRONMENTS, load_environment
-from tokentrue.environments.runner import OpenSession, Plan, Rollout, Sessions, plan_groups, run_groups, run_one, run_plans, seed_of
+from tokentrue.environments.runner import (
+    OpenSession,
+    Plan,
+    Rollout,
+    Sessions,
+    group_rollouts,
+    plan_groups,
+    run_groups,
+    run_one,
+    run_plans,
+    seed_of,
+)
 
 __all__ = [
     "ENVIRONMENTS",
@@ -18,6 +29,7 @@ __all__ = [
     "Split",
     "Task",
     "ask",
+    "group_rollouts",
     "load_environment",
     "plan_groups",
     "run_groups",

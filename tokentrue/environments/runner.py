@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -142,7 +142,13 @@ async def run_groups(
         ended[rollout.plan.key] = rollout
         if on_rollout is not None:
             on_rollout(rollout)
+    return group_rollouts(plans, ended.values())
+
+
+def group_rollouts(plans: Sequence[Plan], ended: Iterable[Rollout]) -> list[list[Rollout]]:
+    """By group in the order of `plans`."""
+    by_key = {rollout.plan.key: rollout for rollout in ended}
     groups: dict[str, list[Rollout]] = {}
     for plan in plans:
-        groups.setdefault(plan.group, []).append(ended[plan.key])
+        groups.setdefault(plan.group, []).append(by_key[plan.key])
     return list(groups.values())

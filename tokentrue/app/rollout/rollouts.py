@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tokentrue.environments import (
     Environment,
@@ -125,6 +125,15 @@ class Share:
         return tasks[len(tasks) * self.rank // self.world : len(tasks) * (self.rank + 1) // self.world]
 
 
+@runtime_checkable
+class GroupPlayer(Protocol):
+    """Plays rollouts elsewhere, with environments and gateways of its own."""
+
+    async def play_groups(self, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> list[list[Rollout]]:
+        """All rollouts, by group in the order of `plans`."""
+        ...
+
+
 class RolloutRounds:
     """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run samples the same rounds.
 
@@ -134,7 +143,7 @@ class RolloutRounds:
     def __init__(
         self,
         config: RolloutConfig,
-        sessions: Sessions,
+        sessions: Sessions | GroupPlayer,
         *,
         on_rollout: Callable[[Rollout], None] | None = None,
         keep: Path | None = None,
@@ -172,17 +181,22 @@ class RolloutRounds:
         tasks = self.environment.tasks(self.config.tasks, seed=seed_of(self.config.seed, number, *again), split=self.config.split)
         drawn = [task for place, task in enumerate(self._share.of(tasks)) if place in places]
         tag = "-".join([f"round-{number:05d}", *map(str, again)])
-        groups = await run_groups(
+        groups = await self._play(plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag))
+        if self._keep is not None:
+            append_jsonl(self._keep, (sample for group in groups for rollout in group for sample in rollout.samples))
+        return groups
+
+    async def _play(self, plans: Sequence[Plan]) -> list[list[Rollout]]:
+        if isinstance(self.sessions, GroupPlayer):
+            return await self.sessions.play_groups(plans, self._add)
+        return await run_groups(
             self.environment,
-            plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag),
+            plans,
             self.sessions,
             concurrency=self.config.concurrency,
             timeout_s=self.config.timeout_s,
             on_rollout=self._add,
         )
-        if self._keep is not None:
-            append_jsonl(self._keep, (sample for group in groups for rollout in group for sample in rollout.samples))
-        return groups
 
     def _require_enough(self, number: int, played: Sequence[Sequence[Rollout]]) -> None:
         """Raises EngineError where too many rollouts failed, or none made a sample."""

@@ -32,6 +32,20 @@ class LossSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """With --ray: how many gateways, each with its engine, and rollout workers there are, and how many nodes share them."""
+
+    gateways: int = 2
+    workers: int = 2
+    nodes: int = 1  # at least one gateway and one worker on each
+
+    def __post_init__(self) -> None:
+        for name in ("gateways", "workers", "nodes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"ray.{name}: {getattr(self, name)!r} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRun:
     """`samples` trains from a file; without it rounds are sampled live by the `rollout` section."""
 
@@ -42,6 +56,7 @@ class TrainRun:
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossSpec = field(default_factory=LossSpec)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     samples: Path | None = None
     out: Path = Path("out/train")
     device: str = "cpu"

@@ -21,6 +21,7 @@ import typer
 from tokentrue.app.configuration import as_mapping, read
 from tokentrue.app.training.settings import TrainRun
 from tokentrue.cli.words import count_of
+from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokentrue.cli.progress import Costs
@@ -35,13 +36,17 @@ def command(
     engine: Annotated[str | None, typer.Option(help="exact, hf, sglang or vllm")] = None,
     device: Annotated[str | None, typer.Option(help="of the trainer and of the exact engine: cpu, cuda or cuda:N")] = None,
     dtype: Annotated[str | None, typer.Option(help="of the trainer and of the exact engine: float32, bfloat16 or float16")] = None,
+    ray: Annotated[str | None, typer.Option("--ray", help="a Ray address, or `local`: engines and rollouts as actors")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="of --ray: nodes to place engines and rollouts on")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="with --samples: do not check certificates, masks and duplicates")] = False,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: optim.lr=1e-4")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON line per step")] = False,
 ) -> int:
     """Train with REINFORCE, GRPO, PPO or any loss of tokentrue.mismatch; exact, resumable, reproducible."""
     flags = {"out": out, "samples": samples, "train.steps": steps, "model.path": model, "engine.name": engine}
-    settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype})
+    settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype, "ray.nodes": nodes})
+    if nodes is not None and ray is None:
+        raise ConfigError("--nodes belongs to --ray")
     from tokentrue.app.devices import require_device
     from tokentrue.app.libraries import quiet_libraries
     from tokentrue.cli.progress import rollout_log
@@ -53,16 +58,17 @@ def command(
     settings = replace(settings, device=ranks.device)
     try:
         with rollout_log(settings.out):
-            asyncio.run(run(settings, ranks, as_json=as_json, trust=trust))
+            asyncio.run(run(settings, ranks, ray=ray, as_json=as_json, trust=trust))
     finally:
         leave()
     return 0
 
 
-async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: bool = False) -> list[Any]:
+async def run(settings: TrainRun, ranks: Any, *, ray: str | None = None, as_json: bool = False, trust: bool = False) -> list[Any]:
     from tokentrue.app.training.setup import file_for, source_for, store_for, trainer_for
     from tokentrue.cli.progress import Costs, loading, progress_bar
     from tokentrue.cli.run.train_report import write_training_report
+    from tokentrue.cluster.training import source_on_ray
     from tokentrue.train import train
 
     file = file_for(settings, trust=trust)
@@ -95,7 +101,8 @@ async def run(settings: TrainRun, ranks: Any, *, as_json: bool = False, trust: b
                 print(f"  {refusal_line(report)}", file=sys.stderr)
             advance(f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}")
 
-        async with source_for(settings, ranks, file) as (rounds, publish, evaluator):
+        source = source_for(settings, ranks, file) if ray is None else source_on_ray(settings, ranks, address=ray)
+        async with source as (rounds, publish, evaluator):
             reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=on_step)
     page = write_training_report(settings) if ranks.first else None
     if not quiet:

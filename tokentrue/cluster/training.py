@@ -1,0 +1,125 @@
+"""tokentrue train --ray: gateways with their engines, and environments, as actors on any node; the trainer in this process.
+
+A version of the weights goes once into Ray's object store, and every gateway loads it from there and confirms it before anything is
+sampled. A `NewestWeights` actor remembers the newest: a gateway that Ray starts again has them before it says where it listens. Lag and
+rounds are those of `tokentrue.train.loop`: a round is sampled by one version, whatever node plays it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokentrue.app.rollout.rollouts import RolloutRounds
+from tokentrue.app.rollout.settings import RolloutRun
+from tokentrue.app.training.settings import TrainRun
+from tokentrue.app.training.setup import engine_for
+from tokentrue.app.wiring import REMOTE
+from tokentrue.cluster.rollout import Fleet, attach, import_ray
+from tokentrue.environments import Plan, Rollout, group_rollouts
+from tokentrue.errors import ConfigError, EngineError
+
+
+class NewestWeights:
+    """An actor: where the newest weights lie in the object store, and their version."""
+
+    def __init__(self) -> None:
+        self._held: tuple[list[Any], int] | None = None
+
+    def put(self, references: list[Any], version: int) -> None:
+        """`references` is a list of one, so that Ray hands on the reference and not the weights."""
+        self._held = (references, version)
+
+    def get(self) -> tuple[list[Any], int] | None:
+        return self._held
+
+
+class FleetPlayer:
+    """Plays a round's rollouts on the fleet's workers, each through its own gateway."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def play_groups(self, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> list[list[Rollout]]:
+        workers = self._fleet.workers
+
+        async def play(number: int, plan: Plan) -> Rollout:
+            worker = workers[number % len(workers)]
+            rollout = await answer_of(worker.play.remote(plan, self._fleet.gateways_of(plan)), "run the rollouts")
+            on_rollout(rollout)
+            return rollout
+
+        return group_rollouts(plans, await asyncio.gather(*(play(number, plan) for number, plan in enumerate(plans))))
+
+
+class FleetSink:
+    """A WeightSink: every gateway's engine."""
+
+    def __init__(self, fleet: Fleet, newest: Any) -> None:
+        self._fleet, self._newest = fleet, newest
+        self._ray = import_ray()
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        held = await asyncio.to_thread(lambda: {name: tensor.detach().cpu().contiguous() for name, tensor in weights})
+        reference = await asyncio.to_thread(self._ray.put, held)
+        await answer_of(self._newest.put.remote([reference], version), "keep the weights")
+        await asyncio.gather(*(self._publish(gateway, reference, version) for gateway in self._fleet.gateways))
+
+    async def _publish(self, gateway: Any, reference: Any, version: int) -> None:
+        """A gateway that dies meanwhile loads the newest weights when it is started again, and is asked for their version then."""
+        with contextlib.suppress(self._ray.exceptions.RayActorError):
+            await gateway.publish.remote(reference, version)
+        found = await answer_of(gateway.version.remote(), "publish the weights")
+        if found != version:
+            raise EngineError(f"a gateway's engine has the weights of version {found}, not of {version}")
+
+
+async def answer_of(reference: Any, task: str) -> Any:
+    try:
+        return await reference
+    except import_ray().exceptions.RayError as error:
+        raise EngineError(f"Ray could not {task}: {str(error).strip().splitlines()[-1]}") from error
+
+
+@contextlib.asynccontextmanager
+async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> AsyncGenerator[tuple[Any, Any, None], None]:
+    """Rounds and where weights go, as `tokentrue.app.training.setup.source_for`; rank 0 has the fleet."""
+    from tokentrue.train import Publisher
+    from tokentrue.train.data.rounds import NoRounds
+
+    if not ranks.first:
+        yield NoRounds(), Publisher(), None
+        return
+    run = rollouts_of(settings)
+    with attach(address) as ray:
+        name = f"newest-weights-{secrets.token_hex(8)}"
+        newest = ray.remote(num_cpus=0, max_concurrency=16, name=name)(NewestWeights).remote()
+        fleet = Fleet(run, gateways=run.gateways, workers=run.workers, nodes=settings.ray.nodes, newest=name)
+        try:
+            yield RolloutRounds(settings.rollout, FleetPlayer(fleet)), Publisher(FleetSink(fleet, newest)), None
+        finally:
+            fleet.stop()
+
+
+def rollouts_of(settings: TrainRun) -> RolloutRun:
+    """The fleet's part of the settings. Journals are of this start alone: rounds of another start may have had other weights."""
+    refused = {
+        f"engine {settings.engine.name!r}: its servers are reached from here; leave --ray out": settings.engine.name in REMOTE,
+        "samples: rollouts of a file need no Ray": settings.samples is not None,
+        "evaluation.every: not with --ray": bool(settings.evaluation.every),
+        "train.acceptance: not with --ray": settings.train.acceptance.enabled,
+    }
+    for why, is_so in refused.items():
+        if is_so:
+            raise ConfigError(f"--ray: {why}")
+    journals = settings.out / f"gateways-{secrets.token_hex(4)}"
+    options = {name: value for name, value in engine_for(settings).options.items() if name != "device"}
+    engine = replace(settings.engine, options={**options, "device": settings.device.partition(":")[0]})
+    return RolloutRun(
+        rollout=settings.rollout, model=settings.model, engine=engine, out=journals, gateways=settings.ray.gateways,
+        workers=settings.ray.workers,
+    )  # fmt: skip
