@@ -75,8 +75,8 @@ class GatewayActor:
     async def _load_newest(self) -> None:
         import ray
 
-        holder: Any = ray.get_actor(self._newest)
-        held = await holder.get.remote()
+        here: Any = ray
+        held = await here.get_actor(self._newest).get.remote()
         if held is not None:
             (reference,), version = held
             await self._load(await reference, version)
