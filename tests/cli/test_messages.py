@@ -14,6 +14,7 @@ import pytest
 import tokentrue as tt
 from tests.gateway.world import Server, scripted_server
 from tokentrue.cli.main import COMMANDS, main, run
+from tokentrue.cli.run.rollout import print_summary
 from tokentrue.cli.words import count_of
 from tokentrue.environments import SMALL_MODEL
 
@@ -223,3 +224,11 @@ def test_quick_starts_load_neither_torch_nor_transformers(arguments: list[str]) 
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0 and not loaded & {"torch", "transformers", "pyarrow", "starlette"}, json.dumps(sorted(loaded)[:5])
     assert time.perf_counter() - began < 20
+
+
+def test_rollouts_that_sampled_nothing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"rollout": "a/0", "group": "a", "reward": 0.0, "error": None, "samples": 0, "sampled": 0, "trained": 0}
+    (tmp_path / "rollouts.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps({**row, 'rollout': 'a/1', 'samples': 1})}\n")
+    (tmp_path / "transcripts").mkdir()
+    print_summary(tmp_path, [], tmp_path / "rollouts.log", as_json=False)
+    assert f"1 rollout sampled nothing: the model was not asked; agents' output in {tmp_path / 'transcripts'}" in capsys.readouterr().out

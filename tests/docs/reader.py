@@ -33,9 +33,22 @@ from tokentrue.samples import write_samples
 KEY = "the-readers-admin-key"
 MODELS = ("MODEL", "MODEL_DIR", "DIR", "DIR_OR_ID", "path/to/model", "models/qwen3-8b")
 ENGINES = ("127.0.0.1:8001", "127.0.0.1:30000", "127.0.0.1:30001", "a:8000", "b:8000")
-AGENT = """import os, sys
+# Each asks once, in the way of the agent whose name it has, and writes one file.
+AGENT = """import sys
 from openai import OpenAI
 OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": " ".join(sys.argv[1:])}])
+open("answer.txt", "w").write("4")
+"""
+CODEX = """import os, sys, tomllib
+from pathlib import Path
+from openai import OpenAI
+gateway = tomllib.loads((Path.home() / ".codex" / "config.toml").read_text())["model_providers"]["gateway"]
+OpenAI(base_url=gateway["base_url"], api_key=os.environ[gateway["env_key"]]).responses.create(model="any", input=sys.argv[-1])
+open("answer.txt", "w").write("4")
+"""
+CLAUDE = """import sys
+from anthropic import Anthropic
+Anthropic().messages.create(model="any", max_tokens=64, messages=[{"role": "user", "content": sys.argv[2]}])
 open("answer.txt", "w").write("4")
 """
 
@@ -170,9 +183,9 @@ def furnish_agents(folder: Path) -> None:
     (task / "instruction.md").write_text("Write the sum of 2 and 2 into answer.txt.\n")
     (task / "tests" / "test.sh").write_text("grep -c 4 /app/answer.txt > /logs/verifier/reward.txt\n")
     (folder / "bin").mkdir()
-    for name in ("codex", "claude"):
+    for name, source in (("codex", CODEX), ("claude", CLAUDE)):
         program = folder / "bin" / name
-        program.write_text(f"#!{sys.executable}\n{AGENT}")
+        program.write_text(f"#!{sys.executable}\n{source}")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
 

@@ -115,3 +115,5 @@ def test_slow_console_blocks_run(page: Path, index: int, block: Block, folder: P
     with Shell(folder, record, timeout_s=1200.0) as shell:
         for command in block.commands:
             shell.run(command)
+    for rollouts in folder.glob("out/*/rollouts.jsonl"):
+        assert all(json.loads(line)["samples"] for line in rollouts.read_text().splitlines()), f"{rollouts}: the model was not asked"

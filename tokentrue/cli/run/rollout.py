@@ -135,6 +135,7 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
         "planned": len(plans),
         "groups": len({row["group"] for row in rows}),
         "failed": sum(row["error"] is not None for row in rows),
+        "without_sample": sum(row["error"] is None and not row["samples"] for row in rows),
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "sampled": sampled,
         "trained": trained,
@@ -149,6 +150,9 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
         print(f"  coverage {summary['coverage']:.2%} of {count_of(sampled, 'sampled token')}; samples in {summary['samples']}")
         for row in [row for row in rows if row["error"]][:3]:
             print(f"  failed: {row['rollout']}: {row['error']}")
+        if summary["without_sample"]:
+            said = f"{count_of(summary['without_sample'], 'rollout')} sampled nothing: the model was not asked"
+            print(f"  {said}" + (f"; agents' output in {out / 'transcripts'}" if (out / "transcripts").is_dir() else ""))
         if summary["failed"]:
             print(f"  tracebacks in {log}; --again runs the groups with failures again")
     return 1 if summary["failed"] or len(rows) < len(plans) else 0
