@@ -256,7 +256,8 @@ class Session:
             raise
         finally:
             self._turns_in_flight[plan.turn_key] -= 1
-            self._turns_in_flight += Counter()  # drops what is zero
+            if not self._turns_in_flight[plan.turn_key]:
+                del self._turns_in_flight[plan.turn_key]
         if turn.streamed:
             for index, reply in enumerate(replies):
                 turn.emit(TurnEvent(index=index, node=reply.node, reply=reply))
@@ -282,19 +283,18 @@ class Session:
         except BaseException as error:
             outcome: Outcome = turn.outcome_if_cancelled if isinstance(error, asyncio.CancelledError) else "engine_failed"
             partial = [await choice.parse_partial(outcome) for choice in choices]
-            await self._commit([draft for draft in partial if draft is not None], prepared)
+            await run_to_completion(self._commit([draft for draft in partial if draft is not None], prepared))
             raise
 
     @traced("commit")
     async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:
-        """All or nothing, and to the end even if the client leaves meanwhile: the journal first, then the tree. Where the journal fails,
-        the tree is unchanged and the callers get the error; the gateway then reads the session anew, since the write may have happened."""
+        """All or nothing: the journal first, then the tree. A turn that is complete is not cancelled any more. Where the journal fails, the
+        tree is unchanged and the callers get the error; the gateway then reads the session anew, since the write may have happened."""
         nodes = nodes_from_drafts(drafts, prepared, self.tree)
         try:
-            await run_to_completion(self._write(nodes, prepared.prompt.parent))
+            await self._write(nodes, prepared.prompt.parent)
         finally:
-            for node in nodes:
-                self.tree.release_seq(node.seq)
+            self.tree.release(nodes)
         return tuple(reply_from_node(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
 
     async def _close(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
@@ -315,8 +315,10 @@ class Session:
             self._matcher.add(node)
             self._tokens += len(node.given_ids) + len(node.sampled_ids)
             self.revision += 1
-            self.counters.update([f"edge:{node.why}"] if node.why else [])
-            self.counters.update([node.outcome] if node.outcome != "served" else [])
+            if node.why:
+                self.counters[f"edge:{node.why}"] += 1
+            if node.outcome != "served":
+                self.counters[node.outcome] += 1
 
     # What comes out.
     def samples(

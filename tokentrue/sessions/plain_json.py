@@ -45,16 +45,14 @@ def freeze(value: Any, field: str) -> Any:
             return value
         raise MessageError(f"must be a JSON value; {value!r} is none", field=field)
     if isinstance(value, (dict, Mapping)):
-        return {_key(key, field): freeze(item, field) for key, item in cast("Mapping[Any, Any]", value).items()}
+        items = cast("Mapping[Any, Any]", value).items()
+        for key, _ in items:
+            if not isinstance(key, str):
+                raise MessageError(f"an object's keys must be strings, got {key!r}", field=field)
+        return {key: item if type(item) is str else freeze(item, field) for key, item in items}
     if isinstance(value, (list, tuple)):
         return [freeze(item, field) for item in cast("list[Any]", value)]
     raise MessageError(f"must be a JSON value; {type(value).__name__} is none", field=field)
-
-
-def _key(key: Any, field: str) -> str:
-    if not isinstance(key, str):
-        raise MessageError(f"an object's keys must be strings, got {key!r}", field=field)
-    return key
 
 
 def digest(*values: Any) -> bytes:

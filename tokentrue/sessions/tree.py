@@ -121,7 +121,7 @@ class Tree:
         self.answers: dict[TurnKey, list[Node]] = defaultdict(list)
         self.nodes_by_key: dict[str, list[Node]] = defaultdict(list)  # request key -> its served nodes
         self.next_seq = 0
-        self._reserved: set[int] = set()  # of nodes that are being written
+        self._reserved: dict[int, Node] = {}  # nodes that were checked and are being written, by their place
         self._turn_keys: dict[str, TurnKey] = {}
         self._hashes: dict[str, _HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
@@ -131,14 +131,16 @@ class Tree:
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def reserve_seq(self) -> int:
-        """The place of a node that is about to be written; `add` or `release_seq` ends the reservation."""
-        self._reserved.add(self.next_seq)
-        self.next_seq += 1
-        return self.next_seq - 1
+    def reserve(self, nodes: Sequence[Node]) -> None:
+        """Checks nodes that are about to be written, all of them or none, and keeps their places until `add` or `release`."""
+        for node in nodes:
+            self.check(node)
+        self._reserved |= {node.seq: node for node in nodes}
+        self.next_seq += len(nodes)
 
-    def release_seq(self, seq: int) -> None:
-        self._reserved.discard(seq)
+    def release(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            self._reserved.pop(node.seq, None)
 
     @property
     def committed_seq(self) -> int:
@@ -242,8 +244,9 @@ class Tree:
             raise TokenContractError(f"node {node.id}: the certificate does not fit what is recorded")
 
     def add(self, node: Node) -> None:
-        """The node is checked as a whole first."""
-        self.check(node)
+        """The node is checked as a whole first, unless it was reserved: nothing of the record that it was checked against changes."""
+        if self._reserved.pop(node.seq, None) is not node:
+            self.check(node)
         parent = self.parent(node)
         state = self._hash_prompt(parent, node.given_ids)
         state.update(node.sampled_ids.tobytes())
@@ -254,7 +257,6 @@ class Tree:
         key = self._turn_keys[node.id] = turn_key(parent, node.given, node.tools)
         self.answers[key].append(node)
         self.next_seq = max(self.next_seq, node.seq + 1)
-        self._reserved.discard(node.seq)
         for call in node.served.get("tool_calls") or ():
             self._arguments[call["id"]].append(call["function"]["arguments"])
         if node.outcome == "served":

@@ -19,7 +19,7 @@ from tokentrue.sessions.plain_json import digest, dumps, loads
 from tokentrue.sessions.tree import Given, Node, ServedRef
 from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, Status, VersionSpan
 
-_SETTINGS = tuple(f.name for f in fields(Sampling))
+_DEFAULTS: Mapping[str, Any] = {field.name: getattr(Sampling(), field.name) for field in fields(Sampling)}
 _OPTIONAL: Mapping[str, Any] = {
     "stopped_by": None, "why": None, "detail": "", "origin": None, "request_key": None, "request_digest": None, "choice": 0,
     "fingerprint": None,
@@ -44,6 +44,11 @@ class Row:
 
 
 def row_from_node(node: Node, parent: Node | None) -> Row:
+    return row_from_body(node, *body_from_node(node, parent))
+
+
+def body_from_node(node: Node, parent: Node | None) -> tuple[dict[str, Any], bytes | None]:
+    """The JSON object of a row, and the blob of what a trainer replays from."""
     body: dict[str, Any] = {
         "started": node.started,
         "given": [{"served": item.node} if isinstance(item, ServedRef) else {"message": item} for item in node.given],
@@ -74,6 +79,10 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
     replay, layout = pack_replay(node.routed_experts, node.sampling_mask)
     if layout:
         body["replay"] = layout
+    return body, replay
+
+
+def row_from_body(node: Node, body: Mapping[str, Any], replay: bytes | None) -> Row:
     return Row(
         id=node.id,
         seq=node.seq,
@@ -195,8 +204,8 @@ def _given_from_json(item: Mapping[str, Any]) -> Given:
 
 def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
     """Only what differs from the defaults."""
-    defaults = Sampling()
-    return {name: value for name in _SETTINGS if (value := getattr(sampling, name)) != getattr(defaults, name)}
+    values = {name: value for name, default in _DEFAULTS.items() if (value := getattr(sampling, name)) != default}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def sampling_from_json(values: Mapping[str, Any]) -> Sampling:

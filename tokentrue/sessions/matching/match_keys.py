@@ -107,11 +107,11 @@ def loosen_arguments(arguments: Any) -> str:
         if not arguments.strip():
             return "{}"
         try:
-            arguments = json.loads(arguments, parse_float=_read_float, parse_constant=_NoDouble)
+            arguments = _DECODER.decode(arguments)
         except (ValueError, RecursionError):
             return "\0" + arguments.strip()
     try:
-        return json.dumps(_loosen(arguments), sort_keys=True, separators=(",", ":"))
+        return _ENCODER.encode(_loosen(arguments))
     except (TypeError, ValueError, RecursionError):
         return "\0" + repr(arguments)
 
@@ -119,6 +119,10 @@ def loosen_arguments(arguments: Any) -> str:
 def _read_float(text: str) -> float | str:
     number = float(text)
     return number if math.isfinite(number) else _NoDouble(text)
+
+
+_DECODER = json.JSONDecoder(parse_float=_read_float, parse_constant=_NoDouble)
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def _loosen(value: Any) -> Any:

@@ -5,31 +5,20 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from tokentrue.errors import EngineContractError, MessageError, TokenContractError
 from tokentrue.protocols import Renderer
 from tokentrue.replay import own_routing
 from tokentrue.sessions.certificate import next_link
-from tokentrue.sessions.journal.rows import Row, node_from_row, row_from_node
-from tokentrue.sessions.plain_json import freeze
+from tokentrue.sessions.journal.rows import Row, body_from_node, row_from_body
+from tokentrue.sessions.plain_json import freeze, loads
 from tokentrue.sessions.stages.generation import Draft
 from tokentrue.sessions.stages.prompts import Prompt
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Attempt, Completion, Message, Parsed, Reply, RoutedExperts, Sampling, Status, Tools, TurnRequest
 
-_OF_THE_ENGINE = (
-    "sampled_ids",
-    "logprobs",
-    "versions",
-    "stopped_by",
-    "routed_experts",
-    "sampling_mask",
-    "top_logprobs",
-    "fingerprint",
-    "attempts",
-    "served",
-)
+_OF_THE_ENGINE = ("versions", "stopped_by", "replay", "top_logprobs", "fingerprint", "attempts", "served")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +38,7 @@ class PreparedTurn:
 def nodes_from_drafts(drafts: Sequence[Draft], prepared: PreparedTurn, tree: Tree) -> list[Node]:
     """Fit to enter the record: the prompt that was sent is the recorded one, and the certificate fits."""
     nodes = [_node_from_draft(draft, prepared, tree, seq=tree.next_seq + index) for index, draft in enumerate(drafts)]
-    for node in nodes:
-        tree.check(node)
-    for _ in nodes:
-        tree.reserve_seq()
+    tree.reserve(nodes)
     return nodes
 
 
@@ -135,21 +121,23 @@ def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
 
 
 def rows_from_nodes(nodes: Sequence[Node], parent: Node | None) -> list[Row]:
-    """Rows that give these very nodes back; what the journal cannot hold exactly is refused here."""
+    """What the journal cannot hold exactly is refused here: ids and log-probabilities are stored as they are, and the JSON of everything
+    else must give back what was written."""
     return [_row_from_node(node, parent) for node in nodes]
 
 
 def _row_from_node(node: Node, parent: Node | None) -> Row:
     try:
-        row = row_from_node(node, parent)
+        body, replay = body_from_node(node, parent)
+        row = row_from_body(node, body, replay)
     except (TypeError, ValueError) as error:
         raise MessageError(f"messages and tools must be plain JSON values: {error}", field="messages") from error
-    reread = node_from_row(row, parent)
-    for name in (field.name for field in fields(Node)):
-        if getattr(reread, name) != getattr(node, name):
-            if name in _OF_THE_ENGINE:
-                raise EngineContractError(f"the engine's {name} cannot be recorded exactly: {getattr(node, name)!r}")
-            raise MessageError("cannot be recorded exactly; send plain JSON values", field=name)
+    reread = loads(row.body)
+    if reread != body:
+        name = next(name for name in body if reread.get(name, ...) != body[name])
+        if name in _OF_THE_ENGINE:
+            raise EngineContractError(f"the engine's {name} cannot be recorded exactly: {body[name]!r}")
+        raise MessageError("cannot be recorded exactly; send plain JSON values", field=name)
     return row
 
 
