@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineTimeout, EngineUnreachable
 from tokentrue.ids import TokenIds
@@ -38,6 +38,7 @@ class Pool:
         if not replicas:
             raise ConfigError("a pool needs at least one engine")
         self._replicas = list(replicas)
+        self._adapting = [replica for replica in replicas if isinstance(replica, Adapting)]
         self._down: set[int] = set()  # replicas that failed; each gets the weights again before it is used
         self._restoring = asyncio.Lock()
         self._stale: set[int] = set()  # replicas that missed the last publication
@@ -58,8 +59,10 @@ class Pool:
     @property
     def adapters(self) -> Sequence[str]:
         """Those that every replica has loaded."""
-        names: list[set[str]] = [set(replica.adapters) if isinstance(replica, Adapting) else set() for replica in self._replicas]
-        return sorted(set[str].intersection(*names))
+        if len(self._adapting) < len(self._replicas):
+            return ()
+        first, *others = (set(replica.adapters) for replica in self._adapting)
+        return sorted(first.intersection(*others))
 
     def pause(self) -> None:
         self._open.clear()
@@ -81,14 +84,43 @@ class Pool:
         return sum(await asyncio.gather(*(replica.interrupt() for replica in self._replicas if isinstance(replica, Interruptible))))
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        final = None
-        async for chunk in self._generate_resumable(TokenIds(prompt_ids), sampling, session, streamed=False):
-            final = chunk.final
-        assert final is not None
-        return final
+        generation = _Generation(TokenIds(prompt_ids), sampling)
+        while generation.rest is not None:
+            index = await self._start(session)
+            try:
+                if index in self._down:
+                    await self._restore(index)
+                final = await self._replicas[index].generate(generation.ids, generation.rest, session=session)
+            except RESUMABLE:
+                if not self._may_resume(index, generation):
+                    raise
+            else:
+                self._end(index, generation, final)
+        return generation.join()
 
-    def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        return self._generate_resumable(TokenIds(prompt_ids), sampling, session, streamed=True)
+    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+        generation = _Generation(TokenIds(prompt_ids), sampling)
+        while generation.rest is not None:
+            index = await self._start(session)
+            got, final = list[Chunk](), None
+            try:
+                if index in self._down:
+                    await self._restore(index)
+                source: Any = self._replicas[index].stream(generation.ids, generation.rest, session=session)
+                async with aclosing(source) as chunks:
+                    async for chunk in chunks:
+                        if chunk.final is None:
+                            got.append(chunk)
+                            yield chunk
+                        else:
+                            final = chunk.final
+            except RESUMABLE:
+                generation.add(_pieces(got, generation.ids))
+                if not self._may_resume(index, generation):
+                    raise
+            else:
+                self._end(index, generation, final)
+        yield Chunk(final=generation.join())
 
     async def health(self) -> Mapping[str, Any]:
         """Asks every replica; raises when none answers."""
@@ -176,56 +208,55 @@ class Pool:
             raise EngineUnreachable("no engine has the weights that were published last; publish again, or restart the engines")
         return order[0]
 
-    async def _generate_resumable(
-        self, prompt_ids: TokenIds, sampling: Sampling, session: str | None, *, streamed: bool
-    ) -> AsyncGenerator[Chunk]:
-        """Generate until the turn has ended, across aborts and failures; `done` are the pieces that were sampled so far."""
-        done: list[Completion] = []
-        failures, give_up = 0, time.monotonic() + self._give_up_s
-        while True:
-            await self._open.wait()
-            ids, rest = _remaining(prompt_ids, sampling, done)
-            if rest is None:  # it broke off right at the limit: nothing is left to sample
-                yield Chunk(final=replace(join_pieces(done, prompt_ids), finish=Finish.LENGTH))
-                return
-            index = self._choose(session)
-            replica, got, final = self._replicas[index], list[Chunk](), None
-            try:
-                if index in self._down:
-                    await self._restore(index)
-                source: Any = replica.stream(ids, rest, session=session) if streamed else _as_stream(replica, ids, rest, session)
-                async with aclosing(source) as chunks:
-                    async for chunk in chunks:
-                        if chunk.final is None:
-                            got.append(chunk)
-                            yield chunk
-                        else:
-                            final = chunk.final
-            except RESUMABLE:
-                self._down.add(index)
-                failures += 1
-                done += _pieces(got, ids)
-                if failures >= len(self._replicas) + (self._resumptions if done else 0) or time.monotonic() > give_up:
-                    raise
-                continue
-            if final is None:
-                raise EngineContractError(f"{self.name} ended a stream without its final answer")
-            if final.prompt_digest not in (None, ids.sha256()):
-                raise EngineContractError(f"{self.name} was sent other ids than the prompt")
-            self._down.discard(index)
-            done.append(final)
-            if final.finish is not Finish.ABORT or (self._open.is_set() and len(done) > self._resumptions):
-                yield Chunk(final=join_pieces(done, prompt_ids))
-                return
+    async def _start(self, session: str | None) -> int:
+        """The replica to ask, once generations are not held back."""
+        await self._open.wait()
+        return self._choose(session)
+
+    def _may_resume(self, index: int, generation: _Generation) -> bool:
+        """After the replica failed."""
+        self._down.add(index)
+        generation.failures += 1
+        most = len(self._replicas) + (self._resumptions if generation.done else 0)
+        return generation.failures < most and time.monotonic() <= generation.started + self._give_up_s
+
+    def _end(self, index: int, generation: _Generation, final: Completion | None) -> None:
+        """After the replica answered: the generation goes on only where it was aborted."""
+        if final is None:
+            raise EngineContractError(f"{self.name} ended a stream without its final answer")
+        if final.prompt_digest not in (None, generation.ids.sha256()):
+            raise EngineContractError(f"{self.name} was sent other ids than the prompt")
+        self._down.discard(index)
+        is_last = self._open.is_set() and len(generation.done) >= self._resumptions
+        generation.add([final], is_over=final.finish is not Finish.ABORT or is_last)
+
+
+class _Generation:
+    """One generation across aborts and failures. `done` are the pieces that were sampled so far, `ids` and `rest` the prompt and the
+    settings for what is left: none where the generation is over. `is_full`: it broke off right at its token limit."""
+
+    def __init__(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
+        self._prompt_ids, self._sampling = prompt_ids, sampling
+        self.ids, self.rest = prompt_ids, cast("Sampling | None", sampling)
+        self.done: list[Completion] = []
+        self.failures, self.started, self.is_full = 0, time.monotonic(), False
+
+    def add(self, pieces: Sequence[Completion], *, is_over: bool = False) -> None:
+        self.done += pieces
+        if is_over:
+            self.rest = None
+        else:
+            self.ids, self.rest = _remaining(self._prompt_ids, self._sampling, self.done)
+            self.is_full = self.rest is None
+
+    def join(self) -> Completion:
+        whole = join_pieces(self.done, self._prompt_ids)
+        return replace(whole, finish=Finish.LENGTH) if self.is_full else whole
 
 
 def hold_on_host(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """For several replicas: weights that are gathered while one iterates come once, and are too many for a GPU."""
     return [(name, tensor.detach().cpu()) for name, tensor in weights]
-
-
-async def _as_stream(replica: Provider, ids: Ids, sampling: Sampling, session: str | None) -> AsyncGenerator[Chunk]:
-    yield Chunk(final=await replica.generate(ids, sampling, session=session))
 
 
 def _weight(session: str | None, index: int) -> bytes:
@@ -252,7 +283,7 @@ def _remaining(prompt_ids: TokenIds, sampling: Sampling, done: Sequence[Completi
 def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completion:
     """Pieces of one generation, end to end; what not every piece has (top log-probabilities, say) is left out."""
     if len(pieces) == 1:
-        return replace(pieces[0], prompt_tokens=len(prompt_ids))
+        return pieces[0] if pieces[0].prompt_tokens == len(prompt_ids) else replace(pieces[0], prompt_tokens=len(prompt_ids))
     runs = [(span.end - span.start, span.version) for piece in pieces for span in piece.versions]
     tops = [piece.top_logprobs for piece in pieces]
     raws = [piece.raw_logprobs for piece in pieces]

@@ -46,6 +46,7 @@ class MeteredProvider:
     def __init__(self, inner: EngineControl, *, version: int = UNVERSIONED) -> None:
         self.inner = inner
         self.version = version
+        self._adapting = inner if isinstance(inner, Adapting) else None
 
     @property
     def name(self) -> str:
@@ -57,7 +58,7 @@ class MeteredProvider:
 
     @property
     def adapters(self) -> Sequence[str]:
-        return self.inner.adapters if isinstance(self.inner, Adapting) else ()
+        return () if self._adapting is None else self._adapting.adapters
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         with (CLOCK.get() or EngineClock()).run():

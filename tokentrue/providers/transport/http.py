@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -42,7 +42,7 @@ class EngineHttp:
 
     async def read(self, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, retry: bool = True) -> bytes:
         """The whole body of a successful response; any other response becomes a typed error with the engine's own words."""
-        async with self._respond(method, path, body, self._retries if retry else 0) as response:
+        async with await self._respond(method, path, body, self._retries if retry else 0) as response:
             try:
                 return await response.read()
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -50,7 +50,7 @@ class EngineHttp:
 
     async def events(self, path: str, body: bytes) -> AsyncGenerator[bytes]:
         """The data of each server-sent event, up to [DONE]."""
-        async with self._respond("POST", path, body, self._retries) as response:
+        async with await self._respond("POST", path, body, self._retries) as response:
             rest = b""
             try:
                 async for block in response.content.iter_any():
@@ -66,17 +66,16 @@ class EngineHttp:
             if (data := _data_of(rest)) not in (None, b"[DONE]"):
                 yield data
 
-    @asynccontextmanager
-    async def _respond(
-        self, method: str, path: str, body: Mapping[str, object] | bytes | None, retries: int
-    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """A response with status 2xx. Leaving the block before its end closes the connection, which cancels the request."""
+    async def _respond(self, method: str, path: str, body: Mapping[str, object] | bytes | None, retries: int) -> aiohttp.ClientResponse:
+        """A response with status 2xx, to be used in a block: leaving it before the response's end closes the connection, which cancels the
+        request."""
         data = body if isinstance(body, bytes | None) else orjson.dumps(body)
-        async with await self._request(method, path, data, retries) as response:
-            if response.status >= 300:
-                words = (await response.content.read(QUOTED_CHARS)).decode("utf-8", "replace").replace("\n", " ")
-                raise _refusal(self.url + path, response.status, words)
-            yield response
+        response = await self._request(method, path, data, retries)
+        if response.status < 300:
+            return response
+        async with response:
+            words = (await response.content.read(QUOTED_CHARS)).decode("utf-8", "replace").replace("\n", " ")
+            raise _refusal(self.url + path, response.status, words)
 
     async def _request(self, method: str, path: str, data: bytes | None, retries: int) -> aiohttp.ClientResponse:
         session = self._open()
