@@ -6,8 +6,8 @@ A paused gateway holds generations back instead of failing them: to the harness 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.problems import HttpError
@@ -47,11 +47,9 @@ class AdmissionGate:
             return False
         return True
 
-    @asynccontextmanager
-    async def admit(self) -> AsyncGenerator[None, None]:
-        """One generation: waits out a pause, and refuses when the gateway is closing or full."""
-        if self.paused:
-            await self._wait_for_resume()
+    @contextmanager
+    def admit(self) -> Generator[None, None, None]:
+        """One generation, after `wait_for_resume`; refused when the gateway is closing or full."""
         if self.closing:
             raise HttpError(503, "shutting_down", "the gateway is shutting down; send this again", retry_after_s=1.0)
         if self.in_flight >= self._config.limits.in_flight:
@@ -65,7 +63,9 @@ class AdmissionGate:
             if not self.in_flight:
                 self._idle.set()
 
-    async def _wait_for_resume(self) -> None:
+    async def wait_for_resume(self) -> None:
+        if not self.paused:
+            return
         if self.waiting + self.in_flight >= self._config.limits.in_flight:
             raise HttpError(429, "too_many_in_flight", "paused, and enough generations wait; try again", retry_after_s=5.0)
         self.waiting += 1

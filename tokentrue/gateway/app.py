@@ -208,9 +208,9 @@ class ModelRequests:
         elif operation == COUNTS:
             await self._turns.count_tokens("anthropic", access, scope, receive, send)
         else:
-            async with self._turns.open(access):
-                base = self._config.model
-                await send_json(send, 200, list_models(base, *(f"{base}:{name}" for name in self._services.provider.adapters)))
+            await self._turns.find(access)
+            base = self._config.model
+            await send_json(send, 200, list_models(base, *(f"{base}:{name}" for name in self._services.provider.adapters)))
 
 
 def dialect_name(path: str) -> str:

@@ -238,15 +238,20 @@ class SessionRegistry:
         return self._live.get(session_id)
 
     @asynccontextmanager
-    async def checkout(self, session_id: str, create: NewSession | None = None) -> AsyncGenerator[SessionHandle, None]:
-        """The session's one live object; it stays in memory while the block runs. `create` makes one where the journal has none."""
-        handle = await self._get(session_id, create)
+    async def checkout(self, session_id: str) -> AsyncGenerator[SessionHandle, None]:
+        """The session's one live object; it stays in memory while the block runs."""
+        with self.hold(await self.find(session_id)) as handle:
+            yield handle
+
+    @contextmanager
+    def hold(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
+        """A session that was just found, nothing having been awaited since, stays in memory while the block runs."""
         handle.users += 1
         try:
             yield handle
         except (JournalError, SessionElsewhere):  # what the journal holds by now is only known to the journal
-            if self._live.get(session_id) is handle:
-                self.forget(session_id)
+            if self._live.get(handle.session.id) is handle:
+                self.forget(handle.session.id)
             raise
         finally:
             handle.users -= 1
@@ -254,7 +259,8 @@ class SessionRegistry:
             self._count_bytes(handle)
             self._make_room()
 
-    async def _get(self, session_id: str, create: NewSession | None) -> SessionHandle:
+    async def find(self, session_id: str, create: NewSession | None = None) -> SessionHandle:
+        """`create` makes one where the journal has none."""
         while True:
             handle = self._live.get(session_id)
             if handle is not None and handle.lease_number != self._lease_number():

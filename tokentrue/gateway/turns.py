@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Awaitable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
-from typing import cast
+from typing import TypeVar, cast
 
 import orjson
 
@@ -29,6 +29,7 @@ from tokentrue.sessions.stages.prompts import count_chars, run_by_size
 from tokentrue.tracing import annotate
 from tokentrue.types import Reply, TurnRequest
 
+T = TypeVar("T")
 LOG = logging.getLogger("tokentrue.gateway")
 STREAM = "tokentrue.stream"  # in the scope: the event stream of this request, once there is one
 
@@ -54,21 +55,19 @@ class TurnHandler:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    @asynccontextmanager
-    async def open(self, access: SessionAccess) -> AsyncGenerator[SessionHandle, None]:
-        """The session of a access; a key that fits nothing does not learn whether the session exists."""
-        async with AsyncExitStack() as stack:
-            try:
-                create = self._services.new_default_session if access.may_create else None
-                handle = await stack.enter_async_context(self._services.sessions.checkout(access.session_id, create))
-            except SessionElsewhere as error:
-                raise NotOpened(error) from error
-            except SessionNotFound:
-                if access.key_hash is not None:
-                    raise invalid_key() from None
-                raise
-            access.check(handle.session.record.key_hash)
-            yield handle
+    async def find(self, access: SessionAccess) -> SessionHandle:
+        """The session of an access; a key that fits nothing does not learn whether the session exists."""
+        create = self._services.new_default_session if access.may_create else None
+        try:
+            handle = await self._services.sessions.find(access.session_id, create)
+        except SessionElsewhere as error:
+            raise NotOpened(error) from error
+        except SessionNotFound:
+            if access.key_hash is not None:
+                raise invalid_key() from None
+            raise
+        access.check(handle.session.record.key_hash)
+        return handle
 
     async def serve(
         self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None = None
@@ -84,19 +83,21 @@ class TurnHandler:
     async def _serve(
         self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None, clock: TurnClock
     ) -> None:
-        async with self.open(access) as handle:
+        with self._services.sessions.hold(await self.find(access)) as handle:
             dialect = handle.dialects[name]
             handle.check_open()
             head, request = await self._read(dialect, handle, scope, receive)
             if in_path is not None:
                 head = replace(head, model=in_path.model, stream=in_path.stream)
             request = name_adapter(request, head.model, self._services)
-            with handle.count_in_flight():
-                async with cancel_on_disconnect(receive), self._services.admission.admit(), self._deadline():
+            with handle.count_in_flight(), cancel_on_disconnect(receive):
+                await self._services.admission.wait_for_resume()
+                with self._services.admission.admit():
                     if head.stream:
-                        replies = await self._stream(handle, dialect, head, request, scope, send, clock)
+                        work = self._stream(handle, dialect, head, request, scope, send, clock)
                     else:
-                        replies = await self._answer(handle, dialect, head, request, send)
+                        work = self._answer(handle, dialect, head, request, send)
+                    replies = await self._run_in_time(work)
         self._note(dialect, handle.session.id, head, replies, clock)
 
     async def _read(self, dialect: Dialect, handle: SessionHandle, scope: Scope, receive: Receive) -> tuple[RequestHead, TurnRequest]:
@@ -115,13 +116,12 @@ class TurnHandler:
         )
         return head, request
 
-    @asynccontextmanager
-    async def _deadline(self) -> AsyncGenerator[None, None]:
-        """The total time of a turn, whatever the engine's own timeouts and retries."""
+    async def _run_in_time(self, work: Awaitable[T]) -> T:
+        """Bounds the total time of a turn, whatever the engine's own timeouts and retries."""
         limit = self._services.config.limits.turn_s
         try:
             async with asyncio.timeout(limit):
-                yield
+                return await work
         except TimeoutError:
             raise EngineTimeout(f"the turn took longer than {limit:g} s (limits.turn_s)") from None
 
@@ -145,18 +145,19 @@ class TurnHandler:
     ) -> Sequence[Reply]:
         stream = scope[STREAM] = EventStream(send, dialect.new_encoder(head, handle.session.renderer.decode))
         replies: list[Reply] = []
-        async with stream.keep_alive(self._services.config.keep_alive_s), aclosing(handle.session.stream(request)) as events:
-            async for event in events:
-                if event.reply is not None:
-                    replies.append(event.reply)
-                await stream.feed(event)
-                if clock.first_byte is None and stream.started:
-                    clock.first_byte = time.perf_counter()
+        with stream.keep_alive(self._services.config.keep_alive_s):
+            async with aclosing(handle.session.stream(request)) as events:
+                async for event in events:
+                    if event.reply is not None:
+                        replies.append(event.reply)
+                    await stream.feed(event)
+                    if clock.first_byte is None and stream.started:
+                        clock.first_byte = time.perf_counter()
         await stream.finish()
         return replies
 
     async def count_tokens(self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.open(access) as handle:
+        with self._services.sessions.hold(await self.find(access)) as handle:
             dialect = cast("CountingDialect", handle.dialects[name])
             with self._services.bodies.reserve() as take:
                 decoded = dialect.decode_count(await read_body(scope, receive, self._services.config.limits.body_bytes, take))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from tokentrue.gateway.asgi import ClientGone, Receive
 
 
-@asynccontextmanager
-async def cancel_on_disconnect(receive: Receive) -> AsyncGenerator[None, None]:
+@contextmanager
+def cancel_on_disconnect(receive: Receive) -> Generator[None, None, None]:
     """Cancels the enclosed block when the client disconnects; `ClientGone` comes out. The body must have been read before."""
     work = asyncio.current_task()
     assert work is not None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from tokentrue.gateway.asgi import EVENTS, Send
 from tokentrue.gateway.dialects import Encoder, Problem
@@ -37,8 +37,8 @@ class EventStream:
             self._last_write = time.monotonic()
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    @asynccontextmanager
-    async def keep_alive(self, every_s: float) -> AsyncGenerator[None, None]:
+    @contextmanager
+    def keep_alive(self, every_s: float) -> Generator[None, None, None]:
         """Sends a keep-alive whenever nothing was sent for `every_s` seconds, while the block runs."""
 
         async def ping() -> None:
