@@ -34,6 +34,7 @@ JINJA_ARGUMENTS = frozenset({"_loop_vars", "_block_vars"})  # of every call insi
 CONTAINERS = frozenset({list, tuple, dict})
 GROWING = frozenset({*FILTER_CHECKS, "e", "escape", "forceescape", "pprint", "urlencode", "urlize", "xmlattr"})
 PLAIN_VALUES = frozenset({bool, dict, float, int, list, str, type(None)})
+DICT_ATTRIBUTES = frozenset(dir(dict))
 MOST_KNOWN_ATTRIBUTES = 4096
 MOST_SOURCE_CHARS = 4 << 20
 _STEP = "count_step"  # no attribute of the environment: BoundedCodeGenerator writes a call in its place
@@ -149,6 +150,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._safe: dict[tuple[type, str], bool] = {}
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.role`: jinja looks for an attribute first and for an item when that fails. No method of dicts has such a name."""
+        if type(obj) is dict and attribute not in DICT_ATTRIBUTES and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """jinja's answer depends only on the type and the name, and costs half of a rendering: it is asked once for each."""

@@ -18,7 +18,7 @@ from tokentrue.renderers.parsing.scanner import CallOpened, RegionClosed, Region
 from tokentrue.renderers.parsing.source import TokenSource
 from tokentrue.types import Delta, Ended, Ids, Parsed, Tools
 
-_ANCHOR_WINDOWS = (48, 1024)  # tokens of the prompt's end that are searched for the opening of the turn, which is a few tokens long
+_ANCHOR_WINDOWS = (8, 48, 1024)  # tokens of the prompt's end that are searched for the opening of the turn, which is a few tokens long
 
 
 def parse_turn(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left, bisect_right
+from itertools import accumulate
+from typing import cast
 
 from tokentrue.renderers.codec.token_bytes import TokenBytes, TokenTexts
 from tokentrue.renderers.parsing.grammar import Grammar
@@ -31,16 +33,16 @@ class TokenSource:
     def add(self, token_ids: Ids) -> str:
         self._ids.extend(token_ids)
         out: list[str] = []
-        whole: list[str] = []  # texts of tokens that are whole characters, not shielded yet
-        for token_id in token_ids:
-            text = self._texts[token_id]
-            if text is not None and not self._has_half:
-                whole.append(text)
-                continue
-            out.append(self._add_text("".join(whole)))
-            whole.clear()
-            out.append(self._add_odd(token_id))
-        out.append(self._add_text("".join(whole)))
+        texts = [*map(self._texts.__getitem__, token_ids), None]
+        place = 0
+        while place < len(token_ids):
+            if texts[place] is None or self._has_half:
+                out.append(self._add_odd(token_ids[place]))
+                place += 1
+            else:
+                end = texts.index(None, place)
+                out.append(self._add_text("".join(cast("list[str]", texts[place:end]))))
+                place = end
         return "".join(out)
 
     def flush(self) -> str:
@@ -103,14 +105,19 @@ class TokenSpelling:
 
     def follow(self, ids: Ids, *, cut_at: int | None) -> None:
         """`cut_at`: the token before which the turn was over; a half character does not go on there."""
-        for place in range(len(self._ends), len(ids)):
-            text = self._texts[ids[place]]
-            if text is not None and not self._open:
-                self._length += len(text)
-            else:
+        start = place = len(self._ends)
+        texts = [*map(self._texts.__getitem__, ids[start:]), None]
+        while place < len(ids):
+            if texts[place - start] is None or self._open:
                 self._add_odd(ids[place], place, cut=place == cut_at)
-            self._ends.append(self._length)
-            self._reach.append(self._length)
+                ends, place = [self._length], place + 1
+            else:
+                end = texts.index(None, place - start)
+                whole = cast("list[str]", texts[place - start : end])
+                ends, place = list(accumulate(map(len, whole), initial=self._length))[1:], start + end
+            self._ends += ends
+            self._reach += ends
+            self._length = ends[-1]
         if cut_at == len(ids):
             self._release()
 
