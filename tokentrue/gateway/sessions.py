@@ -85,12 +85,11 @@ class SessionHandle:
             raise TemplateError(message)
         if head.opening != self._opening:
             self._opening = head.opening
-        head = replace(head, tools=self._find_tools(head.tools))
         if head.continues is not None:
             return head, [*self._opening, *self._continued_history(head), *messages]
         return head, [*self._opening, *messages]
 
-    def _find_tools(self, tools: tuple[Tool, ...] | None) -> tuple[Tool, ...] | None:
+    def share_tools(self, tools: tuple[Tool, ...] | None) -> tuple[Tool, ...] | None:
         """The last request's own object where the tools are the same JSON: whoever compares them then compares nothing."""
         spelled = dumps(tools)
         if spelled != self._tools[0]:

@@ -107,7 +107,7 @@ class TurnHandler:
             request_key = handle.request_key(scope, dialect, body)
         request = TurnRequest(
             messages=messages,
-            tools=head.tools,
+            tools=handle.share_tools(head.tools),
             sampling=head.sampling,
             template_kwargs=head.template_kwargs,
             n=head.n,

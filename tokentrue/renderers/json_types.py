@@ -10,9 +10,9 @@ JsonObject: TypeAlias = dict[str, Any]
 
 
 def is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(value, Mapping)
+    return isinstance(value, (dict, Mapping))
 
 
 def is_array(value: object) -> TypeGuard[Sequence[Any]]:
     """A sequence that is no text."""
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    return isinstance(value, (list, Sequence)) and not isinstance(value, (str, bytes, bytearray))

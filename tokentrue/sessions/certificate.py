@@ -42,14 +42,10 @@ def next_link(
     logprobs: array[float],
     versions: Sequence[VersionSpan],
 ) -> bytes:
-    state = sha256(previous)
-    state.update(len(given_ids).to_bytes(8, "little") + len(sampled_ids).to_bytes(8, "little"))
-    state.update(given_ids.tobytes())
-    state.update(sampled_ids.tobytes())
-    state.update(float_bytes(logprobs))
-    for span in versions:
-        state.update(b"%d,%d,%d;" % (span.start, span.end, span.version))
-    return state.digest()
+    lengths = len(given_ids).to_bytes(8, "little") + len(sampled_ids).to_bytes(8, "little")
+    parts = [previous, lengths, given_ids.tobytes(), sampled_ids.tobytes(), float_bytes(logprobs)]
+    parts += [b"%d,%d,%d;" % (span.start, span.end, span.version) for span in versions]
+    return sha256(b"".join(parts)).digest()
 
 
 def format_digest(digest: bytes) -> str:

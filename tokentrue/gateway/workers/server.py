@@ -19,6 +19,7 @@ import uvicorn
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.app import Gateway
 from tokentrue.gateway.auth import is_weak_key
+from tokentrue.gateway.memory import collect_less_often
 from tokentrue.gateway.workers.forwarding import FromWorker
 from tokentrue.gateway.workers.http import bounded_http
 
@@ -164,7 +165,8 @@ async def serve_embedded(gateway: Gateway, public: socket.socket, *, drain_s: fl
 def run_worker(
     gateway: Gateway, public: socket.socket, *, worker_socket: str | None = None, ready: Callable[[], None] | None = None
 ) -> None:
-    """One worker on an event loop of its own, uvloop where it is installed."""
+    """One worker on an event loop of its own, uvloop where it is installed. The process is its own."""
+    collect_less_often()
     try:
         import uvloop
     except ImportError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from tokentrue.errors import EngineContractError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
@@ -38,13 +39,14 @@ class CompletionBuilder:
             raise EngineContractError(f"{self.engine} returned {len(ids)} ids and {len(logprobs)} log-probabilities")
         start = len(self.ids)
         checked = check_logprobs(self.engine, logprobs, start=start)
-        bad = next((i for i in ids if not 0 <= i < 2**31), None)
-        if bad is not None:
-            raise EngineContractError(f"{self.engine} returned {bad} as a token id")
+        try:
+            chunk = Chunk(token_ids=TokenIds(ids), logprobs=checked, policy_version=version)
+        except TokenContractError as error:
+            raise EngineContractError(f"{self.engine}: {error}") from error
         self.ids += ids
         self.logprobs += checked
         self.runs.append((len(ids), version))
-        return Chunk(token_ids=TokenIds(ids), logprobs=checked, policy_version=version)
+        return chunk
 
     def complete(
         self,
@@ -78,8 +80,7 @@ class CompletionBuilder:
 
 def check_logprobs(engine: str, logprobs: Sequence[float | None], *, start: int = 0) -> tuple[float, ...]:
     """Engines are known to send null, NaN and sentinels; `start` is the place of the first one."""
-    checked = tuple(value for value in logprobs if value is not None)
-    if len(checked) == len(logprobs) and are_logprobs(checked):
+    if None not in logprobs and are_logprobs(checked := tuple(cast("Sequence[float]", logprobs))):
         return checked
     place, wrong = next((index, value) for index, value in enumerate(logprobs, start) if value is None or not is_logprob(value))
     raise EngineContractError(f"{engine} returned {wrong!r} as log-probability of sampled token {place}")

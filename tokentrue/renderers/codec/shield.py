@@ -16,17 +16,23 @@ MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: nev
 
 def needs_shield(codec: Codec, value: Any) -> bool:
     """Whether `ContentShield` would change any string in it."""
-    if isinstance(value, str):
-        return codec.may_touch_literal(value) and (
-            _holds_any(value, MARKS)
-            or bool(codec.find_guarded(value))
-            or codec.ends_like_literal(value)
-            or codec.starts_like_literal(value)
-        )
-    if isinstance(value, dict):
-        members = cast("dict[str, Any]", value)
-        return any(needs_shield(codec, key) or needs_shield(codec, item) for key, item in members.items())
-    return isinstance(value, list) and any(needs_shield(codec, item) for item in cast("list[Any]", value))
+    may_touch_literal = codec.may_touch_literal
+    waiting: list[Any] = [value]
+    for item in waiting:  # grows meanwhile
+        if isinstance(item, str):
+            if may_touch_literal(item) and _touches_literal(codec, item):
+                return True
+        elif isinstance(item, dict):
+            members = cast("dict[str, Any]", item)
+            waiting += members
+            waiting += members.values()
+        elif isinstance(item, list):
+            waiting += cast("list[Any]", item)
+    return False
+
+
+def _touches_literal(codec: Codec, text: str) -> bool:
+    return _holds_any(text, MARKS) or bool(codec.find_guarded(text)) or codec.ends_like_literal(text) or codec.starts_like_literal(text)
 
 
 class ContentShield:

@@ -78,7 +78,7 @@ class Splicer:
     ) -> tuple[str, str]:
         """Rendered from shielded content, with the mark if one was needed; as it is where injection is not guarded against."""
         values = [*messages, *(tools or ())]
-        if not self._safe or not any(needs_shield(self._codec, value) for value in values):
+        if not self._safe or not needs_shield(self._codec, values):
             return self._template.render(messages, tools, kwargs, generate=generate, inputs=self._inputs), ""
         shield = ContentShield(self._codec, values)
         shielded = [shield.shield(message) for message in messages]

@@ -52,12 +52,11 @@ class SessionRecord:
 
 def row_digest(values: tuple[Any, ...]) -> bytes:
     """Of a row's columns, types included: a flipped bit anywhere in them changes it."""
-    state = sha256()
+    parts: list[bytes] = []
     for value in values:
         data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogatepass")
-        state.update(f"{type(value).__name__}:{len(data)}:".encode())
-        state.update(data)
-    return state.digest()
+        parts += (f"{type(value).__name__}:{len(data)}:".encode(), data)
+    return sha256(b"".join(parts)).digest()
 
 
 def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
