@@ -163,7 +163,6 @@ class Session:
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
         """The n replies to one request. Equal requests in flight share one turn (several samples: `n`, or other seeds). A request key that
         was answered returns the recorded replies; a turn that failed or was cancelled is generated again."""
-        await self.ready()
         turn, is_first = self._start_or_join(request, streamed=False)
         if not isinstance(turn, InFlightTurn):
             return turn
@@ -171,7 +170,6 @@ class Session:
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The turn as it is sampled. Close the iterator to cancel: what was sampled is kept, labelled "disconnected"."""
-        await self.ready()
         turn, is_first = self._start_or_join(request, streamed=True)
         if isinstance(turn, InFlightTurn) and is_first:
             events = turn.events()
@@ -228,6 +226,7 @@ class Session:
         self, turn: InFlightTurn, request: TurnRequest, pinned: PinnedRequest, conversation: Conversation, sampling: Sampling
     ) -> tuple[Reply, ...]:
         """Resolve, prompt, generate, parse, commit."""
+        await self.ready()
         started = self.tree.committed_seq
         plan = self._matcher.resolve(conversation, self._turns_in_flight)
         self._turns_in_flight[plan.turn_key] += 1
