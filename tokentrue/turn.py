@@ -32,6 +32,7 @@ from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import InProcessClient
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord
 from tokentrue.sessions.limits import SessionLimits
+from tokentrue.sessions.matching.conversations import ConversationReader
 from tokentrue.sessions.matching.matcher import Conversation, Matcher
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
 from tokentrue.sessions.stages.commits import PreparedTurn, nodes_from_drafts, replies_from_record, reply_from_node, rows_from_nodes
@@ -97,7 +98,7 @@ class Session:
         self.revision = 0  # grows with every change of the record: what was computed at another revision is stale
         self.counters: Counter[str] = Counter(f"edge:{node.why}" for node in self.tree.nodes.values() if node.why)
         self._tokens = sum(len(node.given_ids) + len(node.sampled_ids) for node in self.tree.nodes.values())
-        self._matcher = Matcher(self.tree, renderer)
+        self._matcher = Matcher(self.tree, renderer, reader=ConversationReader(self.limits.conversation_bytes))
         self._pinned_prompts = PinnedPrompts(self.record.pin, self.tree)
         self._single_flight = SingleFlight()
         self._turns_in_flight: Counter[TurnKey] = Counter()

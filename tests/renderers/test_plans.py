@@ -79,9 +79,10 @@ def outcome(renderer: Renderer, *args: Any) -> Any:
     return found.why if isinstance(found, tt.Refusal) else (found.added_ids, found.spans)
 
 
-def count_differences(name: str, cases: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def count_differences(name: str, cases: int) -> tuple[int, int]:
     """How many requests a remembered plan answers otherwise, and how many were extended."""
-    rng, remembering, planning = random.Random(name), *(renderer_of(judge(name), directory=folder_of(name)) for _ in range(2))
+    rng = random.Random(name)
+    remembering, planning = (renderer_of(judge(name), directory=folder_of(name), extend_plans=most) for most in (4096, 0))
     wrong = done = 0
     for _ in range(cases):
         head = [{"role": "system", "content": "Be brief."}] if rng.random() < 0.5 else []
@@ -89,16 +90,14 @@ def count_differences(name: str, cases: int, monkeypatch: pytest.MonkeyPatch) ->
         own = stop_id(remembering, call=bool(last.get("tool_calls")))
         args = ((7, rng.choice([own, own, *remembering.stop_token_ids, 5])), [*head, user("a"), last], new, tools)
         found = outcome(remembering, *args)
-        with monkeypatch.context() as patch:
-            patch.setattr(extender, "MAX_PLANS", 0)
-            wrong += found != outcome(planning, *args)
+        wrong += found != outcome(planning, *args)
         done += isinstance(found, tuple) and isinstance(found[0], TokenIds)
     return wrong, done
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_remembered_plan_gives_what_planning_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong, done = count_differences(name, 150, monkeypatch)
+def test_a_remembered_plan_gives_what_planning_gives(name: str) -> None:
+    wrong, done = count_differences(name, 150)
     assert wrong == 0 and done > 20
 
 
@@ -107,7 +106,7 @@ def test_a_key_that_forgets_the_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -
     shape_of = plan_key.shape_of
     careless = lambda message: shape_of({**message, "tool_calls": [], "name": ""})  # noqa: E731
     monkeypatch.setattr(extender, "shape_of", careless)
-    assert any(count_differences(name, 150, monkeypatch)[0] for name in OWN)
+    assert any(count_differences(name, 150)[0] for name in OWN)
 
 
 def test_what_is_no_list_of_messages_is_refused() -> None:

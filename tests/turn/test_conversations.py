@@ -50,7 +50,7 @@ class ReaderOnAndOff(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.renderer, self.engine, self.journal = Letters(), Engine([]), Journal("memory")
         self.session = tt.Session(renderer=self.renderer, provider=self.engine, journal=self.journal)
-        self.plain = Matcher(self.session.tree, self.renderer, reader=ConversationReader(enabled=False))
+        self.plain = Matcher(self.session.tree, self.renderer, reader=ConversationReader(0))
         self.histories: list[list[Any]] = []
 
     @initialize()
@@ -123,7 +123,7 @@ POOL: list[Any] = [
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.lists(st.lists(st.sampled_from(range(len(POOL))), min_size=1, max_size=7), min_size=2, max_size=5))
 def test_a_conversation_is_read_the_same_after_any_other(requests: list[list[int]]) -> None:
-    kept, plain = ConversationReader(), ConversationReader(enabled=False)
+    kept, plain = ConversationReader(), ConversationReader(0)
     for request in requests:
         messages = [POOL[at] for at in request]
         one, other = kept.read(messages, None), plain.read(messages, None)

@@ -49,6 +49,7 @@ class ModelConfig:
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
     encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 switches the cache off
+    extend_plans: int = 4096  # shapes of requests whose suffix is planned once; 0 plans each request on its real history
 
     def __post_init__(self) -> None:
         newest = Path(self.path or "") / "checkpoints" / "latest"
@@ -114,7 +115,7 @@ def renderer_for(config: ModelConfig) -> Callable[[str], Renderer]:
         from tokentrue.renderers import load_renderer
 
         kwargs = dict(config.template_kwargs) or None
-        settings: dict[str, Any] = {"injection": config.injection, "encode_cache_bytes": config.encode_cache_bytes}
+        settings: dict[str, Any] = {name: getattr(config, name) for name in ("injection", "encode_cache_bytes", "extend_plans")}
         return load_renderer(path, config.chat_template, kwargs, history=history, **settings)
 
     return load  # pyright: ignore[reportReturnType]

@@ -11,7 +11,7 @@ from tokentrue.errors import ConfigError, TemplateError, TokenizerError
 from tokentrue.hub import locate_model
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES
-from tokentrue.renderers.extending.extender import History
+from tokentrue.renderers.extending.extender import MAX_PLANS, History
 from tokentrue.renderers.extending.stops import Stops, derive_stops, read_declared_stops
 from tokentrue.renderers.families import family_for
 from tokentrue.renderers.json_types import is_object
@@ -31,6 +31,7 @@ def load_renderer(
     history: History = "keep",
     injection: Injection = "safe",
     encode_cache_bytes: int = LIMIT_BYTES,
+    extend_plans: int = MAX_PLANS,
 ) -> Renderer:
     """`model` is a local directory or a hub id; `chat_template` the text of a template, or the path of a file that holds it."""
     for name, value, choices in (("history", history, ("keep", "template")), ("injection", injection, ("safe", "engine"))):
@@ -45,6 +46,7 @@ def load_renderer(
         history=history,
         injection=injection,
         encode_cache_bytes=encode_cache_bytes,
+        extend_plans=extend_plans,
     )
 
 
@@ -57,6 +59,7 @@ def renderer_of(
     history: History = "keep",
     injection: Injection = "safe",
     encode_cache_bytes: int = LIMIT_BYTES,
+    extend_plans: int = MAX_PLANS,
 ) -> Renderer:
     """A renderer for a transformers tokenizer that is already loaded; `directory` is where its files are."""
     source = _find_source(tokenizer, chat_template)
@@ -88,6 +91,7 @@ def renderer_of(
             injection=injection,
             family=family,
             proof=proof,
+            max_plans=extend_plans,
         )
 
     if known := cache.read(key):

@@ -48,6 +48,7 @@ class Renderer:
         injection: Injection,
         family: Family,
         proof: Proof,
+        max_plans: int,
     ) -> None:
         self.template, self.codec, self.inputs, self.stops = template, codec, inputs, stops
         self.template_kwargs, self.history, self.injection, self.family = dict(template_kwargs), history, injection, family
@@ -56,8 +57,14 @@ class Renderer:
         self._fill_in = injection == "safe"  # an engine's own template gets tool messages as the client sent them
         self._splicer = Splicer(template, codec, inputs, stops, safe=injection == "safe")
         self._extender = Extender(
-            self._splicer, codec, inputs, stop_ids=self.stop_token_ids, history=history, fill_in=self._fill_in
-        )  # fmt: skip
+            self._splicer,
+            codec,
+            inputs,
+            stop_ids=self.stop_token_ids,
+            history=history,
+            fill_in=self._fill_in,
+            max_plans=max_plans,
+        )
 
     # messages -> ids
 

@@ -11,7 +11,8 @@ from tokentrue.types import MAX_CHOICES
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
     """None means no limit. `max_tokens` counts recorded tokens (given and sampled), `max_in_flight` turns being generated, `max_new_chars`
-    the characters of one request that are not recorded yet: a text takes about a hundred times its size while it is encoded."""
+    the characters of one request that are not recorded yet: a text takes about a hundred times its size while it is encoded.
+    `conversation_bytes` are those of the last requests' conversations that are kept to read the next one; 0 keeps none."""
 
     max_nodes: int | None = 10_000
     max_tokens: int | None = 20_000_000
@@ -19,6 +20,7 @@ class SessionLimits:
     max_new_chars: int | None = 8_000_000
     max_in_flight: int | None = 256
     max_n: int = MAX_CHOICES
+    conversation_bytes: int = 32 << 20
 
     def check_turn(self, *, n: int, nodes: int, tokens: int, in_flight: int) -> None:
         """Before anything is generated."""

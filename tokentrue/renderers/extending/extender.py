@@ -25,17 +25,25 @@ from tokentrue.types import Extension, Ids, Messages, Refusal, Tools
 
 History: TypeAlias = Literal["keep", "template"]
 MAX_PLANS = 4096
-"""How many plans are remembered. 0 plans every request on the real history: what remembered plans are tested against."""
 
 
 class Extender:
-    """`fill_in`: tool messages get the name of the call they answer; an engine's own template gets them as the client sent them."""
+    """`fill_in`: tool messages get the name of the call they answer; an engine's own template gets them as the client sent them.
+    `max_plans`: how many plans are remembered. 0 plans every request on the real history, which remembered plans are tested against."""
 
     def __init__(
-        self, splicer: Splicer, codec: Codec, inputs: InputFormat, *, stop_ids: tuple[int, ...], history: History, fill_in: bool
+        self,
+        splicer: Splicer,
+        codec: Codec,
+        inputs: InputFormat,
+        *,
+        stop_ids: tuple[int, ...],
+        history: History,
+        fill_in: bool,
+        max_plans: int = MAX_PLANS,
     ) -> None:
         self._splicer, self._codec, self._inputs = splicer, codec, inputs
-        self._stop_ids, self._history, self._fill_in = stop_ids, history, fill_in
+        self._stop_ids, self._history, self._fill_in, self._max_plans = stop_ids, history, fill_in, max_plans
         self._plans: OrderedDict[PlanKey, ExtendPlan] = OrderedDict()
         self._tools: NormalisedValues[list[JsonObject]] = NormalisedValues()
         self._systems: NormalisedValues[JsonObject] = NormalisedValues()
@@ -81,7 +89,7 @@ class Extender:
         past = self._normalise_past(messages)
         only_history = key.answers_older_call or (known is not None and known.context == "history")
         plan = self._plans[key] = self._splicer.plan(request, past, only_history=only_history)
-        if len(self._plans) > MAX_PLANS:
+        if len(self._plans) > self._max_plans:
             self._plans.popitem(last=False)
         return plan, *self._splicer.render_tail(plan, request, past if plan.context == "history" else ())
 

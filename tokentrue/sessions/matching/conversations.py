@@ -1,15 +1,17 @@
 """A request's conversation as the matcher reads it: facts about each message, chained keys, and how it fits recorded paths.
 
-An agent sends its whole conversation again with every turn. `ConversationReader` keeps the last few conversations; a new one that begins
+An agent sends its whole conversation again with every turn. `ConversationReader` keeps the last conversations; a new one that begins
 with the same message objects, unchanged, begins with what is known of them, and only the rest is read. All that is kept are pure
 functions of the messages and of immutable nodes, so no answer changes (tests/turn/test_conversations.py compares it on and off for
-random requests). `ConversationReader(enabled=False)` reads every request from its first message.
+random requests). Bounded in number and in bytes; `ConversationReader(0)` (`session_limits.conversation_bytes = 0`) reads every request
+from its first message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import is_
 from typing import Any, cast
 
@@ -20,12 +22,13 @@ from tokentrue.types import Message, Messages, Tools
 
 _KEPT = 8  # conversations of one session: parallel branches
 _DIGEST_BYTES = 16
+_FACTS_BYTES = 1000  # of what is known of one message, roughly, beside its text
 
 
 class MessageFacts:
     """`message` is the session's own copy of `source`. `exact` names it exactly, `key` loosely."""
 
-    __slots__ = ("call_id", "call_ids", "exact", "key", "message", "role", "source")
+    __slots__ = ("call_id", "call_ids", "exact", "key", "message", "role", "size", "source")
 
     def __init__(self, source: Message, index: int) -> None:
         field = f"messages[{index}]"
@@ -33,7 +36,8 @@ class MessageFacts:
         message = cast("dict[str, Any]", freeze(source, field))
         call_id = message.get("tool_call_id")
         self.source, self.message, self.role = source, message, role
-        self.key, self.exact = message_key(message), digest(message)
+        spelled = dumps(message)
+        self.key, self.exact, self.size = message_key(message), digest(spelled), _FACTS_BYTES + len(spelled)
         self.call_ids = call_ids_of(message)
         self.call_id = call_id if isinstance(call_id, str) and role != "assistant" else None
 
@@ -78,6 +82,7 @@ class Conversation:
     references: Sequence[CallRef | str | None] = ()  # of tool results: the call each one answers
     calls: dict[str, CallRef] = field(default_factory=dict[str, CallRef])  # the last call of each id
     exacts: bytes = b""  # the messages' exact digests, end to end
+    size: int = 0  # bytes in memory, an estimate
     tools: Tools | None = None
     tools_exact: bytes = b""
     fits: dict[str, PathFit | None] = field(default_factory=dict[str, "PathFit | None"])  # by node, filled in by the matcher
@@ -113,8 +118,8 @@ class Conversation:
 class ConversationReader:
     """See the module."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(self, limit_bytes: int = 32 << 20) -> None:
+        self._limit_bytes = limit_bytes
         self._kept: list[Conversation] = []  # newest first
         self._tools: tuple[Tools | None, list[Any] | None, bytes] = (None, None, digest(None))
 
@@ -141,6 +146,7 @@ class ConversationReader:
             references=references,
             calls=calls,
             exacts=base.exacts[: shared * _DIGEST_BYTES] + b"".join([facts.exact for facts in added]),
+            size=sum([facts.size for facts in (*base.facts[:shared], *added)]),
             tools=copy,
             tools_exact=tools_exact,
             fits=base.fits_before(shared),
@@ -160,13 +166,14 @@ class ConversationReader:
         return best, most
 
     def _keep(self, conversation: Conversation, replaced: Conversation | None) -> None:
-        if self._enabled:
-            self._kept = [conversation, *(kept for kept in self._kept if kept is not replaced)][:_KEPT]
+        newest = [conversation, *(kept for kept in self._kept if kept is not replaced)][:_KEPT]
+        sizes = accumulate(kept.size for kept in newest)
+        self._kept = [kept for kept, size in zip(newest, sizes, strict=True) if size <= self._limit_bytes]
 
     def _copy_tools(self, tools: Tools | None) -> tuple[list[Any] | None, bytes]:
         """The session's own copy of the last tool set, and its exact digest."""
         source, copy, name = self._tools
-        if not self._enabled or source is not tools or copy != tools:
+        if not self._limit_bytes or source is not tools or copy != tools:
             copy = cast("list[Any]", freeze(list(tools), "tools")) if tools else None
             name = digest(copy)
             self._tools = (tools, copy, name)
