@@ -1,5 +1,5 @@
 """The writer thread: it owns the only connection that writes. Writes that are waiting together share a transaction (group commit), each
-in its own savepoint, so one that fails takes no other with it. A write's future is done when its transaction was committed."""
+in a savepoint of its own, so one that fails takes no other with it. A write's future is done when its transaction was committed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Writer:
             self._connection.execute("BEGIN IMMEDIATE")
             for write, future in group:
                 if future.set_running_or_notify_cancel():
-                    outcomes.append((future, *self._write_one(write)))
+                    outcomes.append((future, *self._write_one(write)) if len(group) > 1 else (future, write(self._connection), None))
             self._connection.execute("COMMIT")
         except BaseException as error:  # the transaction failed as a whole: nothing of it may be acknowledged
             failure = error if isinstance(error, TokenTrueError) else JournalError(f"the journal could not be written: {error}")
