@@ -154,7 +154,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """`message.role`: jinja looks for an attribute first and for an item when that fails. No method of dicts has such a name."""
         if type(obj) is dict and attribute not in DICT_ATTRIBUTES and attribute in obj:
-            return obj[attribute]
+            return cast("dict[str, Any]", obj)[attribute]
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

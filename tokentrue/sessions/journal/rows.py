@@ -205,7 +205,7 @@ def _given_from_json(item: Mapping[str, Any]) -> Given:
 def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
     """Only what differs from the defaults."""
     values = {name: value for name, default in _DEFAULTS.items() if (value := getattr(sampling, name)) != default}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return values | {name: list(values[name]) for name in ("stop", "stop_token_ids") if name in values}
 
 
 def sampling_from_json(values: Mapping[str, Any]) -> Sampling:
