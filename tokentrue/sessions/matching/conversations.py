@@ -127,7 +127,7 @@ class ConversationReader:
         """Copies, checks and keys a request; malformed messages are refused by field."""
         if not messages:
             raise MessageError("at least one message is needed", field="messages")
-        base, shared = self._find_base(messages)
+        base, shared = self.find_base(messages)
         added = [MessageFacts(message, index) for index, message in enumerate(messages[shared:], shared)]
         keys, references, calls = list(base.keys[:shared]), list(base.references[:shared]), base.calls_before(shared)
         key = keys[-1] if keys else START_KEY
@@ -154,7 +154,7 @@ class ConversationReader:
         self._keep(conversation, base if shared == len(base.facts) else None)
         return conversation
 
-    def _find_base(self, messages: Messages) -> tuple[Conversation, int]:
+    def find_base(self, messages: Messages) -> tuple[Conversation, int]:
         """The kept conversation that shares the most first messages, and how many."""
         best, most = Conversation(), 0
         for kept in self._kept:
