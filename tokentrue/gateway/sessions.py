@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, cast
 
 from tokentrue.errors import (
@@ -71,7 +72,6 @@ class SessionHandle:
         self._opening: tuple[Message, ...] = ()  # of the last request: an equal one is the same object
         self._tools: tuple[bytes, tuple[Tool, ...] | None] = (b"", None)  # of the last request, as JSON and as parsed
         self._numbers: OrderedDict[str, int] = OrderedDict()  # digest of a body -> the number of the last request that had it
-        self._tools_ignored: bool | None = None  # known after the first request with tools
         self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
 
     # Requests.
@@ -80,7 +80,7 @@ class SessionHandle:
         decoded = dialect.decode(body)
         messages = self.parse_messages(dialect, decoded)
         head = self._enforce_choice(decoded.head)
-        if head.tools and self._ignores_tools():
+        if head.tools and ignores_tools(self.session.renderer):
             message = "this model's chat template ignores tools: the model would not see them; leave them out, or use another template"
             raise TemplateError(message)
         if head.opening != self._opening:
@@ -95,11 +95,6 @@ class SessionHandle:
         if spelled != self._tools[0]:
             self._tools = (spelled, tools)
         return self._tools[1]
-
-    def _ignores_tools(self) -> bool:
-        if self._tools_ignored is None:
-            self._tools_ignored = ignores_tools(self.session.renderer)
-        return self._tools_ignored
 
     def parse_messages(self, dialect: Dialect, decoded: DecodedBody) -> list[Message]:
         if len(decoded.items) > self._limits.messages:
@@ -189,8 +184,9 @@ class SessionHandle:
         return self._coverage[1]
 
 
+@lru_cache(maxsize=8)
 def ignores_tools(renderer: Renderer) -> bool:
-    """True where the template renders the same prompt with a tool and without one."""
+    """True where the template renders the same prompt with a tool and without one. A process has a renderer per history policy."""
     asked: list[Message] = [{"role": "user", "content": "x"}]
     tool: Json = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
     try:

@@ -153,5 +153,8 @@ class TokenSpelling:
         self._length += len(text)
 
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
 def _new_decoder() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    return _UTF8("surrogateescape")
