@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -75,3 +76,15 @@ def test_runs_of_tokens_become_spans_without_gaps() -> None:
     runs = [(0, 1), (2, 1), (3, 1), (0, 2), (1, 2), (2, 1)]
     assert [(span.start, span.end, span.version) for span in spans_from_runs(runs)] == [(0, 5, 1), (5, 6, 2), (6, 8, 1)]
     assert spans_from_runs([(0, 7)]) == ()
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=5), st.sets(st.integers(0, 5)))
+def test_the_digest_goes_on_where_ids_are_appended(parts: list[list[int]], asked: set[int]) -> None:
+    """Whether or not the digest of a beginning was asked for, that of the whole is over the whole."""
+    ids = TokenIds()
+    for number, part in enumerate(parts):
+        if number in asked:
+            ids.sha256()
+        ids = ids + part
+        assert TokenIds.concat([ids, ids]).sha256() == sha256(ids.tobytes() * 2).digest()
+    assert ids.sha256() == sha256(ids.tobytes()).digest() == TokenIds(ids.tolist()).sha256()

@@ -15,7 +15,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, Protocol, overload
 
 from tokentrue.errors import TokenContractError
 
@@ -26,12 +26,20 @@ _SIZE: Final = 4
 _SHOWN: Final = 8
 
 
+class HashState(Protocol):
+    """A running SHA-256."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+    def copy(self) -> HashState: ...
+
+
 class TokenIds(Sequence[int]):
     """See the module. Build from any iterable of integers, or from stored bytes with `from_bytes`."""
 
-    __slots__ = ("_sha256", "_view")
+    __slots__ = ("_hash", "_view")
     _view: memoryview  # read-only, format "i", over bytes
-    _sha256: bytes | None  # computed when first asked for
+    _hash: HashState | None  # SHA-256 over the ids, once it was asked for; ids that are made by appending to these go on from it
 
     def __new__(cls, ids: Iterable[int] = ()) -> TokenIds:
         """`TokenIds(ids)` of ids that are TokenIds already is the same object."""
@@ -51,14 +59,20 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def concat(cls, parts: Iterable[TokenIds]) -> TokenIds:
-        """All parts in order, copied once."""
-        return cls._of(_view_of_bytes(b"".join(part._view for part in parts)))
+        """All parts in order, copied once. Where the SHA-256 of the first was asked for, that of all takes the time of the others."""
+        parts = [part for part in parts if len(part._view)]
+        known = parts[0]._hash if parts else None
+        if known is not None:
+            known = known.copy()
+            for part in parts[1:]:
+                known.update(part._little_endian())
+        return cls._of(_view_of_bytes(b"".join([part._view for part in parts])), known)
 
     @classmethod
-    def _of(cls, view: memoryview) -> TokenIds:
+    def _of(cls, view: memoryview, known: HashState | None = None) -> TokenIds:
         ids = object.__new__(cls)
         object.__setattr__(ids, "_view", view)
-        object.__setattr__(ids, "_sha256", None)
+        object.__setattr__(ids, "_hash", known)
         return ids
 
     @property
@@ -76,10 +90,14 @@ class TokenIds(Sequence[int]):
 
     def sha256(self) -> bytes:
         """The digest of `tobytes()`, computed once: the ids cannot change."""
-        if self._sha256 is None:
-            object.__setattr__(self, "_sha256", sha256(self._view if sys.byteorder == "little" else self.tobytes()).digest())
-        assert self._sha256 is not None
-        return self._sha256
+        known = self._hash
+        if known is None:
+            known = sha256(self._little_endian())
+            object.__setattr__(self, "_hash", known)
+        return known.digest()
+
+    def _little_endian(self) -> memoryview | bytes:
+        return self._view if sys.byteorder == "little" else self.tobytes()
 
     def startswith(self, prefix: Sequence[int]) -> bool:
         """Bit for bit."""

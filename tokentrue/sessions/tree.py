@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import SessionConflict, TokenContractError
-from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.ids import EMPTY, HashState, TokenIds
 from tokentrue.sessions.certificate import next_link, start_link
 from tokentrue.sessions.plain_json import digest
 from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, TemplateKwargs, Tools, VersionSpan
@@ -96,14 +96,6 @@ class _Path:
     messages: Sequence[Message]
 
 
-class _HashState(Protocol):
-    """A running SHA-256."""
-
-    def update(self, data: bytes, /) -> None: ...
-    def digest(self) -> bytes: ...
-    def copy(self) -> _HashState: ...
-
-
 def turn_key(parent: Node | None, given: tuple[Given, ...], tools: Tools | None) -> TurnKey:
     """Names a turn exactly: what it continues, and every message given after that (for a root, the tools too)."""
     items = [{"served": item.node} if isinstance(item, ServedRef) else item for item in given]
@@ -123,7 +115,7 @@ class Tree:
         self.next_seq = 0
         self._reserved: dict[int, Node] = {}  # nodes that were checked and are being written, by their place
         self._turn_keys: dict[str, TurnKey] = {}
-        self._hashes: dict[str, _HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
+        self._hashes: dict[str, HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
         self._start = start_link(template=template, tokenizer=tokenizer)
         self._newest = _Path("", EMPTY, ())  # the one asked for last: its children begin with it
@@ -190,6 +182,7 @@ class Tree:
             return known
         steps.reverse()
         ids = TokenIds.concat([known.ids, *(ids for step in steps for ids in (step.given_ids, step.sampled_ids))])
+        ids.sha256()  # the prompts that go on from here hash what they add
         added = [message for step in steps for message in (*self.given_messages(step), step.served)]
         self._newest = _Path(node.id, ids, [*known.messages, *added])
         return self._newest
@@ -220,7 +213,7 @@ class Tree:
         """SHA-256 of the prompt that follows `parent` with `given_ids`, computed from the recorded bytes in the time of the new ones."""
         return self._hash_prompt(parent, given_ids).digest()
 
-    def _hash_prompt(self, parent: Node | None, given_ids: TokenIds) -> _HashState:
+    def _hash_prompt(self, parent: Node | None, given_ids: TokenIds) -> HashState:
         state = sha256() if parent is None else self._hashes[parent.id].copy()
         state.update(given_ids.tobytes())
         return state
