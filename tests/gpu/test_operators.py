@@ -102,6 +102,22 @@ def test_gated_linear_equals_its_parts() -> None:
                 assert same(o.gated_linear(x[:m], w, kind), apart[:m]), (kind, m)
 
 
+def test_activation_gradients() -> None:
+    from tokentrue.numerics.triton.kernels.activation import activation_grad
+
+    wanted = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu": F.relu}
+    for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
+        for kind, function in wanted.items():
+            x, seed = (3 * randn(300, 1000, dtype=dtype)).requires_grad_(), randn(300, 1000, dtype=dtype, seed=5)
+            found = torch.autograd.grad(ops().activation(x, kind), x, seed)[0]
+            wide = x.detach().double().requires_grad_()
+            reference = torch.autograd.grad(function(wide), wide, seed.double())[0]
+            assert relative_error(found, reference) < tolerance, (kind, dtype)
+            acted, slope = activation_grad(x.detach(), kind)
+            assert same(acted, ops().activation(x.detach(), kind)), kind
+            assert same(found, seed * slope), kind
+
+
 def test_norms_do_not_depend_on_the_batch_and_fuse() -> None:
     o = ops()
     for dtype in (torch.bfloat16, torch.float32):

@@ -53,7 +53,7 @@ class TritonOps(selftest.Fallbacks):
         self.fused = True
         self.tile: attention.QueryTile | None = None
         self._arrived: Tensor | None = None
-        self._packed: tuple[Packed, int, int, attention.Tiles] | None = None
+        self._packed: tuple[Packed, int, int, attention.Tiles, attention.Tiles] | None = None
         self._batch: tuple[PagedBatch, int, int, attention.Tiles] | None = None
 
     # ---- rows x features ----------------------------------------------------------------------------------------------------------
@@ -117,8 +117,9 @@ class TritonOps(selftest.Fallbacks):
         heads, key_heads = q.shape[1], k.shape[1]
         if self._packed is None or self._packed[0] is not packed or self._packed[1:3] != (heads, key_heads):
             tiles = attention.tiles_of(packed.lengths, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device)
-            self._packed = (packed, heads, key_heads, tiles)
-        return attention_grad.attention(q, k, v, packed, spec, self._packed[3])
+            backward = attention_grad.gradient_tiles(packed.lengths, q.dtype, q.device)
+            self._packed = (packed, heads, key_heads, tiles, backward)
+        return attention_grad.attention(q, k, v, packed, spec, *self._packed[3:])
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         rope.store_kv(k, v, k_cache, v_cache, slots)

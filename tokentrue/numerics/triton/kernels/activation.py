@@ -3,7 +3,6 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -39,6 +38,39 @@ def activate(x, ACT: tl.constexpr):
     return y.to(x.dtype)
 
 
+@triton.jit
+def slope(x, ACT: tl.constexpr):
+    """act'(x) rounded to x's dtype; the arithmetic is float32."""
+    z = x.to(tl.float32)
+    if ACT == 0:
+        s = 1.0 / (1.0 + tl.exp(-z))
+        y = s * (1.0 + z * (1.0 - s))
+    elif ACT == 1:
+        t = 1.0 - 2.0 / (1.0 + tl.exp(1.5957691216057308 * (z + 0.044715 * (z * z * z))))
+        y = 0.5 * (1.0 + t) + 0.5 * z * ((1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * (z * z)))
+    elif ACT == 2:
+        y = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * tl.exp(-0.5 * (z * z)) * 0.3989422804014327
+    else:
+        y = tl.where(z > 0.0, 1.0, 0.0)
+    return y.to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _act_grad_kernel(x_ptr, dy_ptr, act_ptr, dx_ptr, n, ACT: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+    """dy · act'(x), or, without a gradient, act(x) and act'(x)."""
+    wait_for_inputs()
+    let_next_start()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    dx = slope(x, ACT)
+    if GRADIENT:
+        dx = (tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * dx.to(tl.float32)).to(x.dtype)
+    else:
+        tl.store(act_ptr + at, activate(x, ACT), mask=inside)
+    tl.store(dx_ptr + at, dx, mask=inside)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
     wait_for_inputs()
@@ -61,20 +93,16 @@ def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.
     tl.store(y_ptr + row * D + at, y.to(gate.dtype), mask=inside)
 
 
-def activation_grad(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(act(x), act'(x)) in x's dtype, for backward passes."""
-    z, branch = x.float(), branch_of(kind)
-    if branch == 0:
-        s = torch.sigmoid(z)
-        return (z * s).to(x.dtype), (s * (1 + z * (1 - s))).to(x.dtype)
-    if branch == 1:
-        t = torch.tanh(0.7978845608028654 * (z + 0.044715 * z**3))
-        slope = (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * z * z)
-        return (0.5 * z * (1 + t)).to(x.dtype), (0.5 * (1 + t) + 0.5 * z * slope).to(x.dtype)
-    if branch == 2:
-        cdf = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
-        return (z * cdf).to(x.dtype), (cdf + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)).to(x.dtype)
-    return z.clamp_min(0).to(x.dtype), (z > 0).to(x.dtype)
+def activation_grad(x: torch.Tensor, kind: str, dy: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(act(x), act'(x)) in x's dtype, for backward passes; with `dy` the second is dy · act'(x), and the first is x."""
+    x = align_rows(x.contiguous())
+    dy, acted, dx = x if dy is None else align_rows(dy.contiguous()), x if dy is not None else torch.empty_like(x), torch.empty_like(x)
+    if x.numel():
+        launch(
+            _act_grad_kernel, (cdiv(x.numel(), 1024),), x, dy, acted, dx, x.numel(), ACT=branch_of(kind), GRADIENT=acted is x,
+            BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+    return acted, dx
 
 
 class _Act(torch.autograd.Function):
@@ -91,7 +119,7 @@ class _Act(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (x,) = ctx.saved_tensors
-        return grads[0] * activation_grad(x, ctx.kind)[1], None
+        return activation_grad(x, ctx.kind, grads[0])[1], None
 
 
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:

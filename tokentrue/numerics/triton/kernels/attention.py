@@ -227,7 +227,11 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
 
 def tiles_of(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """Tiles over sequences with `counts` queries each, without the first `skip` sequences; one copy to the device."""
-    pairs = tile_starts(counts, skip=skip, heads=heads, key_heads=key_heads, dtype=dtype)
+    return copy_tiles(tile_starts(counts, skip=skip, heads=heads, key_heads=key_heads, dtype=dtype), device)
+
+
+def copy_tiles(pairs: list[tuple[int, int]], device: torch.device) -> Tiles:
+    """(sequence, first query) of each, on the device; nobody waits for the copy."""
     flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)

@@ -6,6 +6,7 @@ dQ and dK/dV are two kernels, each a fixed fold; so gradients are the same bits 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import AttentionSpec, Packed
-from tokentrue.numerics.triton.kernels.attention import LOG2E, Tiles, attend, dense_heads, dense_keys, scores, tiles_of
+from tokentrue.numerics.triton.kernels.attention import LOG2E, Tiles, attend, copy_tiles, dense_heads, dense_keys, scores, tiles_of
 from tokentrue.numerics.triton.kernels.matmul import precision_of
 from tokentrue.numerics.triton.launch import align_rows, launch, let_next_start, power_of_two, wait_for_inputs
 
@@ -110,11 +111,34 @@ def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     tl.store(dv_ptr + to, dv.to(dv_ptr.dtype.element_ty), mask=key_ok)
 
 
+@triton.jit
+def _delta_kernel(do_ptr, out_ptr, delta_ptr, D: tl.constexpr, BD: tl.constexpr):
+    """Grid (tokens × heads): the sum over a head of dO · O in float32."""
+    wait_for_inputs()
+    let_next_start()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BD)
+    do = tl.load(do_ptr + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + row, tl.sum(do * out, 0))
+
+
+def side_of(dtype: torch.dtype) -> int:
+    """Queries, and keys, of a tile of the backward pass."""
+    return 64 if dtype != torch.float32 else 16
+
+
+def gradient_tiles(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Tiles of the backward pass over whole sequences. Made once for all layers: a copy to the device per layer would wait for it."""
+    pairs = [(s, at) for s, n in enumerate(lengths) for at in range(0, n, side_of(dtype))]
+    return copy_tiles(pairs, device)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, packed: Packed, spec: AttentionSpec,
-        tiles: Tiles,
+        tiles: Tiles, backward_tiles: Tiles,
     ) -> torch.Tensor:  # fmt: skip
         keys = dense_keys(k, v, packed.cu_seqlens)
         q = align_rows(q.contiguous())
@@ -122,41 +146,42 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(q)
         attend(q, keys, out, spec, tiles=tiles, sequences=len(packed.lengths), lse=lse)
         ctx.save_for_backward(q, keys.k, keys.v, sinks, out, lse)
-        ctx.packed, ctx.spec = packed, spec
+        ctx.packed, ctx.spec, ctx.tiles = packed, spec, backward_tiles
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        packed, spec = ctx.packed, ctx.spec
+        packed, spec, tiles = ctx.packed, ctx.spec, ctx.tiles
         do = align_rows(grads[0].contiguous())
-        delta = (do.float() * out.float()).sum(-1)
+        delta = torch.empty_like(lse)
         heads, key_heads, size = q.shape[1], k.shape[1], q.shape[2]
-        side = 64 if q.dtype != torch.float32 else 16
+        side = side_of(q.dtype)
         dq = torch.empty_like(q)
         dk, dv = (torch.empty((k.shape[0], key_heads, size), dtype=k.dtype, device=k.device) for _ in range(2))
-        pairs = [(s, at) for s, n in enumerate(packed.lengths) for at in range(0, n, side)]
-        sequence, first = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous().to(q.device)
         scale = spec.scale if spec.softcap else spec.scale * LOG2E
         shape = {"H": heads, "J": key_heads, "D": size, "BD": power_of_two(size), "BM": side, "BN": side, "WINDOW": spec.window or 0,
                  "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype),
                  "num_warps": 4, "num_stages": 2}  # fmt: skip
-        args = (packed.cu_seqlens, sequence, first, scale, spec.scale, q.stride(0), k.stride(0), k.stride(1))
-        if pairs:
-            launch(_dq_kernel, (len(pairs), heads), q, k, v, do, lse, delta, dq, *args, **shape)
-            launch(_dkv_kernel, (len(pairs), key_heads), q, k, v, do, lse, delta, dk, dv, *args, **shape)
+        args = (packed.cu_seqlens, tiles.sequence, tiles.query, scale, spec.scale, q.stride(0), k.stride(0), k.stride(1))
+        if count := len(tiles.query):
+            launch(_delta_kernel, (delta.numel(),), do, out, delta, D=size, BD=power_of_two(size), num_warps=1)
+            launch(_dq_kernel, (count, heads), q, k, v, do, lse, delta, dq, *args, **shape)
+            launch(_dkv_kernel, (count, key_heads), q, k, v, do, lse, delta, dk, dv, *args, **shape)
         d_sinks = None if sinks is None else -(torch.exp2(sinks.float() * LOG2E - lse) * delta).sum(0).to(sinks.dtype)
-        return dq, dk, dv, d_sinks, None, None, None
+        return dq, dk, dv, d_sinks, None, None, None, None
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles | None = None
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles | None = None,
+    backward_tiles: Tiles | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention inside each packed sequence, q [T, H, D], k and v [T, J, D]; differentiable."""
     if tiles is None:
         tiles = tiles_of(packed.lengths, heads=q.shape[1], key_heads=k.shape[1], dtype=q.dtype, device=q.device)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, spec.sinks, packed, spec, tiles)  # type: ignore[return-value]
+        backward_tiles = backward_tiles or gradient_tiles(packed.lengths, q.dtype, q.device)
+        return _Attention.apply(q, k, v, spec.sinks, packed, spec, tiles, backward_tiles)  # type: ignore[return-value]
     q, out = dense_heads(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     attend(q, dense_keys(k, v, packed.cu_seqlens), out, spec, tiles=tiles, sequences=len(packed.lengths))
     return out
