@@ -97,6 +97,18 @@ async def test_in_a_namespace_nothing_else_can_be_written_or_seen(folder: Path) 
     assert int(transcript.splitlines()[3]) < 8, transcript  # processes that it can see
 
 
+@pytest.mark.parametrize("sandbox", [pytest.param("bwrap", marks=BUBBLEWRAP), "none"])
+async def test_files_named_by_absolute_path_are_seen_with_what_lies_beside_them(folder: Path, sandbox: Any) -> None:
+    tools = folder / "tools"
+    tools.mkdir()
+    (tools / "agent.py").write_text("import answer\nopen('out.txt', 'w').write(answer.TEXT)\n")
+    (tools / "answer.py").write_text("TEXT = '4'\n")
+    (tools / "grade.py").write_text("print(float(open('out.txt').read() == '4'))\n")
+    python = sys.executable
+    agent = make_agent(folder, f"{python} {tools / 'agent.py'} {{task}}", f"{python} {tools / 'grade.py'}", sandbox=sandbox)
+    assert await play(agent) == 1.0
+
+
 @BUBBLEWRAP
 async def test_under_bwrap_the_home_is_out_of_sight_and_loopback_is_not(folder: Path) -> None:
     """The agent reaches a server on loopback, runs this Python, reads no file of the home directory and writes its own directory alone."""

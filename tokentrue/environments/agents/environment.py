@@ -24,6 +24,7 @@ from tokentrue.environments.agents.sandbox import (
     enter_bwrap,
     enter_docker,
     enter_namespace,
+    folders_named_in,
     programs_in_home,
     remove_container,
 )
@@ -43,7 +44,8 @@ class CommandLineAgent:
     command in the working directory. `program` names the executable where it is not on the PATH, `arguments` are added to the
     agent's own. `agent_timeout_s` ends the agent and
     scores what it did; a task's own time limit wins. `transcripts` is where the output of agents and score commands is kept.
-    `readable` are paths of the home directory that stay in sight under bwrap; `image` is what docker runs."""
+    `readable` are paths of the home directory that stay in sight under bwrap, beside the folders of files that `agent` and `score` name by
+    absolute path; `image` is what docker runs."""
 
     name = "agent"
 
@@ -72,7 +74,8 @@ class CommandLineAgent:
         self.preset = load_preset(agent)
         self.all_tasks = read_tasks(Path(tasks))
         self.sandbox: ChosenSandbox = choose_sandbox(sandbox, image=image)
-        self._image, self._readable = image or "", tuple(readable)
+        self._image = image or ""
+        self._readable = (*readable, *folders_named_in(agent), *folders_named_in(score or ""))
         self._program, self._arguments = program, tuple(arguments)
         self._score, self._env = score, dict(env or {})
         self._workspace: WorkspaceKind = workspace

@@ -13,6 +13,7 @@ that the gateway is reached on loopback. In a sandbox, directories may have othe
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,17 @@ def programs_in_home(program: str, readable: Iterable[str] = ()) -> list[Path]:
     found += [Path(name).expanduser().resolve() for name in readable]
     hidden = (*home_directories(), Path("/tmp"))
     return [path for path in dict.fromkeys(found) if any(path.is_relative_to(folder) for folder in hidden)]
+
+
+def folders_named_in(command: str) -> list[str]:
+    """The folders of the files that a command line names by absolute path; of a home directory or of /tmp the file alone."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # the shell says so
+        return []
+    whole = {*home_directories(), Path.home(), Path("/tmp")}
+    files = [Path(word) for word in words if word.startswith("/") and Path(word).is_file()]
+    return [str(path if path.parent in whole else path.parent) for path in files]
 
 
 def parts_beside(folder: Path) -> list[Path]:
