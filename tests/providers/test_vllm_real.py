@@ -150,6 +150,20 @@ class TestVLLM(Conformance):
         assert [span.version for span in final.versions][-1] == 8
         assert len(final.versions) == 2
 
+    async def test_what_is_given_is_scored_with_the_weights_of_now(
+        self, provider: VLLMProvider, prompt: list[int], real_model: Any, truth: Truth
+    ) -> None:
+        """Temperature 1, whatever was cached, and other weights give other scores."""
+        given = prompt * 30
+        expected = truth.logprobs(given[:1], tuple(given[1:]), Sampling())
+        assert await provider.score(given) == pytest.approx(expected, abs=1e-3)
+        original = list(real_model.state_dict().items())
+        await provider.publish([(name, tensor * 1.5 if "mlp" in name else tensor) for name, tensor in original], version=11)
+        changed = await provider.score(given)
+        await provider.publish(original, version=12)
+        assert max(abs(a - b) for a, b in zip(changed, expected, strict=True)) > 0.1
+        assert await provider.score(given) == pytest.approx(expected, abs=1e-3)
+
     @pytest.mark.parametrize("streamed", [True, False])
     async def test_a_generation_broken_off_goes_on(self, provider: VLLMProvider, prompt: list[int], streamed: bool) -> None:
         """`interrupt` ends it at the engine with what it has; behind a pool it goes on from there after `resume`."""

@@ -167,6 +167,27 @@ def test_an_engine_that_keeps_old_weights_stops_the_run(deaf_from: int, said: st
         probed(deaf_from=deaf_from)
 
 
+class ForgettingEngine(Engine):
+    """Started anew after the second version: it has the weights, and the version, of the first."""
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        if version < 2:
+            await super().publish(weights, version=version)
+
+
+def test_a_round_of_older_weights_than_the_lag_allows_stops_the_run() -> None:
+    """Old versions are not compared for exactness: nothing else would notice."""
+    trainer = trainer_of(steps=4)
+    engine = ForgettingEngine(trainer)
+    with pytest.raises(TrainingError, match=r"round 2: .* of policy version 1, and version 2 was published"):
+        asyncio.run(train(trainer, engine, Publisher(engine)))
+    assert trainer.version == 2
+    late = trainer_of(steps=3, lag=1)
+    engine = ForgettingEngine(late)
+    asyncio.run(train(late, engine, Publisher(engine)))
+    assert engine.played == [(0, 0), (1, 0), (2, 1)], "a lag of 1 allows it"
+
+
 def test_proving_the_path_leaves_the_weights_as_they_were() -> None:
     trainer = trainer_of()
     engine = ScoringEngine(trainer)

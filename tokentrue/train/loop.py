@@ -132,6 +132,8 @@ class Run:
         ranks, trouble, mine = self.trainer.ranks, None, Groups()
         try:
             mine = await self.running.pop(number)
+            if self.publish.sinks:
+                require_fresh(mine, number, lag=self.trainer.config.lag)
         except Exception as error:  # told to all ranks: they stop together
             trouble = error
         await ranks.meet()
@@ -186,6 +188,19 @@ def require_progress(report: StepReport, idle: int, config: TrainConfig) -> int:
             "groups need sessions with different rewards (train.max_idle_steps allows more such steps)"
         )
     return idle
+
+
+def require_fresh(groups: Groups, number: int, *, lag: int) -> None:
+    """Raises TrainingError where a token of a round was sampled by older weights than the round's."""
+    oldest = max(0, number - lag)
+    for sample in (sample for group in groups for sample in group):
+        for span in sample.spans:
+            version = span.policy_version or 0
+            if span.kind == "sampled" and version < oldest:
+                raise TrainingError(
+                    f"round {number}: sample {sample.sample_id} has tokens of policy version {version}, and version {oldest} was published "
+                    f"before the round (train.lag = {lag}): an engine samples from older weights. Restart it and resume the run"
+                )
 
 
 def require_no_trouble(said: Sequence[str | None], number: int) -> None:
