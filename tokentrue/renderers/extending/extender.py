@@ -29,7 +29,8 @@ MAX_PLANS = 4096
 
 class Extender:
     """`fill_in`: tool messages get the name of the call they answer; an engine's own template gets them as the client sent them.
-    `max_plans`: how many plans are remembered. 0 plans every request on the real history, which remembered plans are tested against."""
+    `max_plans`: how many plans are remembered. 0 plans every request on the real history, which remembered plans are tested against; CPU of
+    a turn at 8 5.9 and 11.7 ms, at 32 6.8 and 24.3 ms, on and off in one run of `bench gateway --quick`."""
 
     def __init__(
         self,

@@ -4,7 +4,8 @@ An agent sends its whole conversation again with every turn. `ConversationReader
 with the same message objects, unchanged, begins with what is known of them, and only the rest is read. All that is kept are pure
 functions of the messages and of immutable nodes, so no answer changes (tests/turn/test_conversations.py compares it on and off for
 random requests). Bounded in number and in bytes; `ConversationReader(0)` (`session_limits.conversation_bytes = 0`) reads every request
-from its first message.
+from its first message. On and off in one run of `bench gateway --quick`: turn 32 3.5 and 4.9 times the bare proxy's time, 64 agents 159 and
+118 turns per second.
 """
 
 from __future__ import annotations
