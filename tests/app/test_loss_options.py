@@ -87,7 +87,7 @@ upper = 0.001
 def test_the_files_of_the_documentation(tmp_path: Path) -> None:
     page = Path(__file__).parent.parent.parent / "docs" / "training.md"
     blocks = re.findall(r"```toml[^\n]*\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         (tmp_path / "train.toml").write_text(block)
         run = read(TrainRun, tmp_path / "train.toml")
