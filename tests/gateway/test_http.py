@@ -183,9 +183,10 @@ class Client(socket.socket):
         return int(first.split()[1]), headers, body
 
     def rest(self) -> bytes:
-        """Everything up to the end of the connection."""
-        while data := self.recv(1 << 16):
-            self._held += data
+        """Everything up to the end of the connection, which is a reset where the server had not read all."""
+        with contextlib.suppress(ConnectionResetError):
+            while data := self.recv(1 << 16):
+                self._held += data
         return self._held
 
 
@@ -529,7 +530,7 @@ def test_a_head_and_its_framing_have_a_byte_limit(at: Running, parts: tuple[byte
     first, more = parts
     with Client(at) as client:
         client.sendall(first)
-        assert trickle(client, more, 1.5), "it takes in bytes without end"
+        assert trickle(client, more, 8), "it takes in bytes without end"
 
 
 def test_a_head_that_comes_at_once_has_the_same_limit(at: Running) -> None:
