@@ -165,7 +165,7 @@ async def test_huge_texts_are_rendered_one_at_a_time_and_others_meanwhile() -> N
 
 
 FREED = """
-import threading
+import resource, threading
 from tests.gateway.world import renderer
 from tokentrue.gateway.memory import release_freed_memory
 
@@ -179,16 +179,17 @@ threads = [threading.Thread(target=lambda: len(encode("word " * 200_000))) for _
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 after = resident()
-print(before, after, release_freed_memory(), resident())
+print(before, after, release_freed_memory(), resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
 """
 
 
 @pytest.mark.skipif(not os.path.exists("/lib/x86_64-linux-gnu/libc.so.6"), reason="the allocator is not glibc's")
 def test_freed_memory_goes_back_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, cwd=ROOT, check=True)
-    before, after, released, later = done.stdout.split()
-    assert released == "True" and float(after) - float(before) > 60, done.stdout
-    assert float(later) - float(before) < 0.5 * (float(after) - float(before)), done.stdout
+    before, after, released, later, peak = done.stdout.split()
+    assert float(peak) - float(before) > 60, done.stdout
+    assert released == "True" or float(after) - float(before) < 60, done.stdout  # with luck in its timing, glibc kept nothing
+    assert float(later) - float(before) < 0.5 * (float(peak) - float(before)), done.stdout
 
 
 async def test_a_session_in_use_is_not_evicted() -> None:
