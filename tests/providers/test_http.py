@@ -51,7 +51,7 @@ async def at() -> AsyncIterator[tuple[Server, EngineHttp]]:
     server = Server()
     listening = await asyncio.start_server(server, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    http = EngineHttp(f"http://127.0.0.1:{port}/base", timeout_s=0.5, connect_s=1, retries=1, api_key="k")
+    http = EngineHttp(f"http://127.0.0.1:{port}/base", timeout_s=2, connect_s=5, retries=1, api_key="k")
     yield server, http
     await http.close()
     listening.close()
@@ -91,8 +91,8 @@ async def test_an_idle_connection_that_the_server_closed_costs_no_attempt(at: tu
         (b"HTTP/1.1 307 Elsewhere\r\nlocation: /y\r\ncontent-length: 0\r\n\r\n", EngineRejected, "307"),
         (b"HTTP/1.1 400 Bad\r\ncontent-length: 8\r\n\r\ntoo long", EngineRejected, "too long"),
         (b"HTTP/1.1 504 Slow\r\ncontent-length: 0\r\n\r\n", EngineTimeout, "504"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{" + b"~" * 80, EngineTimeout, "sent nothing"),
-        (b"~" * 80, EngineTimeout, "did not answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{" + b"~" * 320, EngineTimeout, "sent nothing"),
+        (b"~" * 320, EngineTimeout, "did not answer"),
     ],
 )
 async def test_what_goes_wrong_is_said(at: tuple[Server, EngineHttp], answer: bytes | None, error: type[Exception], words: str) -> None:
