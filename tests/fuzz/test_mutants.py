@@ -85,22 +85,14 @@ MUTANTS = (
     Mutant(
         name="what the engine reported before it failed is dropped",
         changes=[
-            (
-                "turn.py",
-                "            await self._commit([draft for draft in partial if draft is not None], prepared)\n",
-                '            await self._commit([draft for draft in partial if draft and outcome != "engine_failed"], prepared)\n',
-            )
+            ("turn.py", "for draft in partial if draft is not None]", 'for draft in partial if draft and outcome != "engine_failed"]'),
         ],
         rules=["every sampled token is in the record"],
     ),
     Mutant(
         name="what was sampled before a session was deleted is dropped",
         changes=[
-            (
-                "turn.py",
-                "            await self._commit([draft for draft in partial if draft is not None], prepared)\n",
-                '            await self._commit([draft for draft in partial if draft is not None and outcome != "deleted"], prepared)\n',
-            )
+            ("turn.py", "for draft in partial if draft is not None]", 'for draft in partial if draft and outcome != "deleted"]'),
         ],
         rules=["every sampled token is in the record"],
     ),
