@@ -14,6 +14,8 @@ import transformers  # noqa: F401  # `serve` in this process must find it loaded
 
 from tests.gateway.world import ROOT, TOOLS, model_dir, scripted_server, write_script
 from tokentrue.cli.main import run
+from tokentrue.errors import ConfigError
+from tokentrue.gateway.workers.server import listen
 
 
 def serve(*arguments: str) -> tuple[int, str]:
@@ -156,3 +158,8 @@ def test_torch_is_hidden_only_while_transformers_is_loaded() -> None:
         "    assert 'torch' not in sys.modules, 'too late: nothing is hidden'\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_host_that_cannot_be_one() -> None:
+    with pytest.raises(ConfigError, match=r"'\.\.' is no host name"):
+        listen("..", 0, admin_key="4f9c1b7e2a6d8035")

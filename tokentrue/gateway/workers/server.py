@@ -44,6 +44,8 @@ def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise ConfigError(f"cannot resolve host {host!r}: {error.strerror}") from error
+    except UnicodeError as error:
+        raise ConfigError(f"{host!r} is no host name") from error
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
