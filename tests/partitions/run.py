@@ -108,7 +108,7 @@ class World:
         self.folder, self.database, self.sessions = folder, database, sessions
         self.rng = random.Random(seed)
         self.engine = Engine(folder, host=host)
-        self.url = database.new_database("record")
+        self.url = database.new_database("record", connect_timeout=5)
         self.cuts = cuts
         self.servers: list[Server] = []
         self.faults: Counter[str] = Counter()

@@ -73,10 +73,11 @@ class Server:
             self.process.wait(60)
             self.process = None
 
-    def new_database(self, name: str) -> str:
+    def new_database(self, name: str, *, connect_timeout: int = 60) -> str:
+        """Its URL. A busy test machine is given a minute to accept a connection."""
         with psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute(f'CREATE DATABASE "{name}"')  # pyright: ignore
-        return self.url.removesuffix("postgres") + name
+        return f"{self.url.removesuffix('postgres')}{name}?connect_timeout={connect_timeout}"
 
 
 def _exists(user: str) -> bool:

@@ -175,6 +175,20 @@ def test_errors_are_one_line_without_the_password() -> None:
     assert "geheim" not in str(caught.value) and "start the server" in str(caught.value)
 
 
+def test_parameters_in_the_url_replace_ours(database: str) -> None:
+    from tokentrue.sessions.journal.postgres import Connection
+
+    def show(url: str, name: str) -> str:
+        connection = Connection(url)
+        found = connection.execute(f"SHOW {name}").fetchone()
+        connection.close()
+        assert found is not None
+        return found[0]
+
+    assert show(database, "statement_timeout") == "30s"
+    assert show(f"{database}&options=-c%20statement_timeout%3D7s", "statement_timeout") == "7s"
+
+
 def test_the_store_is_named_where_it_is_unknown() -> None:
     from tokentrue.app.wiring import journal_for
 

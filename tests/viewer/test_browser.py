@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,16 +226,20 @@ def frame_times(page: Any) -> list[float]:
     return times
 
 
-def test_a_hundred_thousand_tokens_scroll_smoothly(browser: Browser) -> None:
-    data = ViewerData(SampleList([long_sample()], name="long"), renderer=renderer())
+def test_a_hundred_thousand_tokens_scroll_like_five_thousand(browser: Browser) -> None:
+    """A ratio in one run. The time itself is printed: 95% of the frames took 40 ms on two idle cores."""
+    lengths = {"short": 5_000, "long": 100_000}
+    samples = [replace(long_sample(tokens), sample_id=f"{name}-0", session_id=name) for name, tokens in lengths.items()]
+    data = ViewerData(SampleList(samples, name="lengths"), renderer=renderer())
     with serve(data) as base, watched(browser, base) as seen:
-        page = seen.open("#/session/long")
-        page.wait_for_selector(".t.sampled")
-        runs = [sorted(frame_times(page)) for _ in range(3)]
-        times = min(runs, key=lambda run: run[int(len(run) * 0.95)])  # the one that other processes disturbed least
-        slowest = times[int(len(times) * 0.95)]
-        print(f"frame ms: median {statistics.median(times):.1f}, 95% {slowest:.1f}, max {times[-1]:.1f}")
-        assert slowest < 50
+        medians: dict[str, float] = {}
+        for name in lengths:
+            page = seen.open(f"#/session/{name}")
+            page.wait_for_selector(".t.sampled")
+            times = sorted(frame_times(page))
+            medians[name] = statistics.median(times)
+            print(f"{name}, frame ms: median {medians[name]:.1f}, 95% {times[int(len(times) * 0.95)]:.1f}, max {times[-1]:.1f}")
+        assert medians["long"] < 2 * medians["short"]
         assert page.locator(".t").count() < 6000  # virtualised: only what is in sight is in the document
         page.get_by_role("grid").focus()
         page.keyboard.press("End")

@@ -162,7 +162,6 @@ def average(name: str, form: str = ".2g") -> Callable[[Sequence[Result]], str]:
     return show
 
 
-# ---- output ----------------------------------------------------------------------------------------------------------------------------
 # Columns that several experiments have.
 REWARDS: tuple[Column, ...] = (("held-out reward", after), ("rollout reward, last quarter", late("reward")))
 DELTAS: tuple[Column, ...] = (
@@ -172,6 +171,7 @@ DELTAS: tuple[Column, ...] = (
 )
 
 
+# ---- output ----------------------------------------------------------------------------------------------------------------------------
 def write(out: Path, name: str, arms: Sequence[Arm], results: Sequence[Result], table: Table, module: Any) -> None:
     """All numbers, the table, and the figure where matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)

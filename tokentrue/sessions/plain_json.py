@@ -18,8 +18,6 @@ from tokentrue.errors import MessageError
 _EXACT_MARK = b" "
 """Before JSON that only the standard library reads back exactly: integers beyond 64 bits, lone surrogates."""
 
-_ONLY_TEXT = frozenset({str})
-
 
 def dumps(value: Any) -> bytes:
     """JSON in the order of the keys. orjson writes it where it can; the rest goes through the standard library, marked as such."""
@@ -48,10 +46,9 @@ def freeze(value: Any, field: str) -> Any:
         raise MessageError(f"must be a JSON value; {value!r} is none", field=field)
     if isinstance(value, (dict, Mapping)):
         items = cast("Mapping[Any, Any]", value)
-        if not _ONLY_TEXT.issuperset(map(type, items)):
-            for key in items:
-                if not isinstance(key, str):
-                    raise MessageError(f"an object's keys must be strings, got {key!r}", field=field)
+        for key in items:
+            if not isinstance(key, str):
+                raise MessageError(f"an object's keys must be strings, got {key!r}", field=field)
         return {key: item if type(item) is str else freeze(item, field) for key, item in items.items()}
     if isinstance(value, (list, tuple)):
         return [freeze(item, field) for item in cast("list[Any]", value)]

@@ -29,8 +29,7 @@ class InFlightTurn:
         self.outcome_if_cancelled: Outcome = "disconnected"
         self.is_complete = False  # sampled and parsed: what is left is to write it
         self._callers, self._is_cancelled, self._is_read = 0, False, streamed
-        if streamed:
-            self._events: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
+        self._events: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
         self._task: asyncio.Task[tuple[Reply, ...]] | None = None
 
     def start(self, work: Coroutine[Any, Any, tuple[Reply, ...]], group: SingleFlight) -> None:
@@ -40,8 +39,7 @@ class InFlightTurn:
 
     def _finish(self, task: asyncio.Task[tuple[Reply, ...]]) -> None:
         self._group.finish(self)
-        if self.streamed:
-            self._events.put_nowait(None)
+        self._events.put_nowait(None)
         if not task.cancelled():
             task.exception()  # retrieved here, because there may be no caller left to raise it to
 

@@ -28,7 +28,6 @@ class MarkerSet:
     whole: re.Pattern[str]
     beginnings: frozenset[str]
     longest_beginning: int
-    firsts: frozenset[str]  # the first character of each
 
 
 def compile_markers(texts: tuple[str, ...]) -> MarkerSet:
@@ -38,7 +37,6 @@ def compile_markers(texts: tuple[str, ...]) -> MarkerSet:
         whole=re.compile("|".join(map(re.escape, ordered)) or "(?!)"),
         beginnings=frozenset(text[:size] for text in ordered for size in range(1, len(text))),
         longest_beginning=max(map(len, ordered), default=1) - 1,
-        firsts=frozenset(text[0] for text in ordered),
     )
 
 
@@ -53,10 +51,8 @@ class MarkerShield:
         """The shielded text that is settled now."""
         markers = self._markers
         text = markers.whole.sub(_break, self._held + text.replace(ESCAPE, ESCAPED_ESCAPE))
-        longest = min(markers.longest_beginning, len(text))
-        keep = 0
-        if not markers.firsts.isdisjoint(text[len(text) - longest :]):
-            keep = next((size for size in range(longest, 0, -1) if text[-size:] in markers.beginnings), 0)
+        sizes = range(min(markers.longest_beginning, len(text)), 0, -1)
+        keep = next((size for size in sizes if text[-size:] in markers.beginnings), 0)
         settled = len(text) - keep
         self._held = text[settled:]
         return text[:settled]

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from tokentrue.errors import InputError, JournalError, SessionElsewhere, SessionNotFound
@@ -47,7 +48,8 @@ CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions(grp);
 CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions(state, ended);
 CREATE INDEX IF NOT EXISTS sessions_by_creation ON sessions(created, id)
 """
-# A connection that is cut is noticed within seconds, and a transaction of a paused process does not keep its locks.
+# A connection that is cut is noticed within seconds, and a transaction of a paused process does not keep its locks. What the URL says
+# counts instead (`?connect_timeout=60`).
 CONNECT: dict[str, Any] = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
@@ -74,7 +76,8 @@ class Connection:
         self._connection = self._connect()
 
     def _connect(self) -> psycopg.Connection[tuple[Any, ...]]:
-        connection = psycopg.connect(self._url, autocommit=True, cursor_factory=psycopg.ClientCursor, **CONNECT)
+        settings: dict[str, Any] = CONNECT | conninfo_to_dict(self._url)
+        connection = psycopg.connect(autocommit=True, cursor_factory=psycopg.ClientCursor, **settings)
         connection.read_only = self._read_only
         return connection
 

@@ -61,7 +61,7 @@ class Writer:
             self._connection.execute("BEGIN IMMEDIATE")
             for write, future in group:
                 if future.set_running_or_notify_cancel():
-                    outcomes.append((future, *self._write_one(write)) if len(group) > 1 else (future, write(self._connection), None))
+                    outcomes.append((future, *self._write_one(write)))
             self._connection.execute("COMMIT")
         except BaseException as error:  # the transaction failed as a whole: nothing of it may be acknowledged
             failure = error if isinstance(error, TokenTrueError) else JournalError(f"the journal could not be written: {error}")
