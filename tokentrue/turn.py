@@ -229,7 +229,7 @@ class Session:
         """Resolve, prompt, generate, parse, commit."""
         await self.ready()
         started = self.tree.committed_seq
-        plan = self._matcher.resolve(conversation, self._turns_in_flight)
+        plan = await self._matcher.resolve(conversation, self._turns_in_flight)
         self._turns_in_flight[plan.turn_key] += 1
         try:
             prompt = await build_prompt(

@@ -44,8 +44,8 @@ MUTANTS = (
         changes=[
             (
                 "turn.py",
-                "        plan = self._matcher.resolve(conversation, self._turns_in_flight)\n",
-                "        plan = self._matcher.resolve(conversation, self._turns_in_flight)\n"
+                "        plan = await self._matcher.resolve(conversation, self._turns_in_flight)\n",
+                "        plan = await self._matcher.resolve(conversation, self._turns_in_flight)\n"
                 '        remembered = self.__dict__.setdefault("_remembered", {})\n'
                 "        older = remembered.get(repr(request.sampling))\n"
                 '        if older is not None and hasattr(plan, "node") and older in self.tree.path(plan.node)[:-1]:\n'

@@ -92,8 +92,9 @@ class ReaderOnAndOff(RuleBasedStateMachine):
 
     def compare(self, messages: list[Any], tools: Any) -> None:
         session, fresh = self.session, Matcher(self.session.tree, self.renderer)
-        plans = [m.resolve(m.read(messages, tools), {}) for m in (session._matcher, self.plain, fresh)]
-        names = [m.read(messages, tools).exact for m in (session._matcher, self.plain, fresh)]
+        matchers = session._matcher, self.plain, fresh
+        plans = [self.loop.run_until_complete(matcher.resolve(matcher.read(messages, tools), {})) for matcher in matchers]
+        names = [matcher.read(messages, tools).exact for matcher in matchers]
         assert plans[0] == plans[1] == plans[2] and names[0] == names[1] == names[2]
 
     def teardown(self) -> None:

@@ -444,3 +444,31 @@ async def test_samples_are_built_in_a_thread_from_what_was_there_when_they_were_
     assert session.coverage().sampled == made.coverage.sampled + len(second.completion.token_ids)
     monkeypatch.undo()
     assert (await session.assembly()).samples == session.samples()
+
+
+async def test_a_long_history_that_is_spelled_otherwise_is_compared_in_a_thread() -> None:
+    import threading
+
+    session, engine = session_of(said("a", "1"), said("b", "2"), said("c", "3"))
+    long = "x" * 20_000
+    first = await session.chat([{"role": "user", "content": long}])
+    compared: list[threading.Thread] = []
+    held = threading.Event()
+    real = session.renderer.render
+
+    def watched(*args: Any, **settings: Any) -> Any:
+        compared.append(threading.current_thread())
+        held.wait(10)
+        return real(*args, **settings)
+
+    session.renderer.render = watched  # type: ignore[method-assign]
+    parts = {"role": "user", "content": [{"type": "text", "text": long}]}
+    turn = asyncio.ensure_future(session.chat([parts, first.message, USER]))
+    await asyncio.sleep(0.01)
+    again = await session.chat([{"role": "user", "content": long}, first.message, {"role": "user", "content": "other"}])
+    held.set()
+    second = await turn
+    assert compared and threading.main_thread() not in compared
+    parents = {node.id: node.parent for node in session.tree.in_order()}
+    assert parents[second.node] == parents[again.node] == first.node
+    assert engine.prompts[2][: len(engine.prompts[0])] == engine.prompts[0]

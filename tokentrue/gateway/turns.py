@@ -25,7 +25,7 @@ from tokentrue.gateway.problems import problem_from
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.gateway.streaming import EventStream, cancel_on_disconnect
-from tokentrue.sessions.stages.prompts import count_chars, run_by_size
+from tokentrue.sessions.offload import count_chars, run_by_size
 from tokentrue.tracing import annotate
 from tokentrue.types import Reply, TurnRequest
 

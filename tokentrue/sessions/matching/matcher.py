@@ -20,6 +20,7 @@ from tokentrue.sessions.matching.candidates import CandidateIndex
 from tokentrue.sessions.matching.conversations import Conversation, ConversationReader, MessageFacts, PathFit
 from tokentrue.sessions.matching.match_keys import CallRef, calls_of, tools_key
 from tokentrue.sessions.matching.projections import find_changes, format_changes
+from tokentrue.sessions.offload import count_chars, run_by_size
 from tokentrue.sessions.plain_json import digest
 from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
 from tokentrue.tracing import traced
@@ -71,9 +72,10 @@ class Matcher:
         return self._reader.read(messages, tools)
 
     @traced("resolve")
-    def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Resolution:
-        """`in_flight` counts the turns that are being generated."""
-        found = _Search(self._tree, self._index, self._renderer, conversation, in_flight).find_deepest()
+    async def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Resolution:
+        """`in_flight` counts the turns that are being generated. Waits only where long histories must be rendered to be compared; turns
+        that are committed meanwhile are not candidates."""
+        found = await _Search(self._tree, self._index, self._renderer, conversation, in_flight).find_deepest()
         if found is None:
             return self._start_root(conversation, in_flight)
         node, fit, ambiguous, same_tools = found
@@ -154,15 +156,15 @@ class _Search:
         self._tree, self._index, self._renderer = tree, index, renderer
         self._conversation, self._in_flight = conversation, in_flight
 
-    def find_deepest(self) -> tuple[Node, PathFit, bool, bool] | None:
+    async def find_deepest(self) -> tuple[Node, PathFit, bool, bool] | None:
         """The node to continue, its fit, whether others fit as well, and whether the tools are the same."""
         for at in range(len(self._conversation.facts) - 1, -1, -1):
             if self._conversation.facts[at].role != "assistant":
                 continue
             fits = [(node, fit) for node in self._index.ends.get(self._conversation.keys[at], ()) if (fit := self._fit(node)) is not None]
-            fits = [(node, fit) for node, fit in fits if not fit.respelled or self._renders_alike(node)]
+            fits = [(node, fit) for node, fit in fits if not fit.respelled or await self._renders_alike(node)]
             fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits  # a whole answer before one that broke off
-            same = [(node, fit) for node, fit in fits if self._has_same_tools(node)]
+            same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
             if fits:
                 return (*self._choose(same or fits), bool(same))
         return None
@@ -206,15 +208,15 @@ class _Search:
                 at += 1
         return PathFit(depth=at, score=score, changes=frozenset(changes), respelled=respelled)
 
-    def _has_same_tools(self, node: Node) -> bool:
+    async def _has_same_tools(self, node: Node) -> bool:
         if node.tools is self._conversation.tools or digest(node.tools) == self._conversation.tools_exact:
             return True
         if tools_key(node.tools) != tools_key(self._conversation.tools):
             return False
         recorded = self._tree.messages(node)[:-1]
-        return self._render_equal(node, recorded, node.tools, recorded, self._conversation.tools)
+        return await self._render_equal(node, recorded, node.tools, recorded, self._conversation.tools)
 
-    def _renders_alike(self, node: Node) -> bool:
+    async def _renders_alike(self, node: Node) -> bool:
         """Are the given messages on the path to `node`, as they are spelled now, rendered to the same ids as the recorded ones?"""
         recorded: list[Message] = []
         now: list[Message] = []
@@ -223,16 +225,20 @@ class _Search:
                 sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
                 now.append({**sent, "tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else sent)
                 recorded.append(message)
-        return self._render_equal(node, recorded[:-1], node.tools, now[:-1], node.tools)
+        return await self._render_equal(node, recorded[:-1], node.tools, now[:-1], node.tools)
 
-    def _render_equal(self, node: Node, one: Messages, tools: Tools | None, other: Messages, other_tools: Tools | None) -> bool:
+    async def _render_equal(self, node: Node, one: Messages, tools: Tools | None, other: Messages, other_tools: Tools | None) -> bool:
         kwargs = dict(node.template_kwargs) or None
-        try:
-            was = self._renderer.render(one, tools, template_kwargs=kwargs)
-            now = self._renderer.render(other, other_tools, template_kwargs=kwargs)
-        except RenderError:
-            return False
-        return was.token_ids == now.token_ids
+
+        def compare() -> bool:
+            try:
+                was = self._renderer.render(one, tools, template_kwargs=kwargs)
+                now = self._renderer.render(other, other_tools, template_kwargs=kwargs)
+            except RenderError:
+                return False
+            return was.token_ids == now.token_ids
+
+        return await run_by_size(compare, count_chars(one) + count_chars(other))
 
 
 def restore_tail(tree: Tree, index: CandidateIndex, node: Node, conversation: Conversation) -> tuple[Message, ...]:

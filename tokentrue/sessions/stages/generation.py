@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast
 
 from tokentrue.errors import EngineContractError, RenderError, TokenContractError
 from tokentrue.protocols import Provider, Renderer
-from tokentrue.sessions.stages.prompts import INLINE_IDS, Prompt, run_inline_or_thread
+from tokentrue.sessions.offload import INLINE_IDS, run_inline_or_thread
+from tokentrue.sessions.stages.prompts import Prompt
 from tokentrue.sessions.stages.serving import StreamedMessage, serve_message
 from tokentrue.sessions.tree import Outcome
 from tokentrue.tracing import traced

@@ -1,33 +1,20 @@
-"""A plan becomes a prompt: the recorded ids, untouched, and what the renderer adds; or a new root where it refuses.
-
-Small inputs are rendered inline; large ones in a thread, so that one long document does not stall every other session. A text takes about
-a hundred times its size while it is encoded: huge ones are rendered one at a time, in a thread of their own.
-"""
+"""A plan becomes a prompt: the recorded ids, untouched, and what the renderer adds; or a new root where it refuses."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.matcher import Continue, Resolution, Root, refer_to_path
+from tokentrue.sessions.offload import count_chars, run_by_size
 from tokentrue.sessions.tree import Given, Node, Tree, turn_key
 from tokentrue.tracing import traced
 from tokentrue.types import PromptSpan, Refusal, TemplateKwargs, Tools
-
-P = ParamSpec("P")
-T = TypeVar("T")
-INLINE_CHARS = 16_000
-HUGE_CHARS = 500_000
-HUGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokentrue-huge")
-INLINE_IDS = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +30,6 @@ class Prompt:
     why: str | None
     detail: str
     origin: Node | None = None
-
-
-async def run_inline_or_thread(work: Callable[P, T], small: bool, /, *args: P.args, **kwargs: P.kwargs) -> T:
-    return work(*args, **kwargs) if small else await asyncio.to_thread(work, *args, **kwargs)
-
-
-async def run_by_size(work: Callable[P, T], chars: int, /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs `work` on a text of `chars` characters."""
-    if chars < HUGE_CHARS:
-        return await run_inline_or_thread(work, chars < INLINE_CHARS, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(HUGE, partial(work, *args, **kwargs))
 
 
 @traced("prompt")
@@ -134,18 +110,3 @@ async def _has_same_context(renderer: Renderer, tree: Tree, node: Node, tools: T
         return long[: len(short) - 1] == short[:-1]  # one goes on where the other ends, or they part at the very last token
 
     return await run_by_size(compare, count_chars(messages))
-
-
-def count_chars(messages: Iterable[Mapping[str, Any]]) -> int:
-    """About how much text there is to render."""
-    return sum(_count_in(value) for message in messages for value in message.values())
-
-
-def _count_in(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_count_in, cast("dict[str, Any]", value).values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_count_in, cast("list[Any]", value)))
-    return 8
