@@ -59,7 +59,7 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def concat(cls, parts: Iterable[TokenIds]) -> TokenIds:
-        """All parts in order, copied once. Where the SHA-256 of the first was asked for, that of all takes the time of the others."""
+        """The parts end to end, in one copy. Where the SHA-256 of the first is known, only the others are hashed."""
         parts = [part for part in parts if len(part._view)]
         known = parts[0]._hash if parts else None
         if known is not None:

@@ -8,10 +8,11 @@ one in flight; if not, `Session._run_turn` runs it:
 2. prompt   (`sessions/stages/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new messages
 3. generate (`sessions/stages/generation`)  the engine samples n choices; a stream emits events as tokens come
 4. parse    (`sessions/stages/generation`)  sampled ids become the message that is served; a stream is parsed while it is generated
-5. commit   (`sessions/stages/commits`)     checked, written to the journal, then added to the tree; then the keys of equal requests that
-                                            joined meanwhile; only then is the reply returned
+5. commit   (`sessions/stages/commits`)     nodes are checked, written to the journal and added to the tree; then the keys of equal requests
+                                            that joined meanwhile are recorded; only then is the reply returned
 A streamed turn that ends early is committed with its reason and the tokens received so far. A turn that is not streamed leaves no record
-when it ends early, except for choices that were complete.
+when it ends early, except for choices that were complete. A generation that breaks off at one engine is resumed by `providers/pool`;
+here arrive only failures that it gave up on.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ class Session:
         key_hash: str | None = None,
         _record: SessionRecord | None = None,
         _tree: Tree | None = None,
-        _token: int = 1,
+        _fencing_token: int = 1,
     ) -> None:
         self.renderer, self.provider, self.journal = renderer, provider, journal
         self.limits = limits or SessionLimits()
-        self._pinned = PinnedSampling.of(sampling)
+        self._pinned_sampling = PinnedSampling.of(sampling)
         follows: History = getattr(renderer, "history", "keep")
         if history not in (None, follows):
             raise ConfigError(f"history={history!r}, but the renderer was loaded with history={follows!r}: load it with the same one")
@@ -85,7 +86,7 @@ class Session:
             id=session_id or uuid.uuid4().hex,
             group=group,
             metadata=dict(metadata or {}),
-            sampling=self._pinned.values,
+            sampling=self._pinned_sampling.values,
             history=follows,
             training=training,
             pin=check_pin(pin),
@@ -97,7 +98,7 @@ class Session:
         self.tree = _tree or Tree(template=self.record.template, tokenizer=self.record.tokenizer)
         self.revision = 0  # grows with every change of the record: what was computed at another revision is stale
         self.counters: Counter[str] = Counter(f"edge:{node.why}" for node in self.tree.nodes.values() if node.why)
-        self._tokens = sum(len(node.given_ids) + len(node.sampled_ids) for node in self.tree.nodes.values())
+        self._recorded_tokens = sum(len(node.given_ids) + len(node.sampled_ids) for node in self.tree.nodes.values())
         self._matcher = Matcher(self.tree, renderer, reader=ConversationReader(self.limits.conversation_bytes))
         self._pinned_prompts = PinnedPrompts(self.record.pin, self.tree)
         self._single_flight = SingleFlight()
@@ -105,14 +106,16 @@ class Session:
         self._is_ending = False
         self._created = journal.create(self.record) if journal is not None and _record is None else None
         # A new session is claimed when it is in the journal: an id that is taken must not revoke the session that has it.
-        self._claim = None if journal is None or self._created is not None else journal.claim(self.record.id, self._single_flight, _token)
+        self._claim = None
+        if journal is not None and self._created is None:
+            self._claim = journal.claim(self.record.id, self._single_flight, _fencing_token)
 
     @classmethod
     async def open(
         cls, journal: Journal, session_id: str, *, renderer: Renderer, provider: Provider, limits: SessionLimits | None = None
     ) -> Session:
         """Resumes a recorded session, bit for bit where it stood. An older object of the same session can write no more."""
-        token, record, rows = await asyncio.to_thread(
+        fencing_token, record, rows = await asyncio.to_thread(
             lambda: (journal.acquire(session_id), journal.get(session_id), journal.rows(session_id))
         )
         if (record.template, record.tokenizer) != (renderer.template_hash, renderer.tokenizer_hash):
@@ -126,7 +129,7 @@ class Session:
             limits=limits,
             _record=record,
             _tree=tree,
-            _token=token,
+            _fencing_token=fencing_token,
         )
 
     @property
@@ -136,7 +139,12 @@ class Session:
     @property
     def recorded_tokens(self) -> int:
         """Given and sampled, each once."""
-        return self._tokens
+        return self._recorded_tokens
+
+    @property
+    def cached_bytes(self) -> int:
+        """What is kept of earlier requests, an estimate."""
+        return self._matcher.cached_bytes
 
     async def ready(self) -> None:
         """Returns when the session itself is in the journal."""
@@ -162,15 +170,16 @@ class Session:
         return reply
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
-        """The n replies to one request. Equal requests in flight share one turn (several samples: `n`, or other seeds). A request key that
-        was answered returns the recorded replies; a turn that failed or was cancelled is generated again."""
+        """The n replies to one request. Equal requests in flight share one turn; use `n` or different seeds for several samples. Where the
+        request key was answered before, the recorded replies are returned. A turn that failed or was cancelled is generated again."""
         turn, is_first = self._start_or_join(request, streamed=False)
         if not isinstance(turn, InFlightTurn):
-            return turn
+            return await replies_from_record(turn, tree=self.tree, renderer=self.renderer)
         return await turn.wait() if is_first else mark_replayed(await turn.wait())
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """The turn as it is sampled. Close the iterator to cancel: what was sampled is kept, labelled "disconnected"."""
+        """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the whole message once it is
+        committed. Closing the iterator cancels the turn where no other caller waits; its tokens are recorded as "disconnected"."""
         turn, is_first = self._start_or_join(request, streamed=True)
         if isinstance(turn, InFlightTurn) and is_first:
             events = turn.events()
@@ -180,40 +189,48 @@ class Session:
             finally:
                 await events.aclose()
             return
-        replies = mark_replayed(await turn.wait()) if isinstance(turn, InFlightTurn) else turn
+        if isinstance(turn, InFlightTurn):
+            replies = mark_replayed(await turn.wait())
+        else:
+            replies = await replies_from_record(turn, tree=self.tree, renderer=self.renderer)
         for index, reply in enumerate(replies):
             yield TurnEvent(index=index, node=reply.node)
             for delta in split_message(reply.message):
                 yield TurnEvent(index=index, node=reply.node, delta=delta)
             yield TurnEvent(index=index, node=reply.node, reply=reply)
 
-    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | tuple[Reply, ...], bool]:
-        """The turn that answers this request, and whether it was started for it; or the recorded answer of a retry."""
+    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | Sequence[Node], bool]:
+        """(turn, True) where one was started, (turn, False) where one in flight was joined, (nodes, False) where the request key was
+        answered before."""
         self._check_open()
         pinned = self._pinned_prompts.apply(request.messages, request.tools)
         conversation = self._matcher.read(pinned.messages, request.tools)
-        training = self.record.training
-        sampling = resolve_sampling(request.sampling, self._pinned, renderer=self.renderer, provider=self.provider, training=training)
+        sampling = resolve_sampling(
+            request.sampling, self._pinned_sampling, renderer=self.renderer, provider=self.provider, training=self.record.training
+        )
         identity = identify_request(request, conversation, sampling)
         if request.request_key is not None and (recorded := self._find_recorded(request.request_key, identity)):
-            return replies_from_record(recorded, tree=self.tree, renderer=self.renderer), False
+            return recorded, False
         turn = self._single_flight.find(identity)
         is_first = turn is None
         if turn is None:
-            self.limits.check_turn(n=request.n, nodes=len(self.tree), tokens=self._tokens, in_flight=len(self._single_flight))
+            self.limits.check_turn(n=request.n, nodes=len(self.tree), tokens=self._recorded_tokens, in_flight=len(self._single_flight))
             turn = InFlightTurn(identity, streamed=streamed)
             self._single_flight.start(turn, self._run_turn(turn, request, pinned, conversation, sampling))
         else:
             self.counters["joined"] += 1
-        turn.join(request.request_key)
+        turn.add_caller(request.request_key)
         return turn, is_first
 
     def _find_recorded(self, request_key: str, identity: bytes) -> Sequence[Node]:
         """The nodes that answered a request with this key; refused where the key names another request, recorded or in flight."""
         recorded = self.tree.nodes_by_key.get(request_key, ())
-        in_flight = None if recorded else self._single_flight.find_key(request_key)
-        is_other = not is_same_request(recorded[0].request_digest, identity) if recorded else in_flight and in_flight.identity != identity
-        if is_other:
+        if recorded:
+            is_same = is_same_request(recorded[0].request_digest, identity)
+        else:
+            in_flight = self._single_flight.find_key(request_key)
+            is_same = in_flight is None or in_flight.identity == identity
+        if not is_same:
             raise KeyConflict(f"request key {request_key!r} was used for another request; use a new key")
         return recorded
 
@@ -228,12 +245,18 @@ class Session:
     ) -> tuple[Reply, ...]:
         """Resolve, prompt, generate, parse, commit."""
         await self.ready()
+        resolution = await self._matcher.resolve(conversation, self._turns_in_flight)
         started = self.tree.committed_seq
-        plan = await self._matcher.resolve(conversation, self._turns_in_flight)
-        self._turns_in_flight[plan.turn_key] += 1
+        self._turns_in_flight[resolution.turn_key] += 1
         try:
             prompt = await build_prompt(
-                plan, conversation.tools, request.template_kwargs, renderer=self.renderer, tree=self.tree, limits=self.limits
+                resolution,
+                conversation.tools,
+                request.template_kwargs,
+                renderer=self.renderer,
+                tree=self.tree,
+                limits=self.limits,
+                in_flight=self._turns_in_flight,
             )
             self.limits.check_prompt(len(prompt.ids))
             prepared = PreparedTurn(
@@ -255,16 +278,17 @@ class Session:
             self.counters["cancelled" if cancelled else f"failed:{getattr(error, 'code', 'error')}"] += 1
             raise
         finally:
-            self._turns_in_flight[plan.turn_key] -= 1
-            if not self._turns_in_flight[plan.turn_key]:
-                del self._turns_in_flight[plan.turn_key]
+            self._turns_in_flight[resolution.turn_key] -= 1
+            if not self._turns_in_flight[resolution.turn_key]:
+                del self._turns_in_flight[resolution.turn_key]
         if turn.streamed:
             for index, reply in enumerate(replies):
                 turn.emit(TurnEvent(index=index, node=reply.node, reply=reply))
         return replies
 
     async def _generate(self, turn: InFlightTurn, prepared: PreparedTurn) -> list[Draft]:
-        """The engine's n answers, parsed. If one fails or the turn is cancelled, all of them end, and what was received is committed."""
+        """The engine's n answers, parsed. If one fails or the turn is cancelled, all of them end, and what was received is committed: of a
+        stream the tokens so far, otherwise the choices that were complete."""
         choices = [
             Choice(
                 index=index,
@@ -313,7 +337,7 @@ class Session:
         for node in nodes:
             self.tree.add(node)
             self._matcher.add(node)
-            self._tokens += len(node.given_ids) + len(node.sampled_ids)
+            self._recorded_tokens += len(node.given_ids) + len(node.sampled_ids)
             self.revision += 1
             if node.why:
                 self.counters[f"edge:{node.why}"] += 1

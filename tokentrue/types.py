@@ -38,8 +38,7 @@ def is_logprob(value: float) -> bool:
 
 
 def are_logprobs(values: Sequence[float]) -> bool:
-    """`is_logprob` of every one, at the cost of a few."""
-    return not values or (all(map(math.isfinite, values)) and min(values) > -9000.0 and max(values) <= 0.0)
+    return all(map(is_logprob, values))
 
 
 def require_mask(mask: SamplingMask, token_ids: Sequence[int]) -> None:
@@ -133,7 +132,8 @@ class Completion:
     """One generation, as the engine reported it; nothing in it is invented, padded or trimmed.
 
     `logprobs` are those of the distribution sampled from. `stopped_by` is the id or the string that ended it, where the engine says.
-    `prompt_tokens` is the engine's own count. `versions` covers the tokens without gap or overlap.
+    `prompt_tokens` is the prompt's length; a provider has compared it with the engine's own count, where there is one. `versions` covers
+    the tokens without gap or overlap.
     """
 
     token_ids: TokenIds

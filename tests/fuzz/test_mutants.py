@@ -44,12 +44,13 @@ MUTANTS = (
         changes=[
             (
                 "turn.py",
-                "        plan = await self._matcher.resolve(conversation, self._turns_in_flight)\n",
-                "        plan = await self._matcher.resolve(conversation, self._turns_in_flight)\n"
+                "        resolution = await self._matcher.resolve(conversation, self._turns_in_flight)\n",
+                "        resolution = await self._matcher.resolve(conversation, self._turns_in_flight)\n"
                 '        remembered = self.__dict__.setdefault("_remembered", {})\n'
                 "        older = remembered.get(repr(request.sampling))\n"
-                '        if older is not None and hasattr(plan, "node") and older in self.tree.path(plan.node)[:-1]:\n'
-                "            plan = replace(plan, node=older, tail=tuple(conversation.messages[len(self.tree.messages(older)) :]))\n",
+                '        if older is not None and hasattr(resolution, "node") and older in self.tree.path(resolution.node)[:-1]:\n'
+                "            later = tuple(conversation.messages[len(self.tree.messages(older)) :])\n"
+                "            resolution = replace(resolution, node=older, tail=later)\n",
             ),
             (
                 "turn.py",
@@ -65,8 +66,8 @@ MUTANTS = (
         changes=[
             (
                 "sessions/matching/matcher.py",
-                "        equal = [(node, fit) for node, fit in fits if fit.score == best]\n",
-                "        equal = [(node, fit) for node, fit in fits if fit.score >= best]\n",
+                "        equal = [(node, fit) for node, fit in fits if fit.num_changes == best]\n",
+                "        equal = [(node, fit) for node, fit in fits if fit.num_changes >= best]\n",
             )
         ],
         rules=["a replay must be recognised"],
@@ -76,8 +77,8 @@ MUTANTS = (
         changes=[
             (
                 "sessions/matching/conversations.py",
-                "        return digest(self.exacts, self.tools_exact)\n",
-                "        return digest(self.keys[-1], self.tools_exact)\n",
+                "        return digest(self.message_digests, self.tools_digest)\n",
+                "        return digest(self.keys[-1], self.tools_digest)\n",
             )
         ],
         rules=["a request is its exact text"],

@@ -110,7 +110,7 @@ def test_hints_are_accepted() -> None:
     asked(ANTHROPIC, {"metadata": {"user_id": "u"}, "thinking": {"type": "enabled", "budget_tokens": 99}, "service_tier": "auto"}, [SAID])
     marked = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     call, messages = asked(ANTHROPIC, {"system": [marked]}, [{"role": "user", "content": [marked]}])
-    assert (call.opening, messages) == (({"role": "system", "content": "hi"},), [{"role": "user", "content": "hi"}])
+    assert (call.leading_messages, messages) == (({"role": "system", "content": "hi"},), [{"role": "user", "content": "hi"}])
 
 
 def test_sampling_reaches_the_engine_by_name() -> None:
@@ -182,4 +182,4 @@ def test_tool_results_and_text_keep_their_order() -> None:
 
 def test_the_billing_block_is_no_part_of_the_prompt() -> None:
     system = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=ab12;"}, {"type": "text", "text": "Be brief."}]
-    assert asked(ANTHROPIC, {"system": system}, [SAID])[0].opening == ({"role": "system", "content": "Be brief."},)
+    assert asked(ANTHROPIC, {"system": system}, [SAID])[0].leading_messages == ({"role": "system", "content": "Be brief."},)

@@ -237,13 +237,13 @@ async def test_an_sdks_retry_names_the_request_that_failed_not_an_earlier_one_wi
     first, again = {"headers": [(b"x-stainless-retry-count", b"0")]}, {"headers": [(b"x-stainless-retry-count", b"1")]}
     async with app.services.sessions.checkout(session["session_id"]) as handle:
         chat = handle.dialects["openai_chat"]
-        served = handle.request_key(first, chat, b"body")
+        served = handle.find_request_key(first, chat, b"body")
         assert served is not None
         handle.session.tree.nodes_by_key[served] = []
         handle.session.tree.nodes_by_key[served].append(object())  # type: ignore[arg-type]  # a recorded turn
-        failed = handle.request_key(first, chat, b"body")  # the same body, meant as a new request; the engine fails
-        assert failed != served and handle.request_key(again, chat, b"body") == failed
-        assert handle.request_key(again, chat, b"another body") == handle.request_key(again, chat, b"another body")
+        failed = handle.find_request_key(first, chat, b"body")  # the same body, meant as a new request; the engine fails
+        assert failed != served and handle.find_request_key(again, chat, b"body") == failed
+        assert handle.find_request_key(again, chat, b"another body") == handle.find_request_key(again, chat, b"another body")
     await app.close()
 
 

@@ -18,7 +18,7 @@ from tokentrue.providers.pool import join_pieces
 from tokentrue.replay import FREE, RoutedExperts, SamplingMask, empty_rows, join_masks, join_routing, own_routing
 from tokentrue.samples import read_samples, write_samples
 from tokentrue.samples.exporters import EXPORTERS
-from tokentrue.sessions.journal.rows import node_from_row, pack_replay, row_from_node, unpack_replay
+from tokentrue.sessions.journal.rows import body_from_node, node_from_row, pack_replay, row_from_body, unpack_replay
 from tokentrue.types import Completion, Finish, Sample
 
 
@@ -92,7 +92,8 @@ async def test_the_journal_gives_it_back_and_finds_a_changed_byte() -> None:
     (node, *_) = session.tree.in_order()
     mask = SamplingMask.from_rows([[i, i + 2] for i in node.sampled_ids])
     for routing, kept in ((table(7, 2), mask), (table(7, weights=False), None), (None, mask), (table(4), empty_rows(len(mask)))):
-        row = row_from_node(replace(node, routed_experts=routing, sampling_mask=kept), None)
+        changed = replace(node, routed_experts=routing, sampling_mask=kept)
+        row = row_from_body(changed, *body_from_node(changed, None))
         back = node_from_row(row, None)
         assert (back.routed_experts, back.sampling_mask) == (routing, kept)
         assert row.routed_experts is not None

@@ -94,7 +94,7 @@ class ReaderOnAndOff(RuleBasedStateMachine):
         session, fresh = self.session, Matcher(self.session.tree, self.renderer)
         matchers = session._matcher, self.plain, fresh
         plans = [self.loop.run_until_complete(matcher.resolve(matcher.read(messages, tools), {})) for matcher in matchers]
-        names = [matcher.read(messages, tools).exact for matcher in matchers]
+        names = [matcher.read(messages, tools).digest for matcher in matchers]
         assert plans[0] == plans[1] == plans[2] and names[0] == names[1] == names[2]
 
     def teardown(self) -> None:
@@ -128,7 +128,7 @@ def test_a_conversation_is_read_the_same_after_any_other(requests: list[list[int
     for request in requests:
         messages = [POOL[at] for at in request]
         one, other = kept.read(messages, None), plain.read(messages, None)
-        assert (one.keys, one.references, one.calls, one.exact) == (other.keys, other.references, other.calls, other.exact)
+        assert (one.keys, one.references, one.calls, one.digest) == (other.keys, other.references, other.calls, other.digest)
 
 
 async def test_a_fit_is_not_carried_over_to_another_replay() -> None:

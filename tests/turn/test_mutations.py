@@ -71,8 +71,8 @@ def prefix_decoded_and_encoded(patch: pytest.MonkeyPatch) -> None:
     """The recorded split is healed, as re-rendering would: the classic loss."""
     real = prompts._extend
 
-    async def healed(plan: Any, renderer: Any, tree: Any, tools: Any, kwargs: Any) -> Any:
-        made = await real(plan, renderer, tree, tools, kwargs)
+    async def healed(resolution: Any, chars: int, renderer: Any, tree: Any, tools: Any, kwargs: Any) -> Any:
+        made = await real(resolution, chars, renderer, tree, tools, kwargs)
         text = renderer.decode(made.ids)
         ids = TokenIds(test_matching.encode(text, "own"))
         return prompts.Prompt(**{name: getattr(made, name) for name in made.__slots__} | {"ids": ids})
@@ -90,8 +90,8 @@ def joins_nobody(patch: pytest.MonkeyPatch) -> None:
 
 def identity_alone_is_trusted(patch: pytest.MonkeyPatch) -> None:
     def count_shared(self: Any, messages: Any) -> int:
-        pairs = zip(self.facts, messages, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0].source is pair[1], pairs))
+        pairs = zip(self.sources, messages, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
 
     patch.setattr(conversations.Conversation, "count_shared", count_shared)
 
@@ -108,7 +108,7 @@ def a_failed_turn_leaves_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def requests_are_named_loosely(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(matcher.Conversation, "exact", property(lambda self: self.keys[-1]))
+    patch.setattr(matcher.Conversation, "digest", property(lambda self: self.keys[-1]))
 
 
 def an_old_object_may_write(patch: pytest.MonkeyPatch) -> None:
@@ -124,9 +124,10 @@ def given_messages_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
 
 
 def tools_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        matcher._Search, "_has_same_tools", lambda self, node: matcher.tools_key(node.tools) == matcher.tools_key(self._conversation.tools)
-    )
+    async def has_same_tools(self: Any, node: Any) -> bool:
+        return matcher.tools_key(node.tools) == matcher.tools_key(self._conversation.tools)
+
+    patch.setattr(matcher._Search, "_has_same_tools", has_same_tools)
 
 
 def joining_a_cancelled_turn(patch: pytest.MonkeyPatch) -> None:

@@ -273,7 +273,7 @@ async def test_stop_strings_are_kept_in_the_record_and_hidden_from_the_client() 
 
 
 async def test_template_history_forks_where_the_template_rewrites_it() -> None:
-    engine = Engine([said(f"a{i}", f"think {i}", name="qwen3") for i in range(3)])
+    engine = Engine([said(f"a{i}", f"think {i}", name="qwen3") for i in range(4)])
     session = tt.Session(renderer=renderer("qwen3", "template"), provider=engine, history="template")
     first = await session.chat(OPENING)
     second = await session.chat([*OPENING, first.message, USER])
@@ -285,6 +285,9 @@ async def test_template_history_forks_where_the_template_rewrites_it() -> None:
     third = await session.chat([*OPENING, {"role": "assistant", "content": "a0"}, USER, second.message, USER])
     assert third.root == "history_rewritten" and session.tree.get(third.node).origin == second.node
     assert len(session.samples()) == 3 and session.coverage().ratio == 1.0
+    again = await session.chat([*OPENING, {"role": "assistant", "content": "a0"}, USER, second.message, USER])
+    assert again.root == "retry" and session.tree.get(again.node).origin == second.node
+    assert [span.why for span in session.coverage().untrained] == ["retried"]
     with pytest.raises(ConfigError, match="history"):
         tt.Session(renderer=renderer("qwen3"), provider=engine, history="template")
 

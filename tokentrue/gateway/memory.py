@@ -4,7 +4,7 @@ A text takes about a hundred times its size while it is encoded, in many small b
 the threads that ran, so that a process stays as large as the largest moment of each thread. `release_freed_memory` hands it back.
 
 Python looks for garbage in cycles whenever 700 more objects exist, and then often looks at all of them: the record of every session in
-memory. `collect_less_often` makes that 10,000, and leaves out what start-up has loaded.
+memory. `collect_less_often` makes that `server.collect_after`, and leaves out what start-up has loaded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-COLLECT_AFTER = 10_000  # objects
-
 
 @cache
 def _find_trim() -> Callable[[int], int] | None:
@@ -25,11 +23,12 @@ def _find_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
 
 
-def collect_less_often() -> None:
-    """For a process that does nothing but serve: it changes how all of Python's memory is managed."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER)
+def collect_less_often(after: int) -> None:
+    """For a process that does nothing but serve: it changes how all of Python's memory is managed. 0 leaves it as it is."""
+    if after:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(after)
 
 
 def release_freed_memory() -> bool:

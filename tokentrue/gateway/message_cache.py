@@ -1,9 +1,9 @@
-"""An accelerator with one switch: an agent sends its whole conversation again with every turn. The items that an earlier request of the
-session began with, byte for byte, are not parsed, validated and normalised again.
+"""A cache of parsed messages: an agent sends its whole conversation with every turn. The items that an earlier request of the session began
+with, byte for byte, are not parsed, validated and normalised again.
 
-What an item is parsed to depends on its bytes alone, and a turn that arrives as several items is only taken over where it is complete. The
-same beginning gives the same message objects, which nobody may change, so that the matcher can go on from what it knows of them.
-Nothing else of a body is remembered. `limits.message_cache_bytes = 0` switches it off.
+A dialect must parse the same item of the same session to the same messages. An assistant turn that spans several items is reused only if
+all of them are the same. The cached message objects themselves are returned, so nobody may change them; `sessions/matching/conversations`
+relies on their identity. `limits.message_cache_bytes = 0` switches it off.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ class ParsedItems:
 
 def count_equal(one: Sequence[Raw], other: Sequence[Raw]) -> int:
     """How many first items have the same bytes."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    return next(index for index in range(length) if one[index] != other[index])
+    unequal = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(unequal, min(len(one), len(other)))
 
 
 class MessageCache:

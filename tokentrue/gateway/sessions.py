@@ -1,8 +1,8 @@
 """Sessions in memory: opened from the journal when first asked for, evicted when idle, or when they are too many or too large.
 
 A `SessionHandle` adds to the `Session` what only HTTP needs: its key, its dialects (whose signer is this session's own), the parsed
-messages of its last requests, and the names of retried requests. While a request uses a handle (`checkout`), it is not evicted: there is
-one live object for a session.
+messages of its last requests, and the names of retried requests. While a request uses a handle (`hold`), it is not evicted: there is one
+live object for a session.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NODE_BYTES = 4096
 
 
 def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
-    """One session takes at most half of the memory for all. While it is used it cannot leave, and would drive out all others."""
+    """A session may use at most half of `live_sessions_bytes`: one in use cannot be evicted, so a larger one would evict all others."""
     most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
     return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
@@ -69,9 +69,9 @@ class SessionHandle:
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
         self.cache = MessageCache(limits.message_cache_bytes, budget)
         self._limits = limits
-        self._opening: tuple[Message, ...] = ()  # of the last request: an equal one is the same object
+        self._leading_messages: tuple[Message, ...] = ()  # of the last request: an equal one is the same object
         self._tools: tuple[bytes, tuple[Tool, ...] | None] = (b"", None)  # of the last request, as JSON and as parsed
-        self._numbers: OrderedDict[str, int] = OrderedDict()  # digest of a body -> the number of the last request that had it
+        self._request_numbers: OrderedDict[str, int] = OrderedDict()  # digest of a body -> the number of the last request that had it
         self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
 
     # Requests.
@@ -83,14 +83,14 @@ class SessionHandle:
         if head.tools and ignores_tools(self.session.renderer):
             message = "this model's chat template ignores tools: the model would not see them; leave them out, or use another template"
             raise TemplateError(message)
-        if head.opening != self._opening:
-            self._opening = head.opening
+        if head.leading_messages != self._leading_messages:
+            self._leading_messages = head.leading_messages
         if head.continues is not None:
-            return head, [*self._opening, *self._continued_history(head), *messages]
-        return head, [*self._opening, *messages]
+            return head, [*self._leading_messages, *self._continued_history(head), *messages]
+        return head, [*self._leading_messages, *messages]
 
     def share_tools(self, tools: tuple[Tool, ...] | None) -> tuple[Tool, ...] | None:
-        """The last request's own object where the tools are the same JSON: whoever compares them then compares nothing."""
+        """The last request's tools object where the JSON is equal, so that later comparisons are by identity."""
         spelled = dumps(tools)
         if spelled != self._tools[0]:
             self._tools = (spelled, tools)
@@ -124,8 +124,9 @@ class SessionHandle:
         return history[1 if head.continues.instructed else 0 :]
 
     # Names of retried requests.
-    def request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
-        """A name that a request shares with its retries and with no other request; None where the client will not retry by name."""
+    def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
+        """A name that a request shares with its retries and with no other request: the client's `Idempotency-Key`; for SDKs that send
+        `x-stainless-retry-count`, the body's digest and a number that grows with every request that is no retry; else None."""
         given = header(scope, b"idempotency-key")
         retries = header(scope, b"x-stainless-retry-count")
         if given:
@@ -133,13 +134,13 @@ class SessionHandle:
         if retries is None:
             return None
         digest = body_digest(dialect, body)
-        if retries == "0" or digest not in self._numbers:
+        if retries == "0" or digest not in self._request_numbers:
             recorded = self._requests_with(digest)
-            self._numbers[digest] = recorded if retries == "0" else max(0, recorded - 1)  # the latter: a retry after a restart
-            self._numbers.move_to_end(digest)
-            while len(self._numbers) > REMEMBERED_BODIES:
-                self._numbers.popitem(last=False)
-        return f"{digest}#{self._numbers[digest]}"
+            self._request_numbers[digest] = recorded if retries == "0" else max(0, recorded - 1)  # the latter: a retry after a restart
+            self._request_numbers.move_to_end(digest)
+            while len(self._request_numbers) > REMEMBERED_BODIES:
+                self._request_numbers.popitem(last=False)
+        return f"{digest}#{self._request_numbers[digest]}"
 
     def _requests_with(self, digest: str) -> int:
         """How many recorded requests of this session had this very body."""
@@ -170,7 +171,8 @@ class SessionHandle:
     @property
     def memory_bytes(self) -> int:
         """An estimate of what it holds in memory."""
-        return NODE_BYTES * len(self.session.tree) + TOKEN_BYTES * self.session.recorded_tokens + self.cache.used
+        recorded = NODE_BYTES * len(self.session.tree) + TOKEN_BYTES * self.session.recorded_tokens
+        return recorded + self.cache.used + self.session.cached_bytes
 
     @property
     def has_coverage(self) -> bool:
@@ -224,7 +226,8 @@ class SessionRegistry:
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._cache_budget = CacheBudget(limits.message_caches_bytes)
         self.memory_bytes = 0  # of all sessions in memory, an estimate
-        self._left = CoverageTotals()  # of sessions that have left the memory, less what those in memory had when they were loaded
+        # Of evicted sessions, minus what reloaded ones had already: with that of live sessions it is the total since start.
+        self._evicted_coverage = CoverageTotals()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -240,7 +243,7 @@ class SessionRegistry:
 
     @contextmanager
     def hold(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
-        """A session that was just found, nothing having been awaited since, stays in memory while the block runs."""
+        """Keeps a session in memory while the block runs. To be called right after `find`, with no await in between."""
         handle.users += 1
         try:
             yield handle
@@ -274,19 +277,17 @@ class SessionRegistry:
         lease_number = self._lease_number()
         try:
             session = await self._open_session(session_id)
-            self._left.add(await asyncio.to_thread(session.coverage), -1)
+            self._evicted_coverage.add(await asyncio.to_thread(session.coverage), -1)
         except SessionNotFound:
             if create is None:
                 raise
             session = create(session_id)
             await session.ready()
-        handle = self.add(session)
-        handle.lease_number = lease_number
-        return handle
+        return self.add(session, lease_number)
 
-    def add(self, session: Session) -> SessionHandle:
+    def add(self, session: Session, lease_number: int | None = None) -> SessionHandle:
         handle = self._live[session.id] = SessionHandle(session, self._limits, self._cache_budget)
-        handle.lease_number = self._lease_number()
+        handle.lease_number = self._lease_number() if lease_number is None else lease_number
         return handle
 
     def _count_bytes(self, handle: SessionHandle) -> None:
@@ -298,7 +299,7 @@ class SessionRegistry:
         """Drops a session, in memory or not: it has left the memory or the journal."""
         handle = self._live.pop(session_id, None)
         if handle is not None:
-            self._left.add(handle.coverage())
+            self._evicted_coverage.add(handle.coverage())
             self.memory_bytes -= handle.counted_bytes
             handle.cache.clear()
 
@@ -322,7 +323,7 @@ class SessionRegistry:
             if not handle.has_coverage:
                 await asyncio.sleep(0)
             handle.coverage()
-        found = replace(self._left, untrained=self._left.untrained.copy())
+        found = replace(self._evicted_coverage, untrained=self._evicted_coverage.untrained.copy())
         for handle in self._live.values():
             found.add(handle.coverage())
         return found

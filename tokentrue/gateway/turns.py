@@ -104,7 +104,7 @@ class TurnHandler:
         with self._services.bodies.reserve() as take:
             body = await read_body(scope, receive, self._services.config.limits.body_bytes, take)
             head, messages = handle.parse(dialect, body)
-            request_key = handle.request_key(scope, dialect, body)
+            request_key = handle.find_request_key(scope, dialect, body)
         request = TurnRequest(
             messages=messages,
             tools=handle.share_tools(head.tools),
@@ -161,9 +161,9 @@ class TurnHandler:
             dialect = cast("CountingDialect", handle.dialects[name])
             with self._services.bodies.reserve() as take:
                 decoded = dialect.decode_count(await read_body(scope, receive, self._services.config.limits.body_bytes, take))
-                messages = [*decoded.head.opening, *handle.parse_messages(dialect, decoded)]
+                messages = [*decoded.head.leading_messages, *handle.parse_messages(dialect, decoded)]
             chars = count_chars(messages) + count_chars(decoded.head.tools or ())
-            handle.session.limits.admit_text(chars)
+            handle.session.limits.check_text(chars)
             rendered = await run_by_size(handle.session.renderer.render, chars, messages, decoded.head.tools)
             await send_json(send, 200, dialect.build_count(len(rendered.token_ids)))
 

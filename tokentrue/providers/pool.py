@@ -42,8 +42,8 @@ class Pool:
         self._down: set[int] = set()  # replicas that failed; each gets the weights again before it is used
         self._restoring = asyncio.Lock()
         self._stale: set[int] = set()  # replicas that missed the last publication
-        self._open = asyncio.Event()
-        self._open.set()
+        self._not_paused = asyncio.Event()
+        self._not_paused.set()
         self._check_every_s, self._resumptions, self._give_up_s = check_every_s, resumptions, give_up_s
         self._checker: asyncio.Task[None] | None = None
 
@@ -65,10 +65,10 @@ class Pool:
         return sorted(first.intersection(*others))
 
     def pause(self) -> None:
-        self._open.clear()
+        self._not_paused.clear()
 
     def resume(self) -> None:
-        self._open.set()
+        self._not_paused.set()
 
     def metrics(self) -> Mapping[str, float]:
         """Figures of an embedded engine; remote ones have metrics pages of their own."""
@@ -86,22 +86,22 @@ class Pool:
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         generation = _Generation(TokenIds(prompt_ids), sampling)
         while generation.rest is not None:
-            index = await self._start(session)
+            index = await self._wait_for_replica(session)
             try:
                 if index in self._down:
                     await self._restore(index)
                 final = await self._replicas[index].generate(generation.ids, generation.rest, session=session)
             except RESUMABLE:
-                if not self._may_resume(index, generation):
+                if not self._note_failure(index, generation):
                     raise
             else:
-                self._end(index, generation, final)
+                self._note_answer(index, generation, final)
         return generation.join()
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
         generation = _Generation(TokenIds(prompt_ids), sampling)
         while generation.rest is not None:
-            index = await self._start(session)
+            index = await self._wait_for_replica(session)
             got, final = list[Chunk](), None
             try:
                 if index in self._down:
@@ -116,10 +116,10 @@ class Pool:
                             final = chunk.final
             except RESUMABLE:
                 generation.add(_pieces(got, generation.ids))
-                if not self._may_resume(index, generation):
+                if not self._note_failure(index, generation):
                     raise
             else:
-                self._end(index, generation, final)
+                self._note_answer(index, generation, final)
         yield Chunk(final=generation.join())
 
     async def health(self) -> Mapping[str, Any]:
@@ -199,7 +199,7 @@ class Pool:
         if len(self._replicas) == 1:
             return [0]
         current = [i for i in range(len(self._replicas)) if i not in self._stale]
-        ranked = sorted(current, key=lambda i: _weight(session, i), reverse=True)
+        ranked = sorted(current, key=lambda i: _rendezvous_hash(session, i), reverse=True)
         return [i for i in ranked if i not in self._down] + [i for i in ranked if i in self._down]
 
     def _choose(self, session: str | None) -> int:
@@ -208,32 +208,32 @@ class Pool:
             raise EngineUnreachable("no engine has the weights that were published last; publish again, or restart the engines")
         return order[0]
 
-    async def _start(self, session: str | None) -> int:
-        """The replica to ask, once generations are not held back."""
-        await self._open.wait()
+    async def _wait_for_replica(self, session: str | None) -> int:
+        """The replica to ask, once generations are not paused."""
+        await self._not_paused.wait()
         return self._choose(session)
 
-    def _may_resume(self, index: int, generation: _Generation) -> bool:
-        """After the replica failed."""
+    def _note_failure(self, index: int, generation: _Generation) -> bool:
+        """The replica failed. True where the generation may be resumed."""
         self._down.add(index)
         generation.failures += 1
         most = len(self._replicas) + (self._resumptions if generation.done else 0)
         return generation.failures < most and time.monotonic() <= generation.started + self._give_up_s
 
-    def _end(self, index: int, generation: _Generation, final: Completion | None) -> None:
-        """After the replica answered: the generation goes on only where it was aborted."""
+    def _note_answer(self, index: int, generation: _Generation, final: Completion | None) -> None:
+        """The replica answered: the generation goes on only where it was aborted."""
         if final is None:
             raise EngineContractError(f"{self.name} ended a stream without its final answer")
         if final.prompt_digest not in (None, generation.ids.sha256()):
             raise EngineContractError(f"{self.name} was sent other ids than the prompt")
         self._down.discard(index)
-        is_last = self._open.is_set() and len(generation.done) >= self._resumptions
+        is_last = self._not_paused.is_set() and len(generation.done) >= self._resumptions
         generation.add([final], is_over=final.finish is not Finish.ABORT or is_last)
 
 
 class _Generation:
-    """One generation across aborts and failures. `done` are the pieces that were sampled so far, `ids` and `rest` the prompt and the
-    settings for what is left: none where the generation is over. `is_full`: it broke off right at its token limit."""
+    """One generation across aborts and failures. `done`: the pieces sampled so far. `ids`, `rest`: the prompt and the settings for what is
+    left; `rest` is None when the generation is over. `is_full`: it broke off right at its token limit."""
 
     def __init__(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         self._prompt_ids, self._sampling = prompt_ids, sampling
@@ -259,7 +259,7 @@ def hold_on_host(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(name, tensor.detach().cpu()) for name, tensor in weights]
 
 
-def _weight(session: str | None, index: int) -> bytes:
+def _rendezvous_hash(session: str | None, index: int) -> bytes:
     return hashlib.blake2b(f"{session}:{index}".encode(), digest_size=8).digest()
 
 

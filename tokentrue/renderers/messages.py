@@ -172,7 +172,7 @@ def make_short_id(call_id: str) -> str:
 
 
 def _copy_json(value: Any) -> Any:
-    """JsonObject JSON types only: what a sandboxed template sees has no methods of ours."""
+    """A copy in plain JSON types: what a sandboxed template sees has no methods of ours."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if is_object(value):

@@ -34,7 +34,7 @@ class SessionLimits:
         if self.max_tokens is not None and tokens >= self.max_tokens:
             raise LimitExceeded(f"session limit max_tokens={self.max_tokens} reached; end the session or raise the limit")
 
-    def admit_text(self, chars: int) -> None:
+    def check_text(self, chars: int) -> None:
         """Before it is rendered."""
         if self.max_new_chars is not None and chars > self.max_new_chars:
             limit = f"max_new_chars={self.max_new_chars}"

@@ -48,7 +48,7 @@ class InFlightTurn:
         if self._is_read:
             self._events.put_nowait(event)
 
-    def join(self, request_key: str | None) -> None:
+    def add_caller(self, request_key: str | None) -> None:
         """Counts a caller, which must `wait` or read `events`."""
         self._callers += 1
         if request_key is not None and request_key not in self.request_keys:

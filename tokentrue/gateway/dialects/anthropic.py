@@ -97,7 +97,7 @@ class Anthropic:
         """The body of `count_tokens`: nothing will be sampled."""
         decoded = decode_body(body, CountBody)
         _, tools = constraints_from(choice_from_anthropic(decoded.tool_choice), None, tools_from_anthropic(decoded.tools))
-        head = RequestHead(model=decoded.model, tools=tools, opening=opening_from(decoded.system))
+        head = RequestHead(model=decoded.model, tools=tools, leading_messages=leading_from(decoded.system))
         return DecodedBody(head=head, items=raw_items(decoded.messages, self.items_key))
 
     def build_count(self, tokens: int) -> Json:
@@ -173,7 +173,7 @@ def head_from_anthropic(head: MessagesHead) -> RequestHead:
         stream=bool(head.stream),
         sampling=Sampling(max_tokens=head.max_tokens, stop=tuple(head.stop_sequences or ()), extra=extra, **present),
         tools=tools,
-        opening=opening_from(head.system),
+        leading_messages=leading_from(head.system),
     )
 
 
@@ -195,7 +195,7 @@ def text_of_blocks(content: Any, path: str) -> str:
     return text
 
 
-def opening_from(system: str | list[Any] | None) -> tuple[Message, ...]:
+def leading_from(system: str | list[Any] | None) -> tuple[Message, ...]:
     if isinstance(system, list):
         system = [block for block in system if not is_billing(block)]
     text = join_text(system, TEXT_BLOCKS, "system", glue="\n\n")

@@ -51,7 +51,7 @@ class PathFields:
 class RequestHead:
     """A request without its conversation.
 
-    `opening` are messages before the conversation (a system prompt outside of it). `options` is what the shape of the answer depends on,
+    `leading_messages` come before the conversation (a system prompt outside of it). `options` is what the shape of the answer depends on,
     in the dialect's own terms. `continues` names an earlier answer whose conversation goes on.
     """
 
@@ -61,7 +61,7 @@ class RequestHead:
     sampling: Sampling = field(default_factory=Sampling)
     tools: tuple[Tool, ...] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    opening: tuple[Message, ...] = ()
+    leading_messages: tuple[Message, ...] = ()
     options: Any = None
     continues: ContinuedResponse | None = None
 

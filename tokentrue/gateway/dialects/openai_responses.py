@@ -172,7 +172,7 @@ def head_from_responses(head: ResponsesHead) -> RequestHead:
         stream=bool(head.stream),
         sampling=Sampling(extra=extra, **present),
         tools=tools,
-        opening=({"role": "system", "content": head.instructions},) if head.instructions else (),
+        leading_messages=({"role": "system", "content": head.instructions},) if head.instructions else (),
         continues=read_response_id(head.previous_response_id),
         options=ResponsesOptions(
             stored=head.store is not False,
@@ -234,7 +234,7 @@ def items_from_reply(head: RequestHead, reply: Reply, logprobs: Sequence[Json]) 
 
 def response_base(head: RequestHead, node: str, created: int, *, status: str) -> Json:
     return {
-        "id": (STORED if head.options.stored else UNSTORED) + node + (INSTRUCTED if head.opening else ""),
+        "id": (STORED if head.options.stored else UNSTORED) + node + (INSTRUCTED if head.leading_messages else ""),
         "object": "response",
         "created_at": created,
         "status": status,

@@ -24,14 +24,14 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         registry = self.registry
         self.turns = Counter("tokentrue_turns", "Committed turns.", ["dialect", "streamed"], registry=registry)
-        self.errors = Counter("tokentrue_errors", "HttpError or failed requests.", ["dialect", "code"], registry=registry)
+        self.errors = Counter("tokentrue_errors", "Refused or failed requests.", ["dialect", "code"], registry=registry)
         self.tokens = Counter("tokentrue_tokens", "Tokens: prompt (sent), given (new of them), sampled.", ["kind"], registry=registry)
         self.prompt_tokens, self.given_tokens, self.sampled_tokens = (self.tokens.labels(kind) for kind in ("prompt", "given", "sampled"))
         self.trained = Gauge("tokentrue_session_tokens", "Of the sessions seen: tokens sampled, trained.", ["kind"], registry=registry)
         self.untrained = Gauge("tokentrue_untrained_tokens", "Sampled tokens that no sample trains.", ["why"], registry=registry)
         self.forks = Counter("tokentrue_forks", "Turns that began a root or a fork.", ["reason"], registry=registry)
         self.projections = Counter("tokentrue_projections", "How replayed history matched.", ["projection"], registry=registry)
-        self.replays = Counter("tokentrue_replays", "Retries answered from the record.", registry=registry)
+        self.replays = Counter("tokentrue_replays", "Requests answered from the record or by an equal turn in flight.", registry=registry)
         self.added = Histogram(
             "tokentrue_added_latency_seconds", "Time per turn outside of the engine.", ["dialect"], buckets=SECONDS, registry=registry
         )
@@ -44,14 +44,15 @@ class Metrics:
         self.version = Gauge("tokentrue_policy_version", "The newest policy version noted.", registry=registry)
 
     def note_turn(self, dialect: str, reply: Reply, sampled: int, *, streamed: bool) -> None:
-        """Counts a committed turn of `sampled` tokens; `reply` is the first of its choices."""
+        """Counts a turn of `sampled` tokens that was committed for this request, or an answer that needed none. `reply` is the first of its
+        choices."""
+        if reply.replayed:
+            self.replays.inc()
+            return
         self.turns.labels(dialect, streamed).inc()
         self.projections.labels(reply.projection).inc()
         if reply.root not in (None, "first"):
             self.forks.labels(reply.root).inc()
-        if reply.replayed:
-            self.replays.inc()
-            return
         self.prompt_tokens.inc(reply.prompt_tokens)
         self.given_tokens.inc(reply.given_tokens)
         self.sampled_tokens.inc(sampled)

@@ -168,7 +168,7 @@ def run_worker(
     gateway: Gateway, public: socket.socket, *, worker_socket: str | None = None, ready: Callable[[], None] | None = None
 ) -> None:
     """One worker on an event loop of its own, uvloop where it is installed. The process is its own."""
-    collect_less_often()
+    collect_less_often(gateway.config.collect_after)
     try:
         import uvloop
     except ImportError:

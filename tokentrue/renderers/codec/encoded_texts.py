@@ -1,9 +1,8 @@
-"""An accelerator with one switch: a text that was encoded before is found by the text itself instead of being encoded again.
+"""A cache of encoded texts, keyed by tokenizer and text, which alone decide the ids.
 
-The agents of a group begin with the same system prompt and tools, and read the same files. Ids depend on the tokenizer and the text alone,
-and both are the key. Agents that read the same pages, on and off in one run (busy machine): turn 8 4.2 and 6.5 times the bare proxy's time,
-64 agents 51 and 31 turns per second. Texts that nobody has sent before gain nothing.
-Bounded in bytes, least recently used first out; `EncodedTexts(0)` (`model.encode_cache_bytes = 0`) switches it off.
+The agents of a group begin with the same system prompt and tools, and read the same files. On and off in one run (busy machine): turn 8 4.2
+and 6.5 times the bare proxy's time, 64 agents 51 and 31 turns per second. Texts that nobody has sent before gain nothing.
+Bounded in bytes, least recently used first out; `model.encode_cache_bytes = 0` switches it off.
 """
 
 from __future__ import annotations

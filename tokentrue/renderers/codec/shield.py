@@ -16,19 +16,11 @@ MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: nev
 
 def needs_shield(codec: Codec, value: Any) -> bool:
     """Whether `ContentShield` would change any string in it."""
-    may_touch_literal = codec.may_touch_literal
-    waiting: list[Any] = [value]
-    for item in waiting:  # grows meanwhile
-        if isinstance(item, str):
-            if may_touch_literal(item) and _touches_literal(codec, item):
-                return True
-        elif isinstance(item, dict):
-            members = cast("dict[str, Any]", item)
-            waiting += members
-            waiting += members.values()
-        elif isinstance(item, list):
-            waiting += cast("list[Any]", item)
-    return False
+    if isinstance(value, str):
+        return codec.may_touch_literal(value) and _touches_literal(codec, value)
+    if is_object(value):
+        return any(needs_shield(codec, key) or needs_shield(codec, item) for key, item in value.items())
+    return isinstance(value, list) and any(needs_shield(codec, item) for item in cast("list[Any]", value))
 
 
 def _touches_literal(codec: Codec, text: str) -> bool:

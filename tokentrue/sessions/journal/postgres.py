@@ -1,4 +1,4 @@
-"""The record of many gateways: the same journal on PostgreSQL.
+"""The journal on PostgreSQL, shared by several gateways.
 
 Each gateway process holds a lease that it renews (`Lease`); times are the server's. A session belongs to one gateway, under a fencing
 token that grows with every change of owner. Every write checks owner and token in its own transaction: a gateway that was paused or cut

@@ -25,11 +25,11 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """What is known of a session besides its nodes. `sampling` are the pinned values, `pin` the pinned prompts; `key_hash` names its API
-    key, `first_key_hash` the one that it began with, where that was replaced: what was sealed for its agent is checked by it.
+    """What is stored of a session besides its nodes.
 
-    `late_keys` are request keys that joined a turn while its nodes were being written, with the ids of those nodes: a node that is
-    written already cannot hold them.
+    `sampling` holds the pinned values, `pin` names the pinned prompts. `key_hash` is that of its API key, `first_key_hash` that of its
+    first one, where it was replaced: signatures on reasoning are verified with it. `late_keys` are request keys that joined a turn while
+    its nodes were being written, with the ids of those nodes.
     """
 
     id: str

@@ -43,10 +43,6 @@ class Row:
     created: float
 
 
-def row_from_node(node: Node, parent: Node | None) -> Row:
-    return row_from_body(node, *body_from_node(node, parent))
-
-
 def body_from_node(node: Node, parent: Node | None) -> tuple[dict[str, Any], bytes | None]:
     """The JSON object of a row, and the blob of what a trainer replays from."""
     body: dict[str, Any] = {

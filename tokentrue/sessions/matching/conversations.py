@@ -1,11 +1,10 @@
 """A request's conversation as the matcher reads it: facts about each message, chained keys, and how it fits recorded paths.
 
-An agent sends its whole conversation again with every turn. `ConversationReader` keeps the last conversations; a new one that begins
-with the same message objects, unchanged, begins with what is known of them, and only the rest is read. All that is kept are pure
-functions of the messages and of immutable nodes, so no answer changes (tests/turn/test_conversations.py compares it on and off for
-random requests). Bounded in number and in bytes; `ConversationReader(0)` (`session_limits.conversation_bytes = 0`) reads every request
-from its first message. On and off in one run of `bench gateway --quick`: turn 32 3.5 and 4.9 times the bare proxy's time, 64 agents 159 and
-118 turns per second.
+An agent sends its whole conversation with every turn. `ConversationReader` keeps the last eight of a session. Where a request starts with
+the same message objects, unchanged (`gateway/message_cache` returns the same ones), what is known of them is used again, and only the rest
+is read. Everything kept is a pure function of the messages and of immutable nodes, so no result changes (tests/turn/test_conversations.py
+compares it on and off for random requests). Bounded in bytes; `session_limits.conversation_bytes = 0` switches it off. On and off in one
+run of `bench gateway --quick`: turn 32 3.5 and 4.9 times the bare proxy's time, 64 agents 159 and 118 turns per second.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import is_
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
@@ -27,18 +25,18 @@ _FACTS_BYTES = 1000  # of what is known of one message, roughly, beside its text
 
 
 class MessageFacts:
-    """`message` is the session's own copy of `source`. `exact` names it exactly, `key` loosely."""
+    """`message` is the session's own copy. `digest` names it exactly, `key` loosely."""
 
-    __slots__ = ("call_id", "call_ids", "exact", "key", "message", "role", "size", "source")
+    __slots__ = ("call_id", "call_ids", "digest", "key", "message", "role", "size")
 
     def __init__(self, source: Message, index: int) -> None:
         field = f"messages[{index}]"
         role = read_role(source, field)
         message = cast("dict[str, Any]", freeze(source, field))
         call_id = message.get("tool_call_id")
-        self.source, self.message, self.role = source, message, role
+        self.message, self.role = message, role
         spelled = dumps(message)
-        self.key, self.exact, self.size = message_key(message), digest(spelled), _FACTS_BYTES + len(spelled)
+        self.key, self.digest, self.size = message_key(message), digest(spelled), _FACTS_BYTES + len(spelled)
         self.call_ids = call_ids_of(message)
         self.call_id = call_id if isinstance(call_id, str) and role != "assistant" else None
 
@@ -63,11 +61,11 @@ def _without_cache_mark(part: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathFit:
-    """How the first `depth` messages of a request fit the path to a node: what its replays lost, and whether a given message is spelled
-    otherwise."""
+    """How the first `depth` messages of a request fit the path to a node: what changed in the served messages that it sends back, and
+    whether a given message is spelled otherwise."""
 
     depth: int = 0
-    score: int = 0
+    num_changes: int = 0
     changes: frozenset[str] = frozenset()
     respelled: bool = False
 
@@ -82,23 +80,22 @@ class Conversation:
     keys: Sequence[bytes] = ()
     references: Sequence[CallRef | str | None] = ()  # of tool results: the call each one answers
     calls: dict[str, CallRef] = field(default_factory=dict[str, CallRef])  # the last call of each id
-    exacts: bytes = b""  # the messages' exact digests, end to end
+    message_digests: bytes = b""  # end to end
     size: int = 0  # bytes in memory, an estimate
     tools: Tools | None = None
-    tools_exact: bytes = b""
+    tools_digest: bytes = b""
     fits: dict[str, PathFit | None] = field(default_factory=dict[str, "PathFit | None"])  # by node, filled in by the matcher
 
     @property
-    def exact(self) -> bytes:
+    def digest(self) -> bytes:
         """Names messages and tools exactly."""
-        return digest(self.exacts, self.tools_exact)
+        return digest(self.message_digests, self.tools_digest)
 
     def count_shared(self, messages: Messages) -> int:
         """How many of the first messages are the same objects as here, and as they were when they were read."""
-        length = min(len(self.facts), len(messages))
-        while not (all(map(is_, self.sources[:length], messages)) and self.messages[:length] == list(messages[:length])):
-            length = next(i for i in range(length) if self.sources[i] is not messages[i] or self.messages[i] != messages[i])
-        return length
+        triples = enumerate(zip(self.sources, self.messages, messages, strict=False))
+        unequal = (at for at, (source, copy, message) in triples if source is not message or copy != message)
+        return next(unequal, min(len(self.facts), len(messages)))
 
     def calls_before(self, depth: int) -> dict[str, CallRef]:
         """`calls` of the first `depth` messages."""
@@ -110,7 +107,7 @@ class Conversation:
         return calls
 
     def fits_before(self, depth: int) -> dict[str, PathFit | None]:
-        """Of the nodes that end within the first `depth` messages, the deepest: a longer path begins with one of these."""
+        """The fits of the deepest nodes that end within the first `depth` messages; the path to a deeper node goes through one of them."""
         known = {name: fit for name, fit in self.fits.items() if fit is not None and fit.depth <= depth}
         deepest = max((fit.depth for fit in known.values()), default=0)
         return {name: fit for name, fit in known.items() if fit.depth == deepest}
@@ -138,7 +135,7 @@ class ConversationReader:
             note_calls(calls, index, facts.call_ids)
             keys.append(key)
             references.append(reference)
-        copy, tools_exact = self._copy_tools(tools)
+        copy, tools_digest = self._copy_tools(tools)
         conversation = Conversation(
             facts=[*base.facts[:shared], *added],
             sources=list(messages),
@@ -146,14 +143,18 @@ class ConversationReader:
             keys=keys,
             references=references,
             calls=calls,
-            exacts=base.exacts[: shared * _DIGEST_BYTES] + b"".join([facts.exact for facts in added]),
-            size=sum([facts.size for facts in (*base.facts[:shared], *added)]),
+            message_digests=base.message_digests[: shared * _DIGEST_BYTES] + b"".join(facts.digest for facts in added),
+            size=sum(facts.size for facts in (*base.facts[:shared], *added)),
             tools=copy,
-            tools_exact=tools_exact,
+            tools_digest=tools_digest,
             fits=base.fits_before(shared),
         )
         self._keep(conversation, base if shared == len(base.facts) else None)
         return conversation
+
+    @property
+    def cached_bytes(self) -> int:
+        return sum(kept.size for kept in self._kept)
 
     def find_base(self, messages: Messages) -> tuple[Conversation, int]:
         """The kept conversation that shares the most first messages, and how many."""

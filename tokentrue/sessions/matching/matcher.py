@@ -4,8 +4,8 @@ The whole list of messages is matched against the tree as it is now, in four ste
 1. chained loose keys find the nodes whose conversation may be a prefix of the request (deepest first);
 2. every served turn on a candidate's path must be replayed exactly or with a known loss (`projections`);
 3. every given message and the tools must be equal as JSON, or else render to the same ids;
-4. turns that were served whole come before those that broke off; among them the best exact fit wins, then one that was not replaced by
-   a retry, then one whose turn was not asked yet, then the newest; an equal fit is recorded as ambiguous.
+4. among those that fit, the one is chosen that was served whole, has the fewest changes, was not asked again since, was not continued by
+   this very request before, and is the newest, in this order; where several have equally few changes, the match is marked ambiguous.
 Nothing is remembered from one request to the next but pure facts about its messages and the paths they replay (`conversations`).
 """
 
@@ -56,12 +56,16 @@ Resolution = Continue | Root
 
 
 class Matcher:
-    """Resolves requests of one session. `reader` may keep nothing of earlier requests; no answer changes."""
+    """Resolves requests of one session. `reader` caches what it read of earlier requests; no result depends on that."""
 
     def __init__(self, tree: Tree, renderer: Renderer, *, reader: ConversationReader | None = None) -> None:
         self._tree, self._renderer = tree, renderer
         self._reader = reader or ConversationReader()
         self._index = CandidateIndex(tree)
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._reader.cached_bytes
 
     def add(self, node: Node) -> None:
         """`node` was added to the tree."""
@@ -81,7 +85,8 @@ class Matcher:
         node, fit, ambiguous, same_tools = found
         tail = restore_tail(self._tree, self._index, node, conversation)
         if not same_tools:
-            return self._root_after(node, tail, conversation, in_flight)
+            detail = f"node {node.id} was sampled under other tools"
+            return root_after(self._tree, node, tail, conversation.tools, in_flight, why="tools_changed", detail=detail)
         key = turn_key(node, tail, conversation.tools)
         why, detail = self._explain_edge(key, tail, in_flight)
         how = format_changes(tuple(sorted(fit.changes)), ambiguous=ambiguous)
@@ -101,36 +106,15 @@ class Matcher:
             return "branch", f"node {node} had already been continued otherwise"
         return None, ""
 
-    def _root_after(self, node: Node, tail: tuple[Message, ...], conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Root:
-        """The conversation continues `node` under other tools: it is rendered anew."""
-        given = refer_to_path(self._tree, node, tail)
-        root = Root(
-            messages=(*self._tree.messages(node), *tail),
-            given=given,
-            turn_key=turn_key(None, given, conversation.tools),
-            why="tools_changed",
-            detail=f"node {node.id} was sampled under other tools",
-            origin=node,
-        )
-        return self._explain_repeat(root, in_flight) or root
-
     def _start_root(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Root:
         messages = tuple(conversation.messages)
         root = Root(messages=messages, given=messages, turn_key=turn_key(None, messages, conversation.tools), why="first")
         if not len(self._tree) and not in_flight:
             return root
-        if repeated := self._explain_repeat(root, in_flight):
+        if repeated := _explain_repeat(self._tree, root, in_flight):
             return repeated
         why, detail = self._explain_root(conversation)
         return replace(root, why=why, detail=detail)
-
-    def _explain_repeat(self, root: Root, in_flight: Mapping[TurnKey, int]) -> Root | None:
-        if in_flight.get(root.turn_key):
-            return replace(root, why="parallel", detail="another request for this turn was in flight")
-        if root.turn_key in self._tree.answers:
-            last = self._tree.answers[root.turn_key][-1]
-            return replace(root, why="retry", detail=f"first turn asked again after node {last.id}")
-        return None
 
     def _explain_root(self, conversation: Conversation) -> tuple[str, str]:
         """Why nothing could be continued: the first message that no recorded conversation leads through says it."""
@@ -142,7 +126,7 @@ class Matcher:
         if any(facts.role == "assistant" for facts in conversation.facts):
             role = conversation.facts[min(shared, len(conversation.facts) - 1)].role
             return "edited", f"messages[{shared}] ({role}) is not what led to node {before.id}"
-        if shared == len(conversation.keys) and digest(before.tools) != conversation.tools_exact:
+        if shared == len(conversation.keys) and digest(before.tools) != conversation.tools_digest:
             return "tools_changed", f"the same messages led to node {before.id} under other tools"
         return "history_replaced", f"shares only its first {shared} message(s) with this session: a summary, or another task"
 
@@ -170,9 +154,9 @@ class _Search:
         return None
 
     def _choose(self, fits: Sequence[tuple[Node, PathFit]]) -> tuple[Node, PathFit, bool]:
-        best = min(fit.score for _, fit in fits)
-        equal = [(node, fit) for node, fit in fits if fit.score == best]
-        node, fit = equal[0] if len(equal) == 1 else min(equal, key=self._rank)
+        best = min(fit.num_changes for _, fit in fits)
+        equal = [(node, fit) for node, fit in fits if fit.num_changes == best]
+        node, fit = min(equal, key=self._rank)
         return node, fit, len(equal) > 1
 
     def _rank(self, item: tuple[Node, PathFit]) -> tuple[bool, bool, int]:
@@ -193,7 +177,7 @@ class _Search:
 
     def _fit_steps(self, before: PathFit, steps: Sequence[Node]) -> PathFit | None:
         facts, nodes = self._conversation.facts, self._tree.nodes
-        score, changes, respelled = before.score, set(before.changes), before.respelled
+        num_changes, changes, respelled = before.num_changes, set(before.changes), before.respelled
         at = self._index.place(steps[0]).depth - len(steps[0].given) - 1
         for step in steps:
             for item in (*step.given, step.served):
@@ -201,15 +185,15 @@ class _Search:
                     found = find_changes(nodes[item.node].served if isinstance(item, ServedRef) else item, facts[at].message)
                     if found is None:
                         return None
-                    score += len(found)
+                    num_changes += len(found)
                     changes.update(found)
                 elif not respelled and not facts[at].repeats(item):
                     respelled = True
                 at += 1
-        return PathFit(depth=at, score=score, changes=frozenset(changes), respelled=respelled)
+        return PathFit(depth=at, num_changes=num_changes, changes=frozenset(changes), respelled=respelled)
 
     async def _has_same_tools(self, node: Node) -> bool:
-        if node.tools is self._conversation.tools or digest(node.tools) == self._conversation.tools_exact:
+        if node.tools is self._conversation.tools or digest(node.tools) == self._conversation.tools_digest:
             return True
         if tools_key(node.tools) != tools_key(self._conversation.tools):
             return False
@@ -257,9 +241,28 @@ def _restore(tree: Tree, node: Node, depth: int, facts: MessageFacts, reference:
     return facts.message if served in (None, facts.call_id) else {**facts.message, "tool_call_id": served}
 
 
-def refer_to_path(tree: Tree, node: Node, tail: Sequence[Message]) -> tuple[Given, ...]:
-    """The conversation to `node` as references to what was served, then `tail`."""
+def root_after(
+    tree: Tree, node: Node, tail: Sequence[Message], tools: Tools | None, in_flight: Mapping[TurnKey, int], *, why: str, detail: str
+) -> Root:
+    """The conversation to `node` and `tail`, rendered anew because of `why`. Served messages are given as references to their nodes."""
     given: list[Given] = []
     for step in tree.path(node):
         given += [*step.given, ServedRef(step.id)]
-    return (*given, *tail)
+    given += tail
+    root = Root(
+        messages=(*tree.messages(node), *tail),
+        given=tuple(given),
+        turn_key=turn_key(None, tuple(given), tools),
+        why=why,
+        detail=detail,
+        origin=node,
+    )
+    return _explain_repeat(tree, root, in_flight) or root
+
+
+def _explain_repeat(tree: Tree, root: Root, in_flight: Mapping[TurnKey, int]) -> Root | None:
+    if in_flight.get(root.turn_key):
+        return replace(root, why="parallel", detail="another request for this turn was in flight")
+    if root.turn_key in tree.answers:
+        return replace(root, why="retry", detail=f"turn asked again after node {tree.answers[root.turn_key][-1].id}")
+    return None

@@ -12,6 +12,7 @@ from tokentrue.protocols import Renderer
 from tokentrue.replay import own_routing
 from tokentrue.sessions.certificate import next_link
 from tokentrue.sessions.journal.rows import Row, body_from_node, row_from_body
+from tokentrue.sessions.offload import INLINE_IDS, run_inline_or_thread
 from tokentrue.sessions.plain_json import freeze, loads
 from tokentrue.sessions.stages.generation import Draft
 from tokentrue.sessions.stages.prompts import Prompt
@@ -172,10 +173,13 @@ def _completion_from_node(node: Node) -> Completion:
     )
 
 
-def replies_from_record(nodes: Sequence[Node], *, tree: Tree, renderer: Renderer) -> tuple[Reply, ...]:
+async def replies_from_record(nodes: Sequence[Node], *, tree: Tree, renderer: Renderer) -> tuple[Reply, ...]:
     """The answers that were given, from the record alone."""
     replies: list[Reply] = []
     for node in sorted(nodes, key=lambda node: node.choice):
-        parsed = renderer.parse(node.sampled_ids, prompt_ids=tree.prompt_ids(node), tools=node.tools)
+        is_small = len(node.sampled_ids) < INLINE_IDS
+        parsed = await run_inline_or_thread(
+            renderer.parse, is_small, node.sampled_ids, prompt_ids=tree.prompt_ids(node), tools=node.tools
+        )
         replies.append(reply_from_node(node, parsed, _completion_from_node(node), replayed=True))
     return tuple(replies)

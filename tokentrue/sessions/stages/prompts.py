@@ -1,4 +1,4 @@
-"""A plan becomes a prompt: the recorded ids, untouched, and what the renderer adds; or a new root where it refuses."""
+"""A resolution becomes a prompt: the recorded ids, untouched, and what the renderer adds; or a new root where it refuses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.limits import SessionLimits
-from tokentrue.sessions.matching.matcher import Continue, Resolution, Root, refer_to_path
+from tokentrue.sessions.matching.matcher import Continue, Resolution, Root, root_after
 from tokentrue.sessions.offload import count_chars, run_by_size
-from tokentrue.sessions.tree import Given, Node, Tree, turn_key
+from tokentrue.sessions.tree import Given, Node, Tree, TurnKey
 from tokentrue.tracing import traced
 from tokentrue.types import PromptSpan, Refusal, TemplateKwargs, Tools
 
@@ -34,38 +34,37 @@ class Prompt:
 
 @traced("prompt")
 async def build_prompt(
-    plan: Resolution, tools: Tools | None, template_kwargs: TemplateKwargs, *, renderer: Renderer, tree: Tree, limits: SessionLimits
+    resolution: Resolution,
+    tools: Tools | None,
+    template_kwargs: TemplateKwargs,
+    *,
+    renderer: Renderer,
+    tree: Tree,
+    limits: SessionLimits,
+    in_flight: Mapping[TurnKey, int],
 ) -> Prompt:
-    if isinstance(plan, Continue):
-        limits.admit_text(count_chars(plan.tail))
-        extended = await _extend(plan, renderer, tree, tools, template_kwargs)
+    """`in_flight` counts the turns that are being generated."""
+    if isinstance(resolution, Continue):
+        chars = count_chars(resolution.tail)
+        limits.check_text(chars)
+        extended = await _extend(resolution, chars, renderer, tree, tools, template_kwargs)
         if isinstance(extended, Prompt):
             return extended
-        plan = _root_after_refusal(plan, extended, tree, tools)
-    limits.admit_text(count_chars(plan.messages) + count_chars(tools or ()))
-    return await _render(plan, renderer, tools, template_kwargs)
+        node, tail = resolution.node, resolution.tail
+        resolution = root_after(tree, node, tail, tools, in_flight, why=extended.why, detail=extended.detail)
+    chars = count_chars(resolution.messages) + count_chars(tools or ())
+    limits.check_text(chars)
+    return await _render(resolution, chars, renderer, tools, template_kwargs)
 
 
-def _root_after_refusal(plan: Continue, refusal: Refusal, tree: Tree, tools: Tools | None) -> Root:
-    given = refer_to_path(tree, plan.node, plan.tail)
-    return Root(
-        messages=(*tree.messages(plan.node), *plan.tail),
-        given=given,
-        turn_key=turn_key(None, given, tools),
-        why=refusal.why,
-        detail=refusal.detail,
-        origin=plan.node,
-    )
-
-
-async def _extend(plan: Continue, renderer: Renderer, tree: Tree, tools: Tools | None, template_kwargs: TemplateKwargs) -> Prompt | Refusal:
-    node, kwargs = plan.node, dict(template_kwargs)
+async def _extend(
+    resolution: Continue, chars: int, renderer: Renderer, tree: Tree, tools: Tools | None, template_kwargs: TemplateKwargs
+) -> Prompt | Refusal:
+    node, tail, kwargs = resolution.node, resolution.tail, dict(template_kwargs)
     if kwargs != dict(node.template_kwargs) and not await _has_same_context(renderer, tree, node, tools, kwargs):
         return Refusal(why="template_kwargs_changed", detail=f"template settings that shape the prompt differ from those of node {node.id}")
     prefix, history = tree.full_ids(node), tree.messages(node)
-    extension = await run_by_size(
-        renderer.extend, count_chars(plan.tail), prefix, history, plan.tail, node.tools, template_kwargs=kwargs or None
-    )
+    extension = await run_by_size(renderer.extend, chars, prefix, history, tail, node.tools, template_kwargs=kwargs or None)
     if isinstance(extension, Refusal):
         return extension
     if len(extension.prefix_ids) != len(prefix):
@@ -76,26 +75,25 @@ async def _extend(plan: Continue, renderer: Renderer, tree: Tree, tools: Tools |
         given_ids=given_ids,
         spans=extension.spans,
         parent=node,
-        given=plan.tail,
-        projection=plan.projection,
-        why=plan.why,
-        detail=plan.detail,
+        given=tail,
+        projection=resolution.projection,
+        why=resolution.why,
+        detail=resolution.detail,
     )
 
 
-async def _render(plan: Root, renderer: Renderer, tools: Tools | None, template_kwargs: TemplateKwargs) -> Prompt:
-    chars = count_chars(plan.messages) + count_chars(tools or ())
-    rendered = await run_by_size(renderer.render, chars, plan.messages, tools, template_kwargs=dict(template_kwargs) or None)
+async def _render(resolution: Root, chars: int, renderer: Renderer, tools: Tools | None, template_kwargs: TemplateKwargs) -> Prompt:
+    rendered = await run_by_size(renderer.render, chars, resolution.messages, tools, template_kwargs=dict(template_kwargs) or None)
     return Prompt(
         ids=rendered.token_ids,
         given_ids=rendered.token_ids,
         spans=rendered.spans,
         parent=None,
-        given=plan.given,
+        given=resolution.given,
         projection="root",
-        why=plan.why,
-        detail=plan.detail,
-        origin=plan.origin,
+        why=resolution.why,
+        detail=resolution.detail,
+        origin=resolution.origin,
     )
 
 

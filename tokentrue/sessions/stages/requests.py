@@ -65,7 +65,7 @@ def identify_request(request: TurnRequest, conversation: Conversation, sampling:
         settings = dumps([sampling_to_json(sampling), request.template_kwargs])
     except (TypeError, ValueError) as error:
         raise SamplingError(f"sampling.extra and template_kwargs must be plain JSON values: {error}") from error
-    return digest(conversation.exact, settings, b"%d" % request.n, request.dialect.encode())
+    return digest(conversation.digest, settings, b"%d" % request.n, request.dialect.encode())
 
 
 def format_identity(identity: bytes) -> str:

@@ -87,7 +87,7 @@ class Google:
         head, items = decode_contents(body)
         tools = tools_from_google(head.tools)
         _, tools = constraints_from(choice_from_google(head.tool_config, tools), None, tools)
-        return DecodedBody(head=RequestHead(model="", tools=tools, opening=opening_from(head)), items=items)
+        return DecodedBody(head=RequestHead(model="", tools=tools, leading_messages=leading_from(head)), items=items)
 
     def build_count(self, tokens: int) -> Json:
         return {"totalTokens": tokens}
@@ -139,7 +139,7 @@ def convert(value: Any, type_: type[S], path: str) -> S:
         raise complaint(str(error), path) from None
 
 
-def opening_from(head: GenerateHead) -> tuple[Message, ...]:
+def leading_from(head: GenerateHead) -> tuple[Message, ...]:
     text = system_text(head.system_instruction, "systemInstruction") if head.system_instruction else ""
     return ({"role": "system", "content": text},) if text else ()
 
@@ -155,7 +155,7 @@ def head_from_google(head: GenerateHead) -> RequestHead:
         n=check_candidates(config.candidate_count),
         sampling=sampling_from_config(config, extra),
         tools=tools,
-        opening=opening_from(head),
+        leading_messages=leading_from(head),
         options=GoogleOptions(logprobs=bool(config.response_logprobs), thoughts=bool(thinking.include_thoughts)),
     )
 
