@@ -30,7 +30,7 @@ def check(kind: str, dtype: str, seed: int, tokens: int, replays: int) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", REQUIRED)
 def test_random_schedule(kind: str, dtype: str) -> None:
-    check(kind, dtype, seed=REQUIRED.index(kind), tokens=250, replays=2)
+    check(kind, dtype, seed=REQUIRED.index(kind), tokens=500, replays=4)
 
 
 @pytest.mark.parametrize("kind", FURTHER)
