@@ -15,7 +15,7 @@ from tokentrue.errors import ConfigError, EngineUnreachable, TrainingError
 from tokentrue.mismatch import loss_named
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, train
-from tokentrue.train.checks.acceptance import UpdateJudge
+from tokentrue.train.checks.acceptance import IN_FLIGHT, UpdateJudge
 from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import AcceptanceConfig
 
@@ -146,6 +146,26 @@ def test_rows_of_an_engine_that_is_gone_are_scored_by_another() -> None:
     assert (probed.engines, probed.delta) == (1, 0.0)
     with pytest.raises(EngineUnreachable):
         asyncio.run(UpdateJudge(AcceptanceConfig(), lambda: [gone])(rows, [1.0] * 3, trainer.ranks))  # type: ignore[list-item]
+
+
+class CountingEngine(SilentEngine):
+    """Counts the rows that it is asked for."""
+
+    rows = 0
+
+    async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        self.rows += 1
+        await asyncio.sleep(0)
+        return [-1.0] * (len(token_ids) - 1)
+
+
+def test_every_engine_scores_its_share_of_many_rows() -> None:
+    """More rows than the engines are asked for at once."""
+    trainer = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
+    rows = trainer.rows(groups_for(small_model(), groups=1, size=3)) * IN_FLIGHT * 2
+    engines: Any = [CountingEngine(trainer), CountingEngine(trainer)]
+    asyncio.run(UpdateJudge(AcceptanceConfig(), lambda: engines)(rows, [1.0] * len(rows), trainer.ranks))
+    assert [engine.rows for engine in engines] == [len(rows) // 2] * 2
 
 
 def test_what_an_engine_cannot_judge_is_refused() -> None:

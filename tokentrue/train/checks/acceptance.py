@@ -68,8 +68,9 @@ class UpdateJudge:
         async def score(row: Row) -> Tensor:
             require_plain_sampling(row)
             engines.rotate()
+            order = list(engines)  # now: rows that wait at the gate have their turn already
             async with gate:
-                values = await score_with_first(list(engines), row.ids.tolist())
+                values = await score_with_first(order, row.ids.tolist())
             if len(values) != row.length - 1:
                 raise EngineContractError(f"an engine gave {len(values)} log-probabilities of {row.length} tokens, not {row.length - 1}")
             return torch.tensor([0.0, *values], dtype=torch.float64).float()
