@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.train.rows import groups_for, small_model
-from tests.train.test_loop import Engine
+from tests.train.test_loop import Engine, from_json, to_json
 from tokentrue.errors import ConfigError, EngineUnreachable, TrainingError
 from tokentrue.mismatch import loss_named
 from tokentrue.providers.exact import ExactProvider
-from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, train
+from tokentrue.train import OptimConfig, Publisher, Store, TrainConfig, Trainer, train
+from tokentrue.train.checkpoint import find_checkpoints
 from tokentrue.train.checks.acceptance import IN_FLIGHT, UpdateJudge
 from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import AcceptanceConfig
@@ -115,6 +119,56 @@ def test_too_large_a_step_is_refused_by_its_divergence() -> None:
 def test_too_many_refusals_in_a_row_stop_the_run() -> None:
     with pytest.raises(TrainingError, match="step 1: 2 updates in a row were refused"):
         played(harmed_from=1, steps=3, max_refused=1)
+
+
+class DyingEngine(JudgingEngine):
+    """Dies when it is to score with the weights of version `dies_at`."""
+
+    dies_at = 99
+
+    async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        if self.version == self.dies_at:
+            raise EngineUnreachable("killed")
+        return await super().score(token_ids)
+
+
+class InterruptedTrainer(Trainer):
+    """Ctrl-C comes while it makes version `stops_at`."""
+
+    stops_at = 99
+
+    def step(self, groups: Any) -> Any:
+        if self.version + 1 == self.stops_at:
+            signal.raise_signal(signal.SIGINT)
+        return super().step(groups)
+
+
+@pytest.mark.parametrize(("dies_at", "stops_at", "error"), [(2, 99, EngineUnreachable), (99, 2, KeyboardInterrupt)])
+def test_an_update_that_nobody_judged_is_in_no_checkpoint(tmp_path: Path, dies_at: int, stops_at: int, error: type[BaseException]) -> None:
+    """The engine dies before its verdict, or Ctrl-C. The run resumes with that step, and ends with the bits of an unbroken one."""
+
+    def run(directory: Path, *, dies_at: int = 99, stops_at: int = 99) -> Trainer:
+        config = TrainConfig(steps=2, groups_per_step=2, checkpoint_every=9, acceptance=AcceptanceConfig(enabled=True))
+        trainer = InterruptedTrainer(small_model(), config=config, optim=OptimConfig(lr=1e-4), loss=loss_named("dapo"))
+        engine = DyingEngine(trainer)
+        engine.dies_at, trainer.stops_at = dies_at, stops_at
+        judge = UpdateJudge(config.acceptance, lambda: [engine])  # type: ignore[list-item]
+        store = Store(directory=directory, run_hash="h", model=None, to_json=to_json, from_json=from_json)
+        try:
+            asyncio.run(train(trainer, engine, Publisher(engine, judge=judge), store=store))
+        finally:
+            engine.exact.engine.close()
+        return trainer
+
+    unbroken = run(tmp_path / "unbroken")
+    with pytest.raises(error):
+        run(tmp_path / "broken", dies_at=dies_at, stops_at=stops_at)
+    (kept,) = find_checkpoints(tmp_path / "broken")
+    assert kept.name == "step-000001"
+    assert [json.loads(line)["round"] for line in (kept / "rounds.jsonl").read_text().splitlines()] == [1]
+    resumed = run(tmp_path / "broken")
+    assert resumed.counters() == unbroken.counters()
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(resumed.weights(), unbroken.weights(), strict=True))
 
 
 class GoneEngine(Engine):

@@ -77,7 +77,13 @@ def save(
         digests = digests_under(partial, trainer.ranks)
         if not trainer.ranks.first:
             return None
-        state = {**counters_of(trainer), "run_hash": run_hash, "evaluation": dict(evaluation or {}), "digests": digests}
+        state = {
+            **trainer.counters(),
+            "torch": torch.__version__,
+            "run_hash": run_hash,
+            "evaluation": dict(evaluation or {}),
+            "digests": digests,
+        }
         (partial / "state.json").write_text(json.dumps(state, indent=1))
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
@@ -101,17 +107,6 @@ def write_tensors(trainer: Trainer, directory: Path) -> None:
         write_shards(trainer, directory)
     else:
         write_whole(trainer, directory)
-
-
-def counters_of(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "version": trainer.version,
-        "updates": trainer.updates,
-        "torch": torch.__version__,
-        "loss_scale": [trainer.scale.value, trainer.scale.good],
-        "kl_coefficient": trainer.kl.value,
-        "response_lengths": trainer.response_lengths,
-    }
 
 
 def point_to(link: Path, target: Path) -> None:
@@ -143,7 +138,7 @@ def state_of(path: Path, *, run_hash: str) -> tuple[int, int]:
 
 def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
     """Puts weights, moments and counters back in place, bit for bit. Every rank calls it."""
-    version, updates = state_of(path, run_hash=run_hash)
+    version, _ = state_of(path, run_hash=run_hash)
     state = json.loads((path / "state.json").read_text())
     require_digests(path, state.get("digests", {}), trainer.ranks)
     try:
@@ -152,10 +147,7 @@ def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
         read_optimizer(trainer, path)
     except DAMAGED as error:
         raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one") from error
-    trainer.version, trainer.updates = version, updates
-    trainer.scale.value, trainer.scale.good = state.get("loss_scale", [1.0, 0])
-    trainer.set_kl_coefficient(state.get("kl_coefficient", trainer.kl.value))
-    trainer.response_lengths = list(state.get("response_lengths", ()))
+    trainer.set_counters(state)
     return Checkpoint(path=path, version=version, rounds=rounds, evaluation=state.get("evaluation", {}))
 
 

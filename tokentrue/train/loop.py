@@ -101,11 +101,17 @@ class Run:
         groups = self.finished.pop(number)
         waited = time.perf_counter() - began
         before = None if self.publish.judge is None else await asyncio.to_thread(trainer.snapshot)
-        report = await finish(asyncio.ensure_future(asyncio.to_thread(trainer.step, groups)))
-        for task in list(self.running.values()):  # rounds that older weights must sample
-            await asyncio.wait([task])
-        await trainer.ranks.meet()
-        await self.publish.publish_step(trainer, report, groups, before)
+        try:
+            report = await finish(asyncio.ensure_future(asyncio.to_thread(trainer.step, groups)))
+            for task in list(self.running.values()):  # rounds that older weights must sample
+                await asyncio.wait([task])
+            await trainer.ranks.meet()
+            await self.publish.publish_step(trainer, report, groups, before)
+        except BaseException:
+            if before is not None:  # no checkpoint has an update that nobody accepted: the round waits to be trained on again
+                trainer.rewind(before)
+                self.finished[number] = groups
+            raise
         counts = self.counts.pop(number, {})
         judged = await self.evaluator(trainer.version) if self.evaluator is not None else {}
         seconds = {**report.seconds, "wait": waited, "publish": self.publish.seconds, "step": time.perf_counter() - began}

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,11 +137,32 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """What `restore` needs to undo the next step's updates."""
-        return Snapshot(self.masters, self.optimizer)
+        return Snapshot(self.masters, self.optimizer, self.counters())
 
     def restore(self, before: Snapshot) -> None:
         """Undoes updates, bit for bit. Steps and updates stay counted, as after an update that was skipped."""
         before.restore(self.masters, self.optimizer)
+
+    def rewind(self, before: Snapshot) -> None:
+        """Undoes a step as if it had not begun: its updates and what it counted."""
+        self.restore(before)
+        self.set_counters(before.counters)
+
+    def counters(self) -> dict[str, Any]:
+        """What a step changes beside weights and moments, as plain JSON."""
+        return {
+            "version": self.version,
+            "updates": self.updates,
+            "loss_scale": [self.scale.value, self.scale.good],
+            "kl_coefficient": self.kl.value,
+            "response_lengths": list(self.response_lengths),
+        }
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        self.version, self.updates = int(counters["version"]), int(counters["updates"])
+        self.scale.value, self.scale.good = counters.get("loss_scale", [1.0, 0])
+        self.set_kl_coefficient(counters.get("kl_coefficient", self.kl.value))
+        self.response_lengths = list(counters.get("response_lengths", ()))
 
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> Tensor:

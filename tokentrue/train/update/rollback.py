@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,9 +12,10 @@ from tokentrue.train.update.precision import MasterWeights
 
 
 class Snapshot:
-    """This rank's part of the weights and moments at the time it is made."""
+    """This rank's part of the weights and moments at the time it is made, and the trainer's counters."""
 
-    def __init__(self, masters: MasterWeights, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, masters: MasterWeights, optimizer: torch.optim.Optimizer, counters: Mapping[str, Any]) -> None:
+        self.counters = counters
         self._weights = [copy_to_host(parameter) for parameter in masters.parameters]
         self._moments = [{name: copy_to_host(value) for name, value in optimizer.state[p].items()} for p in masters.parameters]
 
