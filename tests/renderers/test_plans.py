@@ -126,3 +126,19 @@ def test_messages_changed_in_place_are_new_messages() -> None:
     assert before != after == extended(renderer, prefix, [user("a"), last], [result("two")], tools)
     tools[0]["function"] = {**TOOLS[0]["function"], "name": "other"}
     assert renderer.render([user("a")], tools) != renderer.render([user("a")], TOOLS)
+
+
+def tools_with(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    function = {"name": "clock", "description": "The clock.", "parameters": {"type": "object", "properties": {"at": schema}}}
+    return [{"type": "function", "function": function}]
+
+
+def test_tools_that_compare_equal_are_shown_as_they_are_spelled() -> None:
+    """This template writes the tools before the newest user message: those of this request, not an earlier one's."""
+    shown = ({"default": 1}, {"default": True}, {"default": 1.0}, {"type": "x", "default": 1}, {"default": 1, "type": "x"})
+    prefix, messages = (7, stop_id(loaded("real:mistral-nemo"), call=False)), [user("a"), says("b")]
+    shared = loaded("real:mistral-nemo")
+    for schema in shown:
+        alone = renderer_of(judge("real:mistral-nemo"), directory=folder_of("real:mistral-nemo"))
+        args = (prefix, messages, [user("c")], tools_with(schema))
+        assert extended(shared, *args).added_ids == extended(alone, *args).added_ids, schema

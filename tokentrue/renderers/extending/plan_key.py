@@ -8,6 +8,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import orjson
+
 from tokentrue.renderers.json_types import JsonObject
 from tokentrue.types import Messages
 
@@ -65,15 +67,23 @@ def answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
     return any(message["role"] == "tool" and (message.get("tool_call_id") or "") not in ids for message in new)
 
 
+def spell(value: Any) -> bytes:
+    """Tells apart what compares equal and is printed otherwise: `True` and `1`, other orders of keys."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # no plain JSON
+        return repr(value).encode()
+
+
 class NormalisedValues(Generic[T]):
     """Normalises large values (a request's tools, its system message) once, and numbers them for `PlanKey`.
 
-    Found again by equality with a copy: what the caller changes in place afterwards is a new value. Holds the last 64. Large requests are
-    extended in threads, and no two values may have one number.
+    Found again by equality with a copy that is spelled alike: what the caller changes in place afterwards is a new value. Holds the last
+    64. Large requests are extended in threads, and no two values may have one number.
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Any, T | None, int]] = []
+        self._entries: list[tuple[bytes, Any, T | None, int]] = []
         self._next = 1
         self._lock = threading.Lock()
 
@@ -81,14 +91,15 @@ class NormalisedValues(Generic[T]):
         """The normalised value and its number; 0 is "none"."""
         if not value:
             return (None if value is None else normalise()), 0
+        spelled = spell(value)
         with self._lock:
-            for index, (seen, result, number) in enumerate(self._entries):
-                if seen == value:
+            for index, (spelling, seen, result, number) in enumerate(self._entries):
+                if spelling == spelled and seen == value:
                     if index:
                         self._entries.insert(0, self._entries.pop(index))
                     return result, number
             result, number = normalise(), self._next
             self._next += 1
-            self._entries.insert(0, (deepcopy(value), result, number))
+            self._entries.insert(0, (spelled, deepcopy(value), result, number))
             del self._entries[64:]
             return result, number
