@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+import torch
 
 from tokentrue.cli.main import run as command
 from tokentrue.cluster import training
@@ -33,6 +36,33 @@ def cluster() -> Iterator[Any]:
     ray.init(address=None, _node_ip_address="127.0.0.1", num_cpus=2, object_store_memory=80_000_000, **quiet)
     yield ray
     ray.shutdown()
+
+
+class SlowGateway:
+    """Stands in for a gateway that takes a while to start; it has the newest weights' version then."""
+
+    def __init__(self, newest: Any) -> None:
+        time.sleep(1.0)
+        held = ray.get(newest.get.remote())
+        self._version = 0 if held is None else held[1]
+
+    def publish(self, weights: Any, version: int) -> None:
+        self._version = version
+
+    def version(self) -> int:
+        return self._version
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_a_gateway_that_is_being_started_again_gets_the_weights(cluster: Any) -> None:
+    newest = cluster.remote(num_cpus=0)(training.NewestWeights).remote()
+    gateway = cluster.remote(num_cpus=0, max_restarts=-1, max_concurrency=64)(SlowGateway).remote(newest)
+    os.kill(ray.get(gateway.pid.remote()), signal.SIGKILL)
+    fleet: Any = SimpleNamespace(gateways=[gateway])
+    asyncio.run(training.FleetSink(fleet, newest).publish([("w", torch.ones(2))], version=3))
+    assert ray.get(gateway.version.remote()) == 3
 
 
 def settings(out: Path) -> list[str]:

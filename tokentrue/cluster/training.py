@@ -23,6 +23,8 @@ from tokentrue.cluster.rollout import Fleet, attach, import_ray
 from tokentrue.environments import Plan, Rollout, group_rollouts
 from tokentrue.errors import ConfigError, EngineError
 
+REPEATED = {"max_task_retries": -1}  # calls that are repeated when their actor has died: without it Ray fails them while it starts again
+
 
 class NewestWeights:
     """An actor: where the newest weights lie in the object store, and their version."""
@@ -70,10 +72,9 @@ class FleetSink:
         await asyncio.gather(*(self._publish(gateway, reference, version) for gateway in self._fleet.gateways))
 
     async def _publish(self, gateway: Any, reference: Any, version: int) -> None:
-        """A gateway that dies meanwhile loads the newest weights when it is started again, and is asked for their version then."""
-        with contextlib.suppress(self._ray.exceptions.RayActorError):
-            await gateway.publish.remote(reference, version)
-        found = await answer_of(gateway.version.remote(), "publish the weights")
+        """A gateway that dies meanwhile is waited for: Ray starts it again with the newest weights, and repeats the calls."""
+        await answer_of(gateway.publish.options(**REPEATED).remote(reference, version), "publish the weights")
+        found = await answer_of(gateway.version.options(**REPEATED).remote(), "publish the weights")
         if found != version:
             raise EngineError(f"a gateway's engine has the weights of version {found}, not of {version}")
 
