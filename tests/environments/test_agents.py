@@ -22,7 +22,7 @@ from tokentrue.environments import load_environment
 from tokentrue.environments.agents import CommandLineAgent
 from tokentrue.environments.agents.presets import PRESETS, load_preset
 from tokentrue.environments.agents.process import CommandResult, run_supervised
-from tokentrue.environments.agents.sandbox import choose_sandbox, enter_docker, has_bwrap, has_namespaces, parts_beside
+from tokentrue.environments.agents.sandbox import choose_sandbox, enter_docker, folders_named_in, has_bwrap, has_namespaces, parts_beside
 from tokentrue.environments.agents.score import reward_from_command
 from tokentrue.environments.agents.tasks import read_tasks
 from tokentrue.environments.agents.workspace import PREFIX, make_workspace, own_name, remove_abandoned
@@ -107,6 +107,18 @@ async def test_files_named_by_absolute_path_are_seen_with_what_lies_beside_them(
     python = sys.executable
     agent = make_agent(folder, f"{python} {tools / 'agent.py'} {{task}}", f"{python} {tools / 'grade.py'}", sandbox=sandbox)
     assert await play(agent) == 1.0
+
+
+def test_no_spelling_of_a_path_shows_a_whole_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, link = tmp_path / "home", tmp_path / "link"
+    (home / "project").mkdir(parents=True)
+    link.symlink_to(home)
+    monkeypatch.setenv("HOME", str(home))
+    (home / "agent.py").touch()
+    (home / "project" / "agent.py").touch()
+    for spelled in (home, f"/{home}", home / "project" / "..", link):
+        assert folders_named_in(f"python {spelled}/agent.py") == [str(home / "agent.py")]
+        assert folders_named_in(f"python {spelled}/project/agent.py") == [str(home / "project")]
 
 
 @BUBBLEWRAP

@@ -136,9 +136,13 @@ def folders_named_in(command: str) -> list[str]:
         words = shlex.split(command)
     except ValueError:  # the shell says so
         return []
-    whole = {*home_directories(), Path.home(), Path("/tmp")}
     files = [Path(word) for word in words if word.startswith("/") and Path(word).is_file()]
-    return [str(path if path.parent in whole else path.parent) for path in files]
+    folders = [path.parent.resolve() for path in files]  # a home directory may be named through a link
+    return [str(folder / path.name if is_whole_home(folder) else folder) for path, folder in zip(files, folders, strict=True)]
+
+
+def is_whole_home(folder: Path) -> bool:
+    return folder in (*home_directories(), Path.home().resolve(), Path("/tmp")) or folder.parent == Path("/home")
 
 
 def parts_beside(folder: Path) -> list[Path]:
