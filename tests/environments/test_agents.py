@@ -109,6 +109,16 @@ async def test_files_named_by_absolute_path_are_seen_with_what_lies_beside_them(
     assert await play(agent) == 1.0
 
 
+@BUBBLEWRAP
+async def test_the_agent_does_not_see_the_folder_of_what_scores_it(folder: Path) -> None:
+    hidden = folder / "hidden"
+    hidden.mkdir()
+    (hidden / "answer.txt").write_text("4")
+    (hidden / "grade.sh").write_text(f"test -s {hidden / 'answer.txt'} && test ! -s seen.txt")
+    agent = make_agent(folder, f"sh -c 'cat {hidden}/* > seen.txt; true' {{task}}", f"sh {hidden / 'grade.sh'}", sandbox="bwrap")
+    assert await play(agent) == 1.0
+
+
 def test_no_spelling_of_a_path_shows_a_whole_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, link = tmp_path / "home", tmp_path / "link"
     (home / "project").mkdir(parents=True)

@@ -44,8 +44,8 @@ class CommandLineAgent:
     command in the working directory. `program` names the executable where it is not on the PATH, `arguments` are added to the
     agent's own. `agent_timeout_s` ends the agent and
     scores what it did; a task's own time limit wins. `transcripts` is where the output of agents and score commands is kept.
-    `readable` are paths of the home directory that stay in sight under bwrap, beside the folders of files that `agent` and `score` name by
-    absolute path; `image` is what docker runs."""
+    `readable` are paths of the home directory that stay in sight under bwrap, beside the folders of files that `agent` and a score command
+    name by absolute path, each for itself: the agent does not see what scores it. `image` is what docker runs."""
 
     name = "agent"
 
@@ -75,7 +75,7 @@ class CommandLineAgent:
         self.all_tasks = read_tasks(Path(tasks))
         self.sandbox: ChosenSandbox = choose_sandbox(sandbox, image=image)
         self._image = image or ""
-        self._readable = (*readable, *folders_named_in(agent), *folders_named_in(score or ""))
+        self._readable, self._agent_folders = tuple(readable), folders_named_in(agent)
         self._program, self._arguments = program, tuple(arguments)
         self._score, self._env = score, dict(env or {})
         self._workspace: WorkspaceKind = workspace
@@ -133,7 +133,9 @@ class CommandLineAgent:
         env = {**asked.env, **launch.env, **self._env}
         command = [program, *launch.arguments, *self._arguments]
         limit = asked.timeout_s or self._agent_timeout_s
-        return await self._run_command(place, asked, command, env=env, output="agent.log", timeout_s=limit)
+        return await self._run_command(
+            place, asked, command, env=env, output="agent.log", timeout_s=limit, readable=self._agent_folders
+        )  # fmt: skip
 
     async def _run_score(self, place: Workspace, asked: AgentTask) -> float:
         command = asked.score or self._score or ""
@@ -143,7 +145,16 @@ class CommandLineAgent:
         limit = asked.score_timeout_s or self._score_timeout_s
         shown = {} if asked.tests is None else {asked.tests: HARBOR_TESTS}
         env = {**asked.env, "TASK_ID": asked.task_id}
-        result = await self._run_command(place, asked, ["sh", "-c", command], env=env, output="score.log", timeout_s=limit, shown=shown)
+        result = await self._run_command(
+            place,
+            asked,
+            ["sh", "-c", command],
+            env=env,
+            output="score.log",
+            timeout_s=limit,
+            readable=folders_named_in(command),
+            shown=shown,
+        )
         printed = (place.logs / "score.log").read_text(errors="replace")
         if asked.tests is not None:
             return reward_from_harbor(verifier, result, printed)
@@ -158,12 +169,13 @@ class CommandLineAgent:
         env: Mapping[str, str],
         output: str,
         timeout_s: float | None,
+        readable: Sequence[str],
         shown: Mapping[Path, Path] | None = None,
     ) -> CommandResult:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         every = {**kept, "HOME": str(place.home), "CI": "1", **env}
         given = [name for name in every if name not in KEPT]
-        command = self._enter_sandbox(place, asked, command, shown or {}, given)
+        command = self._enter_sandbox(place, asked, command, shown or {}, (*self._readable, *readable), given)
         try:
             return await run_supervised(command, cwd=place.work, env=every, output=place.logs / output, timeout_s=timeout_s)
         finally:
@@ -171,7 +183,13 @@ class CommandLineAgent:
                 await asyncio.shield(asyncio.to_thread(remove_container, place.directory.name))
 
     def _enter_sandbox(
-        self, place: Workspace, asked: AgentTask, command: Sequence[str], shown: Mapping[Path, Path], variables: Sequence[str]
+        self,
+        place: Workspace,
+        asked: AgentTask,
+        command: Sequence[str],
+        shown: Mapping[Path, Path],
+        readable: Sequence[str],
+        variables: Sequence[str],
     ) -> list[str]:
         """The command line in its sandbox. `variables` are those that a container is given."""
         work, binds = place.work, {place.directory: place.directory, **{path: path for path in place.shared}, **shown}
@@ -179,7 +197,7 @@ class CommandLineAgent:
             binds |= {place.work: HARBOR_WORK, place.logs: HARBOR_LOGS}
             work = HARBOR_WORK
         if self.sandbox == "bwrap":
-            return enter_bwrap(command, shown=binds, readable=programs_in_home(command[0], self._readable), cwd=work)
+            return enter_bwrap(command, shown=binds, readable=programs_in_home(command[0], readable), cwd=work)
         if self.sandbox == "namespace":
             return enter_namespace(command, root=place.root, shown=binds, cwd=work)
         if self.sandbox == "docker":
