@@ -202,6 +202,20 @@ def test_rows_of_an_engine_that_is_gone_are_scored_by_another() -> None:
         asyncio.run(UpdateJudge(AcceptanceConfig(), lambda: [gone])(rows, [1.0] * 3, trainer.ranks))  # type: ignore[list-item]
 
 
+def test_a_row_that_fills_the_context_is_scored_without_its_last_token() -> None:
+    trainer = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
+    rows = trainer.rows(groups_for(small_model(), groups=1, size=3))
+    longest = max(row.length for row in rows)
+    full, roomy = ExactProvider(small_model(), max_len=longest), ExactProvider(small_model())
+    try:
+        counts = [asyncio.run(UpdateJudge(AcceptanceConfig(), lambda e=e: [e])(rows, [1.0] * 3, trainer.ranks)) for e in (full, roomy)]
+    finally:
+        full.engine.close()
+        roomy.engine.close()
+    assert counts[0].tokens == counts[1].tokens - sum(row.length == longest for row in rows)
+    assert (counts[0].gain, counts[0].divergence) == (0.0, 0.0)
+
+
 class CountingEngine(SilentEngine):
     """Counts the rows that it is asked for."""
 

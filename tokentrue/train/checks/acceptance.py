@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokentrue.errors import ConfigError, EngineContractError, EngineTimeout, EngineUnreachable, TrainingError
+from tokentrue.errors import ConfigError, EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable, TrainingError
 from tokentrue.mismatch import UpdateCheck, check_update
 from tokentrue.protocols import Provider, Scoring
 from tokentrue.train.config import AcceptanceConfig
@@ -40,11 +40,12 @@ class UpdateJudge:
         await ranks.meet()
         updated: list[Tensor] = ranks.from_first(mine)
         cpu = torch.device("cpu")
+        scored = [slice(len(values)) for values in updated]
         found = check_update(
             updated,
-            [row.rollout for row in rows],
-            [per_token(row, value, cpu) for row, value in zip(rows, advantages, strict=True)],
-            [row.mask for row in rows],
+            [row.rollout[part] for row, part in zip(rows, scored, strict=True)],
+            [per_token(row, value, cpu)[part] for row, value, part in zip(rows, advantages, scored, strict=True)],
+            [row.mask[part] for row, part in zip(rows, scored, strict=True)],
             min_gain=self.config.min_gain,
             max_divergence=self.config.max_divergence or None,
         )
@@ -61,7 +62,10 @@ class UpdateJudge:
             )
 
     async def _score(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Rows are dealt to the engines in turn; those of an engine that cannot be reached go to the next one."""
+        """Rows are dealt to the engines in turn; those of an engine that cannot be reached go to the next one.
+
+        An engine samples one more token to score a row, and refuses one that fills its context: that is scored without its last token.
+        """
         engines = deque(require_scoring(engine) for engine in self._engines())
         gate = asyncio.Semaphore(IN_FLIGHT * len(engines))
 
@@ -69,10 +73,15 @@ class UpdateJudge:
             require_plain_sampling(row)
             engines.rotate()
             order = list(engines)  # now: rows that wait at the gate have their turn already
+            ids = row.ids.tolist()
             async with gate:
-                values = await score_with_first(order, row.ids.tolist())
-            if len(values) != row.length - 1:
-                raise EngineContractError(f"an engine gave {len(values)} log-probabilities of {row.length} tokens, not {row.length - 1}")
+                try:
+                    values = await score_with_first(order, ids)
+                except EngineRejected:
+                    del ids[-1]
+                    values = await score_with_first(order, ids)
+            if len(values) != len(ids) - 1:
+                raise EngineContractError(f"an engine gave {len(values)} log-probabilities of {len(ids)} tokens, not {len(ids) - 1}")
             return torch.tensor([0.0, *values], dtype=torch.float64).float()
 
         return list(await asyncio.gather(*(score(row) for row in rows)))
