@@ -306,9 +306,13 @@ class Session:
             return [await choice.parse() for choice in choices]
         except BaseException as error:
             outcome: Outcome = turn.outcome_if_cancelled if isinstance(error, asyncio.CancelledError) else "engine_failed"
-            partial = [await choice.parse_partial(outcome) for choice in choices]
-            await run_to_completion(self._commit([draft for draft in partial if draft is not None], prepared))
+            await run_to_completion(self._commit_partial(choices, prepared, outcome))
             raise
+
+    async def _commit_partial(self, choices: Sequence[Choice], prepared: PreparedTurn, outcome: Outcome) -> None:
+        """What the engine has reported of a turn that ends early."""
+        partial = [await choice.parse_partial(outcome) for choice in choices]
+        await self._commit([draft for draft in partial if draft is not None], prepared)
 
     @traced("commit")
     async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tokentrue as tt
+from tests.turn.letters import Letters, letters
 from tests.turn.test_matching import said, session_of
-from tests.turn.world import OPENING, renderer
+from tests.turn.world import OPENING, Engine, renderer
+from tokentrue.errors import EngineUnreachable
 from tokentrue.sessions import Journal
-from tokentrue.types import TurnRequest
+from tokentrue.sessions.stages.prompts import INLINE_IDS
+from tokentrue.types import Chunk, TurnRequest
 
 
 class SlowWrites:
@@ -79,3 +84,37 @@ async def test_an_abandoned_turn_that_is_being_written_does_not_keep_the_session
     await asyncio.wait([first])
     assert session.record.state == "ended" and len(session.tree) == 1 and session.coverage().ratio == 1.0
     journal.close()
+
+
+class SlowParsing(Letters):
+    """Holds a parse of whole answers until `go_on` is set; `parsing` says that one has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parsing, self.go_on = threading.Event(), threading.Event()
+
+    def parse(self, *args: Any, **options: Any) -> Any:
+        self.parsing.set()
+        self.go_on.wait(10)
+        return super().parse(*args, **options)
+
+
+class BreakingEngine(Engine):
+    """Streams many tokens and fails."""
+
+    async def stream(self, *_: Any, **__: Any) -> AsyncIterator[Chunk]:
+        yield Chunk(token_ids=letters("x" * INLINE_IDS), logprobs=[-1.0] * INLINE_IDS, policy_version=1)  # type: ignore[arg-type]
+        raise EngineUnreachable("killed")
+
+
+async def test_what_a_failed_engine_sampled_is_kept_when_the_caller_leaves_while_it_is_parsed() -> None:
+    renderer = SlowParsing()
+    session = tt.Session(renderer=renderer, provider=BreakingEngine([]))
+    caller = asyncio.create_task(consume(session, TurnRequest(messages=OPENING)))
+    assert await asyncio.to_thread(renderer.parsing.wait, 10)
+    caller.cancel()
+    await asyncio.sleep(0.02)
+    renderer.go_on.set()
+    await asyncio.wait([caller])
+    (node,) = session.tree.in_order()
+    assert (node.outcome, len(node.sampled_ids)) == ("engine_failed", INLINE_IDS)
