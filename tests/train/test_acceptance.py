@@ -14,10 +14,11 @@ import torch
 
 from tests.train.rows import groups_for, small_model
 from tests.train.test_loop import Engine, from_json, to_json
+from tokentrue.app.training.setup import identity
 from tokentrue.errors import ConfigError, EngineUnreachable, TrainingError
 from tokentrue.mismatch import loss_named
 from tokentrue.providers.exact import ExactProvider
-from tokentrue.train import OptimConfig, Publisher, Store, TrainConfig, Trainer, train
+from tokentrue.train import OptimConfig, Publisher, Store, TrainConfig, Trainer, config_hash, train
 from tokentrue.train.checkpoint import find_checkpoints
 from tokentrue.train.checks.acceptance import IN_FLIGHT, UpdateJudge
 from tokentrue.train.checks.probing import Probe
@@ -119,6 +120,12 @@ def test_too_large_a_step_is_refused_by_its_divergence() -> None:
 def test_too_many_refusals_in_a_row_stop_the_run() -> None:
     with pytest.raises(TrainingError, match="step 1: 2 updates in a row were refused"):
         played(harmed_from=1, steps=3, max_refused=1)
+
+
+def test_a_run_that_too_many_refusals_stopped_resumes_where_more_are_allowed() -> None:
+    settings = [AcceptanceConfig(), AcceptanceConfig(max_refused=9), AcceptanceConfig(max_divergence=0.1)]
+    hashes = [config_hash(identity(TrainConfig(acceptance=each), OptimConfig())) for each in settings]
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 class DyingEngine(JudgingEngine):
