@@ -122,6 +122,15 @@ def test_too_many_refusals_in_a_row_stop_the_run() -> None:
         played(harmed_from=1, steps=3, max_refused=1)
 
 
+def test_an_engine_that_cannot_judge_is_refused_before_anything_is_sampled() -> None:
+    trainer = Trainer(small_model(), config=TrainConfig(steps=1), optim=OptimConfig(), loss=loss_named("dapo"))
+    engine = SilentEngine(trainer)
+    judge = UpdateJudge(AcceptanceConfig(enabled=True), lambda: [engine])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="'silent' does not score given tokens"):
+        asyncio.run(train(trainer, engine, Publisher(engine, judge=judge)))
+    assert engine.played == [] and trainer.version == 0
+
+
 def test_a_run_that_too_many_refusals_stopped_resumes_where_more_are_allowed() -> None:
     settings = [AcceptanceConfig(), AcceptanceConfig(max_refused=9), AcceptanceConfig(max_divergence=0.1)]
     hashes = [config_hash(identity(TrainConfig(acceptance=each), OptimConfig())) for each in settings]

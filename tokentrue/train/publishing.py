@@ -86,7 +86,10 @@ class Publisher:
                 raise EngineError(f"rank {rank} could not publish version {trainer.version}: {words}")
 
     async def begin(self, trainer: Trainer) -> None:
-        """Before the first round: remote engines prove that they take weights, and get the trainer's; so do engines of a resumed run."""
+        """Before the first round: engines that are to judge must be able to; remote engines prove that they take weights, and get the
+        trainer's; so do engines of a resumed run."""
+        if self.judge is not None and trainer.ranks.first:
+            self.judge.require_scoring()
         if self.probe is not None:
             await self.probe.prove(trainer, self.hand_over)
         if self.probe is not None or trainer.version:

@@ -52,6 +52,11 @@ class UpdateJudge:
         self.refused = 0 if found.accepted else self.refused + 1
         return found
 
+    def require_scoring(self) -> None:
+        """Raises ConfigError where an engine cannot judge."""
+        for engine in self._engines():
+            require_scoring(engine)
+
     def require_progress(self, found: UpdateCheck, *, step: int) -> None:
         """Raises TrainingError when too many updates in a row were refused."""
         if self.refused > self.config.max_refused:
