@@ -142,3 +142,20 @@ def test_tools_that_compare_equal_are_shown_as_they_are_spelled() -> None:
         alone = renderer_of(judge("real:mistral-nemo"), directory=folder_of("real:mistral-nemo"))
         args = (prefix, messages, [user("c")], tools_with(schema))
         assert extended(shared, *args).added_ids == extended(alone, *args).added_ids, schema
+
+
+REMEMBERS_TOOLS = """{%- set ns = namespace(used=false) -%}{%- for m in messages -%}
+{%- if m.role == 'tool' %}{% set ns.used = true %}{% endif -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt %}<|im_start|>assistant
+{% if ns.used %}Tools were used. {% endif %}{% endif %}"""
+
+
+def test_a_plan_of_a_history_without_tools_is_not_used_long_after_a_tool() -> None:
+    remembering, planning = (renderer_of(judge("qwen3-like"), chat_template=REMEMBERS_TOOLS, extend_plans=most) for most in (4096, 0))
+    plain = [message for _ in range(8) for message in (user("a"), says("b"))]
+    prefix = (7, stop_id(remembering, call=False))
+    for messages in (plain, [user("a"), calls("Oslo"), result("one"), says("b"), *plain]):
+        found, expected = (extended(renderer, prefix, messages, [user("c")]) for renderer in (remembering, planning))
+        assert found.added_ids == expected.added_ids

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from tokentrue.errors import TemplateError
 from tokentrue.ids import TokenIds
 from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.extending.plan_key import NormalisedValues, PlanKey, answers_older_call, list_recent_kinds, shape_of
+from tokentrue.renderers.extending.plan_key import NormalisedValues, PlanKey, answers_older_call, list_recent_kinds, list_roles, shape_of
 from tokentrue.renderers.extending.request import ExtendError, ExtendPlan, ExtendRequest
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
@@ -129,6 +129,7 @@ class Extender:
             shapes=tuple(map(shape_of, (last, *fresh))),
             answers_older_call=answers_older_call(last, fresh),
             recent=list_recent_kinds(messages),
+            roles=list_roles(messages),
             tools=tools_number,
             system=system_number,
             kwargs=repr(sorted(kwargs.items())),

@@ -32,13 +32,15 @@ class MessageShape:
 class PlanKey:
     """Everything that decides where to cut. Two requests with equal keys share a plan.
 
-    `recent` are the kinds of the messages shortly before the last turn: a template that carries state over turns shows it after these.
+    A template that carries state over turns shows it after messages of certain kinds: `recent` are the kinds of those shortly before the
+    last turn, `roles` all that occur before it.
     `answers_older_call`: a tool message answers a call of an earlier turn, which only the real history shows.
     """
 
     shapes: tuple[MessageShape, ...]
     answers_older_call: bool
     recent: frozenset[tuple[str, bool]]
+    roles: frozenset[str]
     tools: int
     system: int
     kwargs: str
@@ -59,6 +61,10 @@ def shape_of(message: JsonObject) -> MessageShape:
 def list_recent_kinds(messages: Messages) -> frozenset[tuple[str, bool]]:
     before = messages[max(0, len(messages) - 1 - _RECENT) : len(messages) - 1]
     return frozenset((str(message.get("role")), bool(message.get("tool_calls"))) for message in before)
+
+
+def list_roles(messages: Messages) -> frozenset[str]:
+    return frozenset([str(message.get("role")) for message in messages[:-1]])
 
 
 def answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
