@@ -97,7 +97,7 @@ async def test_in_a_namespace_nothing_else_can_be_written_or_seen(folder: Path) 
     assert int(transcript.splitlines()[3]) < 8, transcript  # processes that it can see
 
 
-@pytest.mark.parametrize("sandbox", [pytest.param("bwrap", marks=BUBBLEWRAP), "none"])
+@pytest.mark.parametrize("sandbox", SANDBOXES)
 async def test_files_named_by_absolute_path_are_seen_with_what_lies_beside_them(folder: Path, sandbox: Any) -> None:
     tools = folder / "tools"
     tools.mkdir()

@@ -44,7 +44,7 @@ class CommandLineAgent:
     command in the working directory. `program` names the executable where it is not on the PATH, `arguments` are added to the
     agent's own. `agent_timeout_s` ends the agent and
     scores what it did; a task's own time limit wins. `transcripts` is where the output of agents and score commands is kept.
-    `readable` are paths of the home directory that stay in sight under bwrap, beside the folders of files that `agent` and a score command
+    `readable` are paths of the home directory that stay in sight in a sandbox, beside the folders of files that `agent` and a score command
     name by absolute path, each for itself: the agent does not see what scores it. `image` is what docker runs."""
 
     name = "agent"
@@ -196,10 +196,11 @@ class CommandLineAgent:
         if asked.tests is not None:
             binds |= {place.work: HARBOR_WORK, place.logs: HARBOR_LOGS}
             work = HARBOR_WORK
+        in_sight = programs_in_home(command[0], readable)
         if self.sandbox == "bwrap":
-            return enter_bwrap(command, shown=binds, readable=programs_in_home(command[0], readable), cwd=work)
+            return enter_bwrap(command, shown=binds, readable=in_sight, cwd=work)
         if self.sandbox == "namespace":
-            return enter_namespace(command, root=place.root, shown=binds, cwd=work)
+            return enter_namespace(command, root=place.root, shown=binds, readable=in_sight, cwd=work)
         if self.sandbox == "docker":
             return enter_docker(command, image=self._image, name=place.directory.name, shown=binds, variables=variables, cwd=work)
         return list(command)

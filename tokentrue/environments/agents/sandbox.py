@@ -37,7 +37,7 @@ NOT_BOUND = ("proc", "dev", "tmp", "run", "app", "tests", "logs")  # of the root
 RESOLVER = Path("/run/systemd/resolve")  # /etc/resolv.conf may point there
 PARTS_OF_A_PREFIX = ("bin", "lib", "lib64", "libexec", "include", "versions", "shims", "pyvenv.cfg")
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child")
-# $1: the new root. Then pairs of a directory and its name inside, `--`, the directory to start in, and the command.
+# $1: the new root. Then paths of /tmp to read, `--`, pairs of a directory and its name inside, `--`, where to start, and the command.
 ENTER = """set -e
 root=$1; shift
 mount -t tmpfs tmpfs "$root"
@@ -52,6 +52,11 @@ mkdir "$root/proc" "$root/dev" "$root/sys" "$root/tmp"
 mount -t proc proc "$root/proc" 2>/dev/null || mount --rbind /proc "$root/proc"
 mount --rbind /dev "$root/dev"; mount --rbind /sys "$root/sys"
 mount -t tmpfs tmpfs "$root/tmp"
+while [ "$1" != "--" ]; do
+  if [ -d "$1" ]; then mkdir -p "$root$1"; else mkdir -p "$root${1%/*}"; touch "$root$1"; fi
+  mount --bind "$1" "$root$1"; mount -o remount,ro,bind "$root$1" 2>/dev/null || true; shift
+done
+shift
 while [ "$1" != "--" ]; do mkdir -p "$root$2"; mount --bind "$1" "$root$2"; shift 2; done
 shift; cd=$1; shift
 exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$cd" "$@"
@@ -155,10 +160,12 @@ def parts_beside(folder: Path) -> list[Path]:
     return [path for name in PARTS_OF_A_PREFIX if (path := folder.parent / name).exists()]
 
 
-def enter_namespace(command: Sequence[str], *, root: Path, shown: Mapping[Path, Path], cwd: Path) -> list[str]:
-    """The command line that runs `command` in `cwd` of a new root; `shown` maps writable directories to their names inside."""
+def enter_namespace(command: Sequence[str], *, root: Path, shown: Mapping[Path, Path], readable: Iterable[Path], cwd: Path) -> list[str]:
+    """The command line that runs `command` in `cwd` of a new root; `shown` maps writable directories to their names inside, `readable` are
+    paths that stay in sight, of which /tmp alone would hide any."""
+    hidden = [str(path) for path in readable if path.is_relative_to("/tmp") and path.exists()]
     pairs = [str(part) for pair in shown.items() for part in pair]
-    return [*UNSHARE, "sh", "-c", ENTER, "enter", str(root), *pairs, "--", str(cwd), *command]
+    return [*UNSHARE, "sh", "-c", ENTER, "enter", str(root), *hidden, "--", *pairs, "--", str(cwd), *command]
 
 
 def enter_docker(
