@@ -7,7 +7,7 @@ import json
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ import torch
 from tests.train.rows import groups_for, small_model
 from tests.train.test_loop import Engine, from_json, to_json
 from tokentrue.app.training.setup import identity
-from tokentrue.errors import ConfigError, EngineUnreachable, TrainingError
+from tokentrue.errors import ConfigError, EngineError, EngineUnreachable, TrainingError
 from tokentrue.mismatch import loss_named
 from tokentrue.providers.exact import ExactProvider
-from tokentrue.train import OptimConfig, Publisher, Store, TrainConfig, Trainer, config_hash, train
+from tokentrue.train import OptimConfig, Publisher, Ranks, Store, TrainConfig, Trainer, config_hash, train
 from tokentrue.train.checkpoint import find_checkpoints
 from tokentrue.train.checks.acceptance import IN_FLIGHT, UpdateJudge
 from tokentrue.train.checks.probing import Probe
@@ -230,6 +230,27 @@ def test_a_row_that_fills_the_context_is_scored_without_its_last_token() -> None
         roomy.engine.close()
     assert counts[0].tokens == counts[1].tokens - sum(row.length == longest for row in rows)
     assert (counts[0].gain, counts[0].divergence) == (0.0, 0.0)
+
+
+class OneOfTwo(Ranks):
+    """A rank of two whose broadcasts go through `board`."""
+
+    board: ClassVar[list[Any]] = []
+
+    def from_first(self, value: Any) -> Any:
+        if self.first:
+            self.board.append(value)
+        return self.board[-1]
+
+
+def test_all_ranks_stop_where_the_first_ones_engines_are_gone() -> None:
+    trainer = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
+    rows = trainer.rows(groups_for(small_model(), groups=1, size=2))
+    judge = UpdateJudge(AcceptanceConfig(), lambda: [GoneEngine(trainer)])  # type: ignore[list-item]
+    with pytest.raises(EngineUnreachable):
+        asyncio.run(judge(rows, [1.0, 1.0], OneOfTwo(rank=0, world=2)))
+    with pytest.raises(EngineError, match="rank 0 could not judge the update: EngineUnreachable: killed"):
+        asyncio.run(judge(rows, [1.0, 1.0], OneOfTwo(rank=1, world=2)))
 
 
 class CountingEngine(SilentEngine):

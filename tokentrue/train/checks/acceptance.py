@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokentrue.errors import ConfigError, EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable, TrainingError
+from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineRejected, EngineTimeout, EngineUnreachable, TrainingError
 from tokentrue.mismatch import UpdateCheck, check_update
 from tokentrue.protocols import Provider, Scoring
 from tokentrue.train.config import AcceptanceConfig
@@ -36,9 +36,7 @@ class UpdateJudge:
 
     async def __call__(self, rows: Sequence[Row], advantages: Sequence[float], ranks: Ranks) -> UpdateCheck:
         """Judges the weights that the engines have now."""
-        mine = await self._score(rows) if ranks.first else None
-        await ranks.meet()
-        updated: list[Tensor] = ranks.from_first(mine)
+        updated = await self._score_on_first(rows, ranks)
         cpu = torch.device("cpu")
         scored = [slice(len(values)) for values in updated]
         found = check_update(
@@ -65,6 +63,21 @@ class UpdateJudge:
                 f"{found.gain:.3g}, divergence {found.divergence:.3g}); lower optim.lr, look at the mismatch of engine and trainer, or "
                 "change train.acceptance"
             )
+
+    async def _score_on_first(self, rows: Sequence[Row], ranks: Ranks) -> list[Tensor]:
+        """The scores of the first rank's engines, on every rank. Where they fail, all ranks stop together."""
+        mine, trouble = list[Tensor](), None
+        try:
+            mine = await self._score(rows) if ranks.first else mine
+        except Exception as error:  # told to all ranks
+            trouble = error
+        await ranks.meet()
+        updated, said = ranks.from_first((mine, "" if trouble is None else f"{type(trouble).__name__}: {trouble}"))
+        if trouble is not None:
+            raise trouble
+        if said:
+            raise EngineError(f"rank 0 could not judge the update: {said}")
+        return updated
 
     async def _score(self, rows: Sequence[Row]) -> list[Tensor]:
         """Rows are dealt to the engines in turn; those of an engine that cannot be reached go to the next one.
