@@ -16,7 +16,7 @@ from tests.turn.test_matching import said, session_of
 from tests.turn.world import OPENING, Engine, renderer
 from tokentrue.errors import EngineUnreachable
 from tokentrue.sessions import Journal
-from tokentrue.sessions.stages.prompts import INLINE_IDS
+from tokentrue.sessions.offload import INLINE_IDS
 from tokentrue.types import Chunk, TurnRequest
 
 
