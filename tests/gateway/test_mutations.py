@@ -340,11 +340,11 @@ def agents_are_admins(patch: Patch) -> None:
 
 def flights_are_not_shared(patch: Patch) -> None:
     patch.setattr("tokentrue.sessions.singleflight.SingleFlight.find", lambda self, identity: None)
-    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, dialect, body: uuid.uuid4().hex)
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.find_request_key", lambda self, scope, dialect, body: uuid.uuid4().hex)
 
 
 def retries_have_new_names(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.sessions.SessionHandle.request_key", lambda self, scope, dialect, body: uuid.uuid4().hex)
+    patch.setattr("tokentrue.gateway.sessions.SessionHandle.find_request_key", lambda self, scope, dialect, body: uuid.uuid4().hex)
 
 
 def retry_counts_are_ignored(patch: Patch) -> None:

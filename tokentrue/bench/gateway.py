@@ -3,7 +3,7 @@
 Processes on one machine: this client, an engine stand-in (SGLang's wire format, answers at once), the gateway, and a proxy on the same
 server and client libraries. Agents run conversations with one tool call per turn; each turn goes to the gateway and to the proxy, one
 after the other, so that both see the same noise. CPU time is the kernel's own account of each process.
-`--set key=value` starts a second gateway with that setting (an accelerator switched off, say) and measures it in the same run.
+`--set key=value` starts a second gateway with that setting (a cache switched off, say) and measures it in the same run.
 """
 
 from __future__ import annotations
