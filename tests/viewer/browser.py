@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tokentrue.viewer import ViewerData, create_app
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 SIZE = {"width": 1440, "height": 860}
+expect.set_options(timeout=30_000)  # for machines that other jobs keep busy
 
 
 def find_browser() -> str | None:
@@ -79,7 +80,7 @@ class Watched:
         return self.page
 
     def check(self) -> None:
-        assert self.errors == []
+        assert self.errors == [], self.errors
         assert self.outside == []
 
 

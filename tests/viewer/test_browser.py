@@ -198,7 +198,7 @@ def test_a_live_source_grows_on_the_page(browser: Browser, tmp_path: Path) -> No
         page = seen.open()
         expect(page.locator(".sessions tbody tr")).to_have_count(1)
         run_apart(run("late", 2))
-        expect(page.locator(".sessions tbody tr")).to_have_count(2, timeout=10_000)
+        expect(page.locator(".sessions tbody tr")).to_have_count(2)
         seen.check()
     journal.close()
 

@@ -23,7 +23,10 @@ export async function ask(view, ...args) {
 }
 
 // `live` asks again every two seconds; an answer that has not changed re-renders nothing.
-export function useAnswer(live, view, ...args) {
+export const useAnswer = (live, view, ...args) => useAnswerAt("", live, view, ...args);
+
+// Asks again, too, whenever `version` changes.
+export function useAnswerAt(version, live, view, ...args) {
   const key = JSON.stringify([view, ...args]);
   const [state, setState] = useState({ key, value: null, error: null });
   const last = useRef("");
@@ -49,6 +52,6 @@ export function useAnswer(live, view, ...args) {
       stopped = true;
       clearTimeout(timer);
     };
-  }, [key, live]);
+  }, [key, live, version]);
   return state.key === key ? state : { key, value: null, error: null };
 }

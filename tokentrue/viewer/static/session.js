@@ -1,6 +1,6 @@
 // One session: its tree, a branch as tokens, and what would have broken.
 import { useEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
-import { useAnswer } from "./api.js";
+import { useAnswer, useAnswerAt } from "./api.js";
 import { Breaks } from "./breaks.js";
 import { COLOURINGS, KIND_WORDS, prepare } from "./colours.js";
 import { Inspector } from "./inspector.js";
@@ -33,7 +33,7 @@ export function Session({ live, id, sampleId, tab, go }) {
       </select></label>`}
       <${Tree} nodes=${value.nodes} path=${head ? pathOf(value.nodes, head.leaf) : []} onSelect=${select} />
     </nav>
-    ${head ? html`<${BranchView} key=${head.sample_id} live=${live && open.current} id=${id} head=${head} tab=${tab} go=${go} active=${active} reveal=${reveal} />`
+    ${head ? html`<${BranchView} key=${head.sample_id} id=${id} head=${head} tab=${tab} go=${go} active=${active} reveal=${reveal} />`
            : html`<${Notice}>No turn has been recorded yet.<//>`}
   </div>`;
 }
@@ -66,8 +66,9 @@ function Header({ session: s, head, go, metadata }) {
   </section>`;
 }
 
-function BranchView({ live, id, head, tab, go, active, reveal }) {
-  const { value, error } = useAnswer(live, "branch", id, head.sample_id);
+function BranchView({ id, head, tab, go, active, reveal }) {
+  // Its tokens never change, and a turn that follows makes another branch: it is asked for again only when its reward or advantage changed.
+  const { value, error } = useAnswerAt(JSON.stringify(head), false, "branch", id, head.sample_id);
   const branch = useMemo(() => value && prepare(value), [value]);
   const [wanted, setColouring] = useState(null);
   const hovered = useMemo(() => createValue(null), [head.sample_id]);
