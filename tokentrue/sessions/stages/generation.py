@@ -97,8 +97,6 @@ class Choice:
                     emit(self._event(deltas[0] if deltas else None, chunk))
                     for delta in deltas[1:]:
                         emit(self._event(delta))
-                    if len(self._received.token_ids) == len(chunk.token_ids):
-                        await asyncio.sleep(0)  # the first event goes out before the tokens that came with it are parsed
         if final is None or final.token_ids != self._received.token_ids:
             raise EngineContractError("the engine's stream and its final answer differ")
         check_completion(final, self._prompt)
