@@ -20,6 +20,7 @@ from tokentrue.sessions import Journal
 from tokentrue.types import TurnRequest
 
 SESSIONS = 12
+PARENT = os.getppid()
 lines_left = 0
 
 
@@ -32,6 +33,8 @@ def fingerprint(node: Any, prompt: Any) -> str:
 
 def acknowledge(line: str) -> None:
     global lines_left
+    if os.getppid() != PARENT:  # the test was interrupted
+        os._exit(1)
     os.write(1, line.encode() + b"\n")
     lines_left -= 1
     if lines_left == 0:
