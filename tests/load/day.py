@@ -1,9 +1,9 @@
 """`python -m tests.load.day`: twenty-four hours of sessions compressed into one run of minutes.
 
 Each hour is a round of sessions of several turns, ended by a reward and DELETE as a rollout ends them. Sessions leave the memory after
-the compressed form of `limits.idle_session_s`, so every hour takes the same time, however fast the machine is meanwhile. After each hour the
-gateway's memory and the size of the journal are read. Exit code 1 where a turn failed, memory of the last six hours exceeds that of hours
-7 to 12 by more than 5%, or the journal's size at the end differs by more than 2% from what hours 1 to 4 predict.
+the compressed form of `limits.idle_session_s`, so every hour takes the same time, however fast the machine is meanwhile. After each hour
+the gateway's memory and the size of the journal are read. Exit code 1 where a turn failed, memory of the last six hours exceeds that of
+hours 7 to 12 by more than 5%, or the journal's size at the end differs by more than 2% from what hours 1 to 4 predict.
 """
 
 from __future__ import annotations
