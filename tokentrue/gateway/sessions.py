@@ -292,8 +292,9 @@ class SessionRegistry:
 
     def _count_bytes(self, handle: SessionHandle) -> None:
         if self._live.get(handle.session.id) is handle:
-            self.memory_bytes += handle.memory_bytes - handle.counted_bytes
-            handle.counted_bytes = handle.memory_bytes
+            held = handle.memory_bytes
+            self.memory_bytes += held - handle.counted_bytes
+            handle.counted_bytes = held
 
     def forget(self, session_id: str) -> None:
         """Drops a session, in memory or not: it has left the memory or the journal."""

@@ -156,7 +156,7 @@ class _Search:
     def _choose(self, fits: Sequence[tuple[Node, PathFit]]) -> tuple[Node, PathFit, bool]:
         best = min(fit.num_changes for _, fit in fits)
         equal = [(node, fit) for node, fit in fits if fit.num_changes == best]
-        node, fit = min(equal, key=self._rank)
+        node, fit = equal[0] if len(equal) == 1 else min(equal, key=self._rank)  # ranking restores and hashes the new messages
         return node, fit, len(equal) > 1
 
     def _rank(self, item: tuple[Node, PathFit]) -> tuple[bool, bool, int]:
