@@ -233,9 +233,12 @@ def test_a_row_that_fills_the_context_is_scored_without_its_last_token() -> None
 
 
 class OneOfTwo(Ranks):
-    """A rank of two whose broadcasts go through `board`."""
+    """A rank of two; what the first one says goes through `board`."""
 
     board: ClassVar[list[Any]] = []
+
+    def everyone(self, value: Any) -> list[Any]:
+        return [self.from_first(value), "" if self.first else value]
 
     def from_first(self, value: Any) -> Any:
         if self.first:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tokentrue.errors import EngineError
 from tokentrue.protocols import WeightSink
 from tokentrue.train.checks.acceptance import UpdateJudge
 from tokentrue.train.checks.probing import Probe
@@ -78,12 +77,7 @@ class Publisher:
         except Exception as error:  # told to all ranks below
             trouble = error
         await asyncio.to_thread(passing.finish)
-        said = trainer.ranks.everyone("" if trouble is None else f"{type(trouble).__name__}: {trouble}")
-        if trouble is not None:
-            raise trouble
-        for rank, words in enumerate(said):
-            if words:
-                raise EngineError(f"rank {rank} could not publish version {trainer.version}: {words}")
+        trainer.ranks.raise_together(trouble, f"publish version {trainer.version}")
 
     async def begin(self, trainer: Trainer) -> None:
         """Before the first round: engines that are to judge must be able to; remote engines prove that they take weights, and get the

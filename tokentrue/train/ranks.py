@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, EngineError
 
 POLL_S = 0.02
 
@@ -38,6 +38,15 @@ class Ranks:
         found: list[Any] = [None] * self.world
         torch.distributed.all_gather_object(found, value)
         return found
+
+    def raise_together(self, trouble: Exception | None, doing: str) -> None:
+        """Where a rank is in trouble, it raises that, and all others an error that names it."""
+        said = self.everyone("" if trouble is None else f"{type(trouble).__name__}: {trouble}")
+        if trouble is not None:
+            raise trouble
+        for rank, words in enumerate(said):
+            if words:
+                raise EngineError(f"rank {rank} could not {doing}: {words}")
 
     def from_first(self, value: Any) -> Any:
         """What rank 0 holds."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineRejected, EngineTimeout, EngineUnreachable, TrainingError
+from tokentrue.errors import ConfigError, EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable, TrainingError
 from tokentrue.mismatch import UpdateCheck, check_update
 from tokentrue.protocols import Provider, Scoring
 from tokentrue.train.config import AcceptanceConfig
@@ -72,12 +72,8 @@ class UpdateJudge:
         except Exception as error:  # told to all ranks
             trouble = error
         await ranks.meet()
-        updated, said = ranks.from_first((mine, "" if trouble is None else f"{type(trouble).__name__}: {trouble}"))
-        if trouble is not None:
-            raise trouble
-        if said:
-            raise EngineError(f"rank 0 could not judge the update: {said}")
-        return updated
+        ranks.raise_together(trouble, "judge the update")
+        return ranks.from_first(mine)
 
     async def _score(self, rows: Sequence[Row]) -> list[Tensor]:
         """Rows are dealt to the engines in turn; those of an engine that cannot be reached go to the next one.
