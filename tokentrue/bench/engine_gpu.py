@@ -1,10 +1,11 @@
 """The exact engine on a CUDA device: speed and bits in one job, never one without the other.
 
 Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an integer, with a plain
-trainer forward over its sequence. Side by side: the same engine with exactness off, vLLM where TOKENTRUE_VLLM names a folder that holds
-it, and VeXact where TOKENTRUE_VEXACT names a checkout.
+trainer forward over its sequence. With `--shapes`, one table of these shapes beside other engines: vLLM where TOKENTRUE_VLLM names a
+folder that holds it, VeXact where TOKENTRUE_VEXACT names a checkout. Without, the 0.6B shape beside the same engine with exactness off,
+prefix sharing, and random schedules.
 
-    python -m tokentrue.bench.engine_gpu [--quick | --counts 1 32 256 | --large 8B 30B-A3B] [--peers vllm vllm-invariant vexact]
+    python -m tokentrue.bench.engine_gpu [--quick | --shapes 0.6B 8B 30B-A3B [--peers vllm vllm-invariant vexact]]
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from tokentrue.bench import Report
-from tokentrue.bench.gpu.peers import PEERS, PeerResult, measure_peers
+from tokentrue.bench.gpu.peers import PEERS, PeerResult, is_available, measure_peers
 from tokentrue.bench.gpu.random_models import PROMPT, SHAPES, Prompts, model_of, prompts_of
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.core import Chaos
@@ -130,13 +131,9 @@ def bandwidth_limit(model: Any) -> float:
     return 2 * source.numel() / statistics.median(times) / weights
 
 
-DEFAULT_PEERS = ("vllm", "vexact")
-
-
-def measure_speed(quick: bool, counts: Sequence[int] = (), peers: Sequence[str] = DEFAULT_PEERS) -> list[Report]:
-    counts = counts or ((1, 8) if quick else COUNTS)
+def measure_speed(quick: bool) -> list[Report]:
+    counts = (1, 8) if quick else COUNTS
     repeats = 1 if quick else 3
-    others = measure_peers(peers, "0.6B", counts, OUTPUT)
     model = model_of("0.6B")
     limit = bandwidth_limit(model)
     with engine_of(model) as engine:
@@ -160,20 +157,7 @@ def measure_speed(quick: bool, counts: Sequence[int] = (), peers: Sequence[str] 
     ]
     columns = ("sequences", "tok/s", "bits differ", "exactness off tok/s", "price", "bits differ when off")
     report = Report(title="Exact engine, speed and bits", columns=columns, rows=rows, notes=notes)
-    beside = report_peers("0.6B", {count: run.rate for count, run in ours.items()}, others)
-    return [report, *beside, replace_bits(shared, model)]
-
-
-def report_peers(shape: str, ours: dict[int, float], others: dict[str, dict[int, PeerResult]]) -> list[Report]:
-    """The exact engine's speed against each peer's, one row for each peer and count."""
-    rows = [
-        (shape, name, count, f"{found.rate:.0f}", f"{ours[count] / found.rate:.2f}",
-         f"{found.wrong} of {found.total}" if found.total else "not compared", f"{found.distance:.4f}" if found.total else "")
-        for name, results in others.items() for count, found in results.items()
-    ]  # fmt: skip
-    columns = ("shape", "engine", "sequences", "tok/s", "exact ÷ it", "bits differ", "mean |difference|")
-    notes = ["bits of the first 16 sequences against a forward of transformers with sdpa over the same tokens"]
-    return [Report(title="Other engines on the same weights and load", columns=columns, rows=rows, notes=notes)] if rows else []
+    return [report, replace_bits(shared, model)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,32 +251,47 @@ def bits(quick: bool) -> list[Report]:
     return [Report(title="Bits under a random schedule, bf16", columns=columns, rows=rows, notes=notes)]
 
 
-LARGE = (("8B", (1, 32, 128)), ("30B-A3B", (1, 32, 128)))
-"""Shapes and numbers of sequences of the larger models."""
+TABLE = {"0.6B": ((1, 32, 256), 256), "8B": ((1, 32, 128), 128), "30B-A3B": ((1, 32, 128), 128)}
+"""Shape -> numbers of sequences, and tokens sampled for each."""
 
 
-def large(shapes: Sequence[str], peers: Sequence[str] = DEFAULT_PEERS) -> list[Report]:
-    """Speed and bits of larger shapes: output 128."""
-    rows, beside = [], []
-    for shape, counts in LARGE:
-        if shape not in shapes:
-            continue
-        dense = "num_experts" not in SHAPES[shape]
-        others = measure_peers([name for name in peers if dense or name != "vexact"], shape, counts, 128)
-        model, rates = model_of(shape), {}
-        with engine_of(model, kv_tokens=max(counts) * 640) as engine:
-            for count in counts:
-                run = measure_median(engine, count, 3, output=128)
-                rates[count] = run.rate
-                wrong, total = count_differing(model, run.first(16))
-                rows.append((shape, count, f"{run.rate:.0f}", f"{wrong} of {total}"))
-                print("exact", *rows[-1], file=sys.stderr, flush=True)
-        beside += report_peers(shape, rates, others)
-        del model, engine
-        gc.collect()
-        torch.cuda.empty_cache()
-    notes = [f"random weights, bf16, prompt {PROMPT}, output 128, temperature 1; bits of the first 16 sequences"]
-    return [Report(title="Larger shapes", columns=("shape", "sequences", "tok/s", "bits differ"), rows=rows, notes=notes), *beside]
+def compare_engines(shapes: Sequence[str], peers: Sequence[str]) -> Report:
+    """One row for each shape and number of sequences, with three columns for each peer; results are printed as they come."""
+    peers = [name for name in peers if is_available(name)]
+    rows = []
+    for shape in shapes:
+        counts, output = TABLE[shape]
+        others = measure_peers([name for name in peers if name != "vexact" or "num_experts" not in SHAPES[shape]], shape, counts, output)
+        for count, rate, differing in measure_exact(shape, counts, output):
+            print(f"exact {shape}: {count} sequences, {rate:.0f} tok/s, {differing} differ", file=sys.stderr, flush=True)
+            cells = [cell for name in peers for cell in cells_of(others.get(name, {}).get(count), rate)]
+            rows.append((shape, count, f"{rate:.0f}", differing, *cells))
+    columns = ["shape", "sequences", "exact tok/s", "bits differ"]
+    columns += [cell for name in peers for cell in (f"{name} tok/s", f"exact ÷ {name}", f"bits differ, {name}")]
+    notes = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random weights, bf16, prompt {PROMPT}, temperature 1 (vexact: greedy)",
+        "bits of vLLM: of the first 16 sequences, against a forward of transformers with sdpa over the same tokens",
+    ]
+    return Report(title="The exact engine beside others", columns=tuple(columns), rows=rows, notes=notes)
+
+
+def measure_exact(shape: str, counts: Sequence[int], output: int) -> Iterator[tuple[int, float, str]]:
+    """(sequences, tokens per second, log-probabilities that differ); afterwards the GPU is empty."""
+    model = model_of(shape)
+    with engine_of(model, kv_tokens=max(counts) * (PROMPT + output + 256)) as engine:
+        for count in counts:
+            run = measure_median(engine, count, 3, output)
+            wrong, total = count_differing(model, run)
+            yield count, run.rate, f"{wrong} of {total}"
+    del model, engine
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def cells_of(found: PeerResult | None, exact_rate: float) -> tuple[str, str, str]:
+    if found is None:
+        return "", "", ""
+    return f"{found.rate:.0f}", f"{exact_rate / found.rate:.2f}", f"{found.wrong} of {found.total}" if found.total else "not compared"
 
 
 PARTS = (measure_speed, bits)
@@ -315,14 +314,15 @@ def text_of(report: Report) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The exact engine on a CUDA device: speed and bits in one job.")
     parser.add_argument("--quick", action="store_true", help="a smoke test")
-    parser.add_argument("--counts", type=int, nargs="+", default=(), help="only the speed at these numbers of sequences")
-    parser.add_argument("--large", nargs="+", choices=[shape for shape, _ in LARGE], default=(), help="only the speed of these shapes")
-    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=DEFAULT_PEERS, help="engines to run beside, where named")
+    parser.add_argument("--shapes", nargs="+", choices=list(TABLE), default=(), help="one table of these shapes beside other engines")
+    parser.add_argument(
+        "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="the other engines, where their place is given"
+    )
     options = parser.parse_args()
-    parts = [lambda quick: measure_speed(quick, options.counts, options.peers), bits]
-    parts = parts[:1] if options.counts else parts
-    parts = [lambda quick: large(options.large, options.peers)] if options.large else parts
-    for measure in parts:
+    if options.shapes:
+        print(text_of(compare_engines(options.shapes, options.peers)), flush=True)
+        return
+    for measure in PARTS:
         for report in measure(options.quick):
             print(text_of(report), flush=True)
 

@@ -55,9 +55,13 @@ class PeerResult:
     distance: float = 0.0
 
 
+def is_available(name: str) -> bool:
+    return bool(os.environ.get(PEERS[name]))
+
+
 def measure_peers(names: Sequence[str], shape: str, counts: Sequence[int], output: int) -> dict[str, dict[int, PeerResult]]:
-    """Results of each named peer whose place is given; a peer that fails says why and is left out. Call it while the GPU is empty."""
-    return {name: ask(name, os.environ[PEERS[name]], shape, counts, output) for name in names if os.environ.get(PEERS[name])}
+    """Results of each named peer, whose place is given; a peer that fails says why and is left out. Call it while the GPU is empty."""
+    return {name: ask(name, os.environ[PEERS[name]], shape, counts, output) for name in names}
 
 
 def ask(name: str, place: str, shape: str, counts: Sequence[int], output: int) -> dict[int, PeerResult]:
