@@ -14,7 +14,9 @@ from tokentrue.numerics.cpu import CpuOps
 from tokentrue.numerics.ops import AttentionSpec, ClampedSwiglu, ExpertWeights, HeadNorm, NormForm, Packed, PagedBatch
 
 GENERATOR_SEED = 5
-LINEARS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 2000), (2048, 6144), (6144, 2048), (1000, 200))
+LINEARS = (
+    (1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 2000), (2048, 6144), (6144, 2048), (1000, 200), (1024, 128), (256, 20000)
+)  # fmt: skip
 ROWS = (1, 2, 3, 7, 16, 17, 31, 32, 33, 48, 64, 65, 128, 200, 256, 257, 512, 513, 1000)
 
 
@@ -92,14 +94,15 @@ def test_cublas_rows_do_depend_on_the_batch() -> None:
 
 def test_gated_linear_equals_its_parts() -> None:
     o = ops()
+    cases = ((1024, 6144, "silu"), (1024, 6144, "gelu_pytorch_tanh"), (1024, 6144, "gelu"), (1024, 6144, "relu"), (256, 24576, "silu"))
     for dtype in (torch.bfloat16, torch.float32):
-        for kind in ("silu", "gelu_pytorch_tanh", "gelu", "relu"):
-            x, w = randn(300, 1024, dtype=dtype), weight(6144, 1024, dtype)
+        for k, n, kind in cases:
+            x, w = randn(300, k, dtype=dtype), weight(n, k, dtype)
             gate, up = o.linear(x, w).chunk(2, dim=-1)
             apart = o.activation(gate, kind) * up
             assert same(o.act_mul(gate, up, kind), apart), kind
-            for m in (1, 5, 32, 64, 300):
-                assert same(o.gated_linear(x[:m], w, kind), apart[:m]), (kind, m)
+            for m in (1, 5, 16, 32, 64, 100, 200, 300):
+                assert same(o.gated_linear(x[:m], w, kind), apart[:m]), (n, kind, m)
 
 
 def test_activation_gradients() -> None:
@@ -285,7 +288,7 @@ def test_experts_rows_do_not_depend_on_the_batch() -> None:
             gate, up = torch.einsum("tk,tik->ti", x.double(), gate_up.double()[index[:, s]]).chunk(2, -1)
             reference += torch.einsum("ti,tki->tk", F.silu(gate) * up, down.double()[index[:, s]]) * weight_[:, s, None].double()
         assert relative_error(whole, reference) < tolerance
-        for m in (1, 2, 17, 100, 599):
+        for m in (1, 2, 17, 100, 300, 599):
             assert same(o.experts(x[:m], index[:m], weight_[:m], experts), whole[:m]), (dtype, m)
             assert same(o.experts(x[-m:], index[-m:], weight_[-m:], experts), whole[-m:]), (dtype, -m)
 
@@ -343,6 +346,7 @@ def test_sinks_take_their_share_on_every_path() -> None:
 
 def decode_at(position: int) -> PagedBatch:
     """One sequence in pages 1, 2, …, whose query is at `position`."""
+
     def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device="cuda")
 

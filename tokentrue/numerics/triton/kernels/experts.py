@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+import tokentrue.numerics.triton.hopper as hopper
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights
 from tokentrue.numerics.triton.kernels.activation import activate, activation_grad, branch_of
 from tokentrue.numerics.triton.kernels.matmul import precision_of
@@ -69,9 +70,10 @@ def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
     tiles = cdiv(num, rows) + min(experts, num)
     pairs = torch.empty(tiles * rows, dtype=torch.int64, device=device)
     of_tile = torch.empty(tiles, dtype=torch.int64, device=device)
+    block = min(max(power_of_two(num), 128), 8192)
     launch(
         _plan_kernel, (experts,), index.contiguous(), pairs, of_tile, num, tiles, E=experts, EP=power_of_two(experts + 1), ROWS=rows,
-        BLOCK=min(max(power_of_two(num), 128), 1024), num_warps=4,
+        BLOCK=block, num_warps=4 if block <= 1024 else 8,
     )  # fmt: skip
     return Groups(pairs=pairs, experts=of_tile, rows=rows)
 
@@ -174,15 +176,17 @@ def tile_for(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
     return Tile(m=rows, n=64, k=128, warps=4, stages=4 if gated else 3)
 
 
-def _grouped(
-    x: torch.Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, slots: int, *, gated: bool, tile: Tile | None = None
-) -> torch.Tensor:
+def _grouped(x: torch.Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, slots: int, *, gated: bool) -> torch.Tensor:
     weight, bias = (experts.gate_up, experts.gate_up_bias) if gated else (experts.down, experts.down_bias)
     number, inputs, height = weight.shape if experts.interleaved else (weight.shape[0], weight.shape[2], weight.shape[1])
     outputs = height // 2 if gated else height
     clamped = experts.act if isinstance(experts.act, ClampedSwiglu) else ClampedSwiglu(alpha=0.0, limit=0.0)
     y = torch.empty((num_pairs, outputs), dtype=x.dtype, device=x.device)
-    t = tile or tile_for(groups.rows, num_pairs, x.dtype, gated=gated)
+    if hopper.fits_experts(x, experts):
+        t, act = hopper.tile_of_a_group(groups.rows, num_pairs, gated=gated), str(experts.act) if gated else None
+        hopper.grouped_product(x, weight, groups.pairs, groups.experts, t, y, slots=slots, act=act)
+        return y
+    t = tile_for(groups.rows, num_pairs, x.dtype, gated=gated)
     launch(
         _group_kernel, (groups.experts.shape[0], cdiv(outputs, t.n)),
         x, weight, bias if bias is not None else x, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, number,
@@ -193,14 +197,20 @@ def _grouped(
     return y
 
 
+def _rows_of_a_group(x: torch.Tensor, pairs: int, experts: ExpertWeights) -> int:
+    each = pairs // experts.gate_up.shape[0]
+    if each < 32 or x.dtype == torch.float32:
+        return 16
+    return 128 if each >= 128 and hopper.fits_experts(x, experts) else 64
+
+
 def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
     tokens, slots = index.shape
     y = torch.empty_like(x)
     if tokens == 0:
         return y
     number = experts.gate_up.shape[0]
-    tall = x.dtype != torch.float32 and tokens * slots >= 32 * number
-    groups = group(index, number, 64 if tall else 16)
+    groups = group(index, number, _rows_of_a_group(x, tokens * slots, experts))
     hidden = _grouped(x, experts, groups, tokens * slots, slots, gated=True)
     out = _grouped(hidden, experts, groups, tokens * slots, slots, gated=False)
     grid = (tokens, cdiv(x.shape[1], 1024))
