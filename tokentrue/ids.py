@@ -11,6 +11,7 @@ the same content: what was checked is what is sent, and what was sent is what is
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _SIZE: Final = 4
+_SIGN_BYTE: Final = 3 if sys.byteorder == "little" else 0
 _SHOWN: Final = 8
 
 
@@ -171,14 +173,10 @@ def _pack(ids: Iterable[int]) -> bytes:
     if not isinstance(ids, (list, tuple, array)):
         tolist: Any = getattr(ids, "tolist", None)  # numpy arrays and tensors give their integers at once
         ids = tolist() if tolist is not None else list(ids)
-    try:
-        packed = array("i", ids)
-        negative = bool(packed) and min(packed) < 0
-    except (TypeError, OverflowError, ValueError):
-        negative = True
-    else:
-        if not negative:
-            return packed.tobytes()
+    with contextlib.suppress(TypeError, OverflowError, ValueError):
+        packed = array("i", ids).tobytes()
+        if packed[_SIGN_BYTE::_SIZE].isascii():  # no sign bit is set: the quickest way to see that none is negative
+            return packed
     place, value = next((i, v) for i, v in enumerate(ids) if not _is_id(v))
     raise TokenContractError(f"token id {value!r} at {place} is not an integer from 0 to 2147483647")
 

@@ -77,7 +77,7 @@ class Renderer:
         ids = self.codec.encode_shielded(text, mark) if mark else self.codec.encode(text)
         around = self._splicer.mark_text(given, given_tools, kwargs)
         roles = [message["role"] for message in given]
-        return Rendered(token_ids=TokenIds(ids), spans=compute_spans(self.codec, text, mark, ids, around, roles))
+        return Rendered(token_ids=ids, spans=compute_spans(self.codec, text, mark, ids, around, roles))
 
     def extend(
         self,
@@ -98,7 +98,7 @@ class Renderer:
 
     def encode_sampled(self, text: str) -> list[int]:
         """Text that stands for a model's own output, its markers as tokens; for engines that answer from a script."""
-        return self.codec.encode_after(text, literal="")
+        return self.codec.encode_after(text, literal="").tolist()
 
     def _normalise(self, messages: Messages) -> list[JsonObject]:
         given = normalise_messages(messages, self.inputs)

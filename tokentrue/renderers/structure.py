@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokentrue.errors import TokenTrueError
+from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.types import Ids, Message
 
@@ -53,13 +54,13 @@ def find_structure(codec: Codec, stop_ids: Ids, render_text: RenderText) -> Stru
     )
 
 
-def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> list[int]:
+def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> TokenIds:
     """The ids that a template writes to open the assistant's turn."""
     user: list[Message] = [{"role": "user", "content": _USER}]
     try:
         whole, without = render_text(user, True), render_text(user, False)
     except TokenTrueError:
-        return []
+        return EMPTY
     if whole.startswith(without) and len(whole) > len(without):
         return codec.encode(whole[len(without) :])
     return codec.encode(whole[whole.rfind(_USER) + len(_USER) :])

@@ -113,7 +113,7 @@ class Tree:
         self.answers: dict[TurnKey, list[Node]] = defaultdict(list)
         self.nodes_by_key: dict[str, list[Node]] = defaultdict(list)  # request key -> its served nodes
         self.next_seq = 0
-        self._reserved: dict[int, Node] = {}  # nodes that were checked and are being written, by their place
+        self._reserved: dict[int, tuple[Node, HashState]] = {}  # checked and being written, by their place, with their prompt's SHA-256
         self._turn_keys: dict[str, TurnKey] = {}
         self._hashes: dict[str, HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
@@ -125,9 +125,7 @@ class Tree:
 
     def reserve(self, nodes: Sequence[Node]) -> None:
         """Checks nodes that are about to be written, all of them or none, and keeps their places until `add` or `release`."""
-        for node in nodes:
-            self.check(node)
-        self._reserved |= {node.seq: node for node in nodes}
+        self._reserved |= {node.seq: (node, self.check(node)) for node in nodes}
         self.next_seq += len(nodes)
 
     def release(self, nodes: Sequence[Node]) -> None:
@@ -218,8 +216,8 @@ class Tree:
         state.update(given_ids.tobytes())
         return state
 
-    def check(self, node: Node) -> None:
-        """Everything that must hold before `node` may enter the record."""
+    def check(self, node: Node) -> HashState:
+        """Everything that must hold before `node` may enter the record. Returns the SHA-256 of its prompt."""
         if node.id in self.nodes:
             raise SessionConflict(f"node {node.id} is already in the record")
         if node.parent is not None and node.parent not in self.nodes:
@@ -231,23 +229,24 @@ class Tree:
             raise TokenContractError(f"node {node.id}: prompt of {node.prompt_length} ids, but {parts}")
         if len(node.sampled_ids) != len(node.logprobs):
             raise TokenContractError(f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities")
-        if node.prompt_digest != self.prompt_digest(parent, node.given_ids):
+        state = self._hash_prompt(parent, node.given_ids)
+        if node.prompt_digest != state.digest():
             raise TokenContractError(f"node {node.id}: the engine was given other ids than the record holds")
         if node.chain != self.link(node):
             raise TokenContractError(f"node {node.id}: the certificate does not fit what is recorded")
+        return state
 
     def add(self, node: Node) -> None:
         """The node is checked as a whole first, unless it was reserved: nothing of the record that it was checked against changes."""
-        if self._reserved.pop(node.seq, None) is not node:
-            self.check(node)
-        parent = self.parent(node)
-        state = self._hash_prompt(parent, node.given_ids)
+        reserved, state = self._reserved.pop(node.seq, (None, None))
+        if state is None or reserved is not node:
+            state = self.check(node)
         state.update(node.sampled_ids.tobytes())
         self._hashes[node.id] = state
         self.nodes[node.id] = node
         self.children[node.parent].append(node)
         self.followers[node.parent or node.origin].append(node)
-        key = self._turn_keys[node.id] = turn_key(parent, node.given, node.tools)
+        key = self._turn_keys[node.id] = turn_key(self.parent(node), node.given, node.tools)
         self.answers[key].append(node)
         self.next_seq = max(self.next_seq, node.seq + 1)
         for call in node.served.get("tool_calls") or ():

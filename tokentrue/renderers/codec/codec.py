@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from tokentrue.errors import TokenizerError
+from tokentrue.ids import TokenIds
 from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES, EncodedTexts
 from tokentrue.renderers.codec.literals import EDGE, LiteralFinder, LiteralSpan
 from tokentrue.renderers.codec.token_bytes import TokenBytes
@@ -96,22 +97,22 @@ class Codec:
 
     # text -> ids
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> TokenIds:
         """As the engine would: every literal in the text becomes its token."""
         return self.encoded.encode(self.backend, text)
 
     def encode_with_offsets(self, text: str) -> Encoding:
         return self.backend.encode(text, add_special_tokens=False)
 
-    def encode_after(self, text: str, *, literal: str) -> list[int]:
+    def encode_after(self, text: str, *, literal: str) -> TokenIds:
         """What a whole text has after `literal`, as the engine would."""
         return self.encode(self._lead + self._strip_after(text, literal))[1:]
 
-    def encode_shielded(self, text: str, mark: str) -> list[int]:
+    def encode_shielded(self, text: str, mark: str) -> TokenIds:
         """A whole text rendered from shielded content: only unbroken literals become tokens."""
         return self._encode_pieces(text, mark, at_start=True)
 
-    def encode_shielded_after(self, text: str, mark: str, *, literal: str) -> list[int]:
+    def encode_shielded_after(self, text: str, mark: str, *, literal: str) -> TokenIds:
         return self._encode_pieces(self._strip_after(text, literal), mark, at_start=False)
 
     @cached_property
@@ -122,27 +123,28 @@ class Codec:
     def _strip_after(self, text: str, literal: str) -> str:
         return text.lstrip() if literal in self.absorbs_blanks else text
 
-    def _encode_pieces(self, text: str, mark: str, *, at_start: bool) -> list[int]:
+    def _encode_pieces(self, text: str, mark: str, *, at_start: bool) -> TokenIds:
         ids: list[int] = []
         for plain, literal, _ in self.split(text, mark):
             if plain:
-                ids += self._encode_plain(plain.replace(mark, ""), at_start=at_start)
+                ids.extend(self._encode_plain(plain.replace(mark, ""), at_start=at_start))
             if literal:
                 ids.append(self.literals[literal])
             at_start = False
-        return ids
+        return TokenIds(ids)
 
     def _encode_plain(self, text: str, *, at_start: bool) -> list[int]:
         """Text in which no literal counts, except those that are runs of blanks."""
         ids: list[int] = []
         done = 0
         for start, end, literal in self._blanks.find(text):
-            ids += self._encode_bare(text[done:start], at_start=at_start and done == 0)
+            ids.extend(self._encode_bare(text[done:start], at_start=at_start and done == 0))
             ids.append(self.literals[literal])
             done = end
-        return ids + self._encode_bare(text[done:], at_start=at_start and done == 0)
+        ids.extend(self._encode_bare(text[done:], at_start=at_start and done == 0))
+        return ids
 
-    def _encode_bare(self, text: str, *, at_start: bool) -> list[int]:
+    def _encode_bare(self, text: str, *, at_start: bool) -> TokenIds:
         if at_start:
             return self.encoded.encode(self._bare, text)
         return self.encoded.encode(self._bare, EDGE + text)[1:]

@@ -8,9 +8,10 @@ Bounded in bytes, least recently used first out; `model.encode_cache_bytes = 0` 
 from __future__ import annotations
 
 import threading
-from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
+
+from tokentrue.ids import TokenIds
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,9 +29,9 @@ class EncodedTexts:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[int, str], array[int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, str], TokenIds] = OrderedDict()
 
-    def encode(self, tokenizer: Tokenizer, text: str) -> list[int]:
+    def encode(self, tokenizer: Tokenizer, text: str) -> TokenIds:
         """The ids of a whole text, without tokens that the tokenizer would add around it. `tokenizer` outlives this object."""
         key = (id(tokenizer), text)
         with self._lock:
@@ -38,12 +39,12 @@ class EncodedTexts:
             if known is not None:
                 self._entries.move_to_end(key)
         if known is not None:
-            return known.tolist()
-        ids = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        self._keep(key, array("i", ids))
+            return known
+        ids = TokenIds(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        self._keep(key, ids)
         return ids
 
-    def _keep(self, key: tuple[int, str], ids: array[int]) -> None:
+    def _keep(self, key: tuple[int, str], ids: TokenIds) -> None:
         size = entry_bytes(key, ids)
         with self._lock:
             if size > self.limit_bytes or key in self._entries:
@@ -54,5 +55,5 @@ class EncodedTexts:
             self.used_bytes += size
 
 
-def entry_bytes(key: tuple[int, str], ids: array[int]) -> int:
+def entry_bytes(key: tuple[int, str], ids: TokenIds) -> int:
     return ENTRY_BYTES + CHARACTER_BYTES * len(key[1]) + ID_BYTES * len(ids)

@@ -67,7 +67,7 @@ class Extender:
         roles = [message["role"] for message in request.new]
         return Extension(
             prefix_ids=prefix_ids,
-            added_ids=TokenIds(added),
+            added_ids=added,
             spans=compute_spans(self._codec, tail, mark, added, plan.template_texts, roles),
             context="history" if plan.context == "history" else "dummy",
             join=plan.join,
@@ -96,7 +96,7 @@ class Extender:
             self._plans.popitem(last=False)
         return plan, *self._splicer.render_tail(plan, request, past if plan.context == "history" else ())
 
-    def _encode_tail(self, tail: str, mark: str, plan: ExtendPlan) -> list[int]:
+    def _encode_tail(self, tail: str, mark: str, plan: ExtendPlan) -> TokenIds:
         if mark:
             return self._codec.encode_shielded_after(tail, mark, literal=plan.literal)
         return self._codec.encode_after(tail, literal=plan.literal)

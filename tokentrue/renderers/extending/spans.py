@@ -13,6 +13,8 @@ from itertools import accumulate
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.types import Ids, PromptSpan
 
+BLOCK_IDS = 4096
+
 
 def split_at_words(text: str, words: Sequence[str]) -> tuple[str, ...]:
     """The template's own text around the marked words; empty where they are not there once and in order."""
@@ -82,13 +84,12 @@ def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] 
     SentencePiece puts a blank of its own before text after an added token; some added tokens absorb the blanks after them.
     """
     data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
-    pieces = codec.spelling.split(ids)
-    if b"".join(pieces) == data:
-        return list(accumulate(map(len, pieces)))
+    if (ends := _find_plain_ends(codec, data, ids)) is not None:
+        return ends
     texts, absorbs_blanks = codec.texts, codec.absorbs_blanks
-    ends: list[int] = []
+    ends = list[int]()
     at, is_after_added = 0, True
-    for index, spelled in zip(ids, pieces, strict=True):
+    for index, spelled in zip(ids, codec.spelling.split(ids), strict=True):
         if data.startswith(spelled, at):
             at += len(spelled)
         elif is_after_added and spelled[:1] == b" " and data.startswith(spelled[1:], at):
@@ -101,4 +102,17 @@ def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] 
             while data[at : at + 1].isspace():
                 at += 1
         ends.append(at)
+    return ends if at == len(data) else None
+
+
+def _find_plain_ends(codec: Codec, data: bytes, ids: Ids) -> list[int] | None:
+    """The ends where the tokens spell `data` exactly. Block by block: a call that takes long would keep all other threads waiting."""
+    ends: list[int] = []
+    at = 0
+    for start in range(0, len(ids), BLOCK_IDS):
+        pieces = codec.spelling.split(ids[start : start + BLOCK_IDS])
+        if not data.startswith(b"".join(pieces), at):
+            return None
+        ends += accumulate(map(len, pieces[1:]), initial=at + len(pieces[0]))
+        at = ends[-1]
     return ends if at == len(data) else None

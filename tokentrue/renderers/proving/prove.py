@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tokentrue.errors import TokenTrueError
+from tokentrue.ids import TokenIds
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
 from tokentrue.renderers.proving.cases import ADDED, ROLES, SHAPES, SYSTEM, TOOLS
 from tokentrue.renderers.proving.proof import Case, Proof
@@ -64,7 +65,7 @@ def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message])
         return Case(shape=shape, role=role, outcome="unsupported", why=error.code, detail=str(error))
     if isinstance(found, Refusal):
         return Case(shape=shape, role=role, outcome="refused", why=found.why, detail=found.detail)
-    if expected is None or list(found.added_ids) != expected:
+    if expected is None or found.added_ids != expected:
         detail = "the render of the real history has no such place" if expected is None else "ids differ from the real history's"
         return Case(shape=shape, role=role, outcome="wrong", why="differs", detail=detail)
     why = "" if found.join == "stop" else f"{found.join}_stop"
@@ -82,7 +83,7 @@ def _choose_tools(history: Sequence[Message]) -> Sequence[Tool] | None:
 
 def find_truth(
     renderer: Renderer, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] | None, stop: str, join: str = "stop"
-) -> list[int] | None:
+) -> TokenIds | None:
     """What follows the last turn's stop in the real conversation, by offsets in the whole encoding; None where it has no such place."""
     plain = fill_in_tool_names(normalise_messages([*history, *new], renderer.inputs))
     text = renderer.template.render(plain, normalise_tools(tools, renderer.inputs), renderer.template_kwargs, inputs=renderer.inputs)
@@ -92,12 +93,12 @@ def find_truth(
     between = [index for index, start in enumerate(starts) if max(word, 0) < start < first]
     hits = [index for index in between if ids[index] == renderer.codec.literals[stop]]
     if word < 0:  # the template shows no calls: the turn before the new message is this one, whatever it holds
-        return list(ids[hits[-1] + 1 :]) if hits else None
+        return TokenIds(ids[hits[-1] + 1 :]) if hits else None
     if join == "foreign":  # the recorded stop stays; all that closes the turn comes after it
         return renderer.codec.encode_after(text[word + len("zlastz") :], literal="")
     if join == "alias":
         hits = [index for index in between if ids[index] in renderer.codec.texts]
-    return list(ids[hits[0] + 1 :]) if hits else None
+    return TokenIds(ids[hits[0] + 1 :]) if hits else None
 
 
 def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str | None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from tokentrue.errors import TokenTrueError
+from tokentrue.ids import TokenIds
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.proving.cases import TOOLS
 from tokentrue.renderers.renderer import Renderer
@@ -50,7 +51,7 @@ def _check_turn(renderer: Renderer, turn: Message) -> str:
     return "ok" if got == want else f"differs: {json.dumps(got, ensure_ascii=False)[:200]}"
 
 
-def encode_turn(renderer: Renderer, turn: Message) -> tuple[list[int], list[int]] | str:
+def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] | str:
     """The prompt's ids and those that a model would sample to write `turn` as the template does; or why that cannot be told."""
     ask, answer = normalise_messages(_ASK, renderer.inputs), normalise_messages([turn], renderer.inputs)
     tools = normalise_tools(TOOLS if turn.get("tool_calls") else None, renderer.inputs)

@@ -14,7 +14,7 @@ from tokentrue.sessions.matching.matcher import Continue, Resolution, Root, root
 from tokentrue.sessions.offload import count_chars, run_by_size
 from tokentrue.sessions.tree import Given, Node, Tree, TurnKey
 from tokentrue.tracing import traced
-from tokentrue.types import PromptSpan, Refusal, TemplateKwargs, Tools
+from tokentrue.types import PromptSpan, Refusal, Rendered, TemplateKwargs, Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,12 @@ async def _extend(
 
 
 async def _render(resolution: Root, chars: int, renderer: Renderer, tools: Tools | None, template_kwargs: TemplateKwargs) -> Prompt:
-    rendered = await run_by_size(renderer.render, chars, resolution.messages, tools, template_kwargs=dict(template_kwargs) or None)
+    def render() -> Rendered:
+        rendered = renderer.render(resolution.messages, tools, template_kwargs=dict(template_kwargs) or None)
+        rendered.token_ids.sha256()  # the provider will ask for it
+        return rendered
+
+    rendered = await run_by_size(render, chars)
     return Prompt(
         ids=rendered.token_ids,
         given_ids=rendered.token_ids,
