@@ -86,7 +86,6 @@ class ServerConfig:
     pin: tuple[str, ...] = ()  # of sessions that do not say: ["system"] keeps the first system prompt of each conversation
     keep_alive_s: float = 10.0
     drain_s: float = 30.0
-    collect_after: int = 10_000  # new objects, before Python looks for garbage in cycles; 0: as Python does (700)
     purge_after_s: float = 30 * 86400.0
     log: Literal["json", "off"] = "json"
     trace_url: str = ""  # an OTLP/HTTP collector, http://host:4318; empty: no traces
@@ -96,8 +95,6 @@ class ServerConfig:
             raise ConfigError(f"server.port must be between 0 and 65535, got {self.port}")
         if self.workers < 1:
             raise ConfigError(f"server.workers must be at least 1, got {self.workers}")
-        if self.collect_after < 0:
-            raise ConfigError(f"server.collect_after must be at least 0, got {self.collect_after}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +217,6 @@ def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | N
         training=config.server.training,
         pin=check_pin(config.server.pin),
         keep_alive_s=config.server.keep_alive_s,
-        collect_after=config.server.collect_after,
         drain_s=config.server.drain_s,
         purge_after_s=config.server.purge_after_s,
     )

@@ -58,5 +58,4 @@ class GatewayConfig:
     keep_alive_s: float = 10.0
     pause_wait_s: float = 600.0  # how long a held-back generation waits for /admin/resume
     drain_s: float = 30.0
-    collect_after: int = 10_000  # new objects, before Python looks for garbage in cycles; 0: as Python does
     purge_after_s: float = 30 * 86400.0  # ended sessions older than this leave the journal

@@ -2,15 +2,11 @@
 
 A text takes about a hundred times its size while it is encoded, in many small blocks. glibc keeps what is freed of them in the arenas of
 the threads that ran, so that a process stays as large as the largest moment of each thread. `release_freed_memory` hands it back.
-
-Python looks for garbage in cycles whenever 700 more objects exist, and then often looks at all of them: the record of every session in
-memory. `collect_less_often` makes that `server.collect_after`, and leaves out what start-up has loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -21,14 +17,6 @@ def _find_trim() -> Callable[[int], int] | None:
     if sys.platform != "linux":
         return None
     return getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
-
-
-def collect_less_often(after: int) -> None:
-    """For a process that does nothing but serve: it changes how all of Python's memory is managed. 0 leaves it as it is."""
-    if after:
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(after)
 
 
 def release_freed_memory() -> bool:

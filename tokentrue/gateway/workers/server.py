@@ -19,7 +19,6 @@ import uvicorn
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.app import Gateway
 from tokentrue.gateway.auth import is_weak_key
-from tokentrue.gateway.memory import collect_less_often
 from tokentrue.gateway.workers.forwarding import FromWorker
 from tokentrue.gateway.workers.http import bounded_http
 
@@ -168,7 +167,6 @@ def run_worker(
     gateway: Gateway, public: socket.socket, *, worker_socket: str | None = None, ready: Callable[[], None] | None = None
 ) -> None:
     """One worker on an event loop of its own, uvloop where it is installed. The process is its own."""
-    collect_less_often(gateway.config.collect_after)
     try:
         import uvloop
     except ImportError:
