@@ -1,8 +1,8 @@
 """y = x @ w.T + b with bits that do not depend on the number of rows.
 
 Every output element is one float32 sum over k in ascending order: no split of K, whatever the tile. The tile is chosen by the number of
-rows for speed alone, and many rows on a Hopper go through `hopper.py`; `selftest.py` checks on the machine at hand that all agree. Backward
-products are cuBLAS's (deterministic).
+rows for speed alone, and most products on a Hopper go through `hopper.py`; `selftest.py` checks on the machine at hand that all agree.
+Backward products are cuBLAS's (deterministic).
 Legend: M rows, N outputs, K inputs. `gated` computes act(gate) * up of two stacked weights, rounding where the plain modules round.
 """
 
