@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -159,6 +159,15 @@ class InterruptedTrainer(Trainer):
         return super().step(groups)
 
 
+@pytest.fixture
+def pythons_own_ctrl_c() -> Iterator[None]:
+    """A shell starts processes in the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_own_ctrl_c")
 @pytest.mark.parametrize(("dies_at", "stops_at", "error"), [(2, 99, EngineUnreachable), (99, 2, KeyboardInterrupt)])
 def test_an_update_that_nobody_judged_is_in_no_checkpoint(tmp_path: Path, dies_at: int, stops_at: int, error: type[BaseException]) -> None:
     """The engine dies before its verdict, or Ctrl-C. The run resumes with that step, and ends with the bits of an unbroken one."""
