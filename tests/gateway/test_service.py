@@ -277,7 +277,7 @@ def test_one_log_line_per_turn(server: Server) -> None:
     assert line["node"] == nodes(server, session)[0]["id"]
     assert line["tokens_sampled"] == len(renderer().encode_sampled(TEXT)) + 1
     assert line["tokens_in"] == line["tokens_new"] > 0
-    assert line["engine_ms"] >= 300  # the engine's own time, which does not count as added
+    assert line["engine_ms"] > 290  # it sleeps for 0.3 s, and timers count whole milliseconds; that does not count as added
     assert 0 < line["added_ms"] <= taken_ms - line["engine_ms"]
     assert (line["projection"], line["fork"]) == ("root", "first")
 
