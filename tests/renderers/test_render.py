@@ -10,6 +10,7 @@ import tokentrue as tt
 from tests import parts
 from tests.renderers.talk import OWN, TOOLS, calls, extended, judge, loaded, result, says, stop_id, user
 from tokentrue.renderers import renderer_of
+from tokentrue.renderers.extending import spans
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages
 
 FAST = ("qwen3", "kimi-k2", "glm-4.6", "deepseek-v3.1", "mistral-nemo", "gemma-3")
@@ -153,7 +154,9 @@ def test_arguments_as_text_or_object_are_the_same() -> None:
     assert renderer.render([user("a"), as_text]).token_ids == renderer.render([user("a"), as_object]).token_ids
 
 
-def test_spans_cover_the_prompt() -> None:
+@pytest.mark.parametrize("block", [1, 3, 4096])
+def test_spans_cover_the_prompt(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "BLOCK_IDS", block)
     renderer = loaded("qwen3-like")
     talk = [{"role": "system", "content": "user"}, user("one é"), says("two <think>"), user("three")]
     rendered = renderer.render(talk)
