@@ -3,7 +3,7 @@
 Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an integer, with a plain
 trainer forward over its sequence. With `--shapes`, one table of these shapes beside other engines: vLLM where TOKENTRUE_VLLM names a
 folder that holds it, VeXact where TOKENTRUE_VEXACT names a checkout. Without, the 0.6B shape beside the same engine with exactness off,
-prefix sharing, and random schedules.
+prefix sharing, random schedules, and a pipeline of two processes.
 
     python -m tokentrue.bench.engine_gpu [--quick | --shapes 0.6B 8B 30B-A3B [--peers vllm vllm-invariant vexact]]
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import copy
 import gc
 import itertools
 import random
@@ -190,6 +191,24 @@ def replace_bits(shared: Shared, model: Any) -> Report:
     return Report(title="Prefix sharing", columns=("load", "tok/s", "seconds", "bits differ"), rows=rows, notes=notes)
 
 
+def measure_pipeline(quick: bool) -> list[Report]:
+    """One process against two on the same GPU, hidden states through host memory."""
+    counts, output, repeats = ((1,), 16, 1) if quick else ((1, 32), 128, 3)
+    model = model_of("0.6B").bfloat16()  # as the engines' copies will be: rotary frequencies are then made anew, on the host, on every side
+    rows = []
+    for stages in (1, 2):
+        gc.collect()
+        torch.cuda.empty_cache()
+        with engine_of(copy.deepcopy(model), pipeline=stages, kv_tokens=24_000) as engine:
+            runs = [measure_median(engine, count, repeats, output) for count in counts]
+        for run in runs:
+            wrong, total = count_differing(model, run)
+            rows.append((stages, len(run.prompts), f"{run.rate:.0f}", f"{wrong} of {total}"))
+    columns = ("processes", "sequences", "tok/s", "bits differ")
+    notes = [f"random Qwen3-0.6B, bf16, prompt {PROMPT}, output {output}; two processes share the GPU and replay no graphs"]
+    return [Report(title="Pipeline on one GPU", columns=columns, rows=rows, notes=notes)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRun:
     """What came of a random schedule: log-probabilities that differ, of `tokens`; requests that differ alone, of `asked`."""
@@ -294,7 +313,7 @@ def cells_of(found: PeerResult | None, exact_rate: float) -> tuple[str, str, str
     return f"{found.rate:.0f}", f"{exact_rate / found.rate:.2f}", f"{found.wrong} of {found.total}" if found.total else "not compared"
 
 
-PARTS = (measure_speed, bits)
+PARTS = (measure_speed, bits, measure_pipeline)
 
 
 def run(*, quick: bool) -> list[Report]:
