@@ -181,9 +181,7 @@ async def open_conversation(server: ServerProcess) -> Conversation:
     return Conversation(client=client, key=key, agent=Agent(read_pages()))
 
 
-async def play(
-    servers: dict[str, ServerProcess], marks: Sequence[int], figures: dict[str, Figures], tokens: dict[int, int]
-) -> None:
+async def play(servers: dict[str, ServerProcess], marks: Sequence[int], figures: dict[str, Figures], tokens: dict[int, int]) -> None:
     talks = {name: await open_conversation(server) for name, server in servers.items()}
     for turn in range(1, max(marks) + WINDOW + 1):
         mark = mark_near(turn, marks)
