@@ -27,11 +27,11 @@ demo: $(VENV)/.base
 	$(BIN)/tokentrue demo
 
 test: $(VENV)/.dev $(BROWSER)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm and not harness and not load and not fuzz and not frameworks"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu and not vllm and not harness and not load and not fuzz and not frameworks"
 
 # What takes minutes, or needs a real engine, a GPU or npm, has a target of its own.
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m slow
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
 
 test-load: $(VENV)/.dev
 	$(BIN)/python -m pytest -m load

@@ -1,12 +1,15 @@
 """What all tests of a process share: one PostgreSQL server, and one thread for arithmetic.
 
 `make test` runs a process per core. Where each of them, and each program that it starts, takes a thread per core for every small product,
-the threads wait for one another: a random schedule of the engine took 35 s instead of 4.6 s. Tests of several threads set their own number.
+the threads wait for one another: a random schedule of the engine took 35 s instead of 4.6 s. Tests, and commands that they call, set their
+own number where they need several; it ends with the test.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +17,20 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look again and again at the millions of objects that imports have made."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def one_thread_again() -> Iterator[None]:
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -34,11 +34,11 @@ UNVERSIONED = 0
 
 def is_logprob(value: float) -> bool:
     """Finite, not positive, and no sentinel: engines write -9999 where they have none."""
-    return math.isfinite(value) and -9000.0 < value <= 0.0
+    return are_logprobs((value,))
 
 
 def are_logprobs(values: Sequence[float]) -> bool:
-    return all(map(is_logprob, values))
+    return all(-9000.0 < value <= 0.0 for value in values)  # false for NaN, too
 
 
 def require_mask(mask: SamplingMask, token_ids: Sequence[int]) -> None:

@@ -1,5 +1,5 @@
 """Every code block of README.md and docs/ is run or, where its program cannot run here, parsed: fences.py says which is which, commands.py
-and dry.py how, and reader.py what stands in for what."""
+and dry.py how, and reader.py what stands in for what. `make test` runs the blocks of the first pages, `make test-slow` the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.docs.commands import Shell, run_python
 from tests.docs.fences import CONSOLE, KNOWN, PAGES, ROOT, Block, blocks_of, name_of, pages_with
 from tests.docs.reader import Record, furnish, recorded
 
+FIRST = ("README.md", "docs/start.md", "docs/walk.md")
 PARSED = ("console slow", "console gpu", "console vllm", "console harness", "console cluster")
 
 
@@ -51,13 +53,18 @@ def test_data_blocks_are_whole(page: Path) -> None:
             (tomllib if block.kind == "toml" else json).loads(block.body)
 
 
-@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+def run_pages(kind: str) -> list[Any]:
+    marks = {page: () if name_of(page) in FIRST else (pytest.mark.slow,) for page in pages_with(kind)}
+    return [pytest.param(page, marks=mark, id=name_of(page)) for page, mark in marks.items()]
+
+
+@pytest.mark.parametrize("page", run_pages("python"))
 def test_python_blocks_run(page: Path, folder: Path, record: Record) -> None:
     run_python("\n".join(block.body for block in blocks_of(page) if block.kind == "python"), folder, record)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", pages_with("console"), ids=name_of)
+@pytest.mark.parametrize("page", run_pages("console"))
 def test_console_blocks_run(page: Path, folder: Path, record: Record) -> None:
     write_titled(page, folder, record)
     for block in blocks_of(page):

@@ -58,7 +58,7 @@ async def test_the_fault_is_named(name: str, tmp_path: Path) -> None:
 HEALTHY = ("hf float32", "hf bfloat16", "exact float32", "sglang", "hf biases")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("kind", HEALTHY)
 async def test_a_healthy_engine_is_not_accused(kind: str, seed: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"seed": 100 + seed}

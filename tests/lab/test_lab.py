@@ -24,7 +24,10 @@ from tokentrue.types import Certificate, Sample
 pytestmark = pytest.mark.timeout(280)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+LONGER = ("pretrained", "thresholds", "regimes", "routing-replay")  # run by `make test-slow`
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONGER else ()) for name in EXPERIMENTS])
 def test_quick_runs_end_with_a_table(name: str, tmp_path: Path) -> None:
     table = run_experiment(name, Scale(), quick=True, out=tmp_path)
     assert not [row for row in table.rows if "stopped" in row[0]]

@@ -71,6 +71,18 @@ def test_a_model_cast_to_bfloat16_has_the_bits_of_one_loaded_in_it(tmp_path: Pat
         assert same_bits(score(model.bfloat16(), ids), score(loaded, ids))
 
 
+def test_frequencies_with_other_last_bits_are_those_of_the_host() -> None:
+    """A model that was built on a GPU has them; an engine that loads it does not. Frequencies of the user's own stay."""
+    model, ids = build("llama"), ids_of(1, 90)
+    frequencies = model.model.rotary_emb.inv_freq
+    with torch.no_grad():
+        expected = score(model, ids)
+        frequencies[3:6] = torch.nextafter(frequencies[3:6], torch.ones(3))
+        assert same_bits(score(model, ids), expected)
+        frequencies[3:6] *= 1.01
+        assert not same_bits(score(model, ids), expected)
+
+
 def test_thread_count_does_not_change_float32_bits() -> None:
     model, ids, threads = build("qwen3"), ids_of(2, 150), torch.get_num_threads()
     found = []

@@ -66,6 +66,7 @@ def test_ranks_wait_for_each_other_publish_one_by_one_and_stop_together(tmp_path
         assert "the engine is full" in said
 
 
+@pytest.mark.slow
 def test_an_engine_on_every_rank_samples_what_one_process_samples(tmp_path: Path) -> None:
     one, two = rows_of(train(1, tmp_path / "one")), rows_of(train(2, tmp_path / "two"))
     assert [row["step"] for row in two] == [0, 1]

@@ -27,7 +27,7 @@ from tokentrue.samples import audit, sample_from_json, sample_to_json
 from tokentrue.sessions import Journal
 from tokentrue.types import Finish, TurnRequest
 
-RUNS = int(os.environ.get("TOKENTRUE_STATEFUL_RUNS", "1000"))
+RUNS = int(os.environ.get("TOKENTRUE_STATEFUL_RUNS", "400"))
 LOSSES = ("none", "reasoning", "inline", "ids", "arguments", "parts", "spaces", "extras", "all")
 TOOLS = ({"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}})
 

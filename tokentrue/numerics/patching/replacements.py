@@ -37,7 +37,7 @@ def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None
         eps, form = norm_kind(name, module)
         return module, "rms_norm", lambda x, m=module: ops.rms_norm(x, m.weight, eps, form=form)  # pyright: ignore
     if "RotaryEmbedding" in type(module).__name__:
-        return rounded_rotary(name, module)
+        return rotary_of_host(name, module)
     kind = activation_kind(module)
     if kind is not None:
         return module, "activation", lambda x: ops.activation(x, kind)
@@ -158,15 +158,25 @@ def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
         return type(module).forward(stand_in, x)
 
 
-def rounded_rotary(name: str, module: Any) -> Replacement | None:
-    """`model.bfloat16()` rounds the frequencies, a model loaded in bfloat16 keeps them in float32: always the latter, made anew."""
-    if all(buffer.dtype == torch.float32 for buffer in module.buffers(recurse=False)):
-        return None
+def rotary_of_host(name: str, module: Any) -> Replacement | None:
+    """Frequencies in float32, as the host computes them from the config: `model.bfloat16()` rounds them, and a model built on a GPU has
+    other last bits. Frequencies that are not the config's are left alone."""
+    own = list(module.buffers(recurse=False))
+    is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
     if not hasattr(module, "config"):
-        raise ExactnessError(f"{name} ({type(module).__name__}) has rounded frequencies: load the model with dtype=, do not cast it")
-    device = next(module.buffers(recurse=False)).device
-    fresh = type(module)(module.config).to(device)
-    return module, "rotary", fresh.forward
+        if is_rounded:
+            raise ExactnessError(f"{name} ({type(module).__name__}) has rounded frequencies: load the model with dtype=, do not cast it")
+        return None
+    with torch.device("cpu"):
+        fresh = type(module)(module.config)
+    if is_rounded or differ_in_last_bits(own, list(fresh.buffers(recurse=False))):
+        return module, "rotary", fresh.to(own[0].device).forward
+    return None
+
+
+def differ_in_last_bits(some: list[Tensor], others: list[Tensor]) -> bool:
+    pairs = [(one.cpu(), other) for one, other in zip(some, others, strict=True)]
+    return any(not torch.equal(*pair) for pair in pairs) and all(torch.allclose(*pair, rtol=1e-5, atol=0.0) for pair in pairs)
 
 
 def activation_kind(module: nn.Module) -> str | None:
@@ -212,5 +222,3 @@ def expert_activation(module: Any) -> str | ClampedSwiglu | None:
     gate, up = both[:, ::2].clamp(max=act.limit), both[:, 1::2].clamp(min=-act.limit, max=act.limit)
     wanted = (up + 1) * gate * torch.sigmoid(gate * act.alpha)
     return act if torch.allclose(module._apply_gate(both), wanted, rtol=1e-4, atol=1e-5) else None
-
-

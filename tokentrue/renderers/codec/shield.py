@@ -5,6 +5,7 @@ After rendering, what still reads as a literal is the template's own; `Codec.enc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
@@ -16,11 +17,19 @@ MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: nev
 
 def needs_shield(codec: Codec, value: Any) -> bool:
     """Whether `ContentShield` would change any string in it."""
+    return any(codec.may_touch_literal(text) and _touches_literal(codec, text) for text in _strings_in(value))
+
+
+def _strings_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        return codec.may_touch_literal(value) and _touches_literal(codec, value)
-    if is_object(value):
-        return any(needs_shield(codec, key) or needs_shield(codec, item) for key, item in value.items())
-    return isinstance(value, list) and any(needs_shield(codec, item) for item in cast("list[Any]", value))
+        yield value
+    elif is_object(value):
+        for key, item in value.items():
+            yield from _strings_in(key)
+            yield from _strings_in(item)
+    elif isinstance(value, list):
+        for item in cast("list[Any]", value):
+            yield from _strings_in(item)
 
 
 def _touches_literal(codec: Codec, text: str) -> bool:
@@ -67,8 +76,4 @@ class ContentShield:
 
 
 def _holds_any(value: Any, marks: tuple[str, ...]) -> bool:
-    if isinstance(value, str):
-        return not value.isascii() and any(mark in value for mark in marks)
-    if is_object(value):
-        return any(_holds_any(key, marks) or _holds_any(item, marks) for key, item in value.items())
-    return isinstance(value, list) and any(_holds_any(item, marks) for item in cast("list[Any]", value))
+    return any(not text.isascii() and any(mark in text for mark in marks) for text in _strings_in(value))
