@@ -16,7 +16,7 @@ from tests.docs.commands import Shell, run_python
 from tests.docs.fences import CONSOLE, KNOWN, PAGES, ROOT, Block, blocks_of, name_of, pages_with
 from tests.docs.reader import Record, furnish, recorded
 
-FIRST = ("README.md", "docs/start.md", "docs/walk.md")
+FIRST = ("README.md", "docs/start.md")
 PARSED = ("console slow", "console gpu", "console vllm", "console harness", "console cluster")
 
 

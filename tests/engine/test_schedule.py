@@ -30,12 +30,12 @@ def check(kind: str, dtype: str, seed: int, tokens: int, replays: int) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", REQUIRED)
 def test_random_schedule(kind: str, dtype: str) -> None:
-    check(kind, dtype, seed=REQUIRED.index(kind), tokens=500, replays=4)
+    check(kind, dtype, seed=REQUIRED.index(kind), tokens=300, replays=3)
 
 
 @pytest.mark.parametrize("kind", FURTHER)
 def test_random_schedule_of_further_families(kind: str) -> None:
-    check(kind, "bfloat16" if kind in {"gemma3", "qwen3_5", "olmo3", "gpt_oss"} else "float32", seed=7, tokens=250, replays=2)
+    check(kind, "bfloat16" if kind in {"gemma3", "qwen3_5", "olmo3", "gpt_oss"} else "float32", seed=7, tokens=200, replays=2)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
