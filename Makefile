@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 2
+# Many tests wait for a process or a socket: one more than the cores keeps them busy.
+JOBS   ?= 3
 
 BROWSER := $(VENV)/.browser
 
