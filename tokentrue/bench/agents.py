@@ -49,6 +49,10 @@ class HttpClient(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_exception(ConfigError("the server closed the connection before it had answered"))
+
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
@@ -65,6 +69,8 @@ class HttpClient(asyncio.Protocol):
         self._transport.close()
 
     async def post(self, path: str, body: bytes, key: str) -> TimedResponse:
+        if self._transport.is_closing():
+            raise ConfigError("the server closed the connection while it was idle")
         self._parser, self._body = httptools.HttpResponseParser(self), bytearray()
         self._finished = asyncio.get_running_loop().create_future()
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"

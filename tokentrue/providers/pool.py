@@ -283,7 +283,7 @@ def _remaining(prompt_ids: TokenIds, sampling: Sampling, done: Sequence[Completi
 def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completion:
     """Pieces of one generation, end to end; what not every piece has (top log-probabilities, say) is left out."""
     if len(pieces) == 1:
-        return replace(pieces[0], prompt_tokens=len(prompt_ids))
+        return pieces[0]
     runs = [(span.end - span.start, span.version) for piece in pieces for span in piece.versions]
     tops = [piece.top_logprobs for piece in pieces]
     raws = [piece.raw_logprobs for piece in pieces]

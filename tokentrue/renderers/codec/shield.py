@@ -21,15 +21,16 @@ def needs_shield(codec: Codec, value: Any) -> bool:
 
 
 def _strings_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif is_object(value):
-        for key, item in value.items():
-            yield from _strings_in(key)
-            yield from _strings_in(item)
-    elif isinstance(value, list):
-        for item in cast("list[Any]", value):
-            yield from _strings_in(item)
+    waiting: list[Any] = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif is_object(item):
+            waiting += item
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += cast("list[Any]", item)
 
 
 def _touches_literal(codec: Codec, text: str) -> bool:
