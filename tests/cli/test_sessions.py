@@ -19,13 +19,15 @@ KEY = "a-long-admin-key"
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
     server = scripted_server(tmp_path, ["It is 4."] * 4, admin_key=KEY)
-    with tt.Client(server.url, KEY) as client:
-        for name in ("one", "two"):
-            session = client.open(session_id=name, group="g")
-            session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
-            session.close()
-    yield server
-    server.stop()
+    try:
+        with tt.Client(server.url, KEY) as client:
+            for name in ("one", "two"):
+                session = client.open(session_id=name, group="g")
+                session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
+                session.close()
+        yield server
+    finally:
+        server.stop()
 
 
 def test_list_show_and_delete(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

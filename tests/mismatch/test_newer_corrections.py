@@ -181,6 +181,11 @@ def test_an_update_is_accepted_where_the_inference_policy_improves() -> None:
     worse = check_update(rollout - (better - rollout), rollout, advantages)
     assert not worse.accepted and worse.gain < 0
     assert not check_update(better, rollout, advantages, max_divergence=1e-4).accepted
+    assert not check_update(better, rollout, advantages, min_gain=1.0).accepted
+    none, first = torch.zeros_like(advantages), torch.tensor([[1, 0], [0, 0]], dtype=torch.bool)
+    assert check_update(better, rollout, none, min_gain=1.0).accepted, "there is nothing to gain"
+    assert not check_update(better, rollout, none, min_gain=1.0, max_divergence=1e-4).accepted
+    assert check_update(better, rollout, advantages * ~first, first, min_gain=1.0).accepted, "advantages of masked tokens do not count"
     masked = check_update(better, rollout, advantages, torch.tensor([[1, 0], [0, 0]], dtype=torch.bool))
     assert (masked.tokens, masked.gain) == (1, pytest.approx(math.expm1(0.1)))
     with pytest.raises(InputError, match="no valid token"):

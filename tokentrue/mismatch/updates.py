@@ -40,24 +40,27 @@ def check_update(
 
     `updated_logprobs` are the engine's log-probabilities of the old samples under the new weights (its prompt log-probabilities),
     `rollout_logprobs` those that it sampled with. The gain is the mean of (r - 1)·A with r = updated ÷ rollout: the importance-weighted
-    improvement of the inference policy itself, whatever the trainer's own policy did. An update that is not accepted is to be undone:
-    publish the old weights again. The paper accepts by a gap on the inference side; this estimator and its bounds are this package's.
+    improvement of the inference policy itself, whatever the trainer's own policy did; where no token has an advantage there is nothing to
+    gain, and `min_gain` does not count. An update that is not accepted is to be undone: publish the old weights again. The paper accepts
+    by a gap on the inference side; this estimator and its bounds are this package's.
     """
     options: BatchOptions = {"cu_seqlens": cu_seqlens, "advantages": advantages}
     batch = Batch.of(updated_logprobs, rollout_logprobs, mask, options)
     gain = divergence = 0.0
-    tokens = 0
+    tokens, has_advantage = 0, False
     with torch.no_grad():
         for rows in batch.layout.blocks():
             signals = read_signals(batch, rows, Correction())
             x = signals.clamped(LOG_CLAMP)
-            gain -= float(rows.sum(contribution(x, read_per_token(batch.layout, rows, "advantages", advantages))).sum())
+            per_token = read_per_token(batch.layout, rows, "advantages", advantages)
+            has_advantage |= bool(rows.sum((per_token != 0).to(x.dtype)).sum() > 0)
+            gain -= float(rows.sum(contribution(x, per_token)).sum())
             divergence += float(rows.sum(k3(x)).sum())
             tokens += rows.tokens
     if not tokens:
         raise InputError("check_update: no valid token; an update cannot be judged on an empty batch")
     gain, divergence = gain / tokens, divergence / tokens
-    accepted = gain >= min_gain and (max_divergence is None or divergence <= max_divergence)
+    accepted = (gain >= min_gain or not has_advantage) and (max_divergence is None or divergence <= max_divergence)
     return UpdateCheck(accepted=accepted, gain=gain, divergence=divergence, tokens=tokens)
 
 
