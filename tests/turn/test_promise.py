@@ -392,6 +392,20 @@ async def test_a_key_names_one_request_while_it_is_in_flight() -> None:
     assert len(await session.turn(TurnRequest(messages=OPENING, request_key="k"))) == 1 and len(engine.prompts) == 1
 
 
+async def test_tools_that_a_caller_changes_in_place_are_other_tools() -> None:
+    """`1` and `True` are equal in Python, and templates print them otherwise."""
+    session, _ = letters_session(*[sampled("r", f"c{i}") for i in range(3)])
+    tools: list[Any] = [{"name": "f", "parameters": {"default": 1}}]
+    first = await session.chat([USER], tools)
+    tools[0]["parameters"]["default"] = True
+    second = await session.chat([USER], tools)
+    recorded = [session.tree.get(reply.node).tools[0]["parameters"]["default"] for reply in (first, second)]  # type: ignore[index]
+    assert recorded[0] is not True and recorded == [1, True] and recorded[1] is True
+    tools[0]["parameters"]["default"] = {1}
+    with pytest.raises(MessageError, match="must be a JSON value"):
+        await session.chat([USER], tools)
+
+
 async def test_what_a_caller_does_to_its_objects_changes_nothing_recorded() -> None:
     session, _ = letters_session(*[sampled("r", f"c{i}") for i in range(4)])
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]

@@ -119,7 +119,7 @@ class ConversationReader:
     def __init__(self, limit_bytes: int = 32 << 20) -> None:
         self._limit_bytes = limit_bytes
         self._kept: list[Conversation] = []  # newest first
-        self._tools: tuple[Tools | None, list[Any] | None, bytes] = (None, None, digest(None))
+        self._tools: tuple[Tools | None, bytes, list[Any] | None, bytes] = (None, dumps(None), None, digest(None))
 
     def read(self, messages: Messages, tools: Tools | None) -> Conversation:
         """Copies, checks and keys a request; malformed messages are refused by field."""
@@ -174,9 +174,17 @@ class ConversationReader:
 
     def _copy_tools(self, tools: Tools | None) -> tuple[list[Any] | None, bytes]:
         """The session's own copy of the last tool set, and its exact digest."""
-        source, copy, name = self._tools
-        if not self._limit_bytes or source is not tools or copy != tools:
+        source, spelled, copy, name = self._tools
+        if not self._limit_bytes or source is not tools or spelled != _spell(tools):
             copy = cast("list[Any]", freeze(list(tools), "tools")) if tools else None
             name = digest(copy)
-            self._tools = (tools, copy, name)
+            self._tools = (tools, _spell(tools), copy, name)
         return copy, name
+
+
+def _spell(tools: Tools | None) -> bytes:
+    """Tells apart what compares equal, as `1` and `True`; empty for what is no JSON, which `freeze` refuses."""
+    try:
+        return dumps(tools)
+    except (TypeError, ValueError):
+        return b""
