@@ -15,16 +15,20 @@ from tokentrue.cli.main import run
 KEY = "a-long-admin-key"
 
 
+def play_two_sessions(server: Server) -> None:
+    with tt.Client(server.url, KEY) as client:
+        for name in ("one", "two"):
+            session = client.open(session_id=name, group="g")
+            session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
+            session.close()
+
+
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
     server = scripted_server(tmp_path, ["It is 4."] * 4, admin_key=KEY)
     try:
-        with tt.Client(server.url, KEY) as client:
-            for name in ("one", "two"):
-                session = client.open(session_id=name, group="g")
-                session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
-                session.close()
+        play_two_sessions(server)
         yield server
     finally:
         server.stop()
@@ -78,11 +82,7 @@ def test_a_store_on_postgresql(database: str, tmp_path: Path, monkeypatch: pytes
     flags = ("--engine", "scripted", "--script", str(script), "--model", str(model_dir()), "--store", database)
     server = Server(*flags, folder=tmp_path, admin_key=KEY)
     try:
-        with tt.Client(server.url, KEY) as client:
-            for name in ("one", "two"):
-                session = client.open(session_id=name, group="g")
-                session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
-                session.close()
+        play_two_sessions(server)
         assert run("sessions", [database, "--json"]) == 0
         assert {entry["session_id"] for entry in json.loads(capsys.readouterr().out)["sessions"]} == {"one", "two"}
         assert run("sessions", [database, "show", "one", "--json"]) == 0

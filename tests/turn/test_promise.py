@@ -401,7 +401,13 @@ async def test_tools_that_a_caller_changes_in_place_are_other_tools() -> None:
     second = await session.chat([USER], tools)
     recorded = [session.tree.get(reply.node).tools[0]["parameters"]["default"] for reply in (first, second)]  # type: ignore[index]
     assert recorded[0] is not True and recorded == [1, True] and recorded[1] is True
-    tools[0]["parameters"]["default"] = {1}
+    for value in ({1}, float("nan")):
+        tools[0]["parameters"]["default"] = value
+        with pytest.raises(MessageError, match="must be a JSON value"):
+            await session.chat([USER], tools)
+    tools[0]["parameters"]["default"] = None
+    await session.chat([USER], tools)
+    tools[0]["parameters"]["default"] = float("nan")  # some JSON writers spell it like None
     with pytest.raises(MessageError, match="must be a JSON value"):
         await session.chat([USER], tools)
 

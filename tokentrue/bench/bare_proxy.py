@@ -54,8 +54,15 @@ def application(upstream: str) -> Starlette:
 async def main(upstream: str) -> None:
     bound = socket.create_server(("127.0.0.1", 0), backlog=4096)
     print(bound.getsockname()[1], flush=True)
-    settings: dict[str, Any] = {"loop": "uvloop", "http": "httptools", "log_config": None, "access_log": False, "ws": "none"}
-    config = uvicorn.Config(application(upstream), timeout_keep_alive=IDLE_CONNECTION_S, **settings)
+    config = uvicorn.Config(
+        application(upstream),
+        loop="uvloop",
+        http="httptools",
+        log_config=None,
+        access_log=False,
+        ws="none",
+        timeout_keep_alive=IDLE_CONNECTION_S,
+    )
     await uvicorn.Server(config).serve(sockets=[bound])
 
 

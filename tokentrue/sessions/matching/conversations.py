@@ -119,7 +119,7 @@ class ConversationReader:
     def __init__(self, limit_bytes: int = 32 << 20) -> None:
         self._limit_bytes = limit_bytes
         self._kept: list[Conversation] = []  # newest first
-        self._tools: tuple[Tools | None, bytes, list[Any] | None, bytes] = (None, dumps(None), None, digest(None))
+        self._tools: tuple[list[Any] | None, bytes] = (None, digest(None))
 
     def read(self, messages: Messages, tools: Tools | None) -> Conversation:
         """Copies, checks and keys a request; malformed messages are refused by field."""
@@ -173,18 +173,9 @@ class ConversationReader:
         self._kept = [kept for kept, size in zip(newest, sizes, strict=True) if size <= self._limit_bytes]
 
     def _copy_tools(self, tools: Tools | None) -> tuple[list[Any] | None, bytes]:
-        """The session's own copy of the last tool set, and its exact digest."""
-        source, spelled, copy, name = self._tools
-        if not self._limit_bytes or source is not tools or spelled != _spell(tools):
-            copy = cast("list[Any]", freeze(list(tools), "tools")) if tools else None
-            name = digest(copy)
-            self._tools = (tools, _spell(tools), copy, name)
-        return copy, name
-
-
-def _spell(tools: Tools | None) -> bytes:
-    """Tells apart what compares equal, as `1` and `True`; empty for what is no JSON, which `freeze` refuses."""
-    try:
-        return dumps(tools)
-    except (TypeError, ValueError):
-        return b""
+        """The session's own copy of the tools, and their exact digest. The same object while they are spelled alike."""
+        copy = cast("list[Any]", freeze(list(tools), "tools")) if tools else None
+        name = digest(copy)
+        if not self._limit_bytes or name != self._tools[1]:
+            self._tools = (copy, name)
+        return self._tools
