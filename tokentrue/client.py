@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
@@ -69,65 +70,75 @@ class _Connection:
         return GatewayUnreachable(f"no gateway is reachable at {self.url}: {error or type(error).__name__}; is `tokentrue serve` running?")
 
 
-def _content_of(request: _Request) -> dict[str, Any]:
+def _encode_body(request: _Request) -> dict[str, Any]:
     if request.body is None:
         return {}
     return {"content": orjson.dumps(request.body), "headers": {"content-type": "application/json"}}
 
 
-def _value_of(request: _Request, response: httpx.Response) -> Any:
-    """The JSON of a successful answer; any other becomes a typed error with the gateway's own words."""
+def _decode_answer(request: _Request, response: httpx.Response) -> Any:
+    """The JSON of a successful answer; any other becomes a typed error with the gateway's message."""
     if response.is_success:
         return orjson.loads(response.content) if response.content else None
     try:
-        words = orjson.loads(response.content)["error"]["message"]
+        message = orjson.loads(response.content)["error"]["message"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        words = response.text[:300]
-    told = f"{request.method} {request.path}: the gateway answered {response.status_code}: {words}"
+        message = response.text[:300]
+    problem = f"{request.method} {request.path}: the gateway answered {response.status_code}: {message}"
     if response.status_code in (401, 403):
-        raise ConfigError(f"{told}; give admin_key=, or set {ADMIN_KEY}")
-    raise BY_STATUS.get(response.status_code, GatewayError)(told)
+        raise ConfigError(f"{problem}; give admin_key=, or set {ADMIN_KEY}")
+    raise BY_STATUS.get(response.status_code, GatewayError)(problem)
 
 
-def _open(**fields: Any) -> _Request:
-    return _Request(method="POST", path="/sessions", body={name: value for name, value in fields.items() if value is not None})
+def _open_request(**fields: Any) -> _Request:
+    return _Request(method="POST", path="/sessions", body=_without_none(fields))
 
 
-def _list_path(limit: int, offset: int, group: str | None) -> str:
-    return f"/sessions?limit={limit}&offset={offset}" + (f"&group={quote(group, safe='')}" if group else "")
+def _list_request(limit: int, offset: int, group: str | None) -> _Request:
+    path = f"/sessions?limit={limit}&offset={offset}" + (f"&group={quote(group, safe='')}" if group else "")
+    return _Request(method="GET", path=path)
+
+
+def _state_request(session_id: str) -> _Request:
+    return _Request(method="GET", path=f"/sessions/{session_id}")
+
+
+def _samples_request(session_id: str) -> _Request:
+    return _Request(method="GET", path=f"/sessions/{session_id}/samples")
+
+
+def _reward_request(session_id: str, **fields: Any) -> _Request:
+    return _Request(method="POST", path=f"/sessions/{session_id}/reward", body=_without_none(fields))
+
+
+def _end_request(session_id: str, *, purge: bool) -> _Request:
+    return _Request(method="DELETE", path=f"/sessions/{session_id}" + ("?purge=true" if purge else ""))
+
+
+_READY = _Request(method="GET", path="/ready")
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _samples_from(answer: Mapping[str, Any]) -> SessionSamples:
-    told = answer["coverage"]
-    untrained = tuple(Untrained(node=item["node"], tokens=item["tokens"], why=item["why"]) for item in told["untrained"])
-    coverage = Coverage(sampled=told["sampled"], trained=told["trained"], untrained=untrained, pinned_turns=told.get("pinned_turns", 0))
+    given = answer["coverage"]
+    untrained = tuple(Untrained(node=item["node"], tokens=item["tokens"], why=item["why"]) for item in given["untrained"])
+    coverage = Coverage(sampled=given["sampled"], trained=given["trained"], untrained=untrained, pinned_turns=given.get("pinned_turns", 0))
     return SessionSamples(samples=[sample_from_json(sample) for sample in answer["samples"]], coverage=coverage)
 
 
-class _SessionRequests:
-    """The calls of one open session."""
+class _SessionAddress:
+    """The id, key and URLs of one session, and its SDK clients."""
 
-    def __init__(self, made: Mapping[str, Any]) -> None:
-        self.id: str = made["session_id"]
-        self.api_key: str = made["api_key"]
-        self.base_url: str = made["base_url"]
+    def __init__(self, opened: Mapping[str, Any]) -> None:
+        self.id: str = opened["session_id"]
+        self.api_key: str = opened["api_key"]
+        self.base_url: str = opened["base_url"]
         self.anthropic_base_url: str = self.base_url.removesuffix("/v1")
         self.google_base_url: str = self.anthropic_base_url
         self._sdks: list[Any] = []  # closed with the session
-
-    def _reward(self, reward: float, leaf: str | None, metadata: Mapping[str, Any] | None) -> _Request:
-        body = {"reward": reward, "leaf": leaf, "metadata": metadata}
-        given = {name: value for name, value in body.items() if value is not None}
-        return _Request(method="POST", path=f"/sessions/{self.id}/reward", body=given)
-
-    def _samples(self) -> _Request:
-        return _Request(method="GET", path=f"/sessions/{self.id}/samples")
-
-    def _state(self) -> _Request:
-        return _Request(method="GET", path=f"/sessions/{self.id}")
-
-    def _end(self, purge: bool) -> _Request:
-        return _Request(method="DELETE", path=f"/sessions/{self.id}" + ("?purge=true" if purge else ""))
 
     def _sdk(self, module: str, name: str, options: Mapping[str, Any]) -> Any:
         """A client of an SDK that knows this session's address and key."""
@@ -140,11 +151,11 @@ class _SessionRequests:
         return self._sdks[-1]
 
 
-class ClientSession(_SessionRequests):
+class ClientSession(_SessionAddress):
     """One session of a gateway."""
 
-    def __init__(self, client: Client, made: Mapping[str, Any]) -> None:
-        super().__init__(made)
+    def __init__(self, client: Client, opened: Mapping[str, Any]) -> None:
+        super().__init__(opened)
         self._client = client
 
     def openai(self, **options: Any) -> OpenAI:
@@ -154,7 +165,7 @@ class ClientSession(_SessionRequests):
         return self._sdk("anthropic", "Anthropic", options)
 
     def reward(self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
-        self._client.call(self._reward(reward, leaf, metadata))
+        self._client.call(_reward_request(self.id, reward=reward, leaf=leaf, metadata=metadata))
 
     def samples(self) -> list[Sample]:
         return self.result().samples
@@ -163,16 +174,16 @@ class ClientSession(_SessionRequests):
         return self.result().coverage
 
     def result(self) -> SessionSamples:
-        return _samples_from(self._client.call(self._samples()))
+        return _samples_from(self._client.call(_samples_request(self.id)))
 
     def state(self) -> dict[str, Any]:
         """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
-        return self._client.call(self._state())
+        return self._client.call(_state_request(self.id))
 
     def end(self, *, purge: bool = False) -> None:
         """No further turn is admitted; samples stay readable unless `purge`."""
         self.close()
-        self._client.call(self._end(purge))
+        self._client.call(_end_request(self.id, purge=purge))
 
     def close(self) -> None:
         """Closes the SDK clients of this session, and leaves the session open."""
@@ -208,52 +219,47 @@ class Client:
     ) -> ClientSession:
         """A new session, which stays open until `end`. `pin=["system"]` keeps the first system prompt of each conversation."""
         settings = {"session_id": session_id, "group": group, "metadata": metadata, "sampling": sampling, "history": history, "pin": pin}
-        return ClientSession(self, self.call(_open(**settings)))
+        return ClientSession(self, self.call(_open_request(**settings)))
 
-    def session(self, **settings: Any) -> AbstractContextManager[ClientSession]:
+    @contextmanager
+    def session(self, **settings: Any) -> Generator[ClientSession, None, None]:
         """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""
-
-        @contextmanager
-        def block() -> Generator[ClientSession, None, None]:
-            session = self.open(**settings)
-            try:
-                yield session
-            finally:
-                session.close()
-            session.end()
-
-        return block()
+        session = self.open(**settings)
+        try:
+            yield session
+        finally:
+            session.close()
+        session.end()
 
     def sessions(self, *, limit: int = 100, offset: int = 0, group: str | None = None) -> list[dict[str, Any]]:
-        answer = self.call(_Request(method="GET", path=_list_path(limit, offset, group)))
+        answer = self.call(_list_request(limit, offset, group))
         return cast("list[dict[str, Any]]", answer["sessions"])
 
     def session_state(self, session_id: str) -> dict[str, Any]:
         """What GET /sessions/{id} gives."""
-        return self.call(_Request(method="GET", path=f"/sessions/{session_id}"))
+        return self.call(_state_request(session_id))
 
     def session_samples(self, session_id: str) -> SessionSamples:
-        return _samples_from(self.call(_Request(method="GET", path=f"/sessions/{session_id}/samples")))
+        return _samples_from(self.call(_samples_request(session_id)))
 
     def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
         """Of a session that another program opened. `group` names its group where it has none."""
-        body = {"reward": reward, **({} if group is None else {"group": group})}
-        self.call(_Request(method="POST", path=f"/sessions/{session_id}/reward", body=body))
+        self.call(_reward_request(session_id, reward=reward, group=group))
 
     def end_session(self, session_id: str) -> None:
         """No further turn is admitted; samples stay readable."""
-        self.call(_Request(method="DELETE", path=f"/sessions/{session_id}"))
+        self.call(_end_request(session_id, purge=False))
 
     def delete_session(self, session_id: str) -> None:
         """Ends the session and deletes everything sampled in it."""
-        self.call(_Request(method="DELETE", path=f"/sessions/{session_id}?purge=true"))
+        self.call(_end_request(session_id, purge=True))
 
     def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
         """Returns when the gateway and its engine are ready; raises GatewayUnreachable after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while True:
             try:
-                self.call(_Request(method="GET", path="/ready"))
+                self.call(_READY)
                 return
             except (GatewayError, GatewayUnreachable) as error:
                 if time.monotonic() > end:
@@ -262,16 +268,16 @@ class Client:
 
     def call(self, request: _Request) -> Any:
         try:
-            return _value_of(request, self._http.request(request.method, request.path, **_content_of(request)))
+            return _decode_answer(request, self._http.request(request.method, request.path, **_encode_body(request)))
         except httpx.TransportError as error:
             raise self._connection.unreachable(error) from error
 
 
-class AsyncClientSession(_SessionRequests):
+class AsyncClientSession(_SessionAddress):
     """One session of a gateway, with `await`."""
 
-    def __init__(self, client: AsyncClient, made: Mapping[str, Any]) -> None:
-        super().__init__(made)
+    def __init__(self, client: AsyncClient, opened: Mapping[str, Any]) -> None:
+        super().__init__(opened)
         self._client = client
 
     def openai(self, **options: Any) -> AsyncOpenAI:
@@ -281,7 +287,7 @@ class AsyncClientSession(_SessionRequests):
         return self._sdk("anthropic", "AsyncAnthropic", options)
 
     async def reward(self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
-        await self._client.call(self._reward(reward, leaf, metadata))
+        await self._client.call(_reward_request(self.id, reward=reward, leaf=leaf, metadata=metadata))
 
     async def samples(self) -> list[Sample]:
         return (await self.result()).samples
@@ -290,16 +296,16 @@ class AsyncClientSession(_SessionRequests):
         return (await self.result()).coverage
 
     async def result(self) -> SessionSamples:
-        return _samples_from(await self._client.call(self._samples()))
+        return _samples_from(await self._client.call(_samples_request(self.id)))
 
     async def state(self) -> dict[str, Any]:
         """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
-        return await self._client.call(self._state())
+        return await self._client.call(_state_request(self.id))
 
     async def end(self, *, purge: bool = False) -> None:
         """No further turn is admitted; samples stay readable unless `purge`."""
         await self.close()
-        await self._client.call(self._end(purge))
+        await self._client.call(_end_request(self.id, purge=purge))
 
     async def close(self) -> None:
         """Closes the SDK clients of this session, and leaves the session open."""
@@ -335,28 +341,55 @@ class AsyncClient:
     ) -> AsyncClientSession:
         """A new session, which stays open until `end`. `pin=["system"]` keeps the first system prompt of each conversation."""
         settings = {"session_id": session_id, "group": group, "metadata": metadata, "sampling": sampling, "history": history, "pin": pin}
-        return AsyncClientSession(self, await self.call(_open(**settings)))
+        return AsyncClientSession(self, await self.call(_open_request(**settings)))
 
-    def session(self, **settings: Any) -> AbstractAsyncContextManager[AsyncClientSession]:
+    @asynccontextmanager
+    async def session(self, **settings: Any) -> AsyncGenerator[AsyncClientSession, None]:
         """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""
-
-        @asynccontextmanager
-        async def block() -> AsyncGenerator[AsyncClientSession, None]:
-            session = await self.open(**settings)
-            try:
-                yield session
-            finally:
-                await session.close()
-            await session.end()
-
-        return block()
+        session = await self.open(**settings)
+        try:
+            yield session
+        finally:
+            await session.close()
+        await session.end()
 
     async def sessions(self, *, limit: int = 100, offset: int = 0, group: str | None = None) -> list[dict[str, Any]]:
-        answer = await self.call(_Request(method="GET", path=_list_path(limit, offset, group)))
+        answer = await self.call(_list_request(limit, offset, group))
         return cast("list[dict[str, Any]]", answer["sessions"])
+
+    async def session_state(self, session_id: str) -> dict[str, Any]:
+        """What GET /sessions/{id} gives."""
+        return await self.call(_state_request(session_id))
+
+    async def session_samples(self, session_id: str) -> SessionSamples:
+        return _samples_from(await self.call(_samples_request(session_id)))
+
+    async def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
+        """Of a session that another program opened. `group` names its group where it has none."""
+        await self.call(_reward_request(session_id, reward=reward, group=group))
+
+    async def end_session(self, session_id: str) -> None:
+        """No further turn is admitted; samples stay readable."""
+        await self.call(_end_request(session_id, purge=False))
+
+    async def delete_session(self, session_id: str) -> None:
+        """Ends the session and deletes everything sampled in it."""
+        await self.call(_end_request(session_id, purge=True))
+
+    async def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
+        """Returns when the gateway and its engine are ready; raises GatewayUnreachable after `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                await self.call(_READY)
+                return
+            except (GatewayError, GatewayUnreachable) as error:
+                if time.monotonic() > end:
+                    raise GatewayUnreachable(f"not ready after {timeout_s:g} s: {error}") from error
+            await asyncio.sleep(0.2)
 
     async def call(self, request: _Request) -> Any:
         try:
-            return _value_of(request, await self._http.request(request.method, request.path, **_content_of(request)))
+            return _decode_answer(request, await self._http.request(request.method, request.path, **_encode_body(request)))
         except httpx.TransportError as error:
             raise self._connection.unreachable(error) from error

@@ -341,6 +341,7 @@ class Session:
         for node in nodes:
             self.tree.add(node)
             self._matcher.add(node)
+            self._pinned_prompts.add(node)
             self._recorded_tokens += len(node.given_ids) + len(node.sampled_ids)
             self.revision += 1
             if node.why:

@@ -11,6 +11,7 @@ import pytest
 
 import tokentrue as tt
 from tests.gateway.world import Server, sampled_by, scripted_server
+from tokentrue.client import AsyncClientSession, ClientSession
 from tokentrue.errors import ConfigError, GatewayUnreachable, SessionConflict, SessionNotFound
 
 TEXTS = ["It is 4.", "It is 5."]
@@ -52,6 +53,32 @@ async def test_the_same_with_await(server: Server) -> None:
         assert reply.choices[0].message.content == TEXTS[0]
         await s.reward(1.0)
         assert [sample.reward for sample in await s.samples()] == [1.0] and (await s.state())["session_id"] == "mine"
+
+
+async def test_sessions_that_another_program_opened_with_await(server: Server) -> None:
+    with tt.Client(server.url, "a-long-admin-key") as other:
+        opened = other.open(session_id="theirs")
+        opened.openai().chat.completions.create(model="policy", messages=[{"role": "user", "content": "2+2?"}])
+        opened.close()
+    async with tt.AsyncClient(server.url, "a-long-admin-key") as client:
+        await client.wait_until_ready()
+        await client.reward_session("theirs", 0.25, group="task-8")
+        (sample,) = (await client.session_samples("theirs")).samples
+        assert (sample.reward, sample.group) == (0.25, "task-8")
+        await client.end_session("theirs")
+        assert (await client.session_state("theirs"))["state"] == "ended"
+        await client.delete_session("theirs")
+        with pytest.raises(SessionNotFound):
+            await client.session_state("theirs")
+    async with tt.AsyncClient("http://127.0.0.1:9") as client:
+        with pytest.raises(GatewayUnreachable, match="not ready after"):
+            await client.wait_until_ready(timeout_s=0.1)
+
+
+@pytest.mark.parametrize(("plain", "awaited"), [(tt.Client, tt.AsyncClient), (ClientSession, AsyncClientSession)])
+def test_both_clients_have_the_same_methods(plain: type, awaited: type) -> None:
+    public = [{name for name in dir(kind) if not name.startswith("_")} for kind in (plain, awaited)]
+    assert public[0] == public[1]
 
 
 def test_what_goes_wrong_is_typed(server: Server) -> None:

@@ -93,7 +93,8 @@ async def ask(app: Gateway, method: str, path: str, body: bytes = b"", *, key: s
         {**scope, "headers": raw, "scheme": "http", "server": ("localhost", 80), "root_path": "", "http_version": "1.1"}, receive, send
     )
     assert sent and sent[0]["type"] == "http.response.start"
-    assert not sent[-1].get("more_body", False)
+    assert [message["type"] for message in sent].count("http.response.start") == 1
+    assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 

@@ -95,6 +95,22 @@ async def test_a_call_that_must_be_made_reaches_the_engine_as_the_models_own_for
     await app.close()
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_failure_behind_the_answer_does_not_answer_twice(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = gateway()
+    session = await new_session(app)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the metrics are broken")
+
+    monkeypatch.setattr(app.services.metrics, "note_turn", fail)
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": streamed}).encode()
+    status, answer = await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"])
+    assert status == 200
+    assert answer.endswith(b"data: [DONE]\n\n") if streamed else json.loads(answer)["choices"]
+    await app.close()
+
+
 class Silent(Parrot):
     """An engine that never answers."""
 

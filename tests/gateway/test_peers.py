@@ -44,6 +44,7 @@ def test_any_gateway_takes_any_request_and_a_dead_ones_sessions_go_on(pair: tupl
         messages += [message, {"role": "user", "content": "on"}]
     assert b.ask("POST", f"/sessions/{session.session_id}/reward", {"reward": 0.5})[0] == 200
     assert len(a.turns_logged()) == 3 and not b.turns_logged()
+    assert not b.turns_logged("turn_failed"), "a request that was passed on has not failed"
     before = a.samples(session.session_id)
     assert b.samples(session.session_id) == before
     a.kill()

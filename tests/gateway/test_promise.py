@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,18 @@ async def test_a_second_key_that_joined_a_request_has_the_same_answer_later() ->
     )
     later = await chat(app, session["api_key"], idempotency_key="b")
     assert first[1]["id"] == second[1]["id"] == later[1]["id"] and engine.asked == 1
+    await app.close()
+
+
+async def test_a_request_that_joined_does_not_count_as_time_that_the_gateway_added(caplog: pytest.LogCaptureFixture) -> None:
+    app, engine, session = await begin()
+    with caplog.at_level(logging.INFO, logger="tokentrue.gateway"):
+        await asyncio.gather(chat(app, session["api_key"]), chat(app, session["api_key"]))
+    lines = sorted((json.loads(line) for line in caplog.messages if '"turn"' in line), key=lambda line: line["replayed"])
+    assert [line["replayed"] for line in lines] == [False, True] and engine.asked == 1
+    assert lines[0]["added_ms"] > 0 and lines[1]["added_ms"] is None
+    page = (await ask(app, "GET", "/metrics"))[1].decode()
+    assert 'tokentrue_added_latency_seconds_count{dialect="openai_chat"} 1.0' in page
     await app.close()
 
 

@@ -153,10 +153,10 @@ class Server:
         assert status == 200, answer
         return answer
 
-    def turns_logged(self) -> list[dict[str, Any]]:
+    def turns_logged(self, event: str = "turn") -> list[dict[str, Any]]:
         time.sleep(0.2)  # the line is written when the answer is out
         lines = [line for line in self.log.read_text().splitlines() if line.startswith("{")]
-        return [line for line in map(json.loads, lines) if line.get("event") == "turn"]
+        return [line for line in map(json.loads, lines) if line.get("event") == event]
 
 
 def decoded(data: bytes) -> Any:

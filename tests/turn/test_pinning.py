@@ -12,7 +12,7 @@ import pytest
 
 import tokentrue as tt
 from tests.turn.world import OTHER_TOOLS, TOOLS, Engine, answer_to, renderer, sampled_turn
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, EngineContractError, TokenTrueError
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Message, TurnRequest
 
@@ -73,6 +73,19 @@ async def test_a_retry_under_another_clock_gets_the_recorded_answer() -> None:
     (first,) = await session.turn(TurnRequest(messages=[told(0), TASK], tools=TOOLS, request_key="a"))
     (again,) = await session.turn(TurnRequest(messages=[told(1), TASK], tools=TOOLS, request_key="a"))
     assert again.node == first.node and again.replayed and len(engine.prompts) == 1
+
+
+async def test_a_request_that_was_refused_or_failed_pins_nothing() -> None:
+    session, engine = new_session(2)
+    with pytest.raises(TokenTrueError, match="min_p"):
+        await session.chat([told(7), TASK], TOOLS, sampling=tt.Sampling(min_p=0.5))
+    engine.fail = EngineContractError("made to fail")
+    with pytest.raises(EngineContractError):
+        await session.chat([told(8), TASK], TOOLS)
+    engine.fail = None
+    await session.chat([told(0), TASK], TOOLS)
+    (node,) = session.tree.in_order()
+    assert session.tree.given_messages(node)[0] == told(0) and node.replaced == ()
 
 
 async def test_pins_hold_after_a_restart(tmp_path: Path) -> None:

@@ -412,6 +412,14 @@ async def test_the_in_process_client_passes_what_the_engine_must_enforce() -> No
         await client.chat.completions.create(**ask, tool_choice="sometimes")
 
 
+@pytest.mark.parametrize("finish", list(Finish))
+async def test_the_in_process_client_names_the_end_as_the_gateway_does(finish: Finish) -> None:
+    session, engine = session_of(said("a", "1"))
+    engine.finish = finish
+    answer = await InProcessClient(session).chat.completions.create(messages=[USER])
+    assert answer.choices[0].finish_reason == ("stop" if finish is Finish.STOP else "length")
+
+
 async def test_an_agent_that_never_asked_has_no_sample() -> None:
     async def idle(client: Any, task: Any) -> None: ...
 

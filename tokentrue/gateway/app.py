@@ -93,7 +93,8 @@ class Gateway:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Every error of every request is caught here, once, and answered in the dialect of its path."""
+        """Every error of every request becomes an answer here, in the dialect of its path; inner handlers record or log it and raise it
+        again."""
         dialect = ERROR_DIALECTS[dialect_name(scope["path"])]
         watched = WatchedSend(send)
         try:
@@ -103,20 +104,21 @@ class Gateway:
         except asyncio.CancelledError:  # the server stops and has waited long enough for this request
             if not watched.started:
                 stopping = HttpError(503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0)
-                await self._answer_problem(problem_from(stopping), dialect, scope, send)
+                await self._answer_problem(problem_from(stopping), dialect, scope, watched)
         except Exception as error:
             problem = problem_from(error)
             if problem.status == 500:
                 LOG.error("a request failed", exc_info=error)
-            await self._answer_problem(problem, dialect, scope, send)
+            await self._answer_problem(problem, dialect, scope, watched)
 
-    async def _answer_problem(self, problem: Problem, dialect: Dialect, scope: Scope, send: Send) -> None:
+    async def _answer_problem(self, problem: Problem, dialect: Dialect, scope: Scope, send: WatchedSend) -> None:
+        """As the answer, or as the last event of a stream that has begun. An answer that is sent already stays as it is."""
         self.services.metrics.errors.labels(dialect.name, problem.code).inc()
         stream: EventStream | None = scope.get(STREAM)
-        if stream is not None and stream.started:
-            await stream.fail(problem)
-        else:
+        if not send.started:
             await send_json(send, problem.status, dialect.build_error(problem), *problem_headers(problem))
+        elif stream is not None and not stream.ended:
+            await stream.fail(problem)
 
     # Start-up and shutdown.
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:

@@ -76,6 +76,8 @@ class TurnHandler:
         CLOCK.set(clock)
         try:
             await self._serve(name, access, scope, receive, send, in_path, clock)
+        except NotOpened:  # the gateway that owns the session serves it, and logs it
+            raise
         except BaseException as error:
             log_failure(name, access.session_id, error, clock)
             raise
@@ -173,7 +175,9 @@ class TurnHandler:
         now, first, metrics = time.perf_counter(), replies[0], self._services.metrics
         sampled = sum(len(reply.completion.token_ids) for reply in replies)
         metrics.note_turn(dialect.name, first, sampled, streamed=head.stream)
-        metrics.added.labels(dialect.name).observe(now - clock.started - clock.engine_s)
+        added_s = None if first.replayed else now - clock.started - clock.engine_s  # one that joined waited for another's engine call
+        if added_s is not None:
+            metrics.added.labels(dialect.name).observe(added_s)
         metrics.turn_time.observe(now - clock.started)
         if clock.first_byte is not None:
             metrics.first.observe(clock.first_byte - clock.started)
@@ -187,7 +191,7 @@ class TurnHandler:
                 "tokens_in": first.prompt_tokens,
                 "tokens_new": first.given_tokens,
                 "tokens_sampled": sampled,
-                "added_ms": round((now - clock.started - clock.engine_s) * 1000, 3),
+                "added_ms": None if added_s is None else round(added_s * 1000, 3),
                 "engine_ms": round(clock.engine_s * 1000, 3),
                 "projection": first.projection,
                 "fork": first.root,

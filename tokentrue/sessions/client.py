@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 from tokentrue.errors import InputError
 from tokentrue.sessions.constraints import constraints_from
+from tokentrue.sessions.stages.serving import chat_finish_reason
 from tokentrue.types import Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
 
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}
@@ -131,15 +132,10 @@ def _message(message: Any) -> Any:
     return message if dump is None else dump(exclude_none=True)
 
 
-def _finish(reply: Reply) -> str:
-    finish = reply.completion.finish_reason
-    return "tool_calls" if finish == "stop" and reply.message.get("tool_calls") else finish
-
-
 def _completion(replies: tuple[Reply, ...], model: str) -> Fields:
     messages = [_fields({"content": None, "tool_calls": None, **reply.message}) for reply in replies]
     choices = [
-        Fields(index=index, message=message, finish_reason=_finish(reply), logprobs=None)
+        Fields(index=index, message=message, finish_reason=chat_finish_reason(reply), logprobs=None)
         for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
     ]
     sampled = sum(len(reply.completion.token_ids) for reply in replies)
@@ -162,7 +158,7 @@ async def _chunks(events: AsyncGenerator[TurnEvent, None], model: str) -> AsyncI
                 if event.token_ids:
                     continue
                 delta["role"] = "assistant"
-            finish = None if event.reply is None else _finish(event.reply)
+            finish = None if event.reply is None else chat_finish_reason(event.reply)
             choice = Fields(index=event.index, delta=_fields(delta), finish_reason=finish)
             yield Fields(id=event.node, object="chat.completion.chunk", created=int(time.time()), model=model, choices=[choice])
     finally:

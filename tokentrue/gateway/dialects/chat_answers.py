@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, TextOf, encode, is_cut
+from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, TextOf, encode
+from tokentrue.sessions.stages.serving import chat_finish_reason
 from tokentrue.types import Delta, Reply, TurnEvent
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -47,16 +48,10 @@ def build_choice(index: int, head: RequestHead, reply: Reply, text_of: TextOf) -
 
 def choice_end(head: RequestHead, reply: Reply) -> Json:
     """The fields of a choice that are known only when it is complete."""
-    end: Json = {"finish_reason": finish_of(reply)}
+    end: Json = {"finish_reason": chat_finish_reason(reply)}
     if head.options.return_token_ids:
         end["token_ids"] = list(reply.completion.token_ids)
     return end
-
-
-def finish_of(reply: Reply) -> str:
-    if is_cut(reply.completion.finish):
-        return "length"  # an aborted turn is left open too; the protocol has no other word for it
-    return "tool_calls" if reply.message.get("tool_calls") else "stop"
 
 
 def served_call(call: Mapping[str, Any]) -> Json:

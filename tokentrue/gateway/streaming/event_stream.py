@@ -19,7 +19,7 @@ class EventStream:
         self._send, self._encoder = send, encoder
         self._held = b""
         self._last_write = time.monotonic()
-        self.started = False
+        self.started = self.ended = False
 
     async def feed(self, event: TurnEvent) -> None:
         data = self._encoder.feed(event)
@@ -55,9 +55,13 @@ class EventStream:
 
     async def finish(self) -> None:
         await self._write(self._encoder.finish())
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._end()
 
     async def fail(self, problem: Problem) -> None:
         """Ends a started stream with the dialect's error event."""
         await self._write(self._encoder.error(problem))
+        await self._end()
+
+    async def _end(self) -> None:
+        self.ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

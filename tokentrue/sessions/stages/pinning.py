@@ -4,19 +4,20 @@ Some agents put a clock or a list of files into their system prompt: every turn 
 its own. With `pin=("system",)` a later turn of the conversation is read as if it began with the first system prompt. That is what the
 model is given and what is recorded and trained on; what the client sent instead stands in the node (`replaced`).
 
-A conversation is known by its tools and its first message after the system prompt, so sub-agents and side requests keep their own.
+A conversation is known by its tools and its first message after the system prompt, so sub-agents and side requests keep their own. Only
+a committed turn pins its prompt: one that was refused or failed leaves nothing behind, and a reopened session knows the same prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from tokentrue.errors import ConfigError
 from tokentrue.sessions.matching.match_keys import message_key
 from tokentrue.sessions.plain_json import digest, freeze
-from tokentrue.sessions.tree import Tree
+from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Message, Messages, Tools
 
 PINNABLE = ("system",)
@@ -32,32 +33,38 @@ class PinnedRequest:
 
 
 class PinnedPrompts:
-    """The first system prompt of every conversation of one session. Those of the record are known again after a restart."""
+    """The first system prompt of every conversation of one session."""
 
     def __init__(self, pin: Sequence[str], tree: Tree) -> None:
         self._is_on = "system" in pin
+        self._tree = tree
         self._first: dict[bytes, tuple[Message, ...]] = {}
-        for node in tree.in_order() if self._is_on else ():
-            if node.parent is None:
-                messages = tree.given_messages(node)
-                self._find(messages, count_system(messages), node.tools)
+        for node in tree.in_order():
+            self.add(node)
+
+    def add(self, node: Node) -> None:
+        """Pins the prompt of a committed turn, if it is the first of its conversation."""
+        if not self._is_on or node.parent is not None:
+            return
+        messages = self._tree.given_messages(node)
+        length = count_system(messages)
+        if 0 < length < len(messages):
+            self._first.setdefault(conversation_key(messages[length], node.tools), tuple(messages[:length]))
 
     def apply(self, messages: Messages, tools: Tools | None) -> PinnedRequest:
         length = count_system(messages) if self._is_on else 0
-        if not 0 < length < len(messages):
+        if not 0 < length < len(messages) or not is_mapping(messages[length]):
             return PinnedRequest(messages=messages)
-        first = self._find(messages, length, tools)
+        first = self._first.get(conversation_key(messages[length], tools))
+        if first is None:
+            return PinnedRequest(messages=messages)
         sent = tuple(cast("Message", freeze(message, f"messages[{i}]")) for i, message in enumerate(messages[:length]))
         return PinnedRequest(messages=[*first, *messages[length:]], replaced=() if sent == first else sent)
 
-    def _find(self, messages: Messages, length: int, tools: Tools | None) -> tuple[Message, ...]:
-        """The pinned prompt of this conversation: the request's own where it is the first."""
-        if not 0 < length < len(messages) or not is_mapping(messages[length]):
-            return tuple(messages[:length])
-        key = digest(message_key(messages[length]), list(tools or ()))
-        if key not in self._first:
-            self._first[key] = tuple(cast("Message", freeze(message, f"messages[{i}]")) for i, message in enumerate(messages[:length]))
-        return self._first[key]
+
+def conversation_key(first: Message, tools: Tools | None) -> bytes:
+    """`first` is the first message after the system prompt."""
+    return digest(message_key(first), list(tools or ()))
 
 
 def count_system(messages: Messages) -> int:
@@ -68,8 +75,8 @@ def count_system(messages: Messages) -> int:
     return len(messages)
 
 
-def is_mapping(message: Any) -> bool:
-    """What a client sends need not be a message; whoever reads it next says so."""
+def is_mapping(message: Any) -> TypeGuard[Message]:
+    """A client may send anything; `Matcher.read` refuses what is no message."""
     return isinstance(message, Mapping)
 
 

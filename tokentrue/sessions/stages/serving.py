@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokentrue.sessions.matching.match_keys import calls_of
-from tokentrue.types import Delta, Message, Parsed
+from tokentrue.types import Delta, Finish, Message, Parsed, Reply
 
 _MADE_UP = re.compile(r"call_[0-9a-f]{24}")  # by a parser, for a format that carries no ids
 
@@ -40,6 +40,13 @@ def serve_message(parsed: Parsed, node_id: str, *, stops: Sequence[str]) -> Mess
 
 def _with_id(call: Mapping[str, Any], node_id: str, index: int) -> dict[str, Any]:
     return {**call, "id": _choose_id(str(call.get("id") or ""), node_id, index), "type": call.get("type", "function")}
+
+
+def chat_finish_reason(reply: Reply) -> str:
+    """`finish_reason` of a chat completion. An aborted turn is left open, too; the protocol has no other word for it than "length"."""
+    if reply.completion.finish is not Finish.STOP:
+        return "length"
+    return "tool_calls" if reply.message.get("tool_calls") else "stop"
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
