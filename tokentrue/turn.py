@@ -13,6 +13,8 @@ one in flight; if not, `Session._run_turn` runs it:
 A streamed turn that ends early is committed with its reason and the tokens received so far. A turn that is not streamed leaves no record
 when it ends early, except for choices that were complete. A generation that breaks off at one engine is resumed by `providers/pool`;
 here arrive only failures that it gave up on.
+Everything runs on the event loop, except: rendering above 16,000 characters and parsing above 4,000 ids run in a thread
+(`sessions/offload`), and the journal has a writer thread of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.conversations import ConversationReader
 from tokentrue.sessions.matching.matcher import Conversation, Matcher
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
-from tokentrue.sessions.stages.commits import PreparedTurn, nodes_from_drafts, replies_from_record, reply_from_node, rows_from_nodes
+from tokentrue.sessions.stages.commits import PreparedTurn, replies_from_record, reply_from_node, reserve_nodes, rows_from_nodes
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
 from tokentrue.sessions.stages.pinning import PinnedPrompts, PinnedRequest, check_pin
 from tokentrue.sessions.stages.prompts import build_prompt
@@ -114,7 +116,7 @@ class Session:
     async def open(
         cls, journal: Journal, session_id: str, *, renderer: Renderer, provider: Provider, limits: SessionLimits | None = None
     ) -> Session:
-        """Resumes a recorded session, bit for bit where it stood. An older object of the same session can write no more."""
+        """Resumes a recorded session, bit for bit. An older object of the same session can write no more."""
         fencing_token, record, rows = await asyncio.to_thread(
             lambda: (journal.acquire(session_id), journal.get(session_id), journal.rows(session_id))
         )
@@ -179,7 +181,7 @@ class Session:
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the whole message once it is
-        committed. Closing the iterator cancels the turn where no other caller waits; its tokens are recorded as "disconnected"."""
+        committed. Closing the iterator cancels the turn if no other caller waits; its tokens are recorded as "disconnected"."""
         turn, is_first = self._start_or_join(request, streamed=True)
         if isinstance(turn, InFlightTurn) and is_first:
             events = turn.events()
@@ -272,7 +274,7 @@ class Session:
             drafts = await self._generate(turn, prepared)
             turn.is_complete = True
             replies = await self._commit(drafts, prepared)
-            await self._close(turn, [reply.node for reply in replies])
+            await self._close_turn(turn, [reply.node for reply in replies])
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             self.counters["cancelled" if cancelled else f"failed:{getattr(error, 'code', 'error')}"] += 1
@@ -317,25 +319,29 @@ class Session:
     @traced("commit")
     async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:
         """All or nothing: the journal first, then the tree. A turn that is complete is not cancelled any more. Where the journal fails, the
-        tree is unchanged and the callers get the error; the gateway then reads the session anew, since the write may have happened."""
-        nodes = nodes_from_drafts(drafts, prepared, self.tree)
+        tree is unchanged and the callers get the error; `SessionRegistry.hold` then drops the session, and the next request reads it from
+        the journal, since the write may have happened."""
+        nodes = reserve_nodes(drafts, prepared, self.tree)
         try:
-            await self._write(nodes, prepared.prompt.parent)
+            await self._append(nodes, prepared.prompt.parent)
         finally:
             self.tree.release(nodes)
         return tuple(reply_from_node(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
 
-    async def _close(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
+    async def _close_turn(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
         """Records the keys that joined during the commit, then removes the turn, so that nobody can join it. A crash before this loses the
         late keys alone: their retries are generated again."""
         while late := [key for key in turn.request_keys if key not in self.tree.nodes_by_key]:
-            keys = dict.fromkeys(late, node_ids)
-            await run_to_completion(self._change(lambda record: replace(record, late_keys={**record.late_keys, **keys})))  # noqa: B023
-            for key in late:
-                self.tree.add_key(key, node_ids)
+            await self._record_late_keys(late, node_ids)
         self._single_flight.remove(turn)
 
-    async def _write(self, nodes: Sequence[Node], parent: Node | None) -> None:
+    async def _record_late_keys(self, keys: Sequence[str], node_ids: Sequence[str]) -> None:
+        added = dict.fromkeys(keys, node_ids)
+        await run_to_completion(self._update_record(lambda record: replace(record, late_keys={**record.late_keys, **added})))
+        for key in keys:
+            self.tree.add_key(key, node_ids)
+
+    async def _append(self, nodes: Sequence[Node], parent: Node | None) -> None:
         if self.journal is not None and nodes:
             await self.journal.append_nodes(self.id, rows_from_nodes(nodes, parent), self._claim)
         for node in nodes:
@@ -367,7 +373,7 @@ class Session:
     async def reward(
         self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None, group: str | None = None
     ) -> None:
-        """Of the whole session, or of one leaf (a node's id). `group` names the group of a session that was opened without one."""
+        """Of the whole session, or of one node (`leaf` is its id). `group` names the group of a session that was opened without one."""
         if group is not None and self.record.group not in (None, group):
             raise SessionConflict(f"session {self.id!r} is of group {self.record.group!r}, not {group!r}")
         if leaf is not None:
@@ -382,11 +388,13 @@ class Session:
             rewards = Rewards(session=session, leaves=leaves, metadata={**old.metadata, **(metadata or {})})
             return replace(record, rewards=rewards, group=record.group if group is None else group)
 
-        await self._change(change)
+        await self._update_record(change)
 
     async def replace_key(self, key_hash: str) -> None:
-        """The session's API key is another one from now on; the one before opens nothing any more."""
-        await self._change(lambda record: replace(record, key_hash=key_hash, first_key_hash=record.first_key_hash or record.key_hash))
+        """Replaces the session's API key; the earlier one is refused from now on."""
+        await self._update_record(
+            lambda record: replace(record, key_hash=key_hash, first_key_hash=record.first_key_hash or record.key_hash)
+        )
 
     async def end(self) -> None:
         """No further turn is admitted, and turns in flight end here: tokens received are recorded as "deleted", and their callers get
@@ -394,11 +402,11 @@ class Session:
         self._is_ending = True
         try:
             await self._single_flight.cancel_all("deleted")
-            await self._change(lambda record: replace(record, state="ended", ended=time.time()))
+            await self._update_record(lambda record: replace(record, state="ended", ended=time.time()))
         finally:
             self._is_ending = False
 
-    async def _change(self, change: Callable[[SessionRecord], SessionRecord]) -> None:
+    async def _update_record(self, change: Callable[[SessionRecord], SessionRecord]) -> None:
         await self.ready()
         if self._claim is not None:
             self._claim.check()

@@ -48,7 +48,7 @@ def hash_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAccess:
-    """A request says that it belongs to a session; the key behind `key_hash` proves it, None where the admin key already has.
+    """The session that a request names, and the hash of the key that must fit it; None if the admin key was given.
     `may_create`: the session is opened with the gateway's defaults if there is none of that name."""
 
     session_id: str

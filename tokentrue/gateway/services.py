@@ -40,7 +40,7 @@ class Services:
     peers: PeerLinks
 
     def new_default_session(self, session_id: str) -> Session:
-        """A session that nobody created: the first request under its name did. It has no key of its own."""
+        """A session that is created by the first request under its name. It has no key of its own."""
         config = self.config
         return self.new_session(session_id=session_id, history=config.history, training=config.training, pin=config.pin)
 

@@ -144,7 +144,7 @@ class Pool:
         sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
         if len(sinks) != len(self._replicas):
             raise ConfigError(f"engine {self.name!r} takes no weights")
-        kept = weights if len(sinks) == 1 else await asyncio.to_thread(hold_on_host, weights)
+        kept = weights if len(sinks) == 1 else await asyncio.to_thread(copy_to_cpu, weights)
         self.pause()
         try:
             results = await asyncio.gather(*(sink.publish(kept, version=version) for sink in sinks), return_exceptions=True)
@@ -254,8 +254,8 @@ class _Generation:
         return replace(whole, finish=Finish.LENGTH) if self.is_full else whole
 
 
-def hold_on_host(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """For several replicas: weights that are gathered while one iterates come once, and are too many for a GPU."""
+def copy_to_cpu(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """A list that can be sent to several replicas: the iterable gathers each weight once, and all of them may not fit on a GPU."""
     return [(name, tensor.detach().cpu()) for name, tensor in weights]
 
 

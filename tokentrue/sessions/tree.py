@@ -66,7 +66,7 @@ class Node:
     why: str | None = None
     detail: str = ""
     replaced: tuple[Message, ...] = ()  # the system prompt that the client sent, where a pinned one was given to the model instead
-    origin: str | None = None  # the node that a re-rendered root continues in meaning, though not in tokens
+    origin: str | None = None  # of a root: the node whose conversation it continues with other tokens
     outcome: Outcome = "served"
     tools: Tools | None = None
     template_kwargs: TemplateKwargs = field(default_factory=dict[str, Any])
@@ -134,7 +134,7 @@ class Tree:
 
     @property
     def committed_seq(self) -> int:
-        """Every node with a smaller `seq` is in the tree. A node that is still being written is not over yet."""
+        """Every node with a smaller `seq` is in the tree; one that is still being written is not."""
         return min(self._reserved, default=self.next_seq)
 
     def get(self, node_id: str) -> Node:

@@ -1,4 +1,4 @@
-"""tokentrue doctor: probes an engine against the truth of a model directory and names what is wrong with it."""
+"""tokentrue doctor: compares an engine with a model directory and names what is wrong with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLOURS = {"ok": "green", "fault": "bold red", "cannot_tell": "yellow"}
 
 def command(
     engine: Annotated[str, typer.Option("--engine", help="vllm, sglang, hf or exact")],
-    model: Annotated[Path, typer.Option("--model", help="the model directory that the trainer loads: the truth")],
+    model: Annotated[Path, typer.Option("--model", help="the model directory that the trainer loads: the reference")],
     url: Annotated[str | None, typer.Option("--url", help="the engine's base URL (vllm, sglang)")] = None,
     samples: Annotated[Path | None, typer.Option("--samples", help="exported samples, to be judged too")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="what the engine should compute in; default: the directory's own")] = None,

@@ -25,7 +25,7 @@ def command(
     group: Annotated[str | None, typer.Option("--group", help="only sessions of this group")] = None,
     format: Annotated[str, typer.Option("--format", help="jsonl, parquet, safetensors, verl, trl, slime, prime-rl or tinker")] = "jsonl",
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="cut samples at the last turn that fits")] = None,
-    abandoned: Annotated[bool, typer.Option("--abandoned", help="also train what was retried or given up")] = False,
+    abandoned: Annotated[bool, typer.Option("--abandoned", help="also export what was retried or given up")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> int:
     """Export training samples."""

@@ -30,7 +30,7 @@ OnRollout = Callable[[Rollout], None]
 def command(
     config: Annotated[Path | None, typer.Option("--config", help="a TOML file; flags win over it")] = None,
     out: Annotated[Path | None, typer.Option(help="output directory; resumes an existing run")] = None,
-    url: Annotated[str | None, typer.Option(help="a running gateway (TOKENTRUE_ADMIN_KEY names its admin key)")] = None,
+    url: Annotated[str | None, typer.Option(help="a running gateway (TOKENTRUE_ADMIN_KEY holds its admin key)")] = None,
     model: Annotated[str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")] = None,
     engine: Annotated[str | None, typer.Option(help="exact, hf, sglang or vllm, where no --url names a gateway")] = None,
     device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N")] = None,

@@ -1,6 +1,7 @@
 """HTTP to one engine, by aiohttp: retries before the first answer, server-sent events, errors of one tree.
 
-A request is retried only while nothing has been sampled for it. After the response has begun, a failure is the caller's to handle.
+A request is sent again only until its response begins. A generation that is not streamed begins to respond when it is complete: one that
+breaks off is sampled anew, and what the engine had sampled of it never arrived. Later failures are the caller's to handle.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ def _append_nodes(db: Database, session_id: str, rows: Sequence[Row]) -> None:
             given = (session_id, *values, row_digest((session_id, *values)), session_id, row.parent, session_id, row.parent)
             done = db.execute(_INSERT_NODE, given)
         except DUPLICATE as error:
-            raise SessionConflict(f"another process writes session {session_id!r}: place {row.seq} is taken") from error
+            raise SessionConflict(f"another process writes session {session_id!r}: sequence number {row.seq} is taken") from error
         if done.rowcount != 1:
             raise _explain_refusal(db, session_id, row)
     db.execute("UPDATE sessions SET nodes = nodes + ? WHERE id=?", (len(rows), session_id))

@@ -42,7 +42,7 @@ class Continue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """Nothing recorded can be continued. `origin` is the node that it continues in meaning, where there is one."""
+    """Nothing recorded can be continued token by token. `origin` is the node whose conversation it continues with other tokens, if any."""
 
     messages: tuple[Message, ...]
     given: tuple[Given, ...]
@@ -88,11 +88,11 @@ class Matcher:
             detail = f"node {node.id} was sampled under other tools"
             return root_after(self._tree, node, tail, conversation.tools, in_flight, why="tools_changed", detail=detail)
         key = turn_key(node, tail, conversation.tools)
-        why, detail = self._explain_edge(key, tail, in_flight)
+        why, detail = self._classify_edge(key, tail, in_flight)
         how = format_changes(tuple(sorted(fit.changes)), ambiguous=ambiguous)
         return Continue(node=node, tail=tail, projection=how, turn_key=key, why=why, detail=detail)
 
-    def _explain_edge(self, key: TurnKey, tail: Sequence[Message], in_flight: Mapping[TurnKey, int]) -> tuple[str | None, str]:
+    def _classify_edge(self, key: TurnKey, tail: Sequence[Message], in_flight: Mapping[TurnKey, int]) -> tuple[str | None, str]:
         node = key[0]
         if in_flight.get(key):
             return "parallel", "another request for this turn was in flight"
@@ -111,12 +111,12 @@ class Matcher:
         root = Root(messages=messages, given=messages, turn_key=turn_key(None, messages, conversation.tools), why="first")
         if not len(self._tree) and not in_flight:
             return root
-        if repeated := _explain_repeat(self._tree, root, in_flight):
+        if repeated := _classify_repeat(self._tree, root, in_flight):
             return repeated
-        why, detail = self._explain_root(conversation)
+        why, detail = self._classify_root(conversation)
         return replace(root, why=why, detail=detail)
 
-    def _explain_root(self, conversation: Conversation) -> tuple[str, str]:
+    def _classify_root(self, conversation: Conversation) -> tuple[str, str]:
         """Why nothing could be continued: the first message that no recorded conversation leads through says it."""
         passed = self._index.passed
         shared = next((i for i, key in enumerate(conversation.keys) if key not in passed), len(conversation.keys))
@@ -257,10 +257,10 @@ def root_after(
         detail=detail,
         origin=node,
     )
-    return _explain_repeat(tree, root, in_flight) or root
+    return _classify_repeat(tree, root, in_flight) or root
 
 
-def _explain_repeat(tree: Tree, root: Root, in_flight: Mapping[TurnKey, int]) -> Root | None:
+def _classify_repeat(tree: Tree, root: Root, in_flight: Mapping[TurnKey, int]) -> Root | None:
     if in_flight.get(root.turn_key):
         return replace(root, why="parallel", detail="another request for this turn was in flight")
     if root.turn_key in tree.answers:

@@ -36,8 +36,8 @@ class PreparedTurn:
     replaced: tuple[Message, ...] = ()  # what the client sent where a pinned system prompt stands
 
 
-def nodes_from_drafts(drafts: Sequence[Draft], prepared: PreparedTurn, tree: Tree) -> list[Node]:
-    """Fit to enter the record: the prompt that was sent is the recorded one, and the certificate fits."""
+def reserve_nodes(drafts: Sequence[Draft], prepared: PreparedTurn, tree: Tree) -> list[Node]:
+    """Builds the nodes, checks them (the prompt that was sent is the recorded one, the certificate fits) and reserves their places."""
     nodes = [_node_from_draft(draft, prepared, tree, seq=tree.next_seq + index) for index, draft in enumerate(drafts)]
     tree.reserve(nodes)
     return nodes

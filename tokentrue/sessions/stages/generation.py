@@ -117,40 +117,40 @@ class Choice:
     async def parse(self) -> Draft:
         """The finished answer."""
         assert self._completion is not None
-        return await self._draft(self._completion, "served")
+        return await self._build_draft(self._completion, "served")
 
     async def parse_partial(self, outcome: Outcome) -> Draft | None:
         """Whatever the engine has reported, labelled with why it is not served; None where that is nothing."""
         completion = self._completion or self._received.completion(len(self._prompt.ids))
-        if completion is None or not completion.token_ids or self._contradicts(completion):
+        if completion is None or not completion.token_ids or self._is_invalid(completion):
             completion = self._received.completion(len(self._prompt.ids))
         if completion is None:
             return None
         try:
-            return await self._draft(completion, outcome)
+            return await self._build_draft(completion, outcome)
         except EngineContractError:  # what cannot be parsed is still recorded: the ids are what matters
             empty: Message = {"role": "assistant", "content": ""}
             parsed = Parsed(message=empty)
-            return self._label(completion, parsed, empty, outcome)
+            return self._make_draft(completion, parsed, empty, outcome)
 
-    def _contradicts(self, completion: Completion) -> bool:
-        """Is this an answer that the record cannot hold?"""
+    def _is_invalid(self, completion: Completion) -> bool:
+        """True for an answer that cannot be recorded."""
         try:
             check_completion(completion, self._prompt)
         except EngineContractError:
             return True
         return False
 
-    async def _draft(self, completion: Completion, outcome: Outcome) -> Draft:
+    async def _build_draft(self, completion: Completion, outcome: Outcome) -> Draft:
         if self._streamed is not None:
             parsed, served = self._streamed
         else:
             small = len(completion.token_ids) < INLINE_IDS
             parsed = await run_inline_or_thread(self._parse_whole, small, completion)
             served = serve_message(parsed, self.node, stops=self.sampling.stop)
-        return self._label(completion, parsed, served, outcome)
+        return self._make_draft(completion, parsed, served, outcome)
 
-    def _label(self, completion: Completion, parsed: Parsed, served: Message, outcome: Outcome) -> Draft:
+    def _make_draft(self, completion: Completion, parsed: Parsed, served: Message, outcome: Outcome) -> Draft:
         return Draft(
             node=self.node,
             choice=self.index,
