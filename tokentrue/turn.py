@@ -204,7 +204,7 @@ class Session:
     def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | Sequence[Node], bool]:
         """(turn, True) where one was started, (turn, False) where one in flight was joined, (nodes, False) where the request key was
         answered before."""
-        self._check_open()
+        self.check_open()
         pinned = self._pinned_prompts.apply(request.messages, request.tools)
         conversation = self._matcher.read(pinned.messages, request.tools)
         sampling = resolve_sampling(
@@ -236,9 +236,10 @@ class Session:
             raise KeyConflict(f"request key {request_key!r} was used for another request; use a new key")
         return recorded
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises where no further turn is admitted."""
         if self.record.state != "open" or self._is_ending:
-            raise SessionConflict(f"session {self.id!r} has ended")
+            raise SessionConflict(f"session {self.id!r} has ended; its samples stay readable")
         if self._claim is not None:
             self._claim.check()
 

@@ -66,7 +66,7 @@ async def test_a_commit_is_compare_and_swap(journal: Journal) -> None:
     await append(journal, "s", row("a", 0))
     with pytest.raises(SessionConflict, match="parent"):
         await append(journal, "s", row("b", 1, parent="nobody"))
-    with pytest.raises(SessionConflict, match="place 0 is taken"):
+    with pytest.raises(SessionConflict, match="sequence number 0 is taken"):
         await append(journal, "s", row("b", 0, parent="a"))
     with pytest.raises(SessionConflict):
         await append(journal, "s", row("a", 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, MutableMapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -42,11 +42,9 @@ class WatchedSend:
         await self._send(message)
 
 
-def header(scope: Scope, name: bytes) -> str | None:
-    for key, value in scope["headers"]:
-        if key == name:
-            return value.decode("latin-1")
-    return None
+def read_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | None:
+    """The first value that is not empty."""
+    return next((value.strip().decode("latin-1") for name, value in headers if name == wanted and value.strip()), None)
 
 
 class BodyBudget:
@@ -97,8 +95,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int, take: Callable[[
 
 
 def check_declared_length(scope: Scope, limit: int) -> None:
-    declared = header(scope, b"content-length")
-    if declared is not None and declared.isdigit() and int(declared) > limit:
+    declared = read_header(scope["headers"], b"content-length")
+    if declared is not None and declared.isdecimal() and int(declared) > limit:
         raise too_large(limit)
 
 

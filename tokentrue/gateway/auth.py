@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokentrue.errors import InputError
+from tokentrue.gateway.asgi import read_header
 from tokentrue.gateway.problems import HttpError
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
@@ -105,10 +106,6 @@ def session_from_key(presented: str) -> str | None:
     mark, _, rest = presented.partition("-")
     session_id, _, secret = rest.rpartition("-")
     return session_id if mark == "tt" and len(secret) == 40 and SESSION_ID.fullmatch(session_id) else None
-
-
-def read_header(headers: Headers, wanted: bytes) -> str | None:
-    return next((value.strip().decode("latin-1") for name, value in headers if name == wanted and value.strip()), None)
 
 
 def read_key(headers: Headers) -> str | None:

@@ -27,7 +27,7 @@ from tokentrue.errors import (
     SessionNotFound,
     TemplateError,
 )
-from tokentrue.gateway.asgi import Scope, header
+from tokentrue.gateway.asgi import Scope, read_header
 from tokentrue.gateway.config import GatewayLimits
 from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, Google, OpenAIChat, OpenAIResponses, ReasoningSigner, RequestHead
 from tokentrue.gateway.dialects.base import Json
@@ -127,8 +127,8 @@ class SessionHandle:
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
         """A name that a request shares with its retries and with no other request: the client's `Idempotency-Key`; for SDKs that send
         `x-stainless-retry-count`, the body's digest and a number that grows with every request that is no retry; else None."""
-        given = header(scope, b"idempotency-key")
-        retries = header(scope, b"x-stainless-retry-count")
+        given = read_header(scope["headers"], b"idempotency-key")
+        retries = read_header(scope["headers"], b"x-stainless-retry-count")
         if given:
             return f"key:{given}"  # whether it names this request, the session says, which has the record
         if retries is None:
@@ -162,9 +162,8 @@ class SessionHandle:
             self.in_flight -= 1
 
     def check_open(self) -> None:
+        self.session.check_open()
         record = self.session.record
-        if record.state != "open":
-            raise SessionConflict(f"session {record.id!r} has ended; its samples stay readable")
         if time.time() - record.created > self._limits.session_age_s:
             raise SessionConflict(f"session {record.id!r} is older than {self._limits.session_age_s:g} s (limits.session_age_s)")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import aiohttp
 
 from tokentrue.errors import SessionElsewhere
-from tokentrue.gateway.asgi import Receive, Scope, Send, header
+from tokentrue.gateway.asgi import Receive, Scope, Send, read_header
 from tokentrue.gateway.workers.forwarding import forward_request
 
 FORWARDED = "x-tokentrue-forwarded"
@@ -18,7 +18,7 @@ class PeerLinks:
 
     async def forward(self, elsewhere: SessionElsewhere, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
         """Raises `elsewhere` where the owner has no address, or this request has been forwarded already."""
-        if not elsewhere.url or header(scope, FORWARDED.encode()):
+        if not elsewhere.url or read_header(scope["headers"], FORWARDED.encode()):
             raise elsewhere
         if self._client is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
