@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
 
 import tokentrue as tt
+from tests.turn.letters import Letters, letters, sampled
 from tests.turn.world import OPENING, OTHER_TOOLS, TOOLS, Engine, answer_to, encode, renderer, sampled_turn
 from tokentrue.errors import MessageError
 from tokentrue.types import TurnRequest
@@ -158,6 +161,119 @@ async def test_other_tools_begin_a_new_root() -> None:
     assert node.parent is None and node.origin == first.node
     third = await session.chat([*OPENING, bare(first.message), USER, changed.message, USER], TOOLS)
     assert session.tree.get(third.node).parent == changed.node
+
+
+class PrintsNames(Letters):
+    """A template that prints who speaks."""
+
+    def _message(self, message: Any) -> list[int]:
+        return [*letters(message.get("name") or ""), *super()._message(message)]
+
+
+def named(message: Any, name: str | None) -> dict[str, Any]:
+    plain = {field: value for field, value in message.items() if field != "name"}
+    return plain if name is None else {**plain, "name": name}
+
+
+@pytest.mark.parametrize(("was", "now"), [(None, "look"), ("look", None), ("look", "peek")])
+@pytest.mark.parametrize("place", [0, 2], ids=["user", "tool"])
+@pytest.mark.parametrize("prints", [False, True])
+async def test_a_name_counts_where_the_template_prints_it(was: str | None, now: str | None, place: int, prints: bool) -> None:
+    engine = Engine([sampled("r", "a", "{}"), sampled("s", "b"), sampled("t", "c")])
+    session = tt.Session(renderer=PrintsNames() if prints else Letters(), provider=engine)
+    history: list[Any] = [named(USER, was if place == 0 else None)]
+    first = await session.chat(history)
+    history += [first.message, named({"role": "tool", "tool_call_id": first.message["tool_calls"][0]["id"], "content": "r"}, was)]
+    second = await session.chat(history)
+    history[place] = named(history[place], now)
+    third = await session.chat([*history, second.message, USER])
+    if prints:
+        assert third.root == "edited" and session.tree.get(third.node).parent == (first.node if place else None)
+    else:
+        assert session.tree.get(third.node).parent == second.node
+        assert (third.root, third.projection) == (None, "exact") and session.coverage().ratio == 1.0
+
+
+@pytest.mark.parametrize("first", ["ann", "bob"])
+async def test_sub_agents_that_differ_only_by_name_keep_their_own_turns(first: str) -> None:
+    """The template prints no name, and both are served the same text: the spelling of the question still tells them apart."""
+    session, _ = session_of(said("Yes.", "ann thinks"), said("Yes."), *[said("ok", "x")] * 2)
+    asked = {name: [{"role": "user", "content": "Ready?", "name": name}] for name in ("ann", "bob")}
+    replies = {name: await session.chat(asked[name]) for name in asked}
+    for name in sorted(asked, reverse=first == "bob"):
+        follow = await session.chat([*asked[name], bare(replies[name].message), USER])
+        assert session.tree.get(follow.node).parent == replies[name].node
+        assert follow.root is None and "ambiguous" not in follow.projection
+    assert len(session.samples()) == 2 and session.coverage().ratio == 1.0
+
+
+DIGITS = "1" + "0" * 400  # more than a double holds
+REPLAYED = [  # served, replayed, by whom
+    ('{"a": -0.0}', '{"a":0}', "node"),
+    ('{"a": -0}', '{"a":0}', "node"),
+    ('{"a": 1e400, "b": [-1e400]}', '{"a":null,"b":[null]}', "node"),
+    ('{"a": ' + DIGITS + "}", '{"a":null}', "node"),
+    ('{"a": ' + "9" * 5000 + "}", '{"a":null}', "node"),
+    ('{"a": 1e-400}', '{"a":0}', "node"),
+    ('{"a": 1.0, "b": 1E5}', '{"a":1,"b":100000}', "node"),
+    ('{"a": 1e21}', '{"a":1e+21}', "node"),
+    ('{"a": 12345678901234567890}', '{"a":12345678901234567000}', "node"),
+    ('{"a": 0.1000000000000000055}', '{"a":0.1}', "node"),
+    ('{"b": 1, "2": 1, "1": 2, "b": 3}', '{"1":2,"2":1,"b":3}', "node"),
+    ('{"a": "\\ud800", "b": "\\ud83d\\ude00 \\/"}', '{"a":"\\ud800","b":"😀 /"}', "node"),
+    ('{"a": 1e400, "b": -1e400}', '{"a": Infinity, "b": -Infinity}', "python"),
+    ('{"a": -0.0, "b": 1E5}', '{"a": -0.0, "b": 100000.0}', "python"),
+    ('{"a": "\\ud800ü", "b": 1, "b": 2}', '{"a": "\\ud800\\u00fc", "b": 2}', "python"),
+    ('{"a": ' + DIGITS + "}", '{"a": ' + DIGITS + "}", "python"),
+    ('{"a": "<b> & \u2028", "\\ud800": "\\udfff"}', '{"a":"\\u003cb\\u003e \\u0026 \\u2028","\ufffd":"\ufffd"}', "go"),
+    ('{"b": -0.0, "a": 1e21}', '{"a":1e+21,"b":-0}', "go"),
+]  # fmt: skip
+EDITED = [
+    ('{"a": null}', '{"a": 1e400}'),
+    ('{"a": null}', '{"a": Infinity}'),
+    ('{"a": 1e400}', '{"a": -Infinity}'),
+    ('{"a": 1e400}', '{"a": 0}'),
+    ('{"a": 1e400}', '{"a": 1e500}'),
+    ('{"a": 1e400}', "{}"),
+    ('{"a": [1e400, 1]}', '{"a": [1, null]}'),
+    ('{"a": 0}', '{"a": false}'),
+    ('{"a": 0}', '{"a": null}'),
+    ('{"a": -0.0}', '{"a": ""}'),
+    ('{"a": "\ufffd"}', '{"a": "\\ud800"}'),
+    ('{"a": "\\ud800"}', '{"a": "\\ud801"}'),
+    ('{"a": "\\ud800"}', '{"a": ""}'),
+]
+
+
+async def replay_arguments(served: str, replayed: str) -> tuple[str | None, str]:
+    """Why the turn after a call with `served` was begun anew when its arguments came back as `replayed`, and how it matched."""
+    session = tt.Session(renderer=Letters(), provider=Engine([sampled("r", "c", served), sampled("s", "ok")]))
+    first = await session.chat([USER])
+    call = first.message["tool_calls"][0]
+    message = {**first.message, "tool_calls": [{**call, "function": {**call["function"], "arguments": replayed}}]}
+    follow = await session.chat([USER, message, {"role": "tool", "tool_call_id": call["id"], "content": "r"}])
+    return follow.root, follow.projection
+
+
+@pytest.mark.parametrize(("served", "replayed", "by"), REPLAYED)
+async def test_arguments_that_a_client_decoded_and_encoded_again_are_a_replay(served: str, replayed: str, by: str) -> None:
+    root, projection = await replay_arguments(served, replayed)
+    assert root is None and projection in ("exact", "arguments"), by
+
+
+@pytest.mark.parametrize(("served", "replayed"), EDITED)
+async def test_other_values_in_arguments_are_an_edit(served: str, replayed: str) -> None:
+    assert (await replay_arguments(served, replayed))[0] == "edited"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_cases_above_are_what_node_and_python_write() -> None:
+    served = [case[0] for case in REPLAYED if case[2] == "node"]
+    script = "console.log(JSON.stringify(JSON.parse(process.argv[1]).map(s => JSON.stringify(JSON.parse(s)))))"
+    done = subprocess.run(["node", "-e", script, json.dumps(served)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [case[1] for case in REPLAYED if case[2] == "node"]
+    for given, written, by in REPLAYED:
+        assert by != "python" or json.dumps(json.loads(given)) == written
 
 
 @pytest.mark.parametrize("seed", range(8))

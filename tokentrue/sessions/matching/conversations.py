@@ -63,12 +63,12 @@ def _without_cache_mark(part: Any) -> Any:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathFit:
     """How the first `depth` messages of a request fit the path to a node: what changed in the served messages that it sends back, and
-    whether a given message is spelled otherwise."""
+    how many given messages are spelled otherwise."""
 
     depth: int = 0
     num_changes: int = 0
     changes: frozenset[str] = frozenset()
-    respelled: bool = False
+    num_respelled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Loose keys of messages: what no known lossy projection can change, hashed; chained over a conversation.
 
 A key only finds candidates. For an assistant message it leaves out everything that a harness may drop or re-spell (reasoning,
-call ids, spacing of arguments, outer whitespace); for every other role it holds the text, whatever parts it is spelled in.
+call ids, spacing of arguments, outer whitespace); for every other role it holds the text, whatever parts it is spelled in. Every other
+field (`name`, say) is left out: whether it matters, the template decides.
 Worked example: `{"role": "assistant", "content": "4"}` and `{"role": "assistant", "content": [{"type": "text", "text": " 4"}]}`
 have one key; `{"role": "user", "content": "4"}` and `{"role": "user", "content": " 4"}` have two.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias, cast
 
@@ -27,6 +28,7 @@ START_KEY = b""
 _TEXT_PARTS = {"text", "input_text", "output_text"}
 _REASONING_PARTS = {"thinking", "reasoning", "think"}
 _CLOSING_TAG = re.compile(r"</(?:think|thinking|thought)>")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def text_of(content: Any) -> str:
@@ -99,8 +101,45 @@ class _NoDouble(str):
     """A number that no double holds, as its JSON text."""
 
 
-def loosen_arguments(arguments: Any) -> str:
-    """Arguments up to key order, spacing, escapes, spelling of numbers, and empty against `{}`; what is no JSON stays as it is."""
+_Respell: TypeAlias = Callable[[str], Any]
+"""What a harness makes of a string, or of a `_NoDouble`, when it decodes arguments and encodes them again."""
+
+
+def repeats_arguments(served: Any, replayed: Any) -> bool:
+    """Are `replayed` the served arguments, up to key order, spacing, escapes, spelling of numbers, and empty against `{}`?
+
+    Harnesses decode arguments and encode them again. A number beyond all doubles (`1e400`) comes back as `Infinity` from Python and as
+    `null` from JavaScript, a lone surrogate as U+FFFD from Go. Only of what was served: `null` that comes back as a number is an edit.
+    """
+    now = _loosen_arguments(replayed, _keep)
+    return any(_loosen_arguments(served, respell) == now for respell in (_keep, _as_python, _as_javascript, _as_go))
+
+
+def _keep(value: str) -> Any:
+    return {"\0number": str(value)} if isinstance(value, _NoDouble) else value
+
+
+def _as_python(value: str) -> Any:
+    if not isinstance(value, _NoDouble) or value == "NaN":
+        return _keep(value)
+    return _keep(_NoDouble("-Infinity" if value.startswith("-") else "Infinity"))
+
+
+def _as_javascript(value: str) -> Any:
+    return None if isinstance(value, _NoDouble) else value
+
+
+def _as_go(value: str) -> Any:
+    return _keep(value) if isinstance(value, _NoDouble) else _LONE_SURROGATE.sub("\ufffd", value)
+
+
+def _as_key(value: str) -> Any:
+    """The same for every way back."""
+    return None if isinstance(value, _NoDouble) else _as_go(value)
+
+
+def _loosen_arguments(arguments: Any, respell: _Respell) -> str:
+    """What is no JSON stays as it is."""
     if arguments is None:
         return "{}"
     if isinstance(arguments, str):
@@ -111,35 +150,34 @@ def loosen_arguments(arguments: Any) -> str:
         except (ValueError, RecursionError):
             return "\0" + arguments.strip()
     try:
-        return _ENCODER.encode(_loosen(arguments))
+        return _ENCODER.encode(_loosen(arguments, respell))
     except (TypeError, ValueError, RecursionError):
         return "\0" + repr(arguments)
 
 
-def _read_float(text: str) -> float | str:
-    number = float(text)
+def _read_number(text: str) -> float | str:
+    number = float(text)  # what a JavaScript harness keeps of it
     return number if math.isfinite(number) else _NoDouble(text)
 
 
-_DECODER = json.JSONDecoder(parse_float=_read_float, parse_constant=_NoDouble)
+_DECODER = json.JSONDecoder(parse_float=_read_number, parse_int=_read_number, parse_constant=_NoDouble)
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
-def _loosen(value: Any) -> Any:
-    if isinstance(value, _NoDouble):
-        return {"\0number": str(value)}
-    if isinstance(value, bool) or value is None or isinstance(value, str):
+def _loosen(value: Any, respell: _Respell) -> Any:
+    if isinstance(value, str):
+        return respell(value)
+    if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, (int, float)):
         try:
-            number = float(value)  # what a JavaScript harness keeps of it
+            return float(value) or 0.0  # -0.0 comes back as 0
         except OverflowError:
-            return {"\0number": str(value)}
-        return number if math.isfinite(number) else {"\0number": str(value)}
+            return respell(_NoDouble(value))
     if isinstance(value, (dict, Mapping)):
-        return {str(key): _loosen(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return {respell(str(key)): _loosen(item, respell) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, Sequence):
-        return [_loosen(item) for item in cast("Sequence[Any]", value)]
+        return [_loosen(item, respell) for item in cast("Sequence[Any]", value)]
     raise TypeError(type(value).__name__)
 
 
@@ -155,12 +193,12 @@ def message_key(message: Message) -> bytes:
     """The loose key of one message by itself."""
     role = read_role(message)
     if role != "assistant":
-        return _hash([role, text_of(message.get("content")), str(message.get("name") or "")])
+        return _hash([role, text_of(message.get("content"))])
     # Reasoning may stand before a closing tag in a replay, and served text may hold such a tag itself: what follows the last is in both.
     fields = [role, _CLOSING_TAG.split(text_of(message.get("content")))[-1].strip()]
     for call in calls_of(message):
         name, arguments = name_and_arguments(call)
-        fields += [name, loosen_arguments(arguments)]
+        fields += [name, _loosen_arguments(arguments, _as_key)]
     return _hash(fields)
 
 

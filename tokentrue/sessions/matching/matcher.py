@@ -4,8 +4,9 @@ The whole list of messages is matched against the tree as it is now, in four ste
 1. chained loose keys find the nodes whose conversation may be a prefix of the request (deepest first);
 2. every served turn on a candidate's path must be replayed exactly or with a known loss (`projections`);
 3. every given message and the tools must be equal as JSON, or else render to the same ids;
-4. among those that fit, the one is chosen that was served whole, has the fewest changes, was not asked again since, was not continued by
-   this very request before, and is the newest, in this order; where several have equally few changes, the match is marked ambiguous.
+4. among those that fit, the one is chosen that was served whole, has the fewest given messages spelled otherwise, then the fewest
+   changes, was not asked again since, was not continued by this very request before, and is the newest, in this order; where several have
+   equally few of both, the match is marked ambiguous.
 Nothing is remembered from one request to the next but pure facts about its messages and the paths they replay (`conversations`).
 """
 
@@ -146,7 +147,7 @@ class _Search:
             if self._conversation.facts[at].role != "assistant":
                 continue
             fits = [(node, fit) for node in self._index.ends.get(self._conversation.keys[at], ()) if (fit := self._fit(node)) is not None]
-            fits = [(node, fit) for node, fit in fits if not fit.respelled or await self._renders_alike(node)]
+            fits = [(node, fit) for node, fit in fits if not fit.num_respelled or await self._renders_alike(node)]
             fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits  # a whole answer before one that broke off
             same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
             if fits:
@@ -154,8 +155,8 @@ class _Search:
         return None
 
     def _choose(self, fits: Sequence[tuple[Node, PathFit]]) -> tuple[Node, PathFit, bool]:
-        best = min(fit.num_changes for _, fit in fits)
-        equal = [(node, fit) for node, fit in fits if fit.num_changes == best]
+        best = min(_rank_fit(fit) for _, fit in fits)
+        equal = [(node, fit) for node, fit in fits if _rank_fit(fit) == best]
         node, fit = equal[0] if len(equal) == 1 else min(equal, key=self._rank)  # ranking restores and hashes the new messages
         return node, fit, len(equal) > 1
 
@@ -177,7 +178,7 @@ class _Search:
 
     def _fit_steps(self, before: PathFit, steps: Sequence[Node]) -> PathFit | None:
         facts, nodes = self._conversation.facts, self._tree.nodes
-        num_changes, changes, respelled = before.num_changes, set(before.changes), before.respelled
+        num_changes, changes, num_respelled = before.num_changes, set(before.changes), before.num_respelled
         at = self._index.place(steps[0]).depth - len(steps[0].given) - 1
         for step in steps:
             for item in (*step.given, step.served):
@@ -187,10 +188,10 @@ class _Search:
                         return None
                     num_changes += len(found)
                     changes.update(found)
-                elif not respelled and not facts[at].repeats(item):
-                    respelled = True
+                else:
+                    num_respelled += not facts[at].repeats(item)
                 at += 1
-        return PathFit(depth=at, num_changes=num_changes, changes=frozenset(changes), respelled=respelled)
+        return PathFit(depth=at, num_changes=num_changes, changes=frozenset(changes), num_respelled=num_respelled)
 
     async def _has_same_tools(self, node: Node) -> bool:
         if node.tools is self._conversation.tools or digest(node.tools) == self._conversation.tools_digest:
@@ -223,6 +224,11 @@ class _Search:
             return was.token_ids == now.token_ids
 
         return await run_by_size(compare, count_chars(one) + count_chars(other))
+
+
+def _rank_fit(fit: PathFit) -> tuple[int, int]:
+    """Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served the same text."""
+    return fit.num_respelled, fit.num_changes
 
 
 def restore_tail(tree: Tree, index: CandidateIndex, node: Node, conversation: Conversation) -> tuple[Message, ...]:

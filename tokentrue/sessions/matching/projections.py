@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tokentrue.sessions.matching.match_keys import calls_of, loosen_arguments, name_and_arguments, reasoning_of, text_of
+from tokentrue.sessions.matching.match_keys import calls_of, name_and_arguments, reasoning_of, repeats_arguments, text_of
 from tokentrue.types import Message
 
 _KNOWN = ("role", "content", "reasoning_content", "reasoning", "tool_calls")
@@ -93,7 +93,7 @@ def _call_changes(served: Message, replayed: Message) -> set[str] | None:
         if name != name_now:
             return None
         if arguments != arguments_now or type(arguments) is not type(arguments_now) or not isinstance(arguments, str):
-            if loosen_arguments(arguments) != loosen_arguments(arguments_now):
+            if not repeats_arguments(arguments, arguments_now):
                 return None
             if arguments != arguments_now:
                 changes.add("arguments")
