@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,41 @@ async def test_scripted_failures() -> None:
         ("[1]", "a turn is an object"),
         ("{oops", "not JSON"),
         ('{"text": "a", "finish_reason": "tired"}', "finish_reason"),
+        ('{"text": "a", "finish_reason": ["stop"]}', "finish_reason"),
+        ('{"text": 5}', "text must be a string, got int"),
+        ('{"text": null}', "text must be a string, got NoneType"),
+        ('{"token_ids": 5}', "token_ids must be a list of integers, got 5"),
+        ('{"token_ids": "abc"}', "token_ids must be a list of integers, got 'abc'"),
+        ('{"token_ids": [true]}', "token_ids must be a list of integers"),
+        ('{"token_ids": [7, -1]}', "token id -1 at 1 is not"),
+        ('{"token_ids": [1.5]}', "token id 1.5 at 0 is not"),
+        ('{"token_ids": [4, 5], "logprobs": [-1.0]}', "2 token ids .*, 1 logprobs"),
+        ('{"text": "ab", "logprobs": [-1.0, -1.0]}', "3 token ids .*, 2 logprobs"),
+        ('{"token_ids": [4], "logprobs": null}', "logprobs must be a list of numbers, got None"),
+        ('{"token_ids": [4, 5], "logprobs": [-1.0, null]}', r"logprobs\[1\] must be a log-probability, got None"),
+        ('{"token_ids": [4], "logprobs": ["x"]}', r"logprobs\[0\] must be"),
+        ('{"token_ids": [4], "logprobs": [0.5]}', r"logprobs\[0\] must be"),
+        ('{"token_ids": [4], "logprobs": [-9999]}', r"logprobs\[0\] must be"),
+        ('{"text": "a", "delay_s": "a"}', "delay_s must be a number of seconds, got 'a'"),
+        ('{"text": "a", "delay_s": -1}', "delay_s must be"),
+        ('{"text": "a", "delay_s": null}', "delay_s must be"),
+        ('{"text": "a", "status": "500"}', "status must be an HTTP status, got '500'"),
+        ('{"status": true}', "status must be"),
     ],
 )
 def test_bad_scripts_name_the_line(tmp_path: Path, line: str, words: str) -> None:
     file = tmp_path / "s.jsonl"
     file.write_text('{"token_ids": [1]}\n' + line)
     with pytest.raises(FileFormatError, match=r"s\.jsonl:2.*" + words):
-        tt.providers.load("scripted", script=file, encode=encode)
+        tt.providers.load("scripted", script=file, encode=encode, stop_id=0)
+
+
+def test_bad_turns_name_their_place() -> None:
+    turns = [{"token_ids": [1]}, {"text": "lone \ud800"}]
+    with pytest.raises(FileFormatError, match="turn 1: text holds a lone surrogate"):
+        tt.providers.load("scripted", script=turns, encode=encode)
+    with pytest.raises(FileFormatError, match=r"turn 0: logprobs\[0\] must be a log-probability, got nan"):
+        tt.providers.load("scripted", script=[{"token_ids": [1], "logprobs": [math.nan]}])
 
 
 def test_texts_need_a_tokenizer() -> None:
