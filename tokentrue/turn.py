@@ -20,7 +20,6 @@ Everything runs on the event loop, except: rendering above 16,000 characters and
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import uuid
 from collections import Counter
@@ -29,14 +28,15 @@ from dataclasses import replace
 from secrets import token_hex
 from typing import Any, Literal
 
-from tokentrue.errors import ConfigError, InputError, KeyConflict, SessionConflict
+from tokentrue.errors import ConfigError, KeyConflict, SessionConflict
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import InProcessClient
-from tokentrue.sessions.journal import Journal, Rewards, SessionRecord
+from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, copy_metadata, read_reward
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.conversations import ConversationReader
 from tokentrue.sessions.matching.matcher import Conversation, Matcher
+from tokentrue.sessions.plain_json import freeze
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
 from tokentrue.sessions.stages.commits import PreparedTurn, replies_from_record, reply_from_node, reserve_nodes, rows_from_nodes
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
@@ -87,7 +87,7 @@ class Session:
         self.record = _record or SessionRecord(
             id=session_id or uuid.uuid4().hex,
             group=group,
-            metadata=dict(metadata or {}),
+            metadata=copy_metadata(metadata),
             sampling=self._pinned_sampling.values,
             history=follows,
             training=training,
@@ -205,6 +205,7 @@ class Session:
         """(turn, True) where one was started, (turn, False) where one in flight was joined, (nodes, False) where the request key was
         answered before."""
         self.check_open()
+        request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         pinned = self._pinned_prompts.apply(request.messages, request.tools)
         conversation = self._matcher.read(pinned.messages, request.tools)
         sampling = resolve_sampling(
@@ -379,14 +380,13 @@ class Session:
             raise SessionConflict(f"session {self.id!r} is of group {self.record.group!r}, not {group!r}")
         if leaf is not None:
             self.tree.get(leaf)
-        if not math.isfinite(reward):
-            raise InputError(f"reward: must be a finite number, got {reward!r}")
+        value, added = read_reward(reward), copy_metadata(metadata)
 
         def change(record: SessionRecord) -> SessionRecord:
             old = record.rewards
-            session = float(reward) if leaf is None else old.session
-            leaves = old.leaves if leaf is None else {**old.leaves, leaf: float(reward)}
-            rewards = Rewards(session=session, leaves=leaves, metadata={**old.metadata, **(metadata or {})})
+            session = value if leaf is None else old.session
+            leaves = old.leaves if leaf is None else {**old.leaves, leaf: value}
+            rewards = Rewards(session=session, leaves=leaves, metadata={**old.metadata, **added})
             return replace(record, rewards=rewards, group=record.group if group is None else group)
 
         await self._update_record(change)

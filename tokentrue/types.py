@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from tokentrue.errors import SamplingError, TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
@@ -57,12 +57,21 @@ class Finish(StrEnum):
     ABORT = "abort"  # cancelled by the caller or the engine: what was sampled is kept, labelled
 
 
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING_TYPES: tuple[tuple[str, Any, str], ...] = (
+    *((name, int | float, "a number") for name in _NUMBERS),
+    *((name, int, "a whole number") for name in ("top_k", "top_logprobs")),
+    *((name, int | None, "a whole number or None") for name in ("max_tokens", "seed")),
+    ("extra", Mapping, "an object"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """What the sampler was asked to do. `top_k=0`, `top_p=1`, `min_p=0` and penalties at rest mean "off".
 
     `stop_token_ids` are added to the renderer's own. `extra` holds engine-specific settings (structured output, say) that a
-    provider either understands by name or refuses.
+    provider either understands by name or refuses. Lists become tuples.
     """
 
     temperature: float = 1.0
@@ -80,6 +89,7 @@ class Sampling:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
+        self._check_types()
         checks: tuple[tuple[bool, str, object], ...] = (
             (math.isfinite(self.temperature) and self.temperature >= 0, "temperature must be finite and >= 0", self.temperature),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
@@ -92,6 +102,18 @@ class Sampling:
         for holds, rule, value in checks:
             if not holds:
                 raise SamplingError(f"{rule}, got {value!r}")
+
+    def _check_types(self) -> None:
+        for name, kind, word in _SAMPLING_TYPES:
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise SamplingError(f"{name} must be {word}, got {value!r}")
+        for name, kind, word in (("stop", str, "strings"), ("stop_token_ids", int, "token ids")):
+            given = getattr(self, name)
+            values = tuple(cast("Sequence[Any]", given)) if isinstance(given, (list, tuple)) else (None,)
+            if any(isinstance(value, bool) or not isinstance(value, kind) for value in values):
+                raise SamplingError(f"{name} must be a list of {word}, got {given!r}")
+            object.__setattr__(self, name, values)
 
     @property
     def truncates(self) -> bool:

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from tokentrue.errors import MessageError
+from tokentrue.nesting import check_depth
 from tokentrue.renderers.json_types import JsonObject, is_array, is_object
 from tokentrue.renderers.template import InputFormat
 from tokentrue.types import Messages, Tools
@@ -33,6 +34,7 @@ def normalise_tools(tools: Tools | None, inputs: InputFormat) -> list[JsonObject
 def _normalise_tool(tool: Any, field: str, inputs: InputFormat) -> JsonObject:
     if not is_object(tool):
         raise MessageError(f"must be an object, got {type(tool).__name__}", field=field)
+    check_depth(tool, field)
     wrapped = dict(tool) if "function" in tool else {"type": "function", "function": tool}
     function = wrapped["function"]
     if not is_object(function):
@@ -52,6 +54,7 @@ def normalise_messages(messages: Messages, inputs: InputFormat, *, first: int = 
 def _normalise_message(message: Any, field: str, inputs: InputFormat) -> JsonObject:
     if not is_object(message):
         raise MessageError(f"must be an object, got {type(message).__name__}", field=field)
+    check_depth(message, field)
     out: JsonObject = {key: _copy_json(value) for key, value in message.items() if key != "tool_calls"}
     role = out.get("role")
     if role not in ROLES:
@@ -117,11 +120,13 @@ def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonOb
 
 
 def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
-    """A JSON object where it is one; text that is not JSON stays text, and the template decides what becomes of it."""
+    """A JSON object where it is one; text that is not JSON, or is nested too deeply, stays text, and the template decides what becomes of
+    it."""
     if isinstance(arguments, str) and arguments.strip():
         try:
             parsed: Any = json.loads(arguments)
-        except ValueError:
+            check_depth(parsed, "arguments")
+        except (ValueError, RecursionError, MessageError):
             return arguments
         arguments = parsed if is_object(parsed) else arguments
     if arguments is None or arguments == "":

@@ -1,6 +1,7 @@
 """JSON values as the record keeps them: `freeze` copies and checks them, `dumps` and `loads` give back exactly what went in.
 
-What JSON cannot hold exactly (NaN, a set, a key that is no string) is refused here, before anything is generated or committed.
+What JSON cannot hold exactly (NaN, a set, a key that is no string), and what is nested too deeply, is refused here, before anything is
+generated or committed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, cast
 import orjson
 
 from tokentrue.errors import MessageError
+from tokentrue.nesting import check_depth
 
 _EXACT_MARK = b" "
 """Before JSON that only the standard library reads back exactly: integers beyond 64 bits, lone surrogates."""
@@ -38,6 +40,11 @@ def loads(data: bytes) -> Any:
 
 def freeze(value: Any, field: str) -> Any:
     """A copy of `value` made of plain dicts, lists, strings and numbers, so that a later change by the caller reaches nothing recorded."""
+    check_depth(value, field)
+    return _copy(value, field)
+
+
+def _copy(value: Any, field: str) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
@@ -49,9 +56,9 @@ def freeze(value: Any, field: str) -> Any:
         for key in items:
             if not isinstance(key, str):
                 raise MessageError(f"an object's keys must be strings, got {key!r}", field=field)
-        return {key: item if type(item) is str else freeze(item, field) for key, item in items.items()}
+        return {key: item if type(item) is str else _copy(item, field) for key, item in items.items()}
     if isinstance(value, (list, tuple)):
-        return [freeze(item, field) for item in cast("list[Any]", value)]
+        return [_copy(item, field) for item in cast("list[Any]", value)]
     raise MessageError(f"must be a JSON value; {type(value).__name__} is none", field=field)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import msgspec
@@ -26,10 +25,6 @@ class GiveReward(msgspec.Struct, forbid_unknown_fields=True):
     leaf: str | None = None
     metadata: dict[str, Any] = {}
     group: str | None = None
-
-    def check(self) -> None:
-        if not math.isfinite(self.reward):
-            raise InputError("reward: must be a finite number")
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):

@@ -63,6 +63,13 @@ async def forward_to_owner(services: Services, request: Request, session_id: str
     return ForwardedResponse(workers, session_id, await request_body(services, request))
 
 
+def true_or_false(text: str, name: str) -> bool:
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in known:
+        raise InputError(f"{name}: must be true or false")
+    return known[text.lower()]
+
+
 def whole_number(text: str, name: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 12:
         raise InputError(f"{name}: must be a whole number from 0 up")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tokentrue.errors import InputError
 from tokentrue.gateway.admin.bodies import CreateSession, GiveReward, decode_admin
-from tokentrue.gateway.admin.routing import forward_to_owner, json_response, request_body, whole_number
+from tokentrue.gateway.admin.routing import forward_to_owner, json_response, request_body, true_or_false, whole_number
 from tokentrue.gateway.admin.views import record_json, session_json
 from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
 from tokentrue.gateway.services import Services
@@ -73,7 +73,7 @@ class SessionHandlers:
         journal = self._services.journal
         state, group = query.get("state"), query.get("group")
         records = await asyncio.to_thread(lambda: journal.sessions(offset=offset, limit=limit, state=state, group=group))
-        total = await asyncio.to_thread(journal.count)
+        total = await asyncio.to_thread(lambda: journal.count(state=state, group=group))
         listed = [record_json(record) for record in records]
         return json_response(200, {"sessions": listed, "total": total, "offset": offset, "limit": limit})
 
@@ -83,10 +83,11 @@ class SessionHandlers:
 
     async def delete(self, request: Request) -> Response:
         session_id = request.path_params["session_id"]
+        purge = true_or_false(request.query_params.get("purge", "false"), "purge")
         async with self._services.sessions.checkout(session_id) as handle:
             await handle.session.end()
             state = handle.session.record.state
-        if request.query_params.get("purge", "false").lower() in {"true", "1"}:
+        if purge:
             await self._services.journal.delete(session_id)
             self._services.sessions.forget(session_id)
             state = "purged"
@@ -94,7 +95,6 @@ class SessionHandlers:
 
     async def reward(self, request: Request) -> Response:
         body = decode_admin(await request_body(self._services, request), GiveReward)
-        body.check()
         async with self._services.sessions.checkout(request.path_params["session_id"]) as handle:
             await handle.session.reward(body.reward, leaf=body.leaf, metadata=body.metadata, group=body.group)
             return json_response(200, {"session_id": handle.session.id, "reward": body.reward, "leaf": body.leaf})

@@ -14,6 +14,7 @@ import msgspec
 import orjson
 
 from tokentrue.errors import MessageError
+from tokentrue.nesting import check_depth
 from tokentrue.types import Finish, Message, Reply, Sampling, Tool, TurnEvent
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -145,18 +146,23 @@ _AT = re.compile(r" - at `\$\.?(.*)`$")
 def decode_body(body: bytes, type_: type[S]) -> S:
     """A request body as a record; the complaint of the decoder names the field."""
     try:
-        return msgspec.json.decode(body, type=type_)
+        decoded = msgspec.json.decode(body, type=type_)
     except msgspec.ValidationError as error:
         raise complaint(str(error), "") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
+    for name in type_.__struct_fields__:
+        check_depth(getattr(decoded, name), name)
+    return decoded
 
 
 def parse_json(raw: bytes, path: str) -> Any:
     try:
-        return orjson.loads(raw)
+        value = orjson.loads(raw)
     except (orjson.JSONDecodeError, RecursionError) as error:
         raise MessageError(f"is not JSON: {str(error)[:100]}", field=path) from None
+    check_depth(value, path)
+    return value
 
 
 def raw_items(items: Sequence[msgspec.Raw], key: str) -> Sequence[msgspec.Raw]:
@@ -249,10 +255,10 @@ def _make_encodable(value: Any) -> Any:
 
 def arguments_object(text: str) -> Json:
     """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under `_raw_arguments`, and so
-    does an object that reads like such a wrapping."""
+    does an object that reads like such a wrapping, or is nested too deeply to be sent back."""
     try:
-        value: Any = orjson.loads(text) if text.strip() else {}
-    except orjson.JSONDecodeError:
+        value: Any = parse_json(text.encode("utf-8", "surrogatepass"), "arguments") if text.strip() else {}
+    except MessageError:
         value = text
     if not isinstance(value, dict) or is_raw_arguments(cast("Json", value)):
         return {"_raw_arguments": text}

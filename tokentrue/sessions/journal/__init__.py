@@ -2,7 +2,7 @@
 
 from tokentrue.sessions.journal.journal import Journal
 from tokentrue.sessions.journal.lock import StoreLock
-from tokentrue.sessions.journal.records import Rewards, SessionRecord
+from tokentrue.sessions.journal.records import Rewards, SessionRecord, copy_metadata, read_reward
 from tokentrue.sessions.journal.rows import Row
 
-__all__ = ["Journal", "Rewards", "Row", "SessionRecord", "StoreLock"]
+__all__ = ["Journal", "Rewards", "Row", "SessionRecord", "StoreLock", "copy_metadata", "read_reward"]

@@ -25,7 +25,7 @@ from tokentrue.sessions.journal.database import Database, DuplicateKey
 from tokentrue.sessions.journal.lock import StoreLock, WorkerLock
 from tokentrue.sessions.journal.records import COLUMNS, SessionRecord, load_record, record_from_values, row_digest, values_from_record
 from tokentrue.sessions.journal.rows import Row
-from tokentrue.sessions.journal.schema import NODE_COLUMNS, VERSION, migrate, read_version
+from tokentrue.sessions.journal.schema import NODE_COLUMNS, VERSION, migrate, read_version, refuse_foreign
 from tokentrue.sessions.journal.writer import Writer
 
 T = TypeVar("T")
@@ -107,6 +107,7 @@ class Journal:
             connection = sqlite3.connect(
                 ":memory:" if self._in_memory else self.path, timeout=30, isolation_level=None, check_same_thread=False
             )
+            refuse_foreign(connection)
             if self._read_only:
                 return _readable(connection)
             connection.execute("PRAGMA journal_mode=WAL")
@@ -260,10 +261,8 @@ class Journal:
 
     def sessions(self, *, offset: int = 0, limit: int = 100, state: str | None = None, group: str | None = None) -> list[SessionRecord]:
         """Newest first."""
-        clauses = [(column, value) for column, value in (("state", state), ("grp", group)) if value is not None]
-        where = " AND ".join(["1=1", *(f"{column}=?" for column, _ in clauses)])
+        where, values = _filter_sessions(state, group)
         sql = f"SELECT id FROM sessions WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
-        values = [value for _, value in clauses]
         return self.read(lambda db: [load_record(db, row[0]) for row in db.execute(sql, (*values, limit, offset)).fetchall()])
 
     def all_sessions(self, *, group: str | None = None) -> Iterator[SessionRecord]:
@@ -275,8 +274,9 @@ class Journal:
             yield from (self.get(name) for _, name in page)
             last = page[-1]
 
-    def count(self) -> int:
-        return self.read(lambda db: int(db.execute("SELECT count(*) FROM sessions").fetchone()[0]))
+    def count(self, *, state: str | None = None, group: str | None = None) -> int:
+        where, values = _filter_sessions(state, group)
+        return self.read(lambda db: int(db.execute(f"SELECT count(*) FROM sessions WHERE {where}", values).fetchone()[0]))
 
     def rows(self, session_id: str) -> list[Row]:
         """The nodes of a session in the order of their commits, each checked against its digest."""
@@ -334,6 +334,12 @@ def _delete_sessions(db: Database, session_ids: Sequence[str]) -> None:
         if not db.execute("DELETE FROM sessions WHERE id=?", (session_id,)).rowcount:
             raise SessionNotFound(f"no session {session_id!r}")
     _count_sessions(db, -len(session_ids))
+
+
+def _filter_sessions(state: str | None, group: str | None) -> tuple[str, tuple[str, ...]]:
+    """The condition of a query, and its values."""
+    given = [(column, value) for column, value in (("state", state), ("grp", group)) if value is not None]
+    return " AND ".join(["1=1", *(f"{column}=?" for column, _ in given)]), tuple(value for _, value in given)
 
 
 def _count_sessions(db: Database, change: int) -> None:

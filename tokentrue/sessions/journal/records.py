@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
-from tokentrue.errors import JournalError, SessionNotFound
+from tokentrue.errors import InputError, JournalError, MessageError, SessionNotFound
 from tokentrue.sessions.journal.database import Database
-from tokentrue.sessions.plain_json import dumps, loads
+from tokentrue.sessions.plain_json import dumps, freeze, loads
 
 COLUMNS = ("id", "grp", "state", "key_hash", "created", "ended", "body")
 
@@ -48,6 +49,23 @@ class SessionRecord:
     ended: float | None = None
     rewards: Rewards = field(default_factory=Rewards)
     late_keys: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+
+
+def copy_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The user's own, checked before it is stored. Samples keep their own data under `tokentrue`."""
+    if "tokentrue" in (metadata or {}):
+        raise MessageError("is reserved; use another name", field="metadata.tokentrue")
+    return freeze(metadata or {}, "metadata")
+
+
+def read_reward(value: Any) -> float:
+    try:
+        reward = float(value)
+    except (TypeError, ValueError, OverflowError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise InputError(f"reward: must be a finite number, got {value!r}")
+    return reward
 
 
 def row_digest(values: tuple[Any, ...]) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from typing import Any, cast
@@ -205,8 +205,4 @@ def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
 
 
 def sampling_from_json(values: Mapping[str, Any]) -> Sampling:
-    settings: dict[str, Any] = dict(values)
-    for name in ("stop", "stop_token_ids"):
-        if name in settings:
-            settings[name] = tuple(cast("Sequence[Any]", settings[name]))
-    return Sampling(**settings)
+    return Sampling(**values)

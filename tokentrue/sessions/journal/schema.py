@@ -70,6 +70,13 @@ def read_version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
+def refuse_foreign(connection: sqlite3.Connection) -> None:
+    """A database without our version, but with tables, is another program's."""
+    version, tables = connection.execute("SELECT (SELECT user_version FROM pragma_user_version), count(*) FROM sqlite_master").fetchone()
+    if version == 0 and tables:
+        raise JournalError("this is the database of another program, not a journal; give another path")
+
+
 def migrate(connection: sqlite3.Connection) -> None:
     """Brings the tables to `VERSION`, each step in its own transaction; refuses a journal from the future."""
     while (version := read_version(connection)) < VERSION:

@@ -78,7 +78,7 @@ def _node_from_draft(draft: Draft, prepared: PreparedTurn, tree: Tree, *, seq: i
         origin=None if prompt.origin is None else prompt.origin.id,
         outcome=draft.outcome,
         tools=prepared.tools if prompt.parent is None else prompt.parent.tools,
-        template_kwargs=freeze(prepared.request.template_kwargs, "template_kwargs"),
+        template_kwargs=prepared.request.template_kwargs,
         sampling=draft.sampling,
         request_key=prepared.request.request_key,
         joined_keys=tuple(key for key in prepared.request_keys if key != prepared.request.request_key),

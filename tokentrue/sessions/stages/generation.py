@@ -75,13 +75,15 @@ class Choice:
 
     async def generate(self, provider: Provider, session_id: str) -> None:
         """Asks the engine. The answer is kept here; `parse` gives it."""
-        if self._emit is None:
-            completion = await provider.generate(self._prompt.ids, self.sampling, session=session_id)
-            self._completion = completion
-            check_completion(completion, self._prompt)
-            return
-        self._emit(TurnEvent(index=self.index, node=self.node))
-        await self._stream(provider, session_id, self._emit)
+        try:
+            if self._emit is None:
+                self._completion = await provider.generate(self._prompt.ids, self.sampling, session=session_id)
+                check_completion(self._completion, self._prompt)
+            else:
+                self._emit(TurnEvent(index=self.index, node=self.node))
+                await self._stream(provider, session_id, self._emit)
+        except TokenContractError as error:
+            raise EngineContractError(f"the engine's answer is not a completion: {error}") from error
 
     async def _stream(self, provider: Provider, session_id: str, emit: Callable[[TurnEvent], None]) -> None:
         parser = self._renderer.parser(prompt_ids=self._prompt.ids, tools=self._tools)

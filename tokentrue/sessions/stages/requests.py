@@ -31,10 +31,7 @@ class PinnedSampling:
         values = dict(sampling or {})
         if unknown := sorted(set(values) - _FIELDS):
             raise SamplingError(f"no sampling setting named {', '.join(unknown)}; known: {', '.join(sorted(_FIELDS))}")
-        try:
-            sampling_from_json(values)  # refuse bad values now, not at the first turn
-        except TypeError as error:
-            raise SamplingError(f"pinned sampling: {error}") from error
+        sampling_from_json(values)  # refuses bad values now, not at the first turn
         return cls(values=values)
 
     def apply(self, sampling: Sampling) -> Sampling:

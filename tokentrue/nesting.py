@@ -1,0 +1,28 @@
+"""How deeply JSON may be nested. What clients, callers and models write is checked where it enters, because readers down the line fail on
+deep values in ways of their own: orjson writes 254 levels, and Python's recursion ends at about a thousand calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from tokentrue.errors import MessageError
+
+MAX_DEPTH = 128
+
+
+def check_depth(value: Any, field: str) -> None:
+    """Refuses a value of more than `MAX_DEPTH` levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for outer in level for item in _items_in(outer)]
+        if not level:
+            return
+    raise MessageError(f"is nested deeper than {MAX_DEPTH} levels", field=field)
+
+
+def _items_in(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict | Mapping):
+        return cast("Mapping[Any, Any]", value).values()
+    return cast("Iterable[Any]", value) if isinstance(value, list | tuple) else ()
