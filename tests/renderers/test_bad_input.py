@@ -31,8 +31,21 @@ from tokentrue.errors import ConfigError, MessageError, TemplateError, Tokenizer
         ([user("a"), says("b", tool_calls=[7])], "messages[1].tool_calls[0]"),
         ([user("a"), says("b", tool_calls=[{"function": {"arguments": "{}"}}])], "messages[1].tool_calls[0].function.name"),
         ([user("a"), says("b", reasoning_content=7)], "messages[1].reasoning_content"),
+        ([{"role": ["user"], "content": "a"}], "messages[0].role"),
+        ([user([{"type": ["text"], "text": "a"}])], "messages[0].content[0]"),
+        ([user("a"), says("b"), {"role": "tool", "tool_call_id": ["c"], "content": "d"}], "messages[2].tool_call_id"),
+        ([user("a \ud800")], "messages[0].content"),
+        ([user([{"type": "text", "text": "\udfff"}])], "messages[0].content[0].text"),
+        ([user("a") | {"name": "\udc00"}], "messages[0].name"),
+        ([user("a"), says("b", reasoning_content="\ud800")], "messages[1].reasoning_content"),
+        ([user("a"), says("b", tool_calls=[{"function": {"name": "\ud800"}}])], "messages[1].tool_calls[0].function.name"),
+        ([user("a"), says("b", tool_calls=[{"function": {"name": "f", "arguments": "\ud800"}}])],
+         "messages[1].tool_calls[0].function.arguments"),
+        ([user("a"), says("b", tool_calls=[{"function": {"name": "f", "arguments": {"x": ["\ud800"]}}}])],
+         "messages[1].tool_calls[0].function.arguments.x[0]"),
+        ([user("a"), says("b", tool_calls=[{"id": "\ud800", "function": {"name": "f"}}])], "messages[1].tool_calls[0].id"),
     ],
-)
+)  # fmt: skip
 def test_messages(messages: Any, field: str) -> None:
     with pytest.raises(MessageError) as caught:
         loaded("qwen3-like").render(messages)
@@ -47,6 +60,9 @@ def test_messages(messages: Any, field: str) -> None:
         (["f"], "tools[0]"),
         ([{"type": "function", "function": "f"}], "tools[0].function"),
         ([TOOLS[0], {"type": "function", "function": {"description": "no name"}}], "tools[1].function.name"),
+        ([{"type": "function", "function": {"name": "\ud800"}}], "tools[0].function.name"),
+        ([{"name": "f", "description": "\ud800"}], "tools[0].function.description"),
+        ([{"type": "function", "function": {"name": "f", "parameters": {"\ud800": 1}}}], "tools[0].function.parameters"),
     ],
 )
 def test_tools(tools: Any, field: str) -> None:
@@ -63,6 +79,49 @@ def test_new_messages_name_their_own_field() -> None:
     with pytest.raises(MessageError) as caught:
         renderer.extend([7, stop_id(renderer)], [user("a"), says("b")], [user("c"), {"role": "?"}])
     assert caught.value.field == "new[1].role"
+
+
+@pytest.mark.parametrize(
+    ("messages", "new", "field"),
+    [
+        ([user("a"), says("b")], [user("\ud800")], "new[0].content"),
+        ([user("a"), says("\ud800")], [user("c")], "messages[1].content"),
+        ([user("a"), says("b")], "c", "new"),
+        ([user("a"), says("b")], [user("c"), None], "new[1]"),
+        ("ab", [user("c")], "messages"),
+        ([None, says("b")], [user("c")], "messages[0]"),
+    ],
+)
+def test_extensions(messages: Any, new: Any, field: str) -> None:
+    renderer = loaded("qwen3-like")
+    with pytest.raises(MessageError) as caught:
+        renderer.extend([7, stop_id(renderer)], messages, new)
+    assert caught.value.field == field
+
+
+def test_arguments_that_escape_a_lone_surrogate_are_rendered_as_they_were_written() -> None:
+    """A model may sample them; its turn must stay renderable."""
+    written = '{"x": "\\ud800"}'
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": written}}
+    renderer = loaded("qwen3-like")
+    assert written in renderer.decode(renderer.render([user("a"), says("", tool_calls=[call])]).token_ids)
+
+
+def test_a_text_that_is_no_unicode_is_refused_wherever_it_comes_from() -> None:
+    renderer = loaded("qwen3-like")
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        renderer.encode_sampled("a \ud800")
+
+
+@pytest.mark.parametrize("bad", [-1, 2**40, "a", None])
+def test_ids_that_are_no_token_ids(bad: Any) -> None:
+    renderer = loaded("qwen3-like")
+    with pytest.raises(TokenizerError, match=f"token id {bad!r} is not in the tokenizer's vocabulary"):
+        renderer.parse([7, bad])
+    with pytest.raises(TokenizerError, match="token ids must be integers from 0"):
+        renderer.decode([7, bad])
+    with pytest.raises(TokenizerError):
+        tt.compare([7, bad], [7, 8], renderer=renderer)
 
 
 def _model(tmp_path: Path, **config: Any) -> Path:

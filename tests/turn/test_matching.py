@@ -13,7 +13,8 @@ import pytest
 import tokentrue as tt
 from tests.turn.letters import Letters, letters, sampled
 from tests.turn.world import OPENING, OTHER_TOOLS, TOOLS, Engine, answer_to, encode, renderer, sampled_turn
-from tokentrue.errors import MessageError
+from tokentrue.errors import MessageError, SamplingError
+from tokentrue.sessions.client import InProcessClient
 from tokentrue.types import TurnRequest
 
 
@@ -207,6 +208,14 @@ async def test_sub_agents_that_differ_only_by_name_keep_their_own_turns(first: s
     assert len(session.samples()) == 2 and session.coverage().ratio == 1.0
 
 
+async def test_sub_agents_that_differ_only_by_name_keep_their_own_pinned_prompts() -> None:
+    session, _ = session_of(*[said("Yes.")] * 3, pin=("system",))
+    for name, prompt in (("ann", "Be Ann."), ("bob", "Be Bob."), ("ann", "Be Ann, at noon.")):
+        reply = await session.chat([{"role": "system", "content": prompt}, {"role": "user", "content": "Ready?", "name": name}])
+        system: Any = session.tree.get(reply.node).given[0]
+        assert system["content"] == {"ann": "Be Ann.", "bob": "Be Bob."}[name]
+
+
 DIGITS = "1" + "0" * 400  # more than a double holds
 REPLAYED = [  # served, replayed, by whom
     ('{"a": -0.0}', '{"a":0}', "node"),
@@ -294,12 +303,66 @@ async def test_random_histories_always_find_the_node_they_came_from(seed: int) -
     assert account.sampled == account.trained + sum(item.tokens for item in account.untrained)
 
 
-@pytest.mark.parametrize("messages", [[], [{}], [{"role": "user"}, {"content": "x"}], ["hello"], [{"role": "user", "content": 7}]])
-async def test_malformed_messages_are_refused_by_field_and_leave_no_trace(messages: Any) -> None:
-    session, engine = session_of(said("a", "1"))
-    with pytest.raises(MessageError):
+def calls(value: Any) -> list[Any]:
+    return [USER, {"role": "assistant", "content": None, "tool_calls": value}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        ((message for message in [USER]), "messages"),
+        ([{}], "messages[0]"),
+        ([{"role": "user"}, {"content": "x"}], "messages[1]"),
+        (["hello"], "messages[0]"),
+        ([{"role": "user", "content": 7}], "messages[0].content"),
+        ([{"role": "user", "content": ["a", 7]}], "messages[0].content[1]"),
+        ([{"role": "user", "content": [{"type": ["text"]}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
+        (calls("x"), "messages[1].tool_calls"),
+        (calls({"a": 1}), "messages[1].tool_calls"),
+        (calls([None]), "messages[1].tool_calls[0]"),
+        (calls([{"function": "x"}]), "messages[1].tool_calls[0]"),
+        ([USER, {"role": "tool", "tool_call_id": [], "content": "x"}], "messages[1].tool_call_id"),
+    ],
+)
+@pytest.mark.parametrize("pin", [(), ("system",)])
+async def test_malformed_messages_are_refused_by_field_and_leave_no_trace(messages: Any, field: str, pin: tuple[str, ...]) -> None:
+    session, engine = session_of(said("a", "1"), pin=pin)
+    with pytest.raises(MessageError) as caught:
         await session.chat(messages)
+    assert caught.value.field == field
     assert len(session.tree) == 0 and not engine.prompts
+
+
+@pytest.mark.parametrize(
+    ("tools", "field"),
+    [
+        ("x", "tools"),
+        ({"a": 1}, "tools"),
+        ([None], "tools[0]"),
+        ([*TOOLS, "x"], "tools[1]"),
+        ([{"type": "function", "function": {"name": "\ud800"}}], "tools[0].function.name"),
+    ],
+)
+async def test_malformed_tools_are_refused_by_field_and_leave_no_trace(tools: Any, field: str) -> None:
+    session, engine = session_of(said("a", "1"))
+    with pytest.raises(MessageError) as caught:
+        await session.chat(OPENING, tools)
+    assert caught.value.field == field
+    assert len(session.tree) == 0 and not engine.prompts
+
+
+async def test_two_names_of_the_token_limit_must_agree() -> None:
+    """As over HTTP."""
+    session, engine = session_of(said("a", "1"))
+    create = InProcessClient(session).chat.completions.create
+    with pytest.raises(SamplingError, match="max_tokens and max_completion_tokens differ"):
+        await create(messages=OPENING, max_tokens=3, max_completion_tokens=4)
+    assert not engine.prompts
+    await create(messages=OPENING, max_tokens=4, max_completion_tokens=4)
+    assert engine.settings[0].max_tokens == 4
 
 
 async def test_a_request_key_is_honoured_where_siblings_are_ambiguous() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -20,6 +21,7 @@ from tokentrue.types import Messages, Tools
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 REASONING = ("reasoning_content", "thinking", "reasoning")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -41,23 +43,30 @@ def _normalise_tool(tool: Any, field: str, inputs: InputFormat) -> JsonObject:
         raise MessageError(f"must be an object, got {type(function).__name__}", field=f"{field}.function")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise MessageError("must be a non-empty string", field=f"{field}.function.name")
-    return _copy_json(function if inputs.bare_tools else wrapped)
+    copied = _copy_json(wrapped, field)
+    return copied["function"] if inputs.bare_tools else copied
 
 
 def normalise_messages(messages: Messages, inputs: InputFormat, *, first: int = 0, field: str = "messages") -> list[JsonObject]:
     """`first` is the index of `messages[0]` in the caller's own list, for the field in errors."""
-    if not is_array(messages):
-        raise MessageError(f"must be a list of message objects, got {type(messages).__name__}", field=field)
+    check_messages(messages, field, first=first)
     return [_normalise_message(message, f"{field}[{first + index}]", inputs) for index, message in enumerate(messages)]
 
 
-def _normalise_message(message: Any, field: str, inputs: InputFormat) -> JsonObject:
-    if not is_object(message):
-        raise MessageError(f"must be an object, got {type(message).__name__}", field=field)
+def check_messages(messages: Any, field: str, *, first: int = 0) -> None:
+    """Refuses what is no list of objects."""
+    if not is_array(messages):
+        raise MessageError(f"must be a list of message objects, got {type(messages).__name__}", field=field)
+    for index, message in enumerate(messages, first):
+        if not is_object(message):
+            raise MessageError(f"must be an object, got {type(message).__name__}", field=f"{field}[{index}]")
+
+
+def _normalise_message(message: Mapping[str, Any], field: str, inputs: InputFormat) -> JsonObject:
     check_depth(message, field)
-    out: JsonObject = {key: _copy_json(value) for key, value in message.items() if key != "tool_calls"}
+    out: JsonObject = {key: _copy_json(value, f"{field}.{key}") for key, value in message.items() if key != "tool_calls"}
     role = out.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise MessageError(f"unknown role {role!r}; use one of {', '.join(sorted(ROLES))}", field=f"{field}.role")
     if role == "developer" and not inputs.developer:
         out["role"] = "system"
@@ -73,8 +82,11 @@ def _normalise_message(message: Any, field: str, inputs: InputFormat) -> JsonObj
         out.setdefault("thinking", reasoning)
     if calls := message.get("tool_calls"):
         out["tool_calls"] = _normalise_calls(calls, f"{field}.tool_calls", inputs)
-    if inputs.short_ids and isinstance(out.get("tool_call_id"), str):
-        out["tool_call_id"] = make_short_id(out["tool_call_id"])
+    call_id = out.get("tool_call_id")
+    if call_id is not None and not isinstance(call_id, str):
+        raise MessageError(f"must be a string, got {type(call_id).__name__}", field=f"{field}.tool_call_id")
+    if inputs.short_ids and call_id is not None:
+        out["tool_call_id"] = make_short_id(call_id)
     return out
 
 
@@ -97,7 +109,7 @@ def _read_part(part: Any, field: str) -> str:
     if not is_object(part):
         raise MessageError(f"must be an object, got {type(part).__name__}", field=field)
     text = part.get("text")
-    if part.get("type") not in {"text", "input_text", "output_text", None} or not isinstance(text, str):
+    if part.get("type") not in ("text", "input_text", "output_text", None) or not isinstance(text, str):
         raise MessageError(f"only text parts can be rendered, got type {part.get('type')!r}", field=field)
     return text
 
@@ -113,19 +125,21 @@ def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonOb
             raise MessageError("must be an object with a function object", field=where)
         if not isinstance(function.get("name"), str):
             raise MessageError("must be a string", field=f"{where}.function.name")
-        body = {**_copy_json(function), "arguments": _normalise_arguments(function.get("arguments"), inputs)}
-        call_id = str(call.get("id") or "")
+        body = _copy_json(function, f"{where}.function")
+        body["arguments"] = _normalise_arguments(body.get("arguments"), inputs)
+        call_id = _copy_json(str(call.get("id") or ""), f"{where}.id")
         out.append({"type": "function", "id": make_short_id(call_id) if inputs.short_ids else call_id, "function": body})
     return out
 
 
 def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
-    """A JSON object where it is one; text that is not JSON, or is nested too deeply, stays text, and the template decides what becomes of
-    it."""
+    """A JSON object where it is one. Text that is not JSON, is nested too deeply or escapes a lone surrogate stays text, and the template
+    decides what becomes of it."""
     if isinstance(arguments, str) and arguments.strip():
         try:
             parsed: Any = json.loads(arguments)
             check_depth(parsed, "arguments")
+            parsed = _copy_json(parsed, "arguments")
         except (ValueError, RecursionError, MessageError):
             return arguments
         arguments = parsed if is_object(parsed) else arguments
@@ -133,7 +147,7 @@ def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
         arguments = {}
     if inputs.arguments == "string" and not isinstance(arguments, str):
         return json.dumps(arguments, ensure_ascii=False)
-    return _copy_json(arguments)
+    return arguments
 
 
 def fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
@@ -176,12 +190,16 @@ def make_short_id(call_id: str) -> str:
     return "".join(_ALPHABET[number // 62**place % 62] for place in range(9))
 
 
-def _copy_json(value: Any) -> Any:
+def _copy_json(value: Any, field: str) -> Any:
     """A copy in plain JSON types: what a sandboxed template sees has no methods of ours."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        if not value.isascii() and (lone := _LONE_SURROGATE.search(value)):
+            raise MessageError(f"holds a lone surrogate (U+{ord(lone[0]):04X}), which no tokenizer can encode", field=field)
+        return value
+    if value is None or isinstance(value, bool | int | float):
         return value
     if is_object(value):
-        return {str(key): _copy_json(item) for key, item in value.items()}
+        return {_copy_json(str(key), field): _copy_json(item, f"{field}.{key}") for key, item in value.items()}
     if is_array(value):
-        return [_copy_json(item) for item in value]
-    raise MessageError(f"cannot be rendered: {type(value).__name__} is not a JSON type")
+        return [_copy_json(item, f"{field}[{index}]") for index, item in enumerate(value)]
+    raise MessageError(f"cannot be rendered: {type(value).__name__} is not a JSON type", field=field)

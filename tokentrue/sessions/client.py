@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
-from tokentrue.errors import InputError
+from tokentrue.errors import InputError, SamplingError
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.sessions.stages.serving import chat_finish_reason
 from tokentrue.types import Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
@@ -102,14 +102,16 @@ def _request(body: Mapping[str, Any]) -> TurnRequest:
     given = {**body, **cast("Mapping[str, Any]", body.get("extra_body") or {})}
     given.pop("extra_body", None)
     sampling = {name: given.pop(name) for name in _SAMPLING & set(given) if given[name] is not None or given.pop(name)}
-    limits = [given.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
+    limits = [limit for name in ("max_completion_tokens", "max_tokens") if (limit := given.pop(name, None)) is not None]
+    if limits[1:] not in ([], limits[:1]):
+        raise SamplingError("max_tokens and max_completion_tokens differ; send one of them")
     stop = given.pop("stop", None)
     tools = tuple(given.pop("tools", None) or ()) or None
     extra, tools = constraints_from(given.pop("tool_choice", None), given.pop("response_format", None), tools)
     if (whole := given.pop("sampling", None)) is None:
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         top = int(given.pop("top_logprobs", None) or 0)
-        whole = Sampling(**sampling, max_tokens=next((v for v in limits if v is not None), None), stop=stops, top_logprobs=top)
+        whole = Sampling(**sampling, max_tokens=next(iter(limits), None), stop=stops, top_logprobs=top)
     if extra:
         whole = replace(whole, extra={**whole.extra, **extra})
     kwargs: dict[str, Any] = given.pop("chat_template_kwargs", None) or given.pop("template_kwargs", None) or {}

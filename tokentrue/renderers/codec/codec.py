@@ -156,7 +156,10 @@ class Codec:
         return TokenBytes(self.backend)
 
     def decode(self, ids: Ids) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=False)
+        try:
+            return self.backend.decode(list(ids), skip_special_tokens=False)
+        except (OverflowError, TypeError):
+            raise TokenizerError(f"token ids must be integers from 0, got {ids!r:.60}") from None
 
 
 def _copy_without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from tokentrue.errors import TokenizerError
 from tokentrue.ids import TokenIds
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ class EncodedTexts:
                 self._entries.move_to_end(key)
         if known is not None:
             return known
-        ids = TokenIds(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        try:
+            ids = TokenIds(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        except TypeError:  # of all strings, only these cannot be passed on as UTF-8
+            raise TokenizerError("the text holds a lone surrogate, which no tokenizer can encode") from None
         self._keep(key, ids)
         return ids
 

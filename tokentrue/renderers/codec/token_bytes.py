@@ -69,9 +69,12 @@ class TokenBytes:
         added = self.added.get(token_id)
         if added is not None:  # SentencePiece keeps runs of spaces among the added tokens
             return (" " * len(added) if not self._byte_level and not added.strip("▁") else added).encode("utf-8")
-        token = self._tokenizer.id_to_token(token_id)
+        try:
+            token = self._tokenizer.id_to_token(token_id)
+        except (OverflowError, TypeError):  # negative, or no integer
+            token = None
         if token is None:
-            raise TokenizerError(f"token id {token_id} is not in the tokenizer's vocabulary of {self._tokenizer.get_vocab_size()}")
+            raise TokenizerError(f"token id {token_id!r} is not in the tokenizer's vocabulary of {self._tokenizer.get_vocab_size()}")
         if self._byte_level:
             return bytes(_ALPHABET[char] for char in token) if all(char in _ALPHABET for char in token) else token.encode("utf-8")
         byte = _BYTE_TOKEN.fullmatch(token)

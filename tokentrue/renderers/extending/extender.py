@@ -8,7 +8,7 @@ history as context ("history" plans) and for the first request of a shape.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import TemplateError
@@ -19,7 +19,7 @@ from tokentrue.renderers.extending.request import ExtendError, ExtendPlan, Exten
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
 from tokentrue.renderers.json_types import JsonObject
-from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
+from tokentrue.renderers.messages import check_messages, fill_in_tool_names, normalise_messages, normalise_tools
 from tokentrue.renderers.template import InputFormat
 from tokentrue.types import Extension, Ids, Messages, Refusal, Tools
 
@@ -111,7 +111,7 @@ class Extender:
         if self._fill_in:
             fresh = fill_in_tool_names(fresh, last.get("tool_calls") or [])
         given, tools_number = self._tools.get(tools, lambda: normalise_tools(tools, self._inputs))
-        first = messages[0] if len(messages) > 1 and messages[0].get("role") in {"system", "developer"} else None
+        first = messages[0] if len(messages) > 1 and messages[0].get("role") in ("system", "developer") else None
         system, system_number = self._systems.get(first, lambda: normalise_messages([first or {}], self._inputs)[0])
         last_id = int(prefix_ids[-1])
         is_stop = last_id in self._stop_ids
@@ -151,7 +151,9 @@ class Extender:
         return bool(closing) and closing not in end
 
 
-def _check_inputs(prefix_ids: Ids, messages: Messages, new: Sequence[Any]) -> Refusal | None:
+def _check_inputs(prefix_ids: Ids, messages: Messages, new: Messages) -> Refusal | None:
+    check_messages(messages, "messages")
+    check_messages(new, "new")
     if not len(prefix_ids):
         return Refusal(why="empty_prefix", detail="prefix_ids is empty: render the conversation instead")
     if not len(messages) or messages[-1].get("role") != "assistant":

@@ -11,8 +11,8 @@ from tokentrue.sessions.matching.match_keys import (
     CallRef,
     call_ids_of,
     calls_of,
+    candidate_key,
     chain_key,
-    message_key,
     note_calls,
     read_role,
     reasoning_of,
@@ -49,11 +49,11 @@ class CandidateIndex:
         before = Place(START_KEY, 0) if parent is None else self._places[parent.id]
         key, depth, seen = before.key, before.depth, dict[str, CallRef]()
         for message in self._tree.given_messages(node):
-            key = chain_key(key, message_key(message), self._reference(message, parent, seen))
+            key = chain_key(key, candidate_key(message), self._reference(message, parent, seen))
             note_calls(seen, depth, call_ids_of(message))
             self.passed.setdefault(key, node)
             depth += 1
-        place = self._places[node.id] = Place(chain_key(key, message_key(node.served), None), depth + 1)
+        place = self._places[node.id] = Place(chain_key(key, candidate_key(node.served), None), depth + 1)
         if node.outcome == "served" or _shows_anything(node.served):
             self.ends[place.key].append(node)
         self.passed.setdefault(place.key, node)

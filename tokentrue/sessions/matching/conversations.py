@@ -9,14 +9,14 @@ run of `bench gateway`: turn 128 2.6 and 5.3 times the bare proxy's time, 64 age
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from operator import eq, is_
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
-from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, call_ids_of, chain_key, message_key, note_calls, read_role
+from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, call_ids_of, candidate_key, chain_key, note_calls, read_role
 from tokentrue.sessions.plain_json import digest, dumps, freeze
 from tokentrue.types import Message, Messages, Tools
 
@@ -37,7 +37,7 @@ class MessageFacts:
         call_id = message.get("tool_call_id")
         self.message, self.role = message, role
         spelled = dumps(message)
-        self.key, self.digest, self.size = message_key(message), digest(spelled), _FACTS_BYTES + len(spelled)
+        self.key, self.digest, self.size = candidate_key(message, field), digest(spelled), _FACTS_BYTES + len(spelled)
         self.call_ids = call_ids_of(message)
         self.call_id = call_id if isinstance(call_id, str) and role != "assistant" else None
 
@@ -125,6 +125,7 @@ class ConversationReader:
         """Copies, checks and keys a request; malformed messages are refused by field."""
         if not messages:
             raise MessageError("at least one message is needed", field="messages")
+        _check_list(messages, "messages")
         base, shared = self.find_base(messages)
         added = [MessageFacts(message, index) for index, message in enumerate(messages[shared:], shared)]
         keys, references, calls = list(base.keys[:shared]), list(base.references[:shared]), base.calls_before(shared)
@@ -174,8 +175,20 @@ class ConversationReader:
 
     def _copy_tools(self, tools: Tools | None) -> tuple[list[Any] | None, bytes]:
         """The session's own copy of the tools, and their exact digest. The same object while they are spelled alike."""
-        copy = cast("list[Any]", freeze(list(tools), "tools")) if tools else None
+        copy: list[Any] | None = None
+        if tools:
+            _check_list(tools, "tools")
+            copy = cast("list[Any]", freeze(list(tools), "tools"))
         name = digest(copy)
         if not self._limit_bytes or name != self._tools[1]:
             self._tools = (copy, name)
         return self._tools
+
+
+def _check_list(values: Any, field: str) -> None:
+    """Refuses what is no list of objects."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise MessageError(f"must be a list of objects, got {type(values).__name__}", field=field)
+    for index, value in enumerate(cast("Sequence[Any]", values)):
+        if not isinstance(value, (dict, Mapping)):
+            raise MessageError(f"must be an object, got {type(value).__name__}", field=f"{field}[{index}]")

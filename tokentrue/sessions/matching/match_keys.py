@@ -25,28 +25,28 @@ CallRef: TypeAlias = tuple[int, int]
 START_KEY = b""
 """The chained key before the first message."""
 
-_TEXT_PARTS = {"text", "input_text", "output_text"}
-_REASONING_PARTS = {"thinking", "reasoning", "think"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING_PARTS = ("thinking", "reasoning", "think")
 _CLOSING_TAG = re.compile(r"</(?:think|thinking|thought)>")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def text_of(content: Any) -> str:
+def text_of(content: Any, field: str = "content") -> str:
     """The text of a string or of parts; a part that is not text stands as its canonical JSON after a NUL."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise MessageError(f"content must be a string, a list of parts or null, got {type(content).__name__}")
-    return "".join(_part_text(part) for part in cast("Sequence[Any]", content))
+        raise MessageError(f"must be a string, a list of parts or null, got {type(content).__name__}", field=field)
+    return "".join(_part_text(part, f"{field}[{index}]") for index, part in enumerate(cast("Sequence[Any]", content)))
 
 
-def _part_text(part: Any) -> str:
+def _part_text(part: Any, field: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise MessageError(f"a content part must be an object, got {type(part).__name__}")
+        raise MessageError(f"must be an object, got {type(part).__name__}", field=field)
     fields = cast("Mapping[str, Any]", part)
     kind = fields.get("type", "text")
     if kind in _TEXT_PARTS:
@@ -72,6 +72,16 @@ def reasoning_of(message: Message) -> str:
             if fields.get("type") in _REASONING_PARTS:
                 found.append(str(fields.get("thinking") or fields.get("text") or ""))
     return "".join(found)
+
+
+def check_calls(message: Message, field: str) -> None:
+    """Refuses tool calls that are no list of objects."""
+    calls: Any = message.get("tool_calls") or ()
+    if not isinstance(calls, (list, tuple)):
+        raise MessageError(f"must be a list, got {type(calls).__name__}", field=f"{field}.tool_calls")
+    for index, call in enumerate(cast("Sequence[Any]", calls)):
+        if not isinstance(call, Mapping) or not isinstance(cast("Mapping[str, Any]", call).get("function") or {}, Mapping):
+            raise MessageError("must be an object with a function object", field=f"{field}.tool_calls[{index}]")
 
 
 def calls_of(message: Message) -> Sequence[Mapping[str, Any]]:
@@ -190,12 +200,18 @@ def read_role(message: Message, field: str = "messages[]") -> str:
 
 
 def message_key(message: Message) -> bytes:
-    """The loose key of one message by itself."""
-    role = read_role(message)
+    """The loose key of one message, with the speaker's name: tells sub-agents apart by the message that they begin with."""
+    return candidate_key(message) + _hash([str(message.get("name") or "")])
+
+
+def candidate_key(message: Message, field: str = "messages[]") -> bytes:
+    """The loose key of one message by itself. A malformed message is refused; `field` names it."""
+    role, text = read_role(message, field), text_of(message.get("content"), f"{field}.content")
+    check_calls(message, field)
     if role != "assistant":
-        return _hash([role, text_of(message.get("content"))])
+        return _hash([role, text])
     # Reasoning may stand before a closing tag in a replay, and served text may hold such a tag itself: what follows the last is in both.
-    fields = [role, _CLOSING_TAG.split(text_of(message.get("content")))[-1].strip()]
+    fields = [role, _CLOSING_TAG.split(text)[-1].strip()]
     for call in calls_of(message):
         name, arguments = name_and_arguments(call)
         fields += [name, _loosen_arguments(arguments, _as_key)]
