@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
-SHARED = {"ids", "replay", "types", "protocols", "errors", "hub", "tracing"}  # every package may import these
+SHARED = {"ids", "replay", "types", "protocols", "errors", "nesting", "hub", "tracing"}  # every package may import these
 SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
 # Who may import whom, besides SHARED and itself. Imports inside functions and under TYPE_CHECKING count.
 ALLOWED: Mapping[str, set[str]] = {
     "errors": set(),
     "tracing": set(),
+    "nesting": {"errors"},
     "ids": {"errors"},
     "hub": {"errors"},
     "replay": {"errors", "ids"},

@@ -215,10 +215,20 @@ class Client:
         metadata: Mapping[str, Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
         history: str | None = None,
+        training: bool | None = None,
         pin: Sequence[str] | None = None,
     ) -> ClientSession:
-        """A new session, which stays open until `end`. `pin=["system"]` keeps the first system prompt of each conversation."""
-        settings = {"session_id": session_id, "group": group, "metadata": metadata, "sampling": sampling, "history": history, "pin": pin}
+        """A new session, which stays open until `end`. `training=False` admits sampling that no trainer can score; `pin=["system"]` keeps
+        the first system prompt of each conversation."""
+        settings = {
+            "session_id": session_id,
+            "group": group,
+            "metadata": metadata,
+            "sampling": sampling,
+            "history": history,
+            "training": training,
+            "pin": pin,
+        }
         return ClientSession(self, self.call(_open_request(**settings)))
 
     @contextmanager
@@ -337,10 +347,20 @@ class AsyncClient:
         metadata: Mapping[str, Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
         history: str | None = None,
+        training: bool | None = None,
         pin: Sequence[str] | None = None,
     ) -> AsyncClientSession:
-        """A new session, which stays open until `end`. `pin=["system"]` keeps the first system prompt of each conversation."""
-        settings = {"session_id": session_id, "group": group, "metadata": metadata, "sampling": sampling, "history": history, "pin": pin}
+        """A new session, which stays open until `end`. `training=False` admits sampling that no trainer can score; `pin=["system"]` keeps
+        the first system prompt of each conversation."""
+        settings = {
+            "session_id": session_id,
+            "group": group,
+            "metadata": metadata,
+            "sampling": sampling,
+            "history": history,
+            "training": training,
+            "pin": pin,
+        }
         return AsyncClientSession(self, await self.call(_open_request(**settings)))
 
     @asynccontextmanager

@@ -139,6 +139,12 @@ class EngineRejected(EngineError):
     code = "engine_rejected"
 
 
+class PromptTooLong(EngineRejected):
+    """The code is OpenAI's and the words "prompt is too long" are Anthropic's: agents look for them and shorten their conversation."""
+
+    code = "context_length_exceeded"
+
+
 class EngineContractError(EngineError):
     code = "engine_contract"
 

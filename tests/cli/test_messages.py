@@ -194,7 +194,9 @@ def test_the_banner_names_the_toy_model(capsys: pytest.CaptureFixture[str]) -> N
     from tokentrue.cli.run.serve import greet
 
     greet(ServeConfig(), "http://h", None)
-    assert "toy model" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "toy model" in shown
+    assert '-H "Authorization: Bearer $TOKENTRUE_ADMIN_KEY"' in shown, "a shell must expand the variable"
     greet(ServeConfig(model=ModelConfig(path=str(SMALL_MODEL))), "http://h", None)
     assert "toy model" not in capsys.readouterr().out
 

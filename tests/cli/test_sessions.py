@@ -10,6 +10,7 @@ import pytest
 
 import tokentrue as tt
 from tests.gateway.world import Server, model_dir, scripted_server, write_script
+from tokentrue.cli.inspect.sessions import show_list
 from tokentrue.cli.main import run
 
 KEY = "a-long-admin-key"
@@ -52,6 +53,14 @@ def test_list_show_and_delete(server: Server, tmp_path: Path, capsys: pytest.Cap
     assert run("sessions", [store, "delete", "one"]) == 0
     capsys.readouterr()
     assert run("sessions", [store, "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"sessions": []}
+
+
+def test_ids_are_shown_whole_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    ids = [f"{number:032x}" for number in range(3)]
+    show_list([{"session_id": name, "group": "a-long-name-of-a-group", "state": "ended", "turns": 3} for name in ids], as_json=False)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ids), shown
 
 
 def test_what_is_called_wrong_is_one_line(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

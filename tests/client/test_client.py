@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
 import tokentrue as tt
@@ -73,6 +75,15 @@ async def test_sessions_that_another_program_opened_with_await(server: Server) -
     async with tt.AsyncClient("http://127.0.0.1:9") as client:
         with pytest.raises(GatewayUnreachable, match="not ready after"):
             await client.wait_until_ready(timeout_s=0.1)
+
+
+def test_a_session_that_is_not_for_training_admits_penalties(server: Server) -> None:
+    with tt.Client(server.url, "a-long-admin-key") as client:
+        asked: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "2+2?"}], "presence_penalty": 0.5}
+        with client.session(training=False) as free:
+            assert free.openai().chat.completions.create(**asked).choices[0].message.content in TEXTS
+        with client.session() as trained, pytest.raises(openai.BadRequestError, match="training=False"):
+            trained.openai(max_retries=0).chat.completions.create(**asked)
 
 
 @pytest.mark.parametrize(("plain", "awaited"), [(tt.Client, tt.AsyncClient), (ClientSession, AsyncClientSession)])

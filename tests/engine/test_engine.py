@@ -13,7 +13,16 @@ import torch
 
 from tests.engine.world import VOCABULARY, build, clone_of, nudged
 from tokentrue.engine import ExactEngine, ScheduleLimits
-from tokentrue.errors import ConfigError, EngineError, EngineRejected, ExactnessError, FileFormatError, LimitExceeded, SamplingError
+from tokentrue.errors import (
+    ConfigError,
+    EngineError,
+    EngineRejected,
+    ExactnessError,
+    FileFormatError,
+    LimitExceeded,
+    PromptTooLong,
+    SamplingError,
+)
 from tokentrue.numerics import exact, same_bits, score
 from tokentrue.types import Finish, Sampling
 
@@ -98,7 +107,7 @@ async def test_too_many_waiting_are_turned_away(engine: ExactEngine) -> None:
         ([], Sampling(), EngineRejected, "empty"),
         ([VOCABULARY], Sampling(), EngineRejected, "vocabulary of 211"),
         ([-1], Sampling(), EngineRejected, "-1"),
-        ([1] * 512, Sampling(), EngineRejected, "512"),
+        ([1] * 512, Sampling(), PromptTooLong, "prompt is too long: 512 tokens"),
         ([1], Sampling(extra={"guided_json": {}}), SamplingError, "guided_json"),
         ([1], Sampling(stop=("x",)), SamplingError, "stop_token_ids"),
     ],

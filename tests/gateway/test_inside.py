@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,13 +15,15 @@ from tests.gateway.world import TOOLS
 from tokentrue.types import Completion, Ids, Sampling
 
 
-async def test_ended_sessions_are_purged_by_age() -> None:
+async def test_ended_sessions_are_purged_by_age(caplog: pytest.LogCaptureFixture) -> None:
     app = gateway()
     old, young = await new_session(app), await new_session(app)
     await ask(app, "DELETE", f"/sessions/{old['session_id']}")
     assert await app.purge_old() == []
     app.services = replace(app.services, config=replace(app.config, purge_after_s=1e-9))
-    assert await app.purge_old() == [old["session_id"]]
+    with caplog.at_level(logging.INFO, logger="tokentrue.gateway"):
+        assert await app.purge_old() == [old["session_id"]]
+    assert {"event": "purged", "session": old["session_id"], "purge_after_s": 1e-9} in map(json.loads, caplog.messages)
     assert (await ask(app, "GET", f"/sessions/{old['session_id']}"))[0] == 404
     assert (await ask(app, "GET", f"/sessions/{young['session_id']}"))[0] == 200
     await app.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.providers.conformance import collected
-from tokentrue.errors import EngineError
+from tokentrue.errors import EngineError, EngineRejected, PromptTooLong
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Provider
 from tokentrue.providers.sglang import SGLangProvider
+from tokentrue.providers.transport.http import rejected
 from tokentrue.providers.vllm import VLLMProvider
 from tokentrue.types import Completion, Sampling, SamplingMask
 
@@ -52,6 +55,8 @@ class Engine:
             return web.Response(status=400, text="empty")
         self.requests.append(body)
         answer = self.answer
+        if isinstance(answer, web.Response):
+            return answer
         if body.get("sampling_params", {}).get("max_tokens") == 1:  # vLLM's adapter learns what log-probabilities mean
             answer = vllm()
         if not body["stream"]:
@@ -200,3 +205,42 @@ async def test_a_sampling_mask_is_kept_or_refused(engine: tuple[Engine, Provider
     for wrong in ([[8], [7]], [[8]], [[8], [9, -4]], [[8], [2**40]], "x"):
         with pytest.raises(EngineError):
             await ask(wrong)
+
+
+TOO_LONG = {
+    "vllm": "You passed 2223 input tokens. However, the model's context length is only 2048 tokens.",
+    "vllm, engine core": "The decoder prompt (length 2223) is longer than the maximum model length of 2048.",
+    "sglang": "The input (2223 tokens) is longer than the model's context length (2048 tokens).",
+    "sglang, scheduler": "Input length (2223 tokens) exceeds the maximum allowed length (2047 tokens).",
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("words", [*TOO_LONG.values(), "seed must be positive"])
+async def test_a_prompt_that_is_too_long_is_told_from_other_refusals(engine: tuple[Engine, Provider], words: str, streamed: bool) -> None:
+    server, provider = engine
+    if provider.name == "vllm":
+        await provider.health()
+    server.answer = web.json_response({"object": "error", "message": words, "code": 400}, status=400)
+    with pytest.raises(EngineRejected, match=re.escape(words.partition("'")[0])) as refused:
+        if streamed:
+            async for _ in provider.stream(PROMPT, Sampling()):
+                pass
+        else:
+            await provider.generate(PROMPT, Sampling())
+    assert isinstance(refused.value, PromptTooLong) == (words in TOO_LONG.values())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_the_client_learns_that_its_prompt_is_too_long(path: str) -> None:
+    class Short(Parrot):
+        async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+            raise rejected(TOO_LONG["sglang"])
+
+    app = gateway(Short())
+    session = await new_session(app)
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    status, answer = await ask(app, "POST", path, json.dumps(body).encode(), key=session["api_key"])
+    assert status == 400 and "prompt is too long" in json.loads(answer)["error"]["message"]
+    assert path != "/v1/chat/completions" or json.loads(answer)["error"]["code"] == "context_length_exceeded"
+    await app.close()

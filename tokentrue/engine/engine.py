@@ -28,7 +28,7 @@ from tokentrue.engine.runner import LocalRunner, Runner
 from tokentrue.engine.sample import child_seed
 from tokentrue.engine.scheduling.request import Request
 from tokentrue.engine.scheduling.schedule import ScheduleLimits
-from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, SamplingError
+from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, PromptTooLong, SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.numerics import Contract, Ops, exact, on_device
 from tokentrue.numerics.patching.patch import STATE
@@ -177,7 +177,7 @@ class ExactEngine:
         if low < 0 or high >= vocabulary:
             raise EngineRejected(f"prompt_ids holds {low if low < 0 else high}, outside the vocabulary of {vocabulary}")
         if len(ids) >= capacity:
-            raise EngineRejected(f"the prompt has {len(ids)} tokens, this engine holds {capacity - 1} and one more to sample")
+            raise PromptTooLong(f"prompt is too long: {len(ids)} tokens; this engine holds {capacity - 1} and one more to sample")
         unknown = sorted(set(sampling.extra) - EXTRAS)
         if unknown:
             raise SamplingError(f"extra {unknown} unknown to the exact engine; it knows {sorted(EXTRAS)}")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+import orjson
 from starlette.routing import Route, Router
 
 from tokentrue.gateway.admin.routes import admin_routes
@@ -149,10 +150,12 @@ class Gateway:
             await asyncio.to_thread(release_freed_memory)
 
     async def purge_old(self) -> list[str]:
-        """Ended sessions past their age leave the journal and the memory."""
+        """Ended sessions past their age leave the journal and the memory; each leaves a log line."""
         purged = await self.services.journal.purge(older_than_s=self.config.purge_after_s)
         for session_id in purged:
             self.services.sessions.forget(session_id)
+            line = {"event": "purged", "session": session_id, "purge_after_s": self.config.purge_after_s}
+            LOG.info(orjson.dumps(line).decode())
         return purged
 
     async def close(self) -> None:

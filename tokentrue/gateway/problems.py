@@ -10,6 +10,7 @@ from tokentrue.errors import (
     JournalError,
     LimitExceeded,
     MessageError,
+    PromptTooLong,
     RenderError,
     SessionConflict,
     SessionElsewhere,
@@ -27,6 +28,7 @@ STATUS: tuple[tuple[type[TokenTrueError], int], ...] = (  # first match wins: ch
     (LimitExceeded, 413),
     (JournalError, 503),
     (EngineTimeout, 504),
+    (PromptTooLong, 400),
     (EngineRejected, 502),
     (EngineError, 502),
 )

@@ -33,7 +33,7 @@ from tokentrue.providers.transport.answers import (
 )
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import CONSTRAINTS, for_sglang, plain
-from tokentrue.providers.transport.http import EngineHttp
+from tokentrue.providers.transport.http import EngineHttp, rejected
 from tokentrue.providers.transport.publishing import DiskPublisher
 from tokentrue.providers.transport.running import RunningRequests
 from tokentrue.providers.transport.tokens import read_tokens
@@ -212,7 +212,7 @@ class SGLangProvider:
         if told.type not in set(Finish):
             raise EngineContractError(f"sglang ended with an unknown finish reason {told.type!r}")
         if told.type == "abort" and told.status_code:
-            raise EngineRejected(f"sglang aborted the request: {told.message}")
+            raise rejected(f"sglang aborted the request: {told.message}")
         return builder.complete(
             Finish(told.type),
             prompt_tokens=meta.prompt_tokens,

@@ -112,7 +112,8 @@ def show_list(sessions: list[dict[str, Any]], *, as_json: bool) -> None:
     table = Table()
     shown = [name for name in ("session_id", "group", "state", "turns", "coverage", "reward") if any(name in entry for entry in sessions)]
     for name in shown:  # a gateway lists sessions without reading their trees
-        table.add_column(name.removesuffix("_id"))
+        longest = max((len(str(entry.get(name) or "")) for entry in sessions), default=0)
+        table.add_column(name.removesuffix("_id"), min_width=longest if name == "session_id" else None)  # an id must be whole to be used
     for entry in sessions:
         ratio = cast("dict[str, Any]", entry.get("coverage") or {}).get("ratio")
         cells: dict[str, Any] = {**entry, "coverage": None if ratio is None else f"{ratio:.2%}"}

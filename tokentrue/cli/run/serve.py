@@ -24,19 +24,19 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="model directory or hub id (default: the small model that ships with the package)")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="exact, hf, sglang, vllm or scripted")] = None,
+    engine: Annotated[str | None, typer.Option(help="exact, hf, sglang, vllm or scripted (default: exact)")] = None,
     url: Annotated[list[str] | None, typer.Option(help="an engine's address; repeat it for replicas")] = None,
-    device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N")] = None,
-    dtype: Annotated[str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16")] = None,
+    device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N (default: cpu)")] = None,
+    dtype: Annotated[str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16 (default: float32)")] = None,
     script: Annotated[str | None, typer.Option(help="JSON lines for the scripted engine")] = None,
-    host: Annotated[str | None, typer.Option(help="address to bind")] = None,
-    port: Annotated[int | None, typer.Option(help="port to bind; 0 takes a free one")] = None,
-    store: Annotated[str | None, typer.Option(help="sqlite:PATH, postgresql://… or memory")] = None,
-    durability: Annotated[str | None, typer.Option(help="normal: survives a kill of the process; full: a loss of power, too")] = None,
-    history: Annotated[str | None, typer.Option(help="keep, or template (fork where the template rewrites history)")] = None,
-    workers: Annotated[int | None, typer.Option(help="processes; sessions are spread over them")] = None,
+    host: Annotated[str | None, typer.Option(help="address to bind (default: 127.0.0.1)")] = None,
+    port: Annotated[int | None, typer.Option(help="port to bind; 0 takes a free one (default: 8000)")] = None,
+    store: Annotated[str | None, typer.Option(help="sqlite:PATH, postgresql://… or memory (default: sqlite:tokentrue.sqlite)")] = None,
+    durability: Annotated[str | None, typer.Option(help="normal (default): survives a kill of the process; full: a power loss, too")] = None,
+    history: Annotated[str | None, typer.Option(help="keep (default), or template: fork where the template rewrites history")] = None,
+    workers: Annotated[int | None, typer.Option(help="processes; sessions are spread over them (default: 1)")] = None,
     adapter: Annotated[list[str] | None, typer.Option(help="NAME=DIR: a LoRA adapter of the exact engine; repeat it for several")] = None,
-    pipeline: Annotated[int | None, typer.Option(help="processes of the exact engine; each holds some of the model's layers")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="processes of the exact engine, each with some of the layers (default: 1)")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: key.path=value")] = None,
 ) -> int:
     """Serve OpenAI Chat Completions and Responses, Anthropic Messages and Google generateContent, and record every token."""
@@ -152,7 +152,8 @@ def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
         print("  toy model        the small calculator model that ships with the package; --model DIR_OR_ID serves your own")
     if new_key is not None:
         print(f"  admin key        {new_key}      (made for this run; set {ADMIN_KEY} to choose one)")
-    print(f"  new session      curl -X POST {base}/sessions -H 'Authorization: Bearer {new_key or '$' + ADMIN_KEY}'")
+    print(f"  new session      curl -X POST {base}/sessions -H \"Authorization: Bearer {new_key or '$' + ADMIN_KEY}\"")
     print("  OpenAI client    OpenAI(base_url=session['base_url'], api_key=session['api_key'])")
     print("  Anthropic client Anthropic(base_url=session['anthropic_base_url'], api_key=session['api_key'])")
+    print("  Google client    genai.Client(api_key=session['api_key'], http_options={'base_url': session['google_base_url']})")
     print(f"  fixed base URL   {base}/v1 with the session's api_key", flush=True)

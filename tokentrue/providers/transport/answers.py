@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from tokentrue.errors import EngineContractError, EngineRejected
+from tokentrue.providers.transport.http import rejected
 from tokentrue.types import UNVERSIONED
 
 T = TypeVar("T")
@@ -163,7 +164,7 @@ def decode_answer(data: bytes, kind: type[T], *, where: str) -> T:
 def raise_fault(engine: str, fault: EngineFault | str | None) -> None:
     """Raises where the engine reported an error inside a 200 answer or a stream."""
     if fault is not None:
-        raise EngineRejected(f"{engine}: {fault if isinstance(fault, str) else fault.message or 'error without a message'}")
+        raise rejected(f"{engine}: {fault if isinstance(fault, str) else fault.message or 'error without a message'}")
 
 
 def version_from(text: str | int | None) -> int:

@@ -7,6 +7,7 @@ breaks off is sampled anew, and what the engine had sampled of it never arrived.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from urllib.parse import urlsplit
@@ -14,11 +15,20 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineRejected, EngineTimeout, EngineUnreachable
+from tokentrue.errors import (
+    ConfigError,
+    EngineContractError,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+    PromptTooLong,
+)
 
 RETRIED_STATUS = frozenset({502, 503})
 FIRST_BACKOFF_S = 0.2
 QUOTED_CHARS = 300
+TOO_LONG = re.compile(r"(context|model|allowed) length", re.IGNORECASE)
 END_S = 0.05
 
 
@@ -124,6 +134,11 @@ def _data_of(line: bytes) -> bytes | None:
     return line[5:].strip() if line.startswith(b"data:") else None
 
 
+def rejected(message: str) -> EngineRejected:
+    """The engine's refusal in its own words; vLLM and SGLang name a prompt that is too long in words alone."""
+    return PromptTooLong(f"prompt is too long: {message}") if TOO_LONG.search(message) else EngineRejected(message)
+
+
 def _refusal(where: str, status: int, words: str) -> EngineError:
     if status in {408, 504}:
         return EngineTimeout(f"{where} answered {status}: {words}")
@@ -131,4 +146,4 @@ def _refusal(where: str, status: int, words: str) -> EngineError:
         return EngineContractError(f"{where} answered {status}: {words}; docs/engines.md says how to start the engine")
     if status in RETRIED_STATUS:
         return EngineUnreachable(f"{where} answered {status}: {words}")
-    return EngineRejected(f"{where} answered {status}: {words}")
+    return rejected(f"{where} answered {status}: {words}")
