@@ -4,7 +4,7 @@
 * `python -m MODULE …`, `python FILE.py …`: parsed by the `add_argument` calls that stand in the program's source, without importing it:
   some programs need a GPU's libraries. A program without any takes no options.
 * `python -m pytest …`: the files are there, and hold what `-m` and `-k` select; `make test` or `make test-slow` runs them.
-* `pip install tokentrue[…]`: the extras are those of this package.
+* `pip install [-e] .[…]`, run in a clone, and `pip install tokentrue[…]`: the extras are those of this package.
 * `docker compose …`: the service, its profile and its variables are in compose.yaml, and its `command` is parsed as above.
 * Another project's program (`claude`, `codex`, `vf-eval` …): its options and variables are those with which our presets and tests start it.
 * `python -m vllm…`: its options are those with which tests/providers/test_vllm_real.py starts a real server.
@@ -120,7 +120,7 @@ def check_pytest(words: Sequence[str]) -> None:
 
 def check_pip(words: Sequence[str]) -> None:
     extras = metadata("tokentrue").get_all("Provides-Extra") or []
-    for requirement in map(Requirement, words):
+    for requirement in (Requirement(re.sub(r"^\.", "tokentrue", word)) for word in words if word != "-e"):
         assert requirement.name == "tokentrue" and requirement.extras <= set(extras), f"{requirement}: tokentrue has {extras}"
 
 

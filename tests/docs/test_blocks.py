@@ -93,6 +93,7 @@ WRONG = [
     "python -m tests.gpu.job --fast",
     "python -m vllm.entrypoints.openai.api_server --logprob-mode raw",
     "pip install 'tokentrue[gatewy]'",
+    "pip install -e '.[gatewy]'",
     "docker compose up exact",
     "docker compose up nothing",
     "claude --print 'the task'",
