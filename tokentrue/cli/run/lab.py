@@ -14,7 +14,7 @@ from tokentrue.errors import ConfigError
 
 def command(
     action: Annotated[str, typer.Argument(help="list, run, or show (the runs on file)")],
-    name: Annotated[str | None, typer.Argument(help="the experiment to run")] = None,
+    name: Annotated[str | None, typer.Argument(help="the experiment to run or show")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: a smoke test, not a result")] = False,
     model: Annotated[str | None, typer.Option(help="model directory (default: the small model that ships)")] = None,
     tasks: Annotated[str | None, typer.Option(help="pretrained: JSON lines of questions and answers")] = None,
@@ -37,7 +37,7 @@ def command(
             print(json.dumps(shown, indent=1))
         else:
             for each, facts in shown.items():
-                print(f"{each}\n  {facts['claim']}\n  {facts['command']}")
+                print(f"{each}\n  Claim tested: {facts['claim']}\n  {facts['command']}")
         return 0
     if action not in {"run", "show"} or name is None:
         raise ConfigError("say `tokentrue lab list`, `tokentrue lab run NAME`, or `tokentrue lab show NAME` for runs on file")

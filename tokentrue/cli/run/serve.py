@@ -32,7 +32,7 @@ def command(
     host: Annotated[str | None, typer.Option(help="address to bind (default: 127.0.0.1)")] = None,
     port: Annotated[int | None, typer.Option(help="port to bind; 0 takes a free one (default: 8000)")] = None,
     store: Annotated[str | None, typer.Option(help="sqlite:PATH, postgresql://… or memory (default: sqlite:tokentrue.sqlite)")] = None,
-    durability: Annotated[str | None, typer.Option(help="normal (default): survives a kill of the process; full: a power loss, too")] = None,
+    durability: Annotated[str | None, typer.Option(help="normal (default): survives a kill of the process; full: power loss, too")] = None,
     history: Annotated[str | None, typer.Option(help="keep (default), or template: fork where the template rewrites history")] = None,
     workers: Annotated[int | None, typer.Option(help="processes; sessions are spread over them (default: 1)")] = None,
     adapter: Annotated[list[str] | None, typer.Option(help="NAME=DIR: a LoRA adapter of the exact engine; repeat it for several")] = None,
