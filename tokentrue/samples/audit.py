@@ -1,24 +1,24 @@
 """Re-check exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
 
-Nothing is trusted but the file: every link of the chain is computed again from its ids, log-probabilities and versions. A finding says
-which sample, which turn and which tokens. A file that passes was not damaged; it is no proof against someone who rewrites it
-wholly, for that compare `certificate.chain` with the one that the gateway reported.
+Nothing is trusted but the file: every link of the chain is computed again from its ids, log-probabilities and versions, and every field of
+a trainer's row is made again from its sample. A finding says which sample, which turn and which tokens. A file that passes was not damaged;
+it is no proof against someone who rewrites it wholly, for that compare `certificate.chain` with the one that the gateway reported.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, cast
 
-from tokentrue.errors import TokenContractError
+from tokentrue.errors import FileFormatError
 from tokentrue.ids import EMPTY, TokenIds
-from tokentrue.samples.seal import BLOCK, block_checksums, seal
+from tokentrue.samples.exporters import ExportedSample
+from tokentrue.samples.seal import BLOCK, NodeRow, OwnMetadata, block_checksums, read_own_metadata, seal
 from tokentrue.sessions.certificate import float_bytes, format_digest, next_link, start_link
-from tokentrue.types import Sample, VersionSpan
+from tokentrue.types import Coverage, Sample, VersionSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Audit:
     @property
     def coverage(self) -> float:
         """Of what was sampled in the sessions of the file."""
-        sampled = sum(session.claimed.get("sampled", 0) for session in self.sessions.values())
+        sampled = sum(session.claimed.sampled for session in self.sessions.values() if session.claimed is not None)
         return self.trained / sampled if sampled else 1.0
 
 
@@ -61,7 +61,7 @@ class Audit:
 class _SessionAudit:
     """What the samples of one session say together."""
 
-    claimed: dict[str, Any] = field(default_factory=dict[str, Any])
+    claimed: Coverage | None = None
     seen: set[str] = field(default_factory=set[str])
     links: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])  # node -> its chain and where it starts
     trained_by: dict[str, str] = field(default_factory=dict[str, str])
@@ -69,24 +69,30 @@ class _SessionAudit:
 
 
 def audit(samples: Iterable[Sample]) -> Audit:
+    return audit_exported(ExportedSample(sample=sample, where=sample.sample_id) for sample in samples)
+
+
+def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
+    """Of samples as they stand in a file: the rows themselves are checked as well."""
     result = Audit()
-    for sample in samples:
+    for row in rows:
+        sample = row.sample
         result.samples += 1
         result.tokens += len(sample.token_ids)
         result.sampled += sum(value is not None for value in sample.rollout_logprobs)
         result.trained += sum(sample.loss_mask)
         session = result.sessions.setdefault(sample.session_id, _SessionAudit())
-        own: Any = sample.metadata.get("tokentrue")
-        if not isinstance(own, Mapping) or "nodes" not in own:
-            result.findings.append(AuditFinding(sample=sample.sample_id, what="metadata.tokentrue is missing: nothing to check against"))
+        result.findings += (AuditFinding(sample=sample.sample_id, what=f"the trainer's row: {what}") for what in row.differences)
+        try:
+            own = read_own_metadata(sample)
+        except FileFormatError as error:
+            result.findings.append(AuditFinding(sample=sample.sample_id, what=str(error)))
             continue
         result.findings += _check_columns(sample)
-        result.findings += _check_links(sample)
+        result.findings += _check_links(sample, own.nodes)
         result.findings += _check_replay(sample)
-        if cast("Mapping[str, Any]", own).get("seal") != seal(sample):
-            what = "the seal is broken: mask, spans, reward, names or coverage were changed"
-            result.findings.append(AuditFinding(sample=sample.sample_id, what=what))
-        result.findings += _check_session(sample, session)
+        result.findings += _check_seal(sample, own)
+        result.findings += _check_session(sample, own, session)
     for name, session in result.sessions.items():
         result.findings += _check_coverage(name, session)
     return result
@@ -135,12 +141,22 @@ def _at(sample: Sample, index: int, what: str) -> AuditFinding:
     return AuditFinding(sample=sample.sample_id, what=what, start=index, end=index + 1)
 
 
-def _check_links(sample: Sample) -> Iterator[AuditFinding]:
+def _check_seal(sample: Sample, own: OwnMetadata) -> Iterator[AuditFinding]:
+    try:
+        holds = own.seal == seal(sample)
+    except RecursionError:
+        yield AuditFinding(sample=sample.sample_id, what="metadata.tokentrue is nested too deeply to be checked")
+        return
+    if not holds:
+        yield AuditFinding(sample=sample.sample_id, what="the seal is broken: mask, spans, reward, names or coverage were changed")
+
+
+def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]:
     """Every link of the chain, computed again; a broken one is narrowed down by its block checksums."""
     previous = start_link(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
     at, sent = 0, sha256()  # over the sample's own ids, up to each turn
-    for turn, node in enumerate(sample.metadata["tokentrue"]["nodes"]):
-        given_end, end = at + node["given"], at + node["given"] + node["sampled"]
+    for turn, node in enumerate(nodes):
+        given_end, end = at + node.given, at + node.given + node.sampled
         if end > len(sample.token_ids):
             yield AuditFinding(
                 sample=sample.sample_id, what=f"turn {turn} ends at token {end} of {len(sample.token_ids)}", start=at, end=end
@@ -153,14 +169,14 @@ def _check_links(sample: Sample) -> Iterator[AuditFinding]:
             )
             return
         link = _link(sample, node, previous, at, given_end, end)
-        if link.hex() != node["chain"]:
+        if link.hex() != node.chain:
             yield from _locate_change(sample, node, turn, at, given_end, end)
         sent.update(TokenIds(sample.token_ids[at:given_end]).tobytes())
-        if "prompt_sha256" in node and sent.hexdigest() != node["prompt_sha256"]:
-            what = f"turn {turn}: the prompt in this sample is not what the engine was sent (prompt_sha256 of node {node['node']})"
+        if node.prompt_sha256 is not None and sent.hexdigest() != node.prompt_sha256:
+            what = f"turn {turn}: the prompt in this sample is not what the engine was sent (prompt_sha256 of node {node.node})"
             yield AuditFinding(sample=sample.sample_id, what=what, start=0, end=given_end)
         sent.update(TokenIds(sample.token_ids[given_end:end]).tobytes())
-        previous, at = bytes.fromhex(node["chain"]), end
+        previous, at = bytes.fromhex(node.chain), end
     if at != len(sample.token_ids):
         length = len(sample.token_ids)
         yield AuditFinding(sample=sample.sample_id, what=f"the nodes end at token {at} of {length}", start=at, end=length)
@@ -168,23 +184,19 @@ def _check_links(sample: Sample) -> Iterator[AuditFinding]:
         yield AuditFinding(sample=sample.sample_id, what="certificate.chain is not the chain of its last node")
 
 
-def _link(sample: Sample, node: dict[str, Any], previous: bytes, at: int, given_end: int, end: int) -> bytes:
-    numbers = [value for value in sample.rollout_logprobs[given_end:end] if value is not None]
-    try:
-        return next_link(
-            previous,
-            given_ids=TokenIds(sample.token_ids[at:given_end]),
-            sampled_ids=TokenIds(sample.token_ids[given_end:end]),
-            logprobs=array("d", numbers),
-            versions=[VersionSpan(start=s, end=e, version=v) for s, e, v in _versions(sample, node, given_end, end)],
-        )
-    except (OverflowError, TypeError) as error:
-        raise TokenContractError(f"sample {sample.sample_id}: {error}") from error
+def _link(sample: Sample, node: NodeRow, previous: bytes, at: int, given_end: int, end: int) -> bytes:
+    return next_link(
+        previous,
+        given_ids=TokenIds(sample.token_ids[at:given_end]),
+        sampled_ids=TokenIds(sample.token_ids[given_end:end]),
+        logprobs=array("d", [value for value in sample.rollout_logprobs[given_end:end] if value is not None]),
+        versions=[VersionSpan(start=s, end=e, version=v) for s, e, v in _versions(sample, node, given_end, end)],
+    )
 
 
-def _versions(sample: Sample, node: dict[str, Any], given_end: int, end: int) -> list[tuple[int, int, int]]:
+def _versions(sample: Sample, node: NodeRow, given_end: int, end: int) -> list[tuple[int, int, int]]:
     """From the spans: what the trainer reads is what is checked. A turn of an engine without versions has none."""
-    if not node["versions"]:
+    if not node.versions:
         return []
     return [
         (span.start - given_end, span.end - given_end, span.policy_version)
@@ -193,44 +205,43 @@ def _versions(sample: Sample, node: dict[str, Any], given_end: int, end: int) ->
     ]
 
 
-def _locate_change(sample: Sample, node: dict[str, Any], turn: int, at: int, given_end: int, end: int) -> Iterator[AuditFinding]:
+def _locate_change(sample: Sample, node: NodeRow, turn: int, at: int, given_end: int, end: int) -> Iterator[AuditFinding]:
     ids = TokenIds(sample.token_ids[at:end]).tobytes()
     numbers = array("d", [value for value in sample.rollout_logprobs[given_end:end] if value is not None])
     found = False
     for column, data, width, base in (("token_ids", ids, 4, at), ("rollout_logprobs", float_bytes(numbers), 8, given_end)):
-        now, then = block_checksums(data, width), str(node["ids_check" if width == 4 else "logprobs_check"])
+        now, then = block_checksums(data, width), node.ids_check if width == 4 else node.logprobs_check
         for block in range(max(len(now), len(then)) // 8):
             if now[block * 8 : block * 8 + 8] != then[block * 8 : block * 8 + 8]:
                 found = True
                 start = base + block * BLOCK
-                what = f"turn {turn}: {column} changed (the certificate's chain breaks at node {node['node']})"
+                what = f"turn {turn}: {column} changed (the certificate's chain breaks at node {node.node})"
                 yield AuditFinding(sample=sample.sample_id, what=what, start=start, end=min(start + BLOCK, end))
     if not found:
-        what = f"turn {turn}: versions, hashes or the order of nodes changed (the chain breaks at node {node['node']})"
+        what = f"turn {turn}: versions, hashes or the order of nodes changed (the chain breaks at node {node.node})"
         yield AuditFinding(sample=sample.sample_id, what=what, start=at, end=end)
 
 
-def _check_session(sample: Sample, session: _SessionAudit) -> Iterator[AuditFinding]:
+def _check_session(sample: Sample, own: OwnMetadata, session: _SessionAudit) -> Iterator[AuditFinding]:
     """Prefix identity between the samples of a session, and no token trained twice."""
-    own = sample.metadata["tokentrue"]
     if sample.sample_id in session.seen:
         yield AuditFinding(sample=sample.sample_id, what="this sample is in the file twice")
     session.seen.add(sample.sample_id)
-    if session.claimed and session.claimed != own.get("coverage"):
+    if session.claimed is not None and session.claimed != own.coverage:
         yield AuditFinding(sample=sample.sample_id, what="samples of one session disagree about its coverage")
-    session.claimed = session.claimed or dict(own.get("coverage") or {})
+    session.claimed = session.claimed or own.coverage
     at = 0
-    for turn, node in enumerate(own["nodes"]):
-        start, given_end, end = at, at + node["given"], at + node["given"] + node["sampled"]
+    for turn, node in enumerate(own.nodes):
+        start, given_end, end = at, at + node.given, at + node.given + node.sampled
         at = end
-        if session.links.setdefault(node["node"], (node["chain"], start)) != (node["chain"], start):
-            what = f"turn {turn}: node {node['node']} has another history in another sample"
+        if session.links.setdefault(node.node, (node.chain, start)) != (node.chain, start):
+            what = f"turn {turn}: node {node.node} has another history in another sample"
             yield AuditFinding(sample=sample.sample_id, what=what, start=start, end=end)
         trained = sum(sample.loss_mask[given_end:end])
         if not trained:
             continue
         session.trained += trained
-        first = session.trained_by.setdefault(node["node"], sample.sample_id)
+        first = session.trained_by.setdefault(node.node, sample.sample_id)
         if first != sample.sample_id:
             what = f"turn {turn}: trained here and in sample {first}"
             yield AuditFinding(sample=sample.sample_id, what=what, start=given_end, end=end)
@@ -238,13 +249,13 @@ def _check_session(sample: Sample, session: _SessionAudit) -> Iterator[AuditFind
 
 def _check_coverage(name: str, session: _SessionAudit) -> Iterator[AuditFinding]:
     claimed = session.claimed
-    if not claimed:
+    if claimed is None:
         return
-    missing = sum(item["tokens"] for item in claimed["untrained"])
-    if claimed["sampled"] != claimed["trained"] + missing:
-        what = f"coverage does not add up: {claimed['sampled']} sampled, {claimed['trained']} trained, {missing} accounted for"
+    missing = sum(item.tokens for item in claimed.untrained)
+    if claimed.sampled != claimed.trained + missing:
+        what = f"coverage does not add up: {claimed.sampled} sampled, {claimed.trained} trained, {missing} accounted for"
         yield AuditFinding(sample=f"session {name}", what=what)
-    if session.trained != claimed["trained"]:
-        found = f"{session.trained} tokens are trained in this file, the session has {claimed['trained']}"
+    if session.trained != claimed.trained:
+        found = f"{session.trained} tokens are trained in this file, the session has {claimed.trained}"
         what = f"{found}: samples are missing or masks changed"
         yield AuditFinding(sample=f"session {name}", what=what)

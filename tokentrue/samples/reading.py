@@ -10,27 +10,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokentrue.errors import AuditError, FileFormatError
-from tokentrue.samples.audit import audit
-from tokentrue.samples.files import read_samples
+from tokentrue.samples.audit import audit_exported
+from tokentrue.samples.exporters import ExportedSample
+from tokentrue.samples.files import read_exported, read_samples
 from tokentrue.types import Sample
 
 
 def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]:
     """All samples of a file. With `trust` certificates, masks and duplicates are not checked."""
-    samples = list(read_samples(path))
+    if trust:
+        samples = list(read_samples(path))
+    else:
+        rows = list(read_exported(path))
+        require_sound(rows, str(path))
+        samples = [row.sample for row in rows]
     if not samples:
         raise FileFormatError(f"{path}: holds no sample")
-    if not trust:
-        require_sound(samples, str(path))
     return samples
 
 
-def require_sound(samples: Sequence[Sample], where: str) -> None:
+def require_sound(rows: Sequence[ExportedSample], where: str) -> None:
     """Raises AuditError with the first finding of an audit, if there is one."""
-    try:
-        found = audit(samples).findings
-    except (KeyError, TypeError, ValueError) as error:
-        raise AuditError(f"{where}: cannot be audited ({error!r}); --trust skips these checks") from error
+    found = audit_exported(rows).findings
     if found:
         more = f", and {len(found) - 1} more (`tokentrue audit {where}` lists them)" if len(found) > 1 else ""
         raise AuditError(f"{where}: {found[0]}{more}; --trust skips these checks")

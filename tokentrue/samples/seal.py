@@ -11,17 +11,49 @@ import json
 import zlib
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from tokentrue.errors import FileFormatError
+from tokentrue.samples.shape import Count, decode
 from tokentrue.sessions.certificate import float_bytes
 from tokentrue.sessions.tree import Node
-from tokentrue.types import Sample, Sampling
+from tokentrue.types import Coverage, Sample, Sampling
 
 _SHAPING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "extra",
 )  # fmt: skip
 BLOCK = 64
 """Tokens per checksum: how closely a changed token can be located."""
+
+
+class NodeRow(msgspec.Struct, kw_only=True):
+    """One turn on a sample's path: the fields of `node_rows` that are read back. Older files have no `prompt_sha256`."""
+
+    node: str
+    given: Count
+    sampled: Count
+    chain: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    versions: list[tuple[int, int, int]]
+    temperature: float
+    ids_check: str
+    logprobs_check: str
+    prompt_sha256: str | None = None
+
+
+class OwnMetadata(msgspec.Struct, kw_only=True):
+    """`metadata.tokentrue` of a sample."""
+
+    nodes: list[NodeRow]
+    coverage: Coverage | None = None
+    seal: str = ""
+
+
+def read_own_metadata(sample: Sample) -> OwnMetadata:
+    if "tokentrue" not in sample.metadata:
+        raise FileFormatError("metadata.tokentrue is missing: nothing to check against")
+    return decode(sample.metadata["tokentrue"], OwnMetadata, "metadata.tokentrue")
 
 
 def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:

@@ -1,17 +1,26 @@
-"""Samples as plain JSON objects and back: the documented fields, nothing lost. Log-probabilities survive to the last bit."""
+"""Samples as plain JSON objects and back: the documented fields, nothing lost. Log-probabilities survive to the last bit.
+
+A file is foreign input: `decode` is the one place where its values get their types, and what does not fit is named by its path
+(`$.spans[3].start`).
+"""
 
 from __future__ import annotations
 
 import base64
-import binascii
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
 
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.types import Certificate, RoutedExperts, Sample, SamplingMask, Span
 
-_SPAN = ("start", "end", "kind", "role", "turn", "policy_version", "trainable", "why")
+T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0)]
+MaskBit = Literal[0, 1]
+Utf8 = Annotated[str, msgspec.Meta(pattern=r"^[^\ud800-\udfff]*$")]
+"""Text without lone surrogates, which JSON can spell and UTF-8 cannot."""
 
 
 def head_to_json(sample: Sample) -> dict[str, Any]:
@@ -21,7 +30,7 @@ def head_to_json(sample: Sample) -> dict[str, Any]:
         "sample_id": sample.sample_id,
         "session_id": sample.session_id,
         "group": sample.group,
-        "spans": [{name: getattr(span, name) for name in _SPAN} for span in sample.spans],
+        "spans": [{name: getattr(span, name) for name in SpanRow.__struct_fields__} for span in sample.spans],
         "reward": sample.reward,
         "finish_reason": sample.finish_reason,
         "metadata": sample.metadata,
@@ -53,45 +62,92 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
     return {**head_to_json(sample), **columns}
 
 
-def sample_from_json(data: Mapping[str, Any], where: str = "sample") -> Sample:
-    columns = [data.get(name) for name in ("token_ids", "loss_mask", "rollout_logprobs")]
-    if not all(isinstance(column, Sequence) for column in columns):
-        raise FileFormatError(f"{where}: token_ids, loss_mask and rollout_logprobs must be lists")
-    return sample_from_parts(data, cast("list[Any]", columns), where)
+class SpanRow(msgspec.Struct):
+    start: Count
+    end: Count
+    kind: Literal["given", "sampled"]
+    role: str
+    turn: Count
+    policy_version: int | None
+    trainable: bool
+    why: str
 
 
-def sample_from_parts(head: Mapping[str, Any], columns: Sequence[Any], where: str) -> Sample:
-    """`columns` are token_ids, loss_mask, rollout_logprobs."""
+class CertificateRow(msgspec.Struct):
+    chain: str
+    template: Utf8
+    tokenizer: Utf8
+
+
+class RoutedExpertsRow(msgspec.Struct):
+    """`shape` is bounded: a damaged number must not ask for gigabytes."""
+
+    shape: tuple[Count, Annotated[int, msgspec.Meta(ge=1, le=4096)], Annotated[int, msgspec.Meta(ge=1, le=4096)]]
+    data: bytes
+    start: Count
+    weights: bytes | None
+
+
+class SamplingMaskRow(msgspec.Struct):
+    token_ids: bytes
+    offsets: bytes
+
+
+class SampleHead(msgspec.Struct, kw_only=True):
+    """Everything but the three per-token columns, as a file holds it."""
+
+    sample_id: str
+    session_id: str
+    spans: list[SpanRow]
+    finish_reason: str
+    certificate: CertificateRow
+    group: str | None = None
+    reward: float | None = None
+    metadata: dict[str, Any] = {}
+    routed_experts: RoutedExpertsRow | None = None
+    sampling_mask: SamplingMaskRow | None = None
+
+
+class SampleColumns(msgspec.Struct):
+    token_ids: list[int]
+    loss_mask: list[MaskBit]
+    rollout_logprobs: list[float | None]
+
+
+def decode(value: Any, kind: type[T], where: str) -> T:
+    """`value` as `kind`; raises FileFormatError with the path of what does not fit."""
     try:
-        routed, mask = head.get("routed_experts"), head.get("sampling_mask")
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise FileFormatError(f"{where}: {error}") from error
+
+
+def sample_from_json(data: Mapping[str, Any], where: str = "sample") -> Sample:
+    return sample_from_parts(decode(data, SampleHead, where), decode(data, SampleColumns, where), where)
+
+
+def sample_from_parts(head: SampleHead, columns: SampleColumns, where: str) -> Sample:
+    try:
         return Sample(
-            sample_id=head["sample_id"],
-            session_id=head["session_id"],
-            group=head.get("group"),
-            token_ids=TokenIds(columns[0]),
-            loss_mask=columns[1],
-            rollout_logprobs=columns[2],
-            spans=tuple(Span(**{name: span[name] for name in _SPAN}) for span in head["spans"]),
-            reward=head.get("reward"),
-            finish_reason=head["finish_reason"],
-            metadata=head.get("metadata") or {},
-            certificate=Certificate(**{name: head["certificate"][name] for name in ("chain", "template", "tokenizer")}),
-            routed_experts=None if routed is None else _routing_from_json(routed),
-            sampling_mask=None if mask is None else _mask_from_json(mask),
+            sample_id=head.sample_id,
+            session_id=head.session_id,
+            group=head.group,
+            token_ids=TokenIds(columns.token_ids),
+            loss_mask=columns.loss_mask,
+            rollout_logprobs=columns.rollout_logprobs,
+            spans=msgspec.convert(head.spans, tuple[Span, ...], from_attributes=True),
+            reward=head.reward,
+            finish_reason=head.finish_reason,
+            metadata=head.metadata,
+            certificate=msgspec.convert(head.certificate, Certificate, from_attributes=True),
+            routed_experts=msgspec.convert(head.routed_experts, RoutedExperts | None, from_attributes=True),
+            sampling_mask=_mask_from_row(head.sampling_mask),
         )
     except TokenContractError as error:
         raise FileFormatError(f"{where}: {error}") from error
-    except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
-        raise FileFormatError(f"{where}: not a sample: {error!r}") from error
 
 
-def _routing_from_json(value: Mapping[str, Any]) -> RoutedExperts:
-    first, second, third = value["shape"]
-    weights = None if value.get("weights") is None else base64.b64decode(value["weights"], validate=True)
-    data = base64.b64decode(value["data"], validate=True)
-    return RoutedExperts(shape=(first, second, third), data=data, start=value.get("start", 0), weights=weights)
-
-
-def _mask_from_json(value: Mapping[str, Any]) -> SamplingMask:
-    ids, offsets = (TokenIds.from_bytes(base64.b64decode(value[name], validate=True)) for name in ("token_ids", "offsets"))
-    return SamplingMask(token_ids=ids, offsets=offsets)
+def _mask_from_row(row: SamplingMaskRow | None) -> SamplingMask | None:
+    if row is None:
+        return None
+    return SamplingMask(token_ids=TokenIds.from_bytes(row.token_ids), offsets=TokenIds.from_bytes(row.offsets))

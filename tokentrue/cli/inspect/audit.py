@@ -20,18 +20,18 @@ def command(
     """Re-check exported samples; exit 1 where something does not hold, and say where."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from tokentrue.samples import AuditFinding, audit, read_samples
+    from tokentrue.samples import AuditFinding, audit_exported, read_exported
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task(f"reading {file.name}")
 
         def counted() -> Any:
-            for number, sample in enumerate(read_samples(file), start=1):
+            for number, row in enumerate(read_exported(file), start=1):
                 progress.update(task, description=f"{count_of(number, 'sample')} of {file.name}")
-                yield sample
+                yield row
 
-        result = audit(counted())
+        result = audit_exported(counted())
     if not result.samples:
         result.findings.append(AuditFinding(sample=file.name, what="holds no sample: there is nothing to check"))
     if as_json:
@@ -49,7 +49,7 @@ def _report(result: Any) -> dict[str, Any]:
 
 def _show(result: Any, limit: int) -> None:
     for finding in result.findings[:limit]:
-        print(finding)
+        print(str(finding).encode(errors="backslashreplace").decode())  # a damaged name may hold what UTF-8 cannot
     if len(result.findings) > limit:
         print(f"… and {len(result.findings) - limit} more (--limit)")
     verdict = "all of it holds" if result.ok else count_of(len(result.findings), "finding")

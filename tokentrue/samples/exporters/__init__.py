@@ -1,9 +1,9 @@
-"""Exporters by name. Adding a trainer is one file with `row` and `columns`, and one line here."""
+"""Exporters by name. Adding a trainer is one file with `row` and its columns, and one line here."""
 
 from __future__ import annotations
 
 from tokentrue.samples.exporters import prime_rl, slime, tinker, trl, verl
-from tokentrue.samples.exporters.base import Exporter
+from tokentrue.samples.exporters.base import ExportedSample, Exporter
 from tokentrue.samples.exporters.lines import JsonLines, TrainerLines
 from tokentrue.samples.exporters.parquet import Parquet, TrainerParquet
 from tokentrue.samples.exporters.tensors import Tensors
@@ -20,12 +20,20 @@ EXPORTERS: dict[str, Exporter] = {
         JsonLines(),
         Parquet(),
         Tensors(),
-        TrainerParquet(name="verl", follows="verl 0.9.1, AgentLoopOutput", row=verl.row, columns=verl.columns, types=_VERL_TYPES),
-        TrainerLines(name="trl", follows="trl 1.16.0, GRPOTrainer rollout_func", row=trl.row, columns=trl.columns),
-        TrainerLines(name="slime", follows="slime, Sample.from_dict (September 2026)", row=slime.row, columns=slime.columns),
-        TrainerLines(name="prime-rl", follows="prime-rl, TrainingSample (September 2026)", row=prime_rl.row, columns=prime_rl.columns),
-        TrainerLines(name="tinker", follows="tinker, Datum with a policy loss", row=tinker.row, columns=tinker.columns),
+        TrainerParquet(name="verl", follows="verl 0.9.1, AgentLoopOutput", row=verl.row, columns=verl.VerlColumns, types=_VERL_TYPES),
+        TrainerLines(name="trl", follows="trl 1.16.0, GRPOTrainer rollout_func", row=trl.row, columns=trl.TrlColumns),
+        TrainerLines(name="slime", follows="slime, Sample.from_dict (September 2026)", row=slime.row, columns=slime.SlimeColumns),
+        TrainerLines(
+            name="prime-rl", follows="prime-rl, TrainingSample (September 2026)", row=prime_rl.row, columns=prime_rl.PrimeRlColumns
+        ),
+        TrainerLines(
+            name="tinker",
+            follows="tinker, Datum with a policy loss",
+            row=tinker.row,
+            columns=tinker.TinkerColumns,
+            added=frozenset({"loss_fn_inputs.advantages"}),
+        ),
     )
 }
 
-__all__ = ["EXPORTERS", "Exporter"]
+__all__ = ["EXPORTERS", "ExportedSample", "Exporter"]

@@ -1,23 +1,30 @@
 """What an exporter is: a trainer's own row for a sample, and the way back. One file per trainer; the table is in `__init__`.
 
-Every exported row also carries `tokentrue`: the sample's fields that the trainer has no place for. So any file can be audited, and the
-columns that are audited are the trainer's own, not a copy beside them.
+Every exported row also carries `tokentrue`: the sample's fields that the trainer has no place for. So any file can be audited, and what
+is audited is the trainer's own row, not a copy beside it.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokentrue.errors import TokenContractError
+from tokentrue.samples.shape import MaskBit, SpanRow
 from tokentrue.types import Sample
 
-Columns = tuple[Sequence[int], Sequence[int], Sequence[float | None]]
-"""token_ids, loss_mask, rollout_logprobs."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedSample:
+    """A sample as it stands in a file. `differences` are the fields of a trainer's row that contradict the sample."""
+
+    sample: Sample
+    where: str
+    differences: tuple[str, ...] = ()
 
 
 class Exporter(Protocol):
@@ -36,7 +43,7 @@ class Exporter(Protocol):
         """How many were written."""
         ...
 
-    def read(self, path: Path) -> Iterator[Sample]: ...
+    def read(self, path: Path) -> Iterator[ExportedSample]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,8 @@ def first_sampled(sample: Sample) -> int:
     found = next((span.start for span in sample.spans if span.kind == "sampled"), None)
     if found is None:
         raise TokenContractError(f"sample {sample.sample_id} has no sampled token")
+    if found > len(sample.token_ids):
+        raise TokenContractError(f"sample {sample.sample_id}: a span starts at token {found} of {len(sample.token_ids)}")
     return found
 
 
@@ -70,13 +79,19 @@ def fill_logprobs(logprobs: Iterable[float | None]) -> list[float]:
     return [0.0 if value is None else value for value in logprobs]
 
 
-def unfill_logprobs(logprobs: Sequence[float], spans: Sequence[Mapping[str, Any]], *, length: int) -> list[float | None]:
+def unfill_logprobs(logprobs: Sequence[float], spans: Sequence[SpanRow], *, length: int) -> list[float | None]:
     """The way back: None where the spans say that nothing was sampled. `logprobs` may leave out a given prefix."""
     whole: list[float | None] = [*([None] * (length - len(logprobs))), *logprobs]
     for span in spans:
-        if span["kind"] == "given":
-            whole[span["start"] : span["end"]] = [None] * (span["end"] - span["start"])
+        if span.kind == "given":
+            for index in range(span.start, min(span.end, len(whole))):
+                whole[index] = None
     return whole
+
+
+def zero_mask(length: int) -> list[MaskBit]:
+    """The mask of a prompt."""
+    return [0] * length
 
 
 def versions_of(sample: Sample) -> list[int]:
@@ -93,7 +108,8 @@ def token_versions(sample: Sample, *, start: int = 0) -> list[int]:
     found = [-1] * len(sample.token_ids)
     for span in sample.spans:
         if span.kind == "sampled" and span.policy_version is not None:
-            found[span.start : span.end] = [span.policy_version] * (span.end - span.start)
+            end = min(span.end, len(found))  # a span of a damaged file may reach further
+            found[span.start : end] = [span.policy_version] * (end - span.start)
     return found[start:]
 
 

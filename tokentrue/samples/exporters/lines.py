@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokentrue.errors import FileFormatError
-from tokentrue.samples.exporters.base import Columns
-from tokentrue.samples.shape import head_to_json, sample_from_json, sample_from_parts, sample_to_json
+from tokentrue.samples.exporters.base import ExportedSample
+from tokentrue.samples.exporters.rows import TrainerColumns, read_trainer_row
+from tokentrue.samples.shape import head_to_json, sample_from_json, sample_to_json
 from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
 
@@ -25,36 +26,28 @@ class JsonLines:
     def write(self, samples: Iterable[Sample], path: Path) -> int:
         return write_lines((sample_to_json(sample) for sample in samples), path)
 
-    def read(self, path: Path) -> Iterator[Sample]:
+    def read(self, path: Path) -> Iterator[ExportedSample]:
         for where, row in read_lines(path):
-            yield sample_from_json(row, where)
+            yield ExportedSample(sample=sample_from_json(row, where), where=where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLines:
-    """A trainer's rows as JSON lines. `row` makes its fields of a sample, `columns` finds ids, mask and log-probabilities in them."""
+    """A trainer's rows as JSON lines. `row` makes its fields of a sample; `columns` is what a sample is read back from."""
 
     name: str
     follows: str
     row: Callable[[Sample], dict[str, Any]]
-    columns: Callable[[Mapping[str, Any], Mapping[str, Any]], Columns]
+    columns: type[TrainerColumns]
+    added: frozenset[str] = frozenset()  # fields that a user adds to the row
     suffix: str = ".jsonl"
 
     def write(self, samples: Iterable[Sample], path: Path) -> int:
         return write_lines(({**self.row(sample), "tokentrue": head_to_json(sample)} for sample in samples), path)
 
-    def read(self, path: Path) -> Iterator[Sample]:
+    def read(self, path: Path) -> Iterator[ExportedSample]:
         for where, row in read_lines(path):
-            yield sample_from_row(row, self.columns, where)
-
-
-def sample_from_row(row: Mapping[str, Any], columns: Callable[[Mapping[str, Any], Mapping[str, Any]], Columns], where: str) -> Sample:
-    head = cast("Mapping[str, Any]", row.get("tokentrue") or {})
-    try:
-        found = columns(row, head)
-    except (KeyError, TypeError, IndexError) as error:
-        raise FileFormatError(f"{where}: not a row of this format: {error!r}") from error
-    return sample_from_parts(head, found, where)
+            yield read_trainer_row(row, make_row=self.row, columns=self.columns, added=self.added, where=where)
 
 
 def write_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> int:

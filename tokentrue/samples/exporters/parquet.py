@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokentrue.errors import FileFormatError
-from tokentrue.samples.exporters.base import Columns
-from tokentrue.samples.exporters.lines import sample_from_row
+from tokentrue.samples.exporters.base import ExportedSample
+from tokentrue.samples.exporters.rows import TrainerColumns, read_trainer_row
 from tokentrue.samples.shape import head_to_json, sample_from_json, sample_to_json
 from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
@@ -35,10 +35,10 @@ class Parquet:
         row = {"routed_experts": None, "sampling_mask": None, **sample_to_json(sample)}
         return {**row, **{name: None if row[name] is None else dumps(row[name]).decode() for name in _JSON}}
 
-    def read(self, path: Path) -> Iterator[Sample]:
+    def read(self, path: Path) -> Iterator[ExportedSample]:
         for where, row in read_table(path):
-            objects = {name: json_of(row[name], where) for name in _JSON if row.get(name) is not None}
-            yield sample_from_json({**row, "routed_experts": None, "sampling_mask": None, **objects}, where)
+            objects = {name: json_of(row[name], f"{where}: {name}") for name in _JSON if row.get(name) is not None}
+            yield ExportedSample(sample=sample_from_json({**row, **objects}, where), where=where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class TrainerParquet:
     name: str
     follows: str
     row: Callable[[Sample], dict[str, Any]]
-    columns: Callable[[Mapping[str, Any], Mapping[str, Any]], Columns]
+    columns: type[TrainerColumns]
     types: Mapping[str, str]
     suffix: str = ".parquet"
 
@@ -56,18 +56,19 @@ class TrainerParquet:
         rows = ({**self.row(sample), "tokentrue": dumps(head_to_json(sample)).decode()} for sample in samples)
         return write_table(rows, path, {**self.types, "tokentrue": "string"})
 
-    def read(self, path: Path) -> Iterator[Sample]:
+    def read(self, path: Path) -> Iterator[ExportedSample]:
         for where, row in read_table(path):
             if not isinstance(row.get("tokentrue"), str):
                 raise FileFormatError(f"{where}: not a samples file of tokentrue: the columns are {', '.join(sorted(row))}")
-            yield sample_from_row({**row, "tokentrue": json_of(row["tokentrue"], where)}, self.columns, where)
+            whole = {**row, "tokentrue": json_of(row["tokentrue"], f"{where}: tokentrue")}
+            yield read_trainer_row(whole, make_row=self.row, columns=self.columns, added=frozenset(), where=where)
 
 
 def json_of(text: str, where: str) -> Any:
     try:
         return loads(text.encode())
-    except (ValueError, AttributeError) as error:
-        raise FileFormatError(f"{where}: a column that holds JSON does not: {error}") from error
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise FileFormatError(f"{where}: not JSON: {error}") from error
 
 
 def native_types() -> dict[str, str]:
@@ -96,7 +97,11 @@ def write_table(rows: Iterable[Mapping[str, Any]], path: Path, types: Mapping[st
     schema, count, iterator = _schema(types), 0, iter(rows)
     with path.open("wb") as file, pq.ParquetWriter(file, schema) as writer:  # a file: pyarrow reads a path with a colon as a URI
         while group := list(islice(iterator, _GROUP)):
-            writer.write_table(pa.Table.from_pylist([{name: row.get(name) for name in types} for row in group], schema=schema))
+            try:
+                table = pa.Table.from_pylist([{name: row.get(name) for name in types} for row in group], schema=schema)
+            except UnicodeEncodeError as error:
+                raise FileFormatError(f"parquet cannot hold the text {error.object!r} (a lone surrogate); choose jsonl") from error
+            writer.write_table(table)
             count += len(group)
     return count
 
@@ -105,7 +110,7 @@ def table_columns(path: Path) -> list[str]:
     pa: Any = import_module("pyarrow")
     try:
         return list(import_module("pyarrow.parquet").read_schema(path).names)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error
 
 
@@ -119,5 +124,5 @@ def read_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for row in batch.to_pylist():
                 yield f"{path.name}:row {number}", cast("Mapping[str, Any]", row)
                 number += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error

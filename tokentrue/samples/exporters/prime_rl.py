@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
-from tokentrue.samples.exporters.base import Columns, fill_logprobs, unfill_logprobs
-from tokentrue.samples.shape import encode_bytes
+from tokentrue.samples.exporters.base import fill_logprobs, unfill_logprobs
+from tokentrue.samples.seal import read_own_metadata
+from tokentrue.samples.shape import MaskBit, SampleColumns, SpanRow, encode_bytes
 from tokentrue.types import Sample
 
 
@@ -43,12 +47,21 @@ def replay_fields(sample: Sample) -> dict[str, Any]:
 
 def temperatures(sample: Sample) -> list[float]:
     """The temperature that each token was sampled at; 1.0 where none was sampled."""
+    nodes = read_own_metadata(sample).nodes
+    length = sum(node.given + node.sampled for node in nodes)
+    if length != len(sample.token_ids):
+        raise TokenContractError(f"sample {sample.sample_id}: the nodes hold {length} of {len(sample.token_ids)} tokens")
     found: list[float] = []
-    for node in sample.metadata["tokentrue"]["nodes"]:
-        found += [1.0] * node["given"] + [float(node["temperature"])] * node["sampled"]
+    for node in nodes:
+        found += [1.0] * node.given + [node.temperature] * node.sampled
     return found
 
 
-def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
-    ids = row["token_ids"]
-    return ids, [int(bit) for bit in row["mask"]], unfill_logprobs(row["logprobs"], head["spans"], length=len(ids))
+class PrimeRlColumns(msgspec.Struct):
+    token_ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+
+    def to_sample_columns(self, spans: Sequence[SpanRow]) -> SampleColumns:
+        mask: list[MaskBit] = [1 if bit else 0 for bit in self.mask]
+        return SampleColumns(self.token_ids, mask, unfill_logprobs(self.logprobs, spans, length=len(self.token_ids)))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, experts_of, split, token_versions, unfill_logprobs, versions_of
+import msgspec
+
+from tokentrue.samples.exporters.base import experts_of, split, token_versions, unfill_logprobs, versions_of, zero_mask
+from tokentrue.samples.shape import Count, MaskBit, SampleColumns, SpanRow
 from tokentrue.types import Sample
 
 _STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
@@ -37,7 +40,12 @@ def row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
-    ids = row["tokens"]
-    mask = [*([0] * (len(ids) - row["response_length"])), *row["loss_mask"]]
-    return ids, mask, unfill_logprobs(row["rollout_log_probs"], head["spans"], length=len(ids))
+class SlimeColumns(msgspec.Struct):
+    tokens: list[int]
+    response_length: Count
+    loss_mask: list[MaskBit]
+    rollout_log_probs: list[float]
+
+    def to_sample_columns(self, spans: Sequence[SpanRow]) -> SampleColumns:
+        mask: list[MaskBit] = [*zero_mask(len(self.tokens) - self.response_length), *self.loss_mask]
+        return SampleColumns(self.tokens, mask, unfill_logprobs(self.rollout_log_probs, spans, length=len(self.tokens)))

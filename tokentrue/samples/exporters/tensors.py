@@ -3,16 +3,27 @@ NaN where nothing was sampled; everything else is JSON in the header."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from tokentrue.errors import FileFormatError
-from tokentrue.samples.shape import head_to_json, sample_from_parts
+from tokentrue.samples.exporters.base import ExportedSample
+from tokentrue.samples.shape import decode, head_to_json, sample_from_json
 from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
+
+_DTYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs": "float64", "offsets": "int64"}
+
+
+class TensorsHeader(msgspec.Struct):
+    format: Literal["tokentrue samples 1"]
+    samples: str  # JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +49,33 @@ class Tensors:
         import_module("safetensors.numpy").save_file(tensors, path, metadata={"format": "tokentrue samples 1", "samples": heads})
         return len(held)
 
-    def read(self, path: Path) -> Iterator[Sample]:
+    def read(self, path: Path) -> Iterator[ExportedSample]:
         safetensors: Any = import_module("safetensors")
         try:
             with safetensors.safe_open(path, framework="numpy") as file:
-                heads = loads(str(file.metadata()["samples"]).encode())
-                ids, mask, logprobs, offsets = (file.get_tensor(name) for name in ("token_ids", "loss_mask", "rollout_logprobs", "offsets"))
-        except (safetensors.SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+                header = decode(file.metadata() or {}, TensorsHeader, f"{path.name}: header")
+                heads = decode(loads(header.samples.encode()), list[dict[str, Any]], f"{path.name}: header.samples")
+                tensors = {name: file.get_tensor(name) for name in _DTYPES}
+        except (safetensors.SafetensorError, TypeError, ValueError, RecursionError, OSError) as error:
             raise FileFormatError(f"{path}: not a safetensors file of samples, or a damaged one: {error}") from error
-        for number, head in enumerate(heads):
-            cut = slice(int(offsets[number]), int(offsets[number + 1]))
-            values = [None if value != value else value for value in logprobs[cut].tolist()]
-            yield sample_from_parts(head, (ids[cut].tolist(), mask[cut].tolist(), values), f"{path.name}:sample {number}")
+        require_tensors(tensors, len(heads), path.name)
+        ids, mask, logprobs, offsets = (tensors[name] for name in _DTYPES)
+        for number, (head, (start, end)) in enumerate(zip(heads, pairwise(offsets.tolist()), strict=True)):
+            where = f"{path.name}:sample {number}"
+            values = [None if value != value else value for value in logprobs[start:end].tolist()]
+            row = {**head, "token_ids": ids[start:end].tolist(), "loss_mask": mask[start:end].tolist(), "rollout_logprobs": values}
+            yield ExportedSample(sample=sample_from_json(row, where), where=where)
+
+
+def require_tensors(tensors: Mapping[str, Any], samples: int, where: str) -> None:
+    """Raises FileFormatError unless every tensor has its type, and `offsets` cuts all of each column into `samples` parts."""
+    for name, tensor in tensors.items():
+        if tensor.ndim != 1 or str(tensor.dtype) != _DTYPES[name]:
+            raise FileFormatError(f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, must be one row of {_DTYPES[name]}")
+    offsets = tensors["offsets"].tolist()
+    if len(offsets) != samples + 1:
+        raise FileFormatError(f"{where}: offsets has {len(offsets)} entries for {samples} samples, must have {samples + 1}")
+    for name in ("token_ids", "loss_mask", "rollout_logprobs"):
+        length = len(tensors[name])
+        if offsets[0] != 0 or offsets[-1] != length or any(end < start for start, end in pairwise(offsets)):
+            raise FileFormatError(f"{where}: offsets must rise from 0 to {length}, the length of {name}")

@@ -5,10 +5,13 @@ Advantages are the algorithm's business and not in the file: add `loss_fn_inputs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from tokentrue.samples.exporters.base import Columns, fill_logprobs, unfill_logprobs
+import msgspec
+
+from tokentrue.samples.exporters.base import fill_logprobs, unfill_logprobs
+from tokentrue.samples.shape import MaskBit, SampleColumns, SpanRow
 from tokentrue.types import Sample
 
 
@@ -29,11 +32,35 @@ def _tensor(data: Sequence[float], dtype: str) -> dict[str, Any]:
     return {"data": list(data), "dtype": dtype, "shape": [len(data)]}
 
 
-def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
-    inputs = row["loss_fn_inputs"]
-    shown, targets = row["model_input"]["chunks"][0]["tokens"], inputs["target_tokens"]["data"]
-    if shown[1:] != targets[:-1]:
-        raise IndexError("model_input and target_tokens are not one sequence shifted by one")
-    ids = [*shown[:1], *targets]
-    mask = [0, *(int(bit) for bit in inputs["mask"]["data"])]
-    return ids, mask, unfill_logprobs(inputs["logprobs"]["data"], head["spans"], length=len(ids))
+class TinkerChunk(msgspec.Struct):
+    tokens: list[int]
+
+
+class TinkerInput(msgspec.Struct):
+    chunks: Annotated[list[TinkerChunk], msgspec.Meta(min_length=1)]
+
+
+class TinkerInts(msgspec.Struct):
+    data: list[int]
+
+
+class TinkerFloats(msgspec.Struct):
+    data: list[float]
+
+
+class TinkerLossInputs(msgspec.Struct):
+    target_tokens: TinkerInts
+    logprobs: TinkerFloats
+    mask: TinkerFloats
+
+
+class TinkerColumns(msgspec.Struct):
+    model_input: TinkerInput
+    loss_fn_inputs: TinkerLossInputs
+
+    def to_sample_columns(self, spans: Sequence[SpanRow]) -> SampleColumns:
+        """The targets, and the first token before them; the rest of `model_input` repeats the targets."""
+        inputs = self.loss_fn_inputs
+        ids = [*self.model_input.chunks[0].tokens[:1], *inputs.target_tokens.data]
+        mask: list[MaskBit] = [0, *(1 if bit == 1.0 else 0 for bit in inputs.mask.data)]
+        return SampleColumns(ids, mask, unfill_logprobs(inputs.logprobs.data, spans, length=len(ids)))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, split, unfill_logprobs
+import msgspec
+
+from tokentrue.samples.exporters.base import split, unfill_logprobs, zero_mask
+from tokentrue.samples.shape import MaskBit, SampleColumns, SpanRow
 from tokentrue.types import Sample
 
 
@@ -20,7 +23,13 @@ def row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
-    ids = [*row["prompt_ids"], *row["completion_ids"]]
-    mask = [*([0] * len(row["prompt_ids"])), *row["env_mask"]]
-    return ids, mask, unfill_logprobs(row["logprobs"], head["spans"], length=len(ids))
+class TrlColumns(msgspec.Struct):
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    env_mask: list[MaskBit]
+    logprobs: list[float]
+
+    def to_sample_columns(self, spans: Sequence[SpanRow]) -> SampleColumns:
+        ids = [*self.prompt_ids, *self.completion_ids]
+        mask: list[MaskBit] = [*zero_mask(len(self.prompt_ids)), *self.env_mask]
+        return SampleColumns(ids, mask, unfill_logprobs(self.logprobs, spans, length=len(ids)))

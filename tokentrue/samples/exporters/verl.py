@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from tokentrue.samples.exporters.base import Columns, experts_of, split, token_versions, turns_of, unfill_logprobs
+import msgspec
+
+from tokentrue.samples.exporters.base import experts_of, split, token_versions, turns_of, unfill_logprobs, zero_mask
+from tokentrue.samples.shape import MaskBit, SampleColumns, SpanRow
 from tokentrue.types import Sample
 
 
@@ -38,7 +41,13 @@ def replay_fields(sample: Sample, *, start: int) -> dict[str, Any]:
     }
 
 
-def columns(row: Mapping[str, Any], head: Mapping[str, Any]) -> Columns:
-    ids = [*row["prompt_ids"], *row["response_ids"]]
-    mask = [*([0] * len(row["prompt_ids"])), *row["response_mask"]]
-    return ids, mask, unfill_logprobs(row["response_logprobs"], head["spans"], length=len(ids))
+class VerlColumns(msgspec.Struct):
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[MaskBit]
+    response_logprobs: list[float]
+
+    def to_sample_columns(self, spans: Sequence[SpanRow]) -> SampleColumns:
+        ids = [*self.prompt_ids, *self.response_ids]
+        mask: list[MaskBit] = [*zero_mask(len(self.prompt_ids)), *self.response_mask]
+        return SampleColumns(ids, mask, unfill_logprobs(self.response_logprobs, spans, length=len(ids)))
