@@ -155,8 +155,11 @@ class _Search:
         return None
 
     def _choose(self, fits: Sequence[tuple[Node, PathFit]]) -> tuple[Node, PathFit, bool]:
-        best = min(_rank_fit(fit) for _, fit in fits)
-        equal = [(node, fit) for node, fit in fits if _rank_fit(fit) == best]
+        # Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served the same text.
+        fewest = min(fit.num_respelled for _, fit in fits)
+        fits = [(node, fit) for node, fit in fits if fit.num_respelled == fewest]
+        best = min(fit.num_changes for _, fit in fits)
+        equal = [(node, fit) for node, fit in fits if fit.num_changes == best]
         node, fit = equal[0] if len(equal) == 1 else min(equal, key=self._rank)  # ranking restores and hashes the new messages
         return node, fit, len(equal) > 1
 
@@ -224,11 +227,6 @@ class _Search:
             return was.token_ids == now.token_ids
 
         return await run_by_size(compare, count_chars(one) + count_chars(other))
-
-
-def _rank_fit(fit: PathFit) -> tuple[int, int]:
-    """Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served the same text."""
-    return fit.num_respelled, fit.num_changes
 
 
 def restore_tail(tree: Tree, index: CandidateIndex, node: Node, conversation: Conversation) -> tuple[Message, ...]:
