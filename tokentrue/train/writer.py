@@ -1,9 +1,15 @@
-"""Metrics to JSON lines, and to the loggers that were asked for. Every row names its run, its policy version and the machine."""
+"""Metrics to JSON lines, and to the loggers that were asked for. Every row names its run, its policy version and the machine.
+
+A row is JSON: a number that is not finite is null. What is on file is replaced only by a file that is whole.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import math
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tokentrue.errors import TrainingError
 from tokentrue.train.loggers import LOGGERS, LoggedRun, LoggerName
 
 
@@ -25,37 +32,80 @@ class MetricsWriter:
         self._provenance = {**provenance, "hardware": hardware(), "torch": torch.__version__}
         run = LoggedRun(directory=directory, config=self._provenance, first_step=first_step)
         self._loggers = [LOGGERS[name](run) for name in log]
-        lines = self._lines()
-        kept = [line for line in lines if is_before(line, first_step)]
-        if len(kept) < len(lines):
-            number = next(n for n in itertools.count(1) if not (directory / f"metrics.before-{n}.jsonl").exists())
-            (directory / f"metrics.before-{number}.jsonl").write_text("".join(line + "\n" for line in lines if line not in set(kept)))
-        self._file = self.path.open("w")
-        self._file.writelines(line + "\n" for line in kept)
-        self._file.flush()
+        try:
+            self._move_repeated_rows(first_step)
+            self._file = self.path.open("a")
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path}: the rows before step {first_step} could not be written again ({error.strerror}); the file is as it was: "
+                "make room and run again to resume"
+            ) from error
 
-    def _lines(self) -> list[str]:
-        return self.path.read_text().splitlines() if self.path.exists() else []
+    def _move_repeated_rows(self, first_step: int) -> None:
+        """Leaves the rows of earlier steps in `metrics.jsonl`; all other lines go to a file of their own first."""
+        text = self.path.read_text() if self.path.exists() else ""
+        lines = text.splitlines()
+        is_kept = [is_before(line, first_step) for line in lines]
+        if all(is_kept) and (not text or text.endswith("\n")):
+            return
+        others = [line + "\n" for line, kept in zip(lines, is_kept, strict=True) if not kept]
+        if others:
+            moved = (self.path.with_name(f"metrics.before-{n}.jsonl") for n in itertools.count(1))
+            replace_text(next(path for path in moved if not path.exists()), "".join(others))
+        replace_text(self.path, "".join(line + "\n" for line, kept in zip(lines, is_kept, strict=True) if kept))
 
     def write(self, step: int, version: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         timed = {f"seconds/{name}": round(value, 6) for name, value in seconds.items()}
         row = {"step": step, "policy_version": version, **metrics, **timed, **self._provenance}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json_line(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path}: the row of step {step} could not be written ({error.strerror}); the rows before are whole: make room and "
+                "run again to resume"
+            ) from error
         for logger in self._loggers:
             logger.log(step, {**metrics, **timed})
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # every row was flushed, or its error raised, by `write`
+            self._file.close()
         for logger in self._loggers:
             logger.close()
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """The row as JSON, which has no NaN and no infinity: null stands for both."""
+    return json.dumps(finite_or_null(row), allow_nan=False)
+
+
+def finite_or_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        items: Mapping[str, Any] = value
+        return {key: finite_or_null(item) for key, item in items.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes beside `path` and moves the whole file into place: a full disk leaves the old one."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        with beside.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write names no file of its own
 
 
 def is_before(line: str, first_step: int) -> bool:
     """Whether a line on file is a whole row of an earlier step; a crash may have left half a line."""
     try:
         return json.loads(line)["step"] < first_step
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return False
 
 

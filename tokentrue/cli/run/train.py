@@ -70,6 +70,7 @@ async def run(settings: TrainRun, ranks: Any, *, ray: str | None = None, as_json
     from tokentrue.cli.run.train_report import write_training_report
     from tokentrue.cluster.training import source_on_ray
     from tokentrue.train import train
+    from tokentrue.train.writer import json_line
 
     file = file_for(settings, trust=trust)
     if file is not None and ranks.first:
@@ -95,7 +96,7 @@ async def run(settings: TrainRun, ranks: Any, *, ray: str | None = None, as_json
             write(report, seconds)
             if as_json and ranks.first:
                 row = {"step": report.step, "policy_version": report.version, **report.metrics, **report.speeds, "seconds": dict(seconds)}
-                print(json.dumps(row), flush=True)
+                print(json_line(row), flush=True)
             shown = report.metrics
             if shown.get("update/refused") and ranks.first:
                 print(f"  {refusal_line(report)}", file=sys.stderr)
@@ -121,9 +122,10 @@ def open_metrics(
         yield lambda report, seconds: None
         return
     from tokentrue.train import MetricsWriter
+    from tokentrue.train.writer import replace_text
 
     settings.out.mkdir(parents=True, exist_ok=True)
-    (settings.out / "config.json").write_text(json.dumps(as_mapping(settings), indent=1, sort_keys=True))
+    replace_text(settings.out / "config.json", json.dumps(as_mapping(settings), indent=1, sort_keys=True))
     provenance = {"run": run_hash, "model": settings.model.shown, "engine": settings.engine.name, "loss": settings.loss.name}
     writer = MetricsWriter(settings.out, provenance=provenance, first_step=first, log=settings.log)
     try:

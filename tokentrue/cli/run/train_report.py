@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 if TYPE_CHECKING:
     from tokentrue.app.training.settings import TrainRun
@@ -50,9 +49,18 @@ def write_training_report(settings: TrainRun) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    return [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+    """The whole rows of a file. None stands for numbers that are not finite: null, or NaN and Infinity in files of older runs."""
+    from tokentrue.train.writer import finite_or_null
+
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # a crash or a full disk left half a row
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(finite_or_null(row))
+    return rows
 
 
 def _rollouts(settings: TrainRun) -> RecordSource | None:
@@ -74,8 +82,8 @@ def training_report(settings: TrainRun, rows: Sequence[dict[str, Any]]) -> Repor
     first, last = rows[0], rows[-1]
     compared = sum(row.get("exact_compared", 0) for row in rows)
     differing = sum(row.get("exact_differing", 0) for row in rows)
-    changes = [(key, first[key], last[key]) for key in COMPARED if key in first and key in last]
-    highlights = [(f"reward at step {row['step']}", f"{row['reward']:.3f}") for row in (first, last)]
+    changes = [(key, known(first[key]), known(last[key])) for key in COMPARED if key in first and key in last]
+    highlights = [(f"reward at step {row['step']}", f"{row['reward']:.3f}") for row in (first, last) if row["reward"] is not None]
     if compared:
         highlights.append((f"of {compared:,.0f} log-probabilities differ", f"{differing:,.0f}"))
     return Report(
@@ -93,6 +101,10 @@ def training_report(settings: TrainRun, rows: Sequence[dict[str, Any]]) -> Repor
             ("hardware", str(last.get("hardware", ""))),
         ],
     )
+
+
+def known(value: float | None) -> float | str:
+    return "not finite" if value is None else value
 
 
 def _charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
