@@ -46,12 +46,16 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"optim.lr: {self.lr!r} must be > 0")
-        if self.clip_norm <= 0:
+        if not self.clip_norm > 0:
             raise ConfigError(f"optim.clip_norm: {self.clip_norm!r} must be > 0; use a large number for no clipping")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise ConfigError(f"optim.eps: {self.eps!r} must be finite and > 0")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ConfigError(f"optim.weight_decay: {self.weight_decay!r} must be finite and >= 0")
         require_choice("optim.schedule", self.schedule, Schedule)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optim.betas: {self.betas!r} must be two numbers in [0, 1)")
-        if self.length_surge != 0 and self.length_surge <= 1:
+        if not (self.length_surge == 0 or 1 < self.length_surge < math.inf):
             raise ConfigError(f"optim.length_surge: {self.length_surge!r} must be > 1, or 0 for off")
         if self.warmup < 0 or not 0 <= self.final <= 1:
             raise ConfigError("optim: warmup must be >= 0 and final in [0, 1]")
@@ -100,6 +104,8 @@ class OverlongConfig:
             raise ConfigError("train.overlong.buffer: belongs to train.overlong.max_tokens, which is 0")
         if not (math.isfinite(self.penalty) and self.penalty >= 0):
             raise ConfigError(f"train.overlong.penalty: {self.penalty!r} must be finite and >= 0")
+        if self.penalty != 1.0 and not self.max_tokens:
+            raise ConfigError("train.overlong.penalty: belongs to train.overlong.max_tokens, which is 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +229,12 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.every < 0 or self.patience < 0 or self.tasks < 1 or self.attempts < 1:
             raise ConfigError("evaluation: every and patience must be >= 0, tasks and attempts at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"evaluation.temperature: {self.temperature!r} must be finite and >= 0")
+        if not math.isfinite(self.solved):
+            raise ConfigError(f"evaluation.solved: {self.solved!r} must be finite")
+        if self.patience and not self.every:
+            raise ConfigError("evaluation.patience: belongs to evaluation.every, which is 0")
         if self.attempts > 1 and self.temperature == 0:
             raise ConfigError("evaluation.attempts: several attempts at temperature 0 are the same one; set evaluation.temperature")
 

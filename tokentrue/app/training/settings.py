@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,10 @@ from tokentrue.train.loggers import LoggerName
 
 if TYPE_CHECKING:
     from tokentrue.mismatch import Correction, LossConfig
+
+
+OF_A_FILE = frozenset({"rollout.temperature", "rollout.seed"})
+"""Settings of rollouts that training from a file uses too: what samples without a record are scored at, and the order of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +76,20 @@ class TrainRun:
         require_dtype(self.dtype)
         if self.threads < 1:
             raise ConfigError(f"threads: {self.threads} must be at least 1")
-        if self.train.exact and self.engine.name != "exact" and self.samples is None:
+        if self.samples is not None:
+            self._require_no_live_settings()
+        elif self.train.exact and self.engine.name != "exact":
             raise ConfigError(f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine")
-
         if self.train.acceptance.enabled and (self.samples is not None or self.rollout.temperature != 1.0):
             raise ConfigError("train.acceptance: needs live rollouts at rollout.temperature=1: engines score given tokens at that one")
+
+    def _require_no_live_settings(self) -> None:
+        """A run from a file has no engine, no rollouts and no evaluation: their settings would change nothing."""
+        live = {"engine": (self.engine, EngineConfig()), "rollout": (self.rollout, RolloutConfig()), "ray": (self.ray, RayConfig())}
+        for section, (wanted, default) in {**live, "evaluation": (self.evaluation, EvaluationConfig())}.items():
+            for key in (each.name for each in fields(wanted)):
+                if f"{section}.{key}" not in OF_A_FILE and getattr(wanted, key) != getattr(default, key):
+                    raise ConfigError(f"{section}.{key}: has no effect with samples, which train from a file; leave one of them out")
 
     @property
     def model_path(self) -> str:
