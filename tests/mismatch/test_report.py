@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from tokentrue.cli.main import run
 from tokentrue.samples import write_samples
-from tokentrue.types import Certificate, Sample, Span
+from tokentrue.types import Certificate, Sample, SamplingMask, Span
 
 GIVEN = 5
 
@@ -28,21 +30,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_samples(model_dir: Path, noise: float, temperature: float = 1.0) -> list[Sample]:
-    """Rollouts whose log-probabilities are the exact trainer's plus noise."""
+def make_samples(model_dir: Path, noise: float, temperature: float = 1.0, *, top_k: int = 0) -> list[Sample]:
+    """Rollouts whose log-probabilities are the exact trainer's plus noise. With `top_k`, over that many kept ids, which are recorded."""
     from transformers import AutoModelForCausalLM
 
-    from tokentrue.numerics import score
+    from tokentrue.numerics import KeptRows, score
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     found = []
     for number in range(8):
         ids = torch.randint(0, 97, (1, 14 + number), generator=generator)
-        with torch.no_grad():
-            values = score(model, ids, temperature=temperature)[0]
-        values = (values.double() + noise * torch.randn(values.shape, generator=generator).double()).clamp(max=-1e-9)
         length = ids.shape[1]
+        rows = [[] if i < GIVEN or not top_k else sorted({(int(ids[0, i]) + 7 * n) % 97 for n in range(top_k)}) for i in range(length)]
+        offsets = torch.tensor([0, *(len(row) for row in rows[1:])]).cumsum(0)
+        kept = KeptRows(token_ids=torch.tensor([one for row in rows for one in row], dtype=torch.int64), offsets=offsets)
+        with torch.no_grad():
+            values = score(model, ids, temperature=temperature, kept=kept if top_k else None)[0]
+        values = (values.double() + noise * torch.randn(values.shape, generator=generator).double()).clamp(max=-1e-9)
         spans = (
             Span(start=0, end=GIVEN, kind="given", role="user", turn=0, policy_version=None, trainable=False, why="prompt"),
             Span(start=GIVEN, end=length, kind="sampled", role="assistant", turn=number % 2, policy_version=number // 4, trainable=True,
@@ -52,7 +57,10 @@ def make_samples(model_dir: Path, noise: float, temperature: float = 1.0) -> lis
             sample_id=f"s{number}", session_id=f"s{number}", group=f"g{number // 4}", token_ids=ids[0].tolist(),
             loss_mask=[0] * GIVEN + [1] * (length - GIVEN), rollout_logprobs=[None] * GIVEN + values[GIVEN - 1 :].tolist(), spans=spans,
             reward=float(number % 2), finish_reason="stop",
-            metadata={"tokentrue": {"nodes": [{"sampled": length - GIVEN, "temperature": temperature}]}},
+            metadata={"tokentrue": {"nodes": [
+                {"given": GIVEN, "sampled": length - GIVEN, "temperature": temperature, "sampling": {"top_k": top_k} if top_k else {}}
+            ]}},
+            sampling_mask=SamplingMask.from_rows(rows) if top_k else None,
             certificate=Certificate(chain="", template="", tokenizer=""),
         )  # fmt: skip
         found.append(sample)
@@ -101,7 +109,91 @@ def test_a_gap_above_the_limit_is_found_wrong(model_dir: Path, tmp_path: Path, c
     assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer-logprobs", str(tmp_path / "t.jsonl"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["metrics"]["delta/mean"] == pytest.approx(-1.0) and found["metrics"]["corr/k1"] == pytest.approx(1.0)
-    assert found["facts"]["left out"].startswith("1 samples") and not found["ok"]
+    assert found["facts"]["left out"].startswith("1 sample ") and not found["ok"]
+
+
+@pytest.mark.parametrize("plain", [[], ["--plain"]])
+def test_filtered_samples_are_scored_over_their_kept_ids(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], plain: list[str]
+) -> None:
+    """Turns of two temperatures too: each is scored at its own."""
+    samples = [*make_samples(model_dir, 0.0, 1.3, top_k=4), *(rename(s) for s in make_samples(model_dir, 0.0, 0.7))]
+    write_samples(samples, tmp_path / "s.jsonl")
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir), "--json", *plain]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compared"]["samples"] == found["compared"]["samples_in_file"] == 16
+    assert (found["verdict"].startswith("exact: all 200") or bool(plain)) and found["metrics"]["delta/abs_mean"] < 1e-6
+
+
+def rename(sample: Sample) -> Sample:
+    return replace(sample, sample_id=f"{sample.sample_id}-b", session_id=f"{sample.session_id}-b")
+
+
+def test_turns_of_one_sample_may_have_different_temperatures(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hot, cold = make_samples(model_dir, 0.0, 1.3)[0], make_samples(model_dir, 0.0, 0.7)[0]
+    half = GIVEN + 4
+    nodes = [{"given": GIVEN, "sampled": 4, "temperature": 1.3}, {"given": 0, "sampled": len(hot.token_ids) - half, "temperature": 0.7}]
+    logprobs = [*hot.rollout_logprobs[:half], *cold.rollout_logprobs[half:]]
+    write_samples([replace(hot, rollout_logprobs=logprobs, metadata={"tokentrue": {"nodes": nodes}})], tmp_path / "s.jsonl")
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir)]) == 0
+    assert "exact: all 9 log-probabilities are equal" in capsys.readouterr().out
+
+
+def test_a_filter_without_kept_ids_is_said_and_accuses_nobody(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filtered = [rename(replace(sample, sampling_mask=None)) for sample in make_samples(model_dir, 0.0, top_k=4)]
+    write_samples([*filtered, *make_samples(model_dir, 0.0)], tmp_path / "s.jsonl")
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "compared 100 of 200 trained tokens, 8 of 16 samples" in said
+    assert "not scored: 8 samples" in said and "did not report which ids were kept" in said
+    write_samples(filtered, tmp_path / "s.jsonl")
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir)]) == 2
+    assert "sampled under top_k, and the engine did not report which ids were kept" in capsys.readouterr().err
+
+
+def write_logprobs(path: Path, rows: Sequence[tuple[str, Sequence[float | None]]]) -> list[str]:
+    path.write_text("".join(json.dumps({"sample_id": name, "logprobs": list(values)}) + "\n" for name, values in rows))
+    return ["--trainer-logprobs", str(path)]
+
+
+def test_the_verdict_says_how_little_was_compared(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = make_samples(model_dir, 0.0)
+    write_samples(samples, tmp_path / "s.jsonl")
+    few = [value if i == GIVEN else None for i, value in enumerate(samples[0].rollout_logprobs)]
+    given = write_logprobs(tmp_path / "t.jsonl", [(samples[0].sample_id, few)])
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), *given]) == 0
+    said = capsys.readouterr().out
+    assert "exact: all 1 log-probabilities are equal; compared 1 of 100 trained tokens, 1 of 8 samples" in " ".join(said.split())
+    (flips,) = [line for line in said.splitlines() if "flips" in line]
+    assert flips.split("│")[2].strip() == "-"  # nobody knows an argmax here
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), *given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metrics"]["flips"] is None
+    assert found["compared"] == {"samples": 1, "samples_in_file": 8, "trained_tokens": 1, "trained_tokens_in_file": 100}
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir), "--plain", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["flips"] is not None
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (lambda row: [("s0", [None, *([0.5] * (len(row) - 1))])], "t.jsonl:1: token 1: the log-probability 0.5 is above 0"),
+        (lambda row: [("s0", row), ("s1", row), ("s0", row)], "t.jsonl:3: sample_id 's0' is also in line 1"),
+        (lambda row: [("s0", [*row[:-1], float("nan")])], "t.jsonl:1: token 13: the log-probability nan is not finite; write null"),
+        (lambda row: [("s0", [*row[:-1], float("-inf")])], "t.jsonl:1: token 13: the log-probability -inf is not finite; write null"),
+        (lambda row: [("s0", ["-1.0"] * len(row))], "t.jsonl:1: token 0: '-1.0' is not a number"),
+        (lambda row: [(3, row)], 't.jsonl:1: "sample_id" must be text'),
+    ],
+)
+def test_log_probabilities_that_are_none_are_refused_by_row(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: Any, words: str
+) -> None:
+    samples = make_samples(model_dir, 0.0)
+    write_samples(samples, tmp_path / "s.jsonl")
+    given = write_logprobs(tmp_path / "t.jsonl", changed(list(samples[0].rollout_logprobs)))
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), *given]) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Correction" not in said
 
 
 @pytest.mark.parametrize(
@@ -114,6 +206,10 @@ def test_a_gap_above_the_limit_is_found_wrong(model_dir: Path, tmp_path: Path, c
         (["--trainer-logprobs", "short.jsonl"], "2 trainer log-probabilities for 14 tokens"),
         (["--trainer-logprobs", "none.jsonl"], "no sample has trained tokens"),
         (["--trainer-logprobs", "none.jsonl", "--correction", "nope"], "no preset 'nope'"),
+        (["--trainer-logprobs", "none.jsonl", "--max-k3", "nan"], "--max-k3: nan must be a number >= 0"),
+        (["--trainer-logprobs", "binary.jsonl"], "cannot be read as UTF-8"),
+        (["--trainer", "MODEL", "--device", "bogus"], "--device: no device 'bogus'"),
+        (["--trainer", "MODEL", "--device", "cuda:97"], "--device: cuda:97 is not available"),
     ],
 )
 def test_called_wrong(
@@ -123,8 +219,9 @@ def test_called_wrong(
     write_samples(make_samples(model_dir, 0.0)[:1], tmp_path / "s.jsonl")
     (tmp_path / "bad.jsonl").write_text("{}\n")
     (tmp_path / "none.jsonl").write_text("")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "short.jsonl").write_text('{"sample_id": "s0", "logprobs": [null, -1.0]}\n')
-    assert run("diagnose", ["s.jsonl", *extra]) == 2
+    assert run("diagnose", ["s.jsonl", *(str(model_dir) if one == "MODEL" else one for one in extra)]) == 2
     assert words in capsys.readouterr().err
 
 

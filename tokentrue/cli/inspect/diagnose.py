@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from tokentrue.errors import ConfigError, FileFormatError, InputError
+from tokentrue.errors import ConfigError, FileFormatError, InputError, TokenContractError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from tokentrue.mismatch import Diagnosis
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS = 8192
 ALARM_K3 = 0.015
+MOST_LOGPROB = 1e-3  # rounding may put the logarithm of a probability of 1 this far above 0
+FILTERS = ("top_p", "top_k", "min_p")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,35 @@ class Row:
     flips: tuple[bool, ...] | None  # the trainer would have chosen another token where the rollout was sure of this one
     sample: Sample
     columns: Sequence[float | None]  # the trainer's log-probabilities, one for each token of the sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The rows that have numbers of both sides, and how much of the file they are."""
+
+    rows: tuple[Row, ...]
+    samples: int  # in the file
+    trained_tokens: int  # in the file
+    refused: tuple[str, ...] = ()  # why the trainer cannot score a sample, one for each such sample
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.rollout) for row in self.rows)
+
+    @property
+    def is_whole(self) -> bool:
+        return (len(self.rows), self.tokens) == (self.samples, self.trained_tokens)
+
+    def describe(self) -> str:
+        return f"compared {self.tokens:,} of {self.trained_tokens:,} trained tokens, {len(self.rows):,} of {self.samples:,} samples"
+
+    def to_json(self) -> dict[str, int]:
+        return {
+            "samples": len(self.rows),
+            "samples_in_file": self.samples,
+            "trained_tokens": self.tokens,
+            "trained_tokens_in_file": self.trained_tokens,
+        }
 
 
 def command(
@@ -64,33 +97,52 @@ def command(
         raise ConfigError(f"--correction: no preset {correction!r}; choose one of {', '.join(PRESETS)}")
     if (trainer is None) == (trainer_logprobs is None):
         raise ConfigError("pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison")
-    rows, left_out = _load(samples, trainer, trainer_logprobs, plain=plain, dtype=dtype, device=device, quiet=as_json)
-    if not rows:
-        raise InputError(f"{samples}: no sample has trained tokens with log-probabilities of both sides")
-    whole, steps = _diagnose(rows, correction)
-    verdict, alarm = _verdict(whole, max_k3)
-    facts = {"samples": f"{len(rows)} of {samples.name}", "trainer": trainer or str(trainer_logprobs), "correction shown": correction}
+    if not max_k3 >= 0:
+        raise ConfigError(f"--max-k3: {max_k3:g} must be a number >= 0")
+    compared = _load(samples, trainer, trainer_logprobs, plain=plain, dtype=dtype, device=device, quiet=as_json)
+    if not compared.rows:
+        raise InputError(_why_nothing(samples, compared))
+    whole, steps = _diagnose(compared.rows, correction)
+    verdict, alarm = _verdict(whole, compared, max_k3)
+    facts = {
+        "samples": f"{len(compared.rows):,} of {compared.samples:,} in {samples.name}",
+        "trained tokens": f"{compared.tokens:,} of {compared.trained_tokens:,}",
+        "trainer": trainer or str(trainer_logprobs),
+        "correction shown": correction,
+    }
     if trainer is not None:
         facts["scored"] = f"{'the model’s own forward pass' if plain else 'exact operators'}, {dtype}, {device}"
-    if left_out:
-        facts["left out"] = f"{left_out} samples without trained tokens or without the trainer's log-probabilities"
+    if left_out := compared.samples - len(compared.rows) - len(compared.refused):
+        facts["left out"] = f"{_count_samples(left_out)} without trained tokens or without the trainer's log-probabilities"
+    if compared.refused:
+        facts["not scored"] = f"{_count_samples(len(compared.refused))}; the first: {compared.refused[0]}"
     if output is not None:
         from tokentrue.cli.inspect.diagnose_report import write_diagnosis
 
-        compared = [(row.sample, row.columns) for row in rows]
+        pairs = [(row.sample, row.columns) for row in compared.rows]
         renderer = None if tokenizer is None else _renderer(tokenizer)
-        write_diagnosis(output, whole, steps, verdict=verdict, ok=not alarm, facts=facts, samples=compared, renderer=renderer)
+        write_diagnosis(output, whole, steps, verdict=verdict, ok=not alarm, facts=facts, samples=pairs, renderer=renderer)
     if as_json:
+        found: dict[str, Any] = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": compared.to_json()}
         worst = [asdict(row) for row in whole.worst]
-        print(json.dumps({"verdict": verdict, "ok": not alarm, "facts": facts, "metrics": dict(whole.metrics), "worst": worst}, indent=1))
+        metrics = {key: value if _is_measured(whole, key) else None for key, value in whole.metrics.items()}
+        print(json.dumps({**found, "metrics": metrics, "worst": worst}, indent=1))
     else:
-        _show(whole, verdict, output)
+        _show(whole, verdict, facts.get("not scored"), output)
     return 1 if alarm else 0
 
 
-def _load(
-    samples: Path, trainer: str | None, logprobs: Path | None, *, plain: bool, dtype: str, device: str, quiet: bool
-) -> tuple[list[Row], int]:
+def _count_samples(number: int) -> str:
+    return f"{number:,} sample{'' if number == 1 else 's'}"
+
+
+def _why_nothing(samples: Path, compared: Comparison) -> str:
+    if compared.refused:
+        return f"{samples}: the trainer cannot score any sample as it was sampled; the first: {compared.refused[0]}"
+    return f"{samples}: no sample has trained tokens with log-probabilities of both sides"
+
+
+def _load(samples: Path, trainer: str | None, logprobs: Path | None, *, plain: bool, dtype: str, device: str, quiet: bool) -> Comparison:
     from tokentrue.app.training.sample_files import require_samples_of
     from tokentrue.samples import read_samples
 
@@ -100,17 +152,21 @@ def _load(
     if trainer is not None:
         require_samples_of(found, trainer)
     rows: list[Row] = []
+    refused: list[str] = []
     with _progress(len(found), quiet) as advance:
         for sample in found:
-            if scorer is not None:
-                values, tops = scorer(sample)
-            else:
-                values, tops = (given or {}).get(sample.sample_id), None
+            values, tops = (given or {}).get(sample.sample_id), None
+            if scorer is not None and any(sample.loss_mask):
+                try:
+                    values, tops = scorer(sample)
+                except TokenContractError as error:
+                    refused.append(str(error))
             row = None if values is None else _row(sample, values, tops)
             if row is not None:
                 rows.append(row)
             advance()
-    return rows, len(found) - len(rows)
+    trained = sum(sum(map(bool, sample.loss_mask)) for sample in found)
+    return Comparison(rows=tuple(rows), samples=len(found), trained_tokens=trained, refused=tuple(refused))
 
 
 def _row(sample: Sample, trainer: Sequence[float | None], tops: Sequence[int] | None) -> Row | None:
@@ -119,6 +175,8 @@ def _row(sample: Sample, trainer: Sequence[float | None], tops: Sequence[int] | 
     chosen = [i for i, mask in enumerate(sample.loss_mask) if mask and sample.rollout_logprobs[i] is not None and trainer[i] is not None]
     if not chosen:
         return None
+    for side, values in (("rollout's", sample.rollout_logprobs), ("trainer's", trainer)):
+        _require_finite(sample, side, values, chosen)
     kind = {i: f"turn {span.turn}" if span.turn < 8 else "turn 8+" for span in sample.spans for i in range(span.start, span.end)}
     versions = [span.policy_version for span in sample.spans if span.kind == "sampled" and span.policy_version is not None]
     rollout = tuple(float(sample.rollout_logprobs[i] or 0.0) for i in chosen)
@@ -140,24 +198,60 @@ def _row(sample: Sample, trainer: Sequence[float | None], tops: Sequence[int] | 
     )
 
 
+def _require_finite(sample: Sample, side: str, values: Sequence[float | None], chosen: Sequence[int]) -> None:
+    for index in chosen:
+        value = values[index]
+        if value is not None and not math.isfinite(value):
+            cure = "check the weights and --dtype" if side == "trainer's" else "`tokentrue audit` lists every such sample of the file"
+            raise InputError(f"sample {sample.sample_id}: the {side} log-probability of token {index} is {value}; {cure}")
+
+
 def _read_logprobs(path: Path) -> dict[str, list[float | None]]:
     """JSON lines, one sample each."""
     if not path.exists():
         raise FileFormatError(f"{path}: no such file")
     found: dict[str, list[float | None]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    lines: dict[str, int] = {}
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileFormatError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            found[row["sample_id"]] = [None if value is None else float(value) for value in row["logprobs"]]
+            row: Any = json.loads(line)
+            name, values = row["sample_id"], row["logprobs"]
         except (ValueError, KeyError, TypeError) as error:
             raise FileFormatError(f'{path}:{number}: not a JSON object with "sample_id" and "logprobs" ({error})') from error
+        if not isinstance(name, str) or not isinstance(values, list):
+            raise FileFormatError(f'{path}:{number}: "sample_id" must be text and "logprobs" a list')
+        if name in lines:
+            raise FileFormatError(f"{path}:{number}: sample_id {name!r} is also in line {lines[name]}; give each sample once")
+        lines[name] = number
+        given = cast("list[object]", values)
+        found[name] = [_logprob_from_json(value, f"{path}:{number}: token {index}") for index, value in enumerate(given)]
     return found
 
 
+def _logprob_from_json(value: object, place: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FileFormatError(f"{place}: {value!r} is not a number; write null where the log-probability is unknown")
+    if not math.isfinite(value):
+        raise FileFormatError(f"{place}: the log-probability {value} is not finite; write null where it is unknown")
+    if value > MOST_LOGPROB:
+        raise FileFormatError(f"{place}: the log-probability {value:g} is above 0; pass natural logarithms of probabilities")
+    return float(value)
+
+
 def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sample], tuple[list[float | None], list[int] | None]]:
-    """The trainer's log-probability of each token given those before it; the first has none."""
+    """The log-probability of each token given those before it, as `tokentrue train` computes it; the first token has none.
+
+    At the temperature that each turn was sampled at, over the ids that its filters kept. Raises TokenContractError for a sample whose
+    distribution cannot be computed again: one under penalties, or under filters whose kept ids were not recorded.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -173,34 +267,68 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
         model: Any = models.from_pretrained(trainer, dtype=kinds[dtype])
     except (OSError, ValueError) as error:
         raise ConfigError(f"--trainer: cannot load {trainer}: {str(error).splitlines()[0]}") from error
-    model.to(device).eval()
+    model.to(_device(device)).eval()
+    tops: list[Tensor] = []
 
-    def score_exactly(ids: Tensor, temperature: float) -> tuple[Tensor, None]:
-        from tokentrue.numerics import score
+    def record_tops(_module: object, _given: object, out: Any) -> None:
+        tops.append(out.logits[0, :-1].argmax(-1))
 
-        return score(model, ids, temperature=temperature)[0], None
+    if plain:
+        model.register_forward_hook(record_tops)
 
-    def score_plainly(ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
-        return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1), logits.argmax(-1)
+    from tokentrue.train.data.replay import kept_rows
+    from tokentrue.train.update.scoring import ExactScorer, PlainScorer
 
-    def of(sample: Sample) -> tuple[list[float | None], list[int] | None]:
-        ids = torch.tensor([list(sample.token_ids)], device=device)
+    score = PlainScorer() if plain else ExactScorer()
+
+    def score_sample(sample: Sample) -> tuple[list[float | None], list[int] | None]:
+        ids, temperatures = torch.tensor(list(sample.token_ids)), _temperatures(sample)
+        tops.clear()
         with torch.no_grad():
-            values, tops = (score_plainly if plain else score_exactly)(ids, _temperature(sample))
-        found: tuple[Any, Any] = values, tops
-        return [None, *found[0].tolist()], None if tops is None else [-1, *found[1].tolist()]
+            found: Any = score(model, [ids], [temperatures], kept=[kept_rows(sample)]).logprobs[0]
+        best: Any = tops[0] if tops else None
+        return [None, *found[1:].tolist()], None if best is None else [-1, *best.tolist()]
 
-    return of
+    return score_sample
 
 
-def _temperature(sample: Sample) -> float:
-    """What the sample was sampled at; all its turns must agree."""
-    nodes = sample.metadata.get("tokentrue", {}).get("nodes", [])
-    found = {float(node["temperature"]) for node in nodes if "temperature" in node and node.get("sampled")}
-    if len(found) > 1:
-        raise InputError(f"sample {sample.sample_id}: turns sampled at different temperatures {sorted(found)}; score them yourself")
-    return next(iter(found), 1.0) or 1.0
+def _device(name: str) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device: no device {name!r}; pass cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device: no device {name!r}; pass cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device: {name} is not available, {torch.cuda.device_count()} CUDA devices are visible; pass cpu")
+    return device
+
+
+def _temperatures(sample: Sample) -> Tensor:
+    """Turn by turn, as the trainer reads them. Greedy turns, which no trainer takes, are scored at temperature 1, as engines do."""
+    import torch
+
+    from tokentrue.train.data.batch import temperatures_of
+
+    mask = torch.tensor([bool(value) for value in sample.loss_mask])
+    try:
+        at = 0
+        for node in sample.metadata.get("tokentrue", {}).get("nodes", ()):
+            end = at + node["given"] + node["sampled"]
+            if node.get("temperature") == 0 and _can_replay(sample, node):
+                mask[at:end] = False
+            at = end
+        return temperatures_of(sample, mask, 1.0)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"metadata.tokentrue.nodes is not a list of turns with given and sampled ({type(error).__name__}: {error})"
+        raise InputError(f"sample {sample.sample_id}: {what}") from error
+
+
+def _can_replay(sample: Sample, node: Mapping[str, Any]) -> bool:
+    names = node.get("sampling", {})
+    return not any(name in names for name in PENALTIES) and (sample.sampling_mask is not None or not any(name in names for name in FILTERS))
 
 
 def _diagnose(rows: Sequence[Row], correction: str) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:
@@ -266,7 +394,12 @@ def _natural(label: str) -> tuple[int, float, str]:
     return (0, float(label), "") if label.lstrip("-").isdigit() else (1, 0.0, label)
 
 
-def _verdict(whole: Diagnosis, max_k3: float) -> tuple[str, bool]:
+def _verdict(whole: Diagnosis, compared: Comparison, max_k3: float) -> tuple[str, bool]:
+    text, alarm = _verdict_of_tokens(whole, max_k3)
+    return (text if compared.is_whole else f"{text}; {compared.describe()}"), alarm
+
+
+def _verdict_of_tokens(whole: Diagnosis, max_k3: float) -> tuple[str, bool]:
     tokens, k3, most = int(whole["tokens"]), whole["corr/k3"], max(whole["delta/max"], -whole["delta/min"])
     if most == 0.0:
         return f"exact: all {tokens:,} log-probabilities are equal", False
@@ -284,7 +417,7 @@ def _renderer(directory: str) -> Any:
     return load_renderer(directory)
 
 
-def _show(whole: Diagnosis, verdict: str, output: Path | None) -> None:
+def _show(whole: Diagnosis, verdict: str, not_scored: str | None, output: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -300,14 +433,24 @@ def _show(whole: Diagnosis, verdict: str, output: Path | None) -> None:
     )  # fmt: skip
     for key in keys:
         if key in whole.metrics:
-            table.add_row(key, f"{whole[key]:.6g}")
+            table.add_row(key, f"{whole[key]:.6g}" if _is_measured(whole, key) else "-")
     for row in whole.worst[:3]:
         table.add_row(f"worst: {row.row}", f"mean K3 {row.score:.3g}, max |δ| {row.max_abs_delta:.3g} at token {row.position}")
     console = Console()
     console.print(table)
     console.print(verdict, highlight=False)
+    if not_scored is not None:
+        console.print(f"not scored: {not_scored}", highlight=False, markup=False)
     if output is not None:
         console.print(f"report: {output}", highlight=False)
+
+
+def _is_measured(whole: Diagnosis, key: str) -> bool:
+    """False for argmax flips where no token's argmax is known: the exact operators and a file of log-probabilities give none."""
+    from tokentrue.mismatch.metrics import Mean
+
+    statistic = whole.metrics.statistics.get(key) if key == "flips" else None
+    return not (isinstance(statistic, Mean) and statistic.count == 0)
 
 
 @contextmanager
