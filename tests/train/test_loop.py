@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from tests.train.rows import groups_for, small_model
+from tokentrue.app.training.settings import TrainRun
+from tokentrue.app.training.setup import store_for
 from tokentrue.errors import FileFormatError
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, SourceRounds, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints
 from tokentrue.train.data.rounds import Groups
+from tokentrue.train.loop import Run
 from tokentrue.types import Certificate, Sample, Span
 
 
@@ -48,6 +51,9 @@ class Engine:
         assert self.version == began, "weights changed under a round"
         self.played.append((number, began))
         return groups
+
+    def counts(self, number: int) -> Mapping[str, float]:
+        return {"rollouts/played": 10 + number} if number in dict(self.played) else {}
 
 
 def to_json(sample: Sample) -> Mapping[str, Any]:
@@ -94,6 +100,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, lag: int) -> None:
     assert [path.name for path in find_checkpoints(tmp_path / "broken")] == ["step-000002", "step-000004"]
     resumed, engine, rest = run(tmp_path / "broken", steps=6, lag=lag)
     assert [r.step for r in rest] == [4, 5]
+    assert [r.metrics["rollouts/played"] for r in rest] == [14, 15], "of rounds that wait in the checkpoint, too"
     assert [r.metrics for r in rest] == [r.metrics for r in reports[4:]]
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert np.array_equal(a.detach().numpy().view(np.uint32), b.detach().numpy().view(np.uint32))
@@ -112,6 +119,25 @@ def test_a_checkpoint_is_a_model_directory_and_refuses_another_configuration(tmp
     (path / "optimizer.safetensors").write_bytes(b"half")
     with pytest.raises(FileFormatError, match="not a whole checkpoint"):
         checkpoint.load(trainer, path, run_hash="h")
+
+
+def test_a_file_of_samples_with_other_content_is_refused(tmp_path: Path) -> None:
+    """Same name, same size."""
+    settings = TrainRun(samples=tmp_path / "samples.jsonl", out=tmp_path / "out")
+    trainer = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
+
+    def open_store(text: str) -> Store:
+        (tmp_path / "samples.jsonl").write_text(text)
+        return store_for(settings, "h")[0]
+
+    store = open_store("reward 0, reward 1")
+    Run(trainer=trainer, rounds=Engine(trainer), publish=Publisher(), store=store, evaluator=None, on_step=None).keep()
+    open_store("reward 0, reward 1")
+    with pytest.raises(FileFormatError, match=r"step-000000: another file of samples made it \(SHA-256 \w{12}…, now \w{12}…\)"):
+        open_store("reward 1, reward 0")
+    state = tmp_path / "out" / "checkpoints" / "step-000000" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "samples_digest": ""}))
+    open_store("reward 1, reward 0")  # checkpoints of older versions name no digest
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

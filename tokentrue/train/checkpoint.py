@@ -43,6 +43,7 @@ class Checkpoint:
     version: int
     rounds: Mapping[int, list[list[dict[str, Any]]]]
     evaluation: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    counts: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
 
 
 def save(
@@ -55,11 +56,14 @@ def save(
     keep: int,
     best: int | None = None,
     evaluation: Mapping[str, Any] | None = None,
+    counts: Mapping[int, Mapping[str, float]] | None = None,
+    samples_digest: str = "",
 ) -> Path | None:
     """Every rank calls it; rank 0 writes, and above `train.shard_checkpoint_gib` each rank its share of the optimiser's state.
 
-    `rounds` are plain JSON: the batches in waiting, by number. `model` is the directory or hub id whose tokenizer belongs to the weights.
-    The newest `keep` checkpoints stay, and that of step `best`.
+    `rounds` are plain JSON: the batches in waiting, by number; `counts` says what became of their rollouts. `model` is the directory or
+    hub id whose tokenizer belongs to the weights. `samples_digest` names the content of the file that the run trains from. The newest
+    `keep` checkpoints stay, and that of step `best`.
     """
     target = directory / f"step-{trainer.version:06d}"
     partial = directory / f".{target.name}.partial"
@@ -81,7 +85,9 @@ def save(
             **trainer.counters(),
             "torch": torch.__version__,
             "run_hash": run_hash,
+            "samples_digest": samples_digest,
             "evaluation": dict(evaluation or {}),
+            "counts": {str(number): dict(found) for number, found in (counts or {}).items()},
             "digests": digests,
         }
         (partial / "state.json").write_text(json.dumps(state, indent=1))
@@ -124,8 +130,11 @@ def find_checkpoints(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / "state.json").exists())
 
 
-def state_of(path: Path, *, run_hash: str) -> tuple[int, int]:
-    """A checkpoint's version and count of updates; refused when another configuration made it."""
+def state_of(path: Path, *, run_hash: str, samples_digest: str = "") -> tuple[int, int]:
+    """A checkpoint's version and count of updates; refused when another configuration, or another file of samples, made it.
+
+    Checkpoints of older versions name no digest.
+    """
     try:
         state = json.loads((path / "state.json").read_text())
         version, updates, made_by = int(state["version"]), int(state["updates"]), state["run_hash"]
@@ -133,6 +142,11 @@ def state_of(path: Path, *, run_hash: str) -> tuple[int, int]:
         raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one") from error
     if made_by != run_hash:
         raise FileFormatError(f"{path}: another configuration made it ({made_by}, now {run_hash}); choose another directory")
+    trained_on = state.get("samples_digest", "")
+    if samples_digest and trained_on and trained_on != samples_digest:
+        raise FileFormatError(
+            f"{path}: another file of samples made it (SHA-256 {trained_on[:12]}…, now {samples_digest[:12]}…); choose another directory"
+        )
     return version, updates
 
 
@@ -148,7 +162,8 @@ def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
     except DAMAGED as error:
         raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one") from error
     trainer.set_counters(state)
-    return Checkpoint(path=path, version=version, rounds=rounds, evaluation=state.get("evaluation", {}))
+    counts = {int(number): found for number, found in state.get("counts", {}).items()}
+    return Checkpoint(path=path, version=version, rounds=rounds, evaluation=state.get("evaluation", {}), counts=counts)
 
 
 def restore_weights(trainer: Trainer, path: Path) -> None:

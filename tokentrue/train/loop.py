@@ -27,13 +27,15 @@ from tokentrue.types import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """Where a run keeps its checkpoints. `to_json`/`from_json` turn a sample into plain JSON and back."""
+    """Where a run keeps its checkpoints. `to_json`/`from_json` turn a sample into plain JSON and back. `samples_digest` names the content
+    of the file that it trains from; a live run has none."""
 
     directory: Path
     run_hash: str
     model: str | None  # whose tokenizer belongs to the weights
     to_json: Callable[[Sample], Mapping[str, Any]]
     from_json: Callable[[Mapping[str, Any]], Sample]
+    samples_digest: str = ""
 
 
 async def train(
@@ -50,7 +52,7 @@ async def train(
     Ctrl-C (cancellation) lets a step in progress finish and writes a checkpoint; so does an engine or environment that fails.
     """
     run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
-    run.finished = resume(trainer, store, evaluator)
+    run.resume()
     await run.begin()
     try:
         for number in range(trainer.version, trainer.config.steps):
@@ -84,6 +86,18 @@ class Run:
     idle: int = 0
     kept: int = 0  # the version of the newest checkpoint
     kept_at: float = field(default_factory=time.monotonic)
+
+    def resume(self) -> None:
+        """The newest checkpoint, where there is one: weights and counters, and the rounds that wait to be trained on."""
+        path = None if self.store is None else checkpoint.latest(self.store.directory)
+        if path is None or self.store is None:
+            return
+        loaded = checkpoint.load(self.trainer, path, run_hash=self.store.run_hash)
+        if self.evaluator is not None:
+            self.evaluator.restore(loaded.evaluation)
+        parse = self.store.from_json
+        self.finished = {number: [[parse(s) for s in group] for group in groups] for number, groups in loaded.rounds.items()}
+        self.counts = dict(loaded.counts)
 
     async def begin(self) -> None:
         """The engines have the trainer's weights before the first round."""
@@ -160,8 +174,20 @@ class Run:
         return self.trainer.ranks.from_first(by_clock or by_step or is_best or version == config.steps)
 
     def keep(self) -> None:
-        assert self.store is not None
-        keep(self.trainer, self.store, self.finished, self.evaluator)
+        store, evaluator = self.store, self.evaluator
+        assert store is not None
+        checkpoint.save(
+            self.trainer,
+            store.directory,
+            model=store.model,
+            run_hash=store.run_hash,
+            rounds={n: [[store.to_json(sample) for sample in group] for group in groups] for n, groups in self.finished.items()},
+            keep=self.trainer.config.keep_checkpoints,
+            best=None if evaluator is None else evaluator.best_version,
+            evaluation=None if evaluator is None else evaluator.state(),
+            counts=self.counts,
+            samples_digest=store.samples_digest,
+        )
         self.kept, self.kept_at = self.trainer.version, time.monotonic()
 
     def keep_if_possible(self) -> None:
@@ -222,27 +248,3 @@ def add_counts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in counts.items():
             total[name] = total.get(name, 0) + value
     return total
-
-
-def keep(trainer: Trainer, store: Store, finished: Mapping[int, Groups], evaluator: Evaluator | None) -> None:
-    waiting = {number: [[store.to_json(sample) for sample in group] for group in groups] for number, groups in finished.items()}
-    checkpoint.save(
-        trainer,
-        store.directory,
-        model=store.model,
-        run_hash=store.run_hash,
-        rounds=waiting,
-        keep=trainer.config.keep_checkpoints,
-        best=None if evaluator is None else evaluator.best_version,
-        evaluation=None if evaluator is None else evaluator.state(),
-    )
-
-
-def resume(trainer: Trainer, store: Store | None, evaluator: Evaluator | None) -> dict[int, Groups]:
-    path = None if store is None else checkpoint.latest(store.directory)
-    if path is None or store is None:
-        return {}
-    loaded = checkpoint.load(trainer, path, run_hash=store.run_hash)
-    if evaluator is not None:
-        evaluator.restore(loaded.evaluation)
-    return {number: [[store.from_json(s) for s in group] for group in groups] for number, groups in loaded.rounds.items()}

@@ -86,16 +86,22 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
 
 
 def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
-    """Where checkpoints go, and the step to go on from. Another configuration's run is refused before anything of it is touched."""
+    """Where checkpoints go, and the step to resume at. A run of another configuration, or of a file of samples with other content, is
+    refused before anything of it is touched."""
     from tokentrue.samples import sample_from_json, sample_to_json
     from tokentrue.train import Store
     from tokentrue.train.checkpoint import latest, state_of
+    from tokentrue.train.files.digests import digest_of
 
+    digest = "" if settings.samples is None else digest_of(settings.samples)
     directory = settings.out / "checkpoints"
     newest = latest(directory)
-    first = 0 if newest is None else state_of(newest, run_hash=run_hash)[0]
-    model = settings.model_path
-    return Store(directory=directory, run_hash=run_hash, model=model, to_json=sample_to_json, from_json=sample_from_json), first
+    first = 0 if newest is None else state_of(newest, run_hash=run_hash, samples_digest=digest)[0]
+    store = Store(
+        directory=directory, run_hash=run_hash, model=settings.model_path, to_json=sample_to_json, from_json=sample_from_json,
+        samples_digest=digest,
+    )  # fmt: skip
+    return store, first
 
 
 def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
