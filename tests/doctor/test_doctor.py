@@ -22,7 +22,7 @@ from tokentrue.errors import EngineUnreachable
 from tokentrue.providers import load
 from tokentrue.providers.hf import HFProvider
 from tokentrue.renderers import load_renderer
-from tokentrue.types import Certificate, Sample, Sampling, Span
+from tokentrue.types import Certificate, Sample, Sampling, SamplingMask, Span
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +127,17 @@ def test_the_first_layer_that_differs_is_found_in_the_order_of_execution() -> No
     assert first_difference(model, other, range(20), 1e-4)[0] == "model.layers.1.mlp.down_proj"
 
 
-async def sampled(model: Any, sampling: Sampling, *, count: int = 6, versions: Any = lambda n: 0) -> list[Sample]:
-    """Samples as a rollout records them, with the engine's own log-probabilities."""
+def recorded_settings(given: int, sampled: int, sampling: Sampling) -> dict[str, Any]:
+    settings = {"temperature": sampling.temperature, **{name: getattr(sampling, name) for name in sampling.filters}}
+    return {"tokentrue": {"nodes": [{"given": given, "sampled": sampled, "temperature": sampling.temperature, "sampling": settings}]}}
+
+
+def with_prompt(given: int, mask: SamplingMask | None) -> SamplingMask | None:
+    return None if mask is None else SamplingMask.from_rows([*([] for _ in range(given)), *(list(mask.row(i)) for i in range(len(mask)))])
+
+
+async def sampled(model: Any, sampling: Sampling, *, count: int = 6, versions: Any = lambda n: 0, recorded: bool = False) -> list[Sample]:
+    """Samples with the engine's own log-probabilities; `recorded`: with the sampling settings and kept ids that a session records."""
     renderer, provider = load_renderer(str(e.CALCULATOR)), HFProvider(model)
     found: list[Sample] = []
     for n in range(count):
@@ -139,11 +148,13 @@ async def sampled(model: Any, sampling: Sampling, *, count: int = 6, versions: A
             Span(start=0, end=len(prompt), kind="given", role="user", turn=0, policy_version=None, trainable=False, why="prompt"),
             Span(start=len(prompt), end=end, kind="sampled", role="assistant", turn=0, policy_version=versions(n), trainable=True, why=""),
         )
+        settings = recorded_settings(len(prompt), len(done.token_ids), sampling)
         found.append(
             Sample(
                 sample_id=f"s{n}", session_id=f"s{n}", group=None, token_ids=(*prompt, *done.token_ids),
                 loss_mask=(*(0 for _ in prompt), *(1 for _ in done.token_ids)), rollout_logprobs=(*(None for _ in prompt), *done.logprobs),
-                spans=spans, reward=None, finish_reason="stop", metadata={},
+                spans=spans, reward=None, finish_reason="stop", metadata=settings if recorded else {},
+                sampling_mask=with_prompt(len(prompt), done.sampling_mask) if recorded else None,
                 certificate=Certificate(chain="", template="", tokenizer=""),
             )
         )  # fmt: skip
@@ -169,6 +180,45 @@ async def test_samples_alone_tell_the_cause(sampling: Sampling, change: Any, exp
     found = await judged(await sampled(change(e.calculator()), sampling))
     assert found[0].fault == expected, found[0]
     assert any("position" in finding.probe for finding in found)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.3),
+        Sampling(temperature=1.3, top_k=4),
+        Sampling(temperature=1.3, top_p=0.8),
+        Sampling(temperature=0.7, min_p=0.05),
+        Sampling(temperature=0.0),
+    ],
+)
+async def test_recorded_settings_are_applied_to_the_reference(sampling: Sampling) -> None:
+    found = await judged(await sampled(e.calculator(), sampling, recorded=True))
+    assert found[0].verdict is Verdict.OK, found[0]
+
+
+async def test_a_fault_is_seen_under_a_filter_too() -> None:
+    samples = await sampled(e.with_rope(e.calculator(), 100_000.0), Sampling(temperature=1.3, top_k=4), recorded=True)
+    assert (await judged(samples))[0].fault == "rope"
+
+
+async def test_log_probabilities_of_temperature_1_are_no_match_for_a_recorded_one() -> None:
+    samples = await sampled(e.calculator(), Sampling(), recorded=True)
+    claimed = [
+        replace(one, metadata=recorded_settings(one.spans[0].end, one.spans[1].end - one.spans[0].end, Sampling(temperature=0.7)))
+        for one in samples
+    ]
+    (verdict, *_) = await judged(claimed)
+    assert verdict.fault == "sampled_temperature" and "temperature 1 " in verdict.detail
+
+
+async def test_samples_whose_kept_ids_were_not_recorded_are_not_judged() -> None:
+    filtered = [replace(one, sampling_mask=None) for one in await sampled(e.calculator(), Sampling(top_k=3), recorded=True)]
+    (verdict,) = await judged(filtered)
+    assert verdict.verdict is Verdict.CANNOT_TELL and "under top_k, and the kept ids were not recorded" in verdict.detail
+    whole = await sampled(e.calculator(), Sampling(), recorded=True)
+    first, second, *_ = await judged([*filtered, *whole])
+    assert first.verdict is Verdict.OK and second.detail.startswith("6 of 12 samples"), (first, second)
 
 
 async def test_samples_of_one_version_that_differ_are_stale() -> None:

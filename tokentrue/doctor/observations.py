@@ -17,6 +17,8 @@ class Observation:
     logprobs: tuple[float, ...]
     label: str = ""
     prompt_tokens: int = 0  # of `token_ids`, how many were sent rather than sampled
+    temperatures: tuple[float, ...] = ()  # that each position was sampled at, where it is known; else 1
+    kept: tuple[tuple[int, ...], ...] = ()  # the ids that filters kept at each position, where they are known; an empty one keeps all
 
     @staticmethod
     def from_completion(prompt_ids: Sequence[int], completion: Completion, *, label: str = "") -> Observation:

@@ -11,16 +11,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from tokentrue.doctor.observations import Observation
 from tokentrue.errors import ConfigError
+from tokentrue.numerics import KeptRows, remove_filtered
 
 Change: TypeAlias = Callable[[Any], Any]
 """Takes a copy of the reference model; returns the model to run."""
+
+RECORDED: Literal["recorded"] = "recorded"
+"""In place of a temperature: the one that each position was sampled at."""
 
 THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 
@@ -59,11 +63,11 @@ class Reference:
         return int(getattr(self.config, "max_position_embeddings", 2048))
 
     def logprobs(self, observations: Sequence[Observation]) -> Tensor:
-        """Of every observed token, end to end, as float64."""
+        """Of every observed token, end to end, as float64: at the temperature that it was sampled at, over the ids that were kept."""
         return score(self.model, observations)
 
     def logprobs_at(self, observations: Sequence[Observation], temperatures: Sequence[float]) -> Tensor:
-        """`[temperatures, tokens]`, from one forward pass."""
+        """`[temperatures, tokens]`, from one forward pass: at these temperatures, whatever was recorded."""
         return score_at(self.model, observations, temperatures)
 
     def predict(self, variant: Variant, observations: Sequence[Observation]) -> Tensor:
@@ -90,22 +94,35 @@ def load_model(directory: str | Path) -> Any:
 
 
 def score(model: Any, observations: Sequence[Observation], *, kv_dtype: torch.dtype | None = None) -> Tensor:
-    return score_at(model, observations, (1.0,), kv_dtype=kv_dtype)[0]
+    return score_at(model, observations, (RECORDED,), kv_dtype=kv_dtype)[0]
 
 
 @torch.no_grad()
 def score_at(
-    model: Any, observations: Sequence[Observation], temperatures: Sequence[float], *, kv_dtype: torch.dtype | None = None
+    model: Any,
+    observations: Sequence[Observation],
+    temperatures: Sequence[float | Literal["recorded"]],
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> Tensor:
     found: list[Tensor] = [torch.zeros(len(temperatures), 0, dtype=torch.float64)]
     for seen in observations:
         ids = torch.tensor([seen.token_ids])
         cache = {} if kv_dtype is None else {"past_key_values": quantising_cache(kv_dtype), "use_cache": True}
         at = torch.tensor(seen.positions) - 1
-        logits = model(ids, **cache).logits[0].index_select(0, at).double()
+        logits = remove_filtered(model(ids, **cache).logits[0].index_select(0, at).double(), _kept_rows(seen))
         chosen = ids[0, at + 1].unsqueeze(1)
-        found.append(torch.stack([torch.log_softmax(logits / t, dim=-1).gather(1, chosen).squeeze(1) for t in temperatures]))
+        own = torch.tensor(seen.temperatures or [1.0] * len(seen.positions), dtype=torch.float64).unsqueeze(1)
+        scaled = [logits / (own if t == RECORDED else t) for t in temperatures]
+        found.append(torch.stack([torch.log_softmax(one, dim=-1).gather(1, chosen).squeeze(1) for one in scaled]))
     return torch.cat(found, dim=1)
+
+
+def _kept_rows(seen: Observation) -> KeptRows | None:
+    if not any(seen.kept):
+        return None
+    offsets = torch.tensor([0, *(len(row) for row in seen.kept)]).cumsum(0)
+    return KeptRows(token_ids=torch.tensor([one for row in seen.kept for one in row]), offsets=offsets)
 
 
 def quantising_cache(dtype: torch.dtype) -> Any:

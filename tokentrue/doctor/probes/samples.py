@@ -1,8 +1,12 @@
-"""From samples alone: recorded log-probabilities against the reference forward, by position, turn, version and role."""
+"""From samples alone: recorded log-probabilities against the reference forward, by position, turn, version and role.
+
+The reference scores each token at the temperature of its turn and over the ids that its filters kept, as far as the sample records them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +18,29 @@ from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.probes.weights import Difference, judge_difference
 from tokentrue.types import Sample, Span
 
+FILTERS = ("top_p", "top_k", "min_p")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 MOST_TOKENS = 3000
 STALE_FACTOR = 5.0
 
 
 def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Finding]:
     name = "samples: recorded log-probabilities against the model directory"
-    pairs = [(sample, seen) for sample in samples if (seen := observe(sample)) is not None]
+    refused = [why for sample in samples if (why := why_not_comparable(sample))]
+    pairs = [(sample, seen) for sample in samples if not why_not_comparable(sample) and (seen := observe(sample)) is not None]
     chosen = _first_tokens([pair for pair in pairs if len(pair[1].token_ids) <= exam.reference.max_positions])
+    left_out = (
+        [cannot_tell("samples: not compared", f"{len(refused)} of {len(samples)} samples; the first: {refused[0]}")] if refused else []
+    )
     if not chosen:
-        return [cannot_tell(name, "no sample holds log-probabilities of sampled tokens")]
+        return left_out or [cannot_tell(name, "no sample holds log-probabilities of sampled tokens")]
     seen = Difference.of(exam.reference, [observation for _, observation in chosen])
     versions = _keys(chosen, lambda span: str(span.policy_version))
     verdict = _filters(exam, name, seen) or _one_version(exam, name, seen.e, versions) or judge_difference(exam, name, seen)
     tables = [_table(label, seen.e, keys) for label, keys in _groups(chosen)]
     growth = f"last third of positions ÷ first third: {grows_with_position(seen.e, seen.positions):.2f}"
     rows = [ok(f"samples: mean |δ| by {label}", text) for label, text in tables if text]
-    return [verdict, *rows, ok("samples: growth of |δ| with the position", growth)]
+    return [verdict, *left_out, *rows, ok("samples: growth of |δ| with the position", growth)]
 
 
 def observe(sample: Sample) -> Observation | None:
@@ -38,9 +48,40 @@ def observe(sample: Sample) -> Observation | None:
     if not positions:
         return None
     logprobs = tuple(float(value) for i in positions if (value := sample.rollout_logprobs[i]) is not None)
+    temperatures = [1.0] * len(sample.token_ids)
+    for start, end, node in sampled_turns(sample):
+        temperatures[start:end] = [float(node.get("temperature", 1.0)) or 1.0] * (end - start)  # engines report greedy turns at 1
+    mask = sample.sampling_mask
     return Observation(
-        token_ids=tuple(sample.token_ids), positions=positions, logprobs=logprobs, label=sample.sample_id, prompt_tokens=positions[0]
+        token_ids=tuple(sample.token_ids),
+        positions=positions,
+        logprobs=logprobs,
+        label=sample.sample_id,
+        prompt_tokens=positions[0],
+        temperatures=tuple(temperatures[i] for i in positions),
+        kept=() if mask is None else tuple(tuple(mask.row(i).tolist()) for i in positions),
     )
+
+
+def sampled_turns(sample: Sample) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    """Start, end and recorded settings of each sampled stretch."""
+    at = 0
+    for node in sample.metadata.get("tokentrue", {}).get("nodes", ()):
+        start, at = at + int(node["given"]), at + int(node["given"]) + int(node["sampled"])
+        yield start, at, node
+
+
+def why_not_comparable(sample: Sample) -> str:
+    """Empty where the distribution that the tokens were drawn from can be computed again."""
+    for turn, (_, _, node) in enumerate(sampled_turns(sample)):
+        names = node.get("sampling", {})
+        filters = [name for name in FILTERS if name in names]
+        penalties = [name for name in PENALTIES if name in names]
+        if filters and sample.sampling_mask is None:
+            return f"sample {sample.sample_id}, turn {turn} was sampled under {', '.join(filters)}, and the kept ids were not recorded"
+        if penalties:
+            return f"sample {sample.sample_id}, turn {turn} was sampled under {', '.join(penalties)}, which the reference does not apply"
+    return ""
 
 
 def _first_tokens(chosen: list[tuple[Sample, Observation]]) -> list[tuple[Sample, Observation]]:

@@ -15,7 +15,7 @@ from tokentrue.doctor.fit import BAND, Explanation, best, explained_share, grows
 from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.reference import Reference, variants_of
 
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
 GROWTH = 4.0
 UNRELATED = 0.3  # correlation of the two sides' log-probabilities below which they score different things
 
