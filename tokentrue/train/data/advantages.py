@@ -57,10 +57,10 @@ def overlong_cost(sampled: Sequence[int], config: OverlongConfig) -> Tensor:
     return config.penalty * (over / max(config.buffer, 1)).clamp(0.0, 1.0)
 
 
-def mask_truncated(rows: Sequence[Row]) -> list[Row]:
-    """The same rows without loss in sessions that hold a row which ended at its limit of tokens."""
-    cut = {(row.group, row.sample.session_id) for row in rows if row.sample.finish_reason == "length"}
-    return [replace(row, mask=torch.zeros_like(row.mask)) if (row.group, row.sample.session_id) in cut else row for row in rows]
+def mask_sessions(rows: Sequence[Row], cut: Sequence[bool]) -> list[Row]:
+    """The same rows without loss in sessions of which a row is `cut`."""
+    sessions = {(row.group, row.sample.session_id) for row, is_cut in zip(rows, cut, strict=True) if is_cut}
+    return [replace(row, mask=torch.zeros_like(row.mask)) if (row.group, row.sample.session_id) in sessions else row for row in rows]
 
 
 def session_advantages(sessions: SessionRewards, baseline: Baseline, config: AdvantageConfig | None = None) -> list[float]:
