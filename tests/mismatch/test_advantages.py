@@ -78,3 +78,13 @@ def test_refusals() -> None:
         rloo_advantages(torch.tensor([1.0, torch.nan]), [0, 0])
     with pytest.raises(ConfigError, match="gamma"):
         gae_advantages(torch.zeros(1, 2), torch.zeros(1, 2), gamma=1.5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_whitening_refuses_rewards_that_are_not_finite(bad: float) -> None:
+    with pytest.raises(InputError, match="rewards: not all finite"):
+        whitened_advantages(torch.tensor([bad, 1.0, 2.0]))
+
+
+def test_gae_of_no_rows_is_empty() -> None:
+    assert gae_advantages([], []) == ([], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from dataclasses import FrozenInstanceError
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -12,7 +13,24 @@ import pytest
 
 from tokentrue import mismatch
 from tokentrue.errors import ConfigError
-from tokentrue.mismatch import PRESETS, Correction, LossConfig, Normalise, OffPolicyMask, Outlier, Penalty, Reject, Staleness, Veto, Weights
+from tokentrue.mismatch import (
+    PRESETS,
+    AdaptiveMix,
+    Correction,
+    LossConfig,
+    Normalise,
+    OffPolicyMask,
+    Outlier,
+    Penalty,
+    Reject,
+    SapoTemperatures,
+    SecondMoment,
+    Staleness,
+    VespoKernel,
+    Veto,
+    Weights,
+    loss_named,
+)
 
 TOKEN = Weights(upper=2.0)
 
@@ -132,3 +150,34 @@ def test_every_preset_explains_itself(name: str) -> None:
     text = PRESETS[name].explain()
     assert text.startswith("surrogate: ") and "cost:" in text
     assert ("weights: none" in text) == (PRESETS[name].weights is None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda bad: loss_named("grpo", entropy_coefficient=bad),
+        lambda bad: loss_named("grpo", clip_high=bad),
+        lambda bad: loss_named("grpo", dual_clip=bad),
+        lambda bad: loss_named("dppo_tv", ratio_cap=bad),
+        lambda bad: loss_named("grpo", aggregate="fixed_length", fixed_length=bad),
+        lambda bad: SapoTemperatures(negative=bad),
+        lambda bad: VespoKernel(lambda_positive=bad),
+        lambda bad: VespoKernel(k_negative=bad),
+        lambda bad: Penalty(coefficient=bad),
+        lambda bad: Penalty(coefficient=1.0, ceiling=bad),
+        lambda bad: Weights(upper=bad),
+        lambda bad: Weights(upper=2.0, mix=bad),
+        lambda bad: AdaptiveMix(divergence=bad),
+        lambda bad: Reject(estimator="k3", aggregate="token", upper=bad),
+        lambda bad: Veto(below=bad),
+        lambda bad: Outlier(upper=bad),
+        lambda bad: OffPolicyMask(threshold=bad),
+        lambda bad: SecondMoment(threshold=bad),
+        lambda bad: Staleness(limit=bad),
+        lambda bad: Correction(log_clamp=bad),
+    ],
+)
+def test_numbers_must_be_finite(make: Any, bad: object) -> None:
+    with pytest.raises(ConfigError):
+        make(bad)

@@ -234,3 +234,16 @@ def test_non_finite_tokens_are_refused_or_handled_as_said() -> None:
 def test_bad_input_names_the_field_and_the_cure(call: object, words: str) -> None:
     with pytest.raises(InputError, match=words.replace("[", r"\[")):
         call(torch.zeros(2, 3))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("centre", [-17.0, -10.0, -0.9, 0.0])
+def test_moments_of_small_ratios_do_not_cancel(centre: float) -> None:
+    """And batches merge to the bits of one call."""
+    rollout = torch.full((4, 300), -1.0, dtype=torch.float64)
+    delta = centre + 0.3 * torch.randn(4, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found, ratio = diagnose(rollout + delta, rollout).metrics, delta.exp()
+    assert found["ratio/raw/ess"] == pytest.approx(float(ratio.sum() ** 2 / (ratio.numel() * (ratio * ratio).sum())), rel=1e-12)
+    assert found["ratio/raw/std"] == pytest.approx(float(ratio.std(unbiased=False)), rel=1e-10)
+    assert found["chi2/token"] == pytest.approx(float((ratio * ratio - 1).mean()), rel=1e-12)
+    halves = [diagnose(rollout[rows] + delta[rows], rollout[rows]).metrics for rows in (slice(0, 1), slice(1, 4))]
+    assert halves[0].merge(halves[1]) == found

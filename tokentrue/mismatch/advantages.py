@@ -67,6 +67,7 @@ def whitened_advantages(
     With `tokens`, each row's number of trained tokens, mean and variance are over tokens instead of rows, and `eps` is added to the
     variance: (r - m) / sqrt(v + eps), m = sum(n r) / N, v = sum(n (r - m)^2) / (N - 1). That is verl's `masked_whiten`, with eps 1e-8.
     """
+    _require_finite(rewards)
     values = rewards.double() if groups is None else grpo_advantages(rewards.double(), groups, std=False, lone=lone)
     if values.numel() < 2 or bool((values == values[0]).all()):
         return torch.zeros_like(values).to(_kind(rewards))
@@ -100,6 +101,8 @@ def gae_advantages(
         raise ConfigError(f"gae: gamma {gamma} and lam {lam} must be in [0, 1]")
     layout = Layout.of(rewards, mask, cu_seqlens)
     layout.check("values", values)
+    if not isinstance(rewards, Tensor) and not rewards:
+        return [], []
     first = rewards if isinstance(rewards, Tensor) else rewards[0]
     advantages = torch.zeros(layout.offsets[-1], dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
     returns = torch.zeros_like(advantages)
@@ -131,13 +134,17 @@ def _scan(reward: Tensor, value: Tensor, gamma: float, lam: float, last: float) 
 def _group_rows(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if rewards.dim() != 1 or len(groups) != rewards.shape[0]:
         raise InputError(f"groups: {len(groups)} for rewards of shape {list(rewards.shape)}; pass one reward and one group per row")
-    if not bool(torch.isfinite(rewards).all()):
-        raise InputError("rewards: not all finite; score every row, or leave unscored rows out")
+    _require_finite(rewards)
     seen: dict[Hashable, int] = {}
     names = groups.tolist() if isinstance(groups, Tensor) else groups
     index = torch.tensor([seen.setdefault(name, len(seen)) for name in names], dtype=torch.long, device=rewards.device)
     counts = torch.bincount(index, minlength=len(seen)).double()
     return rewards.double(), index, counts
+
+
+def _require_finite(rewards: Tensor) -> None:
+    if not bool(torch.isfinite(rewards).all()):
+        raise InputError("rewards: not all finite; score every row, or leave unscored rows out")
 
 
 def _centre(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from tokentrue.mismatch.correction.rules import (
     Veto,
     Weights,
     choose,
+    is_finite,
 )
 from tokentrue.mismatch.estimators import LOG_CLAMP
 
@@ -62,7 +62,7 @@ class Correction:
             object.__setattr__(self, "reject", (self.reject,))
         if not isinstance(self.reject, tuple) or not all(isinstance(rule, Reject) for rule in self.reject):
             raise ConfigError("Correction.reject: must be a tuple of Reject rules")
-        if not (math.isfinite(self.log_clamp) and 0 < self.log_clamp <= 80):
+        if not (is_finite(self.log_clamp) and 0 < self.log_clamp <= 80):
             raise ConfigError(f"Correction.log_clamp: {self.log_clamp!r} must be in (0, 80]")
         self._refuse_double_count()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 from tokentrue.errors import ConfigError
 
@@ -26,13 +26,18 @@ def choose(owner: str, field: str, value: object, kind: Any) -> None:
         raise ConfigError(f"{owner}.{field}: {value!r} is not one of {', '.join(map(repr, get_args(kind)))}")
 
 
+def is_finite(value: object) -> TypeGuard[float]:
+    """A finite number; text, True and NaN are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def bounds_of(owner: str, lower: object, upper: object, *, positive: bool) -> None:
     for field, value in (("lower", lower), ("upper", upper)):
         if value is None:
             continue
         if isinstance(value, str):
             raise ConfigError(f"{owner}.{field}: {value!r} is text; bounds are two numbers, lower= and upper=, never a range in a string")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_finite(value):
             raise ConfigError(f"{owner}.{field}: {value!r} is not a finite number; leave it out for no bound")
         if positive and value <= 0:
             raise ConfigError(f"{owner}.{field}: {value!r} bounds a ratio and must be > 0; leave it out for no bound")
@@ -74,7 +79,7 @@ class AdaptiveMix:
     divergence: float = 0.01
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.divergence) and self.divergence > 0):
+        if not (is_finite(self.divergence) and self.divergence > 0):
             raise ConfigError(f"AdaptiveMix.divergence: {self.divergence!r} must be finite and > 0")
 
 
@@ -100,7 +105,7 @@ class Weights:
         choose("Weights", "mode", self.mode, Mode)
         choose("Weights", "signal", self.signal, Signal)
         bounds_of("Weights", self.lower, self.upper, positive=True)
-        if isinstance(self.mix, int | float) and not 0 <= self.mix <= 1:
+        if not (self.mix is None or isinstance(self.mix, AdaptiveMix) or (is_finite(self.mix) and 0 <= self.mix <= 1)):
             raise ConfigError(f"Weights.mix: {self.mix!r} interpolates between no correction and the weights; it must be in [0, 1]")
         self._check_bounds()
 
@@ -175,7 +180,7 @@ class Veto:
 
     def __post_init__(self) -> None:
         choose("Veto", "of", self.of, Literal["trainer", "rollout", "current"])
-        if not 0 < self.below < 1:
+        if not (is_finite(self.below) and 0 < self.below < 1):
             raise ConfigError(f"Veto.below: {self.below!r} is a probability and must be in (0, 1)")
 
 
@@ -209,8 +214,8 @@ class OffPolicyMask:
 
     def __post_init__(self) -> None:
         choose("OffPolicyMask", "signal", self.signal, Signal)
-        if not (math.isfinite(self.threshold) and self.threshold >= 0):
-            raise ConfigError(f"OffPolicyMask.threshold: {self.threshold!r} must be >= 0: it bounds a divergence")
+        if not (is_finite(self.threshold) and self.threshold >= 0):
+            raise ConfigError(f"OffPolicyMask.threshold: {self.threshold!r} must be finite and >= 0: it bounds a divergence")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +233,7 @@ class SecondMoment:
     def __post_init__(self) -> None:
         choose("SecondMoment", "signal", self.signal, Signal)
         choose("SecondMoment", "tokens", self.tokens, Literal["harmful", "all"])
-        if not (math.isfinite(self.threshold) and self.threshold >= 0):
+        if not (is_finite(self.threshold) and self.threshold >= 0):
             raise ConfigError(f"SecondMoment.threshold: {self.threshold!r} must be finite and >= 0")
 
 
@@ -241,5 +246,5 @@ class Staleness:
 
     def __post_init__(self) -> None:
         choose("Staleness", "level", self.level, Literal["token", "sequence"])
-        if self.limit < 0:
-            raise ConfigError(f"Staleness.limit: {self.limit} versions; must be >= 0")
+        if not (is_finite(self.limit) and self.limit >= 0):
+            raise ConfigError(f"Staleness.limit: {self.limit!r} versions; must be finite and >= 0")

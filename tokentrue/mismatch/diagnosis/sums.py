@@ -28,6 +28,7 @@ TAILS = (1.1, 1.5, 2.0, 5.0, 10.0)
 SIGNS = ("positive", "negative")
 COUNTED_TOKENS = 1 << 20
 NEAR = 1e-3
+SMALL = -1.0  # log-ratios below this are summed as r, the others as r - 1
 LARGEST = 700.0  # of a logarithm whose exp is finite
 
 
@@ -109,10 +110,10 @@ class Sums:
         self.bucket("probability", rows, buckets, magnitude, size=len(PROBABILITIES) + 1, padding=len(PROBABILITIES))
 
     def add_divergence(self, x: Tensor, peak: Tensor) -> None:
-        """Chunks' sums of x², K3, r - 1 and (r - 1)².
+        """Chunks' sums of x², K3, and of r - 1 and (r - 1)², or of r and r² themselves for tokens where r is small.
 
         Σ(e^x - 1) - Σx is K3's sum but for 1e-14, which is nothing to a chunk with one |x| above `NEAR`. In the others rounding would
-        be all that is left: there K3 is summed by its series, and gives the sum of r - 1 too.
+        be all that is left: there K3 is summed by its series, and gives the sum of r - 1 too. A small r would be rounded away in r - 1.
         """
         square = x * x
         excess = x.exp().sub_(1)
@@ -126,8 +127,24 @@ class Sums:
             series = second.index_select(0, near) / 2 + third / 6 + fourth / 24
             gap = gap.index_copy(0, near, series)
             first = first.index_copy(0, near, total.index_select(0, near) + series)
-        for name, sums in (("square", second), ("k3", gap), ("excess1", first), ("excess2", chunk_sums(excess.mul_(excess)))):
-            self.parts.setdefault(name, []).append(sums)
+        small1, small2 = torch.zeros_like(first), torch.zeros_like(first)
+        small = x < SMALL
+        if bool(small.any()):
+            ratio = x.exp().masked_fill_(~small, 0)
+            small1, small2 = chunk_sums(ratio), chunk_sums(ratio.mul_(ratio))
+            excess.masked_fill_(small, 0)
+            first = torch.where(small.any(dim=1), chunk_sums(excess), first)
+            self.count("small", small)
+        sums = {
+            "square": second,
+            "k3": gap,
+            "excess1": first,
+            "excess2": chunk_sums(excess.mul_(excess)),
+            "small1": small1,
+            "small2": small2,
+        }
+        for name, part in sums.items():
+            self.parts.setdefault(name, []).append(part)
 
     def add_ppo(self, signals: Signals) -> None:
         if signals.current is None:
@@ -292,10 +309,12 @@ class Sums:
 
     def _ratios(self, tokens: int, rows: int) -> dict[str, Statistic]:
         one, two = self.totals.get("excess1", 0), self.totals.get("excess2", 0)
-        unit = exact_total([float(tokens)])  # the sums of r and r² from those of r - 1 and (r - 1)², in exact integers
-        raw = Moments(count=tokens, first=unit + one, second=unit + 2 * one + two)
+        # The sums of r and r² from those of r - 1 and (r - 1)², and of small ratios, in exact integers.
+        unit = exact_total([float(tokens - self.counts.get("small", 0))])
+        first, second = unit + one + self.totals.get("small1", 0), unit + 2 * one + two + self.totals.get("small2", 0)
+        raw = Moments(count=tokens, first=first, second=second)
         stats: dict[str, Statistic] = {
-            "chi2/token": Mean(total=2 * one + two, count=tokens),
+            "chi2/token": Mean(total=second - exact_total([float(tokens)]), count=tokens),
             "chi2/sequence": self._mean("chi2_rows", rows),
             "ratio/raw": raw,
             "ratio/sequence": self._moments("product", rows),

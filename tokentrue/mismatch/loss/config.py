@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch.correction.config import Correction
-from tokentrue.mismatch.correction.rules import SecondMoment, Surrogate, choose
+from tokentrue.mismatch.correction.rules import SecondMoment, Surrogate, choose, is_finite
 from tokentrue.mismatch.estimators import LOG_CLAMP
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length", "token_sum"]
@@ -35,11 +34,11 @@ class Penalty:
         choose("Penalty", "estimator", self.estimator, Literal["k1", "k2", "k3", "unbiased"])
         choose("Penalty", "against", self.against, Literal["reference", "rollout", "trainer"])
         choose("Penalty", "tokens", self.tokens, Literal["kept", "valid"])
-        if not (math.isfinite(self.coefficient) and self.coefficient >= 0):
+        if not (is_finite(self.coefficient) and self.coefficient >= 0):
             raise ConfigError(f"Penalty.coefficient: {self.coefficient!r} must be finite and >= 0")
         for name in ("clamp", "ceiling"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not (is_finite(value) and value > 0):
                 raise ConfigError(f"Penalty.{name}: {value!r} must be finite and > 0, or None for no bound")
 
 
@@ -51,8 +50,8 @@ class SapoTemperatures:
     negative: float = 1.05
 
     def __post_init__(self) -> None:
-        if not (self.positive > 0 and self.negative > 0):
-            raise ConfigError(f"SapoTemperatures: {self.positive}, {self.negative} must be > 0")
+        if not all(is_finite(value) and value > 0 for value in (self.positive, self.negative)):
+            raise ConfigError(f"SapoTemperatures: {self.positive!r}, {self.negative!r} must be finite and > 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,9 @@ class VespoKernel:
     lambda_negative: float = 2.0
 
     def __post_init__(self) -> None:
-        if min(self.k_positive, self.lambda_positive, self.k_negative, self.lambda_negative) < 0:
-            raise ConfigError("VespoKernel: k and lambda must be >= 0")
+        values = (self.k_positive, self.lambda_positive, self.k_negative, self.lambda_negative)
+        if not all(is_finite(value) and value >= 0 for value in values):
+            raise ConfigError("VespoKernel: k and lambda must be finite and >= 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class LossConfig:
         kind = self.correction.surrogate
         for name in ("clip_low", "clip_high"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
+            if value is not None and not (is_finite(value) and value >= 0):
                 raise ConfigError(f"LossConfig.{name}: {value!r} must be finite and >= 0, or None for no bound")
         if kind in ("ppo", "gspo", "dppo_tv") and (self.clip_low is None or self.clip_high is None):
             raise ConfigError(f"LossConfig: {kind} needs clip_low and clip_high")
@@ -115,14 +115,19 @@ class LossConfig:
 
     def _check_options(self) -> None:
         kind, length = self.correction.surrogate, self.fixed_length
-        if self.dual_clip is not None and (kind != "ppo" or self.dual_clip <= 1 + (self.clip_high or 0)):
-            raise ConfigError(f"LossConfig.dual_clip: {self.dual_clip} must be above 1 + clip_high, and belongs to ppo")
-        if self.ratio_cap is not None and (kind != "dppo_tv" or self.ratio_cap < 1):
-            raise ConfigError(f"LossConfig.ratio_cap: {self.ratio_cap} must be >= 1, and belongs to dppo_tv")
+        least = 1 + (self.clip_high or 0)
+        if self.dual_clip is not None and not (kind == "ppo" and is_finite(self.dual_clip) and self.dual_clip > least):
+            raise ConfigError(f"LossConfig.dual_clip: {self.dual_clip!r} must be finite and above 1 + clip_high, and belongs to ppo")
+        if self.ratio_cap is not None and not (kind == "dppo_tv" and is_finite(self.ratio_cap) and self.ratio_cap >= 1):
+            raise ConfigError(f"LossConfig.ratio_cap: {self.ratio_cap!r} must be finite and >= 1, and belongs to dppo_tv")
+        if not is_finite(self.entropy_coefficient):
+            raise ConfigError(f"LossConfig.entropy_coefficient: {self.entropy_coefficient!r} must be a finite number")
         if kind == "vespo" and self.correction.weights is not None:
             raise ConfigError("LossConfig: vespo weighs rows by their whole ratio; use denominator='rollout' instead of importance weights")
-        if (self.aggregate == "fixed_length") != (length is not None and length > 0):
-            raise ConfigError("LossConfig.fixed_length: goes with aggregate='fixed_length', and must be a positive number of tokens")
+        if length is not None and not (is_finite(length) and length > 0):
+            raise ConfigError(f"LossConfig.fixed_length: {length!r} must be a positive number of tokens")
+        if (self.aggregate == "fixed_length") != (length is not None):
+            raise ConfigError("LossConfig.fixed_length: a number of tokens, goes with aggregate='fixed_length' and no other")
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {
