@@ -9,6 +9,7 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -16,8 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 import tokentrue as tt
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
+from tokentrue.nesting import MAX_DEPTH
 from tokentrue.sessions import Journal, Matcher, load_tree
 from tokentrue.sessions.matching.conversations import ConversationReader
+from tokentrue.sessions.matching.match_keys import message_key
 from tokentrue.types import Attempt, Completion, Finish, RoutedExperts, TurnRequest, VersionSpan
 
 TOOL_SETS: list[Any] = [None, [{"name": "f"}], [{"name": "f", "default": True}], [{"name": "f", "default": 1}]]
@@ -212,3 +215,14 @@ def test_attempts_with_arguments_beyond_json_are_kept_as_text() -> None:
 
     attempt = Attempt(status=Status.UNKNOWN_TOOL, raw='{"a": 1e400}', start=0, end=3, name="f", arguments={"a": float("inf")})
     assert _storable(attempt).arguments is None and _storable(attempt).raw == attempt.raw
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 490, 950, 990, 5000])
+def test_the_key_of_deep_arguments_does_not_depend_on_the_stack(depth: int) -> None:
+    """Recursion that ends at the interpreter's limit would end earlier in a deeper call."""
+    call = {"function": {"name": "f", "arguments": f'{{"a":{"[" * depth}{"]" * depth}}}'}}
+
+    def key_below(frames: int) -> bytes:
+        return key_below(frames - 1) if frames else message_key({"role": "assistant", "tool_calls": [call]})
+
+    assert key_below(0) == key_below(30) == key_below(200)

@@ -119,13 +119,11 @@ def parse_after(base: ParsedItems, shared: int, dialect: Dialect, items: Sequenc
     for index, item in enumerate(items[shared:], shared):
         raw, path = bytes(item), f"{dialect.items_key}[{index}]"
         for message in dialect.parse_item(parse_json(raw, path), path):
-            if dialect.splits_turns and message["role"] == "assistant":
-                turn.append(message)
-                continue
-            if turn:
+            is_part = dialect.splits_turns and message["role"] == "assistant"
+            if turn and not (is_part and dialect.continues_turn(turn, message)):
                 messages.append(dialect.join_turn(turn))
                 turn = []
-            messages.append(message)
+            (turn if is_part else messages).append(message)
         size += COPIES * len(raw) + ENTRY_BYTES
         kept.append(Raw(raw))  # a copy of its own: `item` holds the whole body
         ends.append(None if turn else len(messages))

@@ -64,7 +64,7 @@ class SessionHandle:
         self.last_used = time.monotonic()
         record = session.record
         signer = ReasoningSigner((record.first_key_hash or record.key_hash or session.id).encode())
-        responses = OpenAIResponses(signer, session.tree.find_arguments)
+        responses = OpenAIResponses(signer, session.tree.find_arguments, session.tree.nodes.__contains__)
         every: tuple[Dialect, ...] = (OpenAIChat(), responses, Anthropic(signer), Google(signer))
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
         self.cache = MessageCache(limits.message_cache_bytes, budget)

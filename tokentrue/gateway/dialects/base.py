@@ -118,6 +118,10 @@ class Dialect(Protocol):
         session always gives the same messages."""
         ...
 
+    def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
+        """Does `part`, which follows the assistant's `parts` directly, belong to the same turn?"""
+        ...
+
     def join_turn(self, parts: Sequence[Message]) -> Message: ...
 
     def check_messages(self, messages: Sequence[Message]) -> None:

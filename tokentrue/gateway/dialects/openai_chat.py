@@ -91,6 +91,9 @@ class OpenAIChat:
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         return (message_from_chat(item, path),)
 
+    def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
+        return True
+
     def join_turn(self, parts: Sequence[Message]) -> Message:
         raise NotImplementedError("a chat message is one item")
 

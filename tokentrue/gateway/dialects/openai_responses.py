@@ -1,13 +1,14 @@
 """OpenAI Responses: requests and whole answers. Items of requests are in `responses_requests.py`, events in `responses_events.py`.
 
-One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message. Reasoning
-travels as `reasoning_text` and, sealed, as `encrypted_content`: it survives clients that keep only the latter.
+One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message, unless their ids say
+that two turns of this session served them. Reasoning travels as `reasoning_text` and, sealed, as `encrypted_content`: it survives clients
+that keep only the latter.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -29,10 +30,20 @@ from tokentrue.gateway.dialects.base import (
 )
 from tokentrue.gateway.dialects.chat_answers import build_error
 from tokentrue.gateway.dialects.responses_events import ResponsesEncoder
-from tokentrue.gateway.dialects.responses_items import OutputItem, ServedTool, logprobs_for, served_tool, status_of, text_status
+from tokentrue.gateway.dialects.responses_items import (
+    OutputItem,
+    ServedTool,
+    logprobs_for,
+    node_from_item_id,
+    served_tool,
+    status_of,
+    text_status,
+)
 from tokentrue.gateway.dialects.responses_requests import (
+    TURN,
     FindArguments,
     choice_from_responses,
+    is_same_turn,
     join_assistant,
     message_from_item,
     tools_from_responses,
@@ -104,8 +115,14 @@ class OpenAIResponses:
     items_key = "input"
     splits_turns = True
 
-    def __init__(self, signer: ReasoningSigner, find_arguments: FindArguments = lambda _: ()) -> None:
-        self._signer, self._find_arguments = signer, find_arguments
+    def __init__(
+        self,
+        signer: ReasoningSigner,
+        find_arguments: FindArguments = lambda _: (),
+        is_node: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """`is_node`: whether the session has a node of this name."""
+        self._signer, self._find_arguments, self._is_node = signer, find_arguments, is_node
 
     def decode(self, body: bytes) -> DecodedBody:
         decoded = decode_body(body, ResponsesBody)
@@ -116,8 +133,17 @@ class OpenAIResponses:
         return DecodedBody(head=head_from_responses(decoded), items=items)
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        message = message_from_item(object_of(item, path), path, self._signer, self._find_arguments)
-        return () if message is None else (message,)
+        fields = object_of(item, path)
+        message = message_from_item(fields, path, self._signer, self._find_arguments)
+        if message is None:
+            return ()
+        node = node_from_item_id(fields.get("id"))
+        if message["role"] == "assistant" and node is not None and self._is_node(node):
+            return ({**message, TURN: node},)
+        return (message,)
+
+    def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
+        return is_same_turn(parts, part)
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
         return join_assistant(parts)

@@ -13,6 +13,7 @@ from tokentrue.gateway.dialects.chat_answers import logprobs_of
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Reply
 
+_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]+)(?:_\d+)?")
 _INPUT_OPENS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _DECODABLE = re.compile(  # whole characters and escapes; of a surrogate pair both halves
     r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*'
@@ -56,6 +57,12 @@ class OutputItem:
             return {"type": "message", "id": f"msg_{self.suffix}", "role": "assistant", "status": "in_progress", "content": []}
         assert self.tool is not None
         return call_item(self.tool, self.call_id, self.suffix, "", status="in_progress")
+
+
+def node_from_item_id(item_id: object) -> str | None:
+    """The node that an item's id names, if it has the form of ours."""
+    found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    return found[1] if found else None
 
 
 def reasoning_item(suffix: str, text: str, signer: ReasoningSigner, *, status: str) -> Json:

@@ -25,6 +25,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
 CALLS = ("function_call", "custom_tool_call")
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
+TURN = "turn"  # on a part of an assistant message: the node of this session that served it
 
 
 # Items.
@@ -80,6 +81,12 @@ def arguments_from_input(said: str, recorded: Sequence[str]) -> str:
     id finds them in the record."""
     found = (arguments for arguments in recorded if custom_input(arguments) == said)
     return next(found, None) or orjson.dumps({"input": said}).decode()
+
+
+def is_same_turn(parts: Sequence[Message], part: Message) -> bool:
+    """False where `part` and the parts before it were served by two nodes. A part without a name belongs to those before it."""
+    before = [one[TURN] for one in parts if TURN in one]
+    return not before or part.get(TURN, before[-1]) == before[-1]
 
 
 def join_assistant(parts: Sequence[Message]) -> Message:

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Any, TypeAlias, cast
 
 from tokentrue.errors import MessageError
+from tokentrue.nesting import check_depth
 from tokentrue.types import Message, Tools
 
 CallRef: TypeAlias = tuple[int, int]
@@ -149,16 +150,18 @@ def _as_key(value: str) -> Any:
 
 
 def _loosen_arguments(arguments: Any, respell: _Respell) -> str:
-    """What is no JSON stays as it is."""
+    """What is no JSON, or is nested too deeply, stays as it is."""
     if arguments is None:
         return "{}"
     if isinstance(arguments, str):
         if not arguments.strip():
             return "{}"
         try:
-            arguments = _DECODER.decode(arguments)
-        except (ValueError, RecursionError):
+            decoded = _DECODER.decode(arguments)
+            check_depth(decoded, "arguments")
+        except (ValueError, RecursionError, MessageError):
             return "\0" + arguments.strip()
+        arguments = decoded
     try:
         return _ENCODER.encode(_loosen(arguments, respell))
     except (TypeError, ValueError, RecursionError):

@@ -1,0 +1,121 @@
+"""OpenAI Responses: items of two turns that follow each other directly stay two turns; the ids of served items tell."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.gateway.inside import ask, gateway, new_session
+from tests.gateway.world import call, renderer
+from tokentrue.gateway import Gateway
+from tokentrue.gateway.dialects import OpenAIResponses, ReasoningSigner
+from tokentrue.gateway.message_cache import CacheBudget, MessageCache
+from tokentrue.providers.scripted import ScriptedProvider
+
+USER = {"role": "user", "content": "Go on."}
+TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]
+TURNS = ["<think>\nfirst\n</think>\n\nOne.", "Two.", f"<think>\nthird\n</think>\n\nThree.\n{call('f', '{}')}", "Four.", "Five."]
+
+
+def scripted() -> Gateway:
+    script = [{"text": text} for text in TURNS]
+    return gateway(ScriptedProvider(script, encode=renderer().encode_sampled, stop_id=renderer().stop_token_ids[0]))
+
+
+async def post(app: Gateway, session: dict[str, str], path: str, body: Any) -> Any:
+    status, answer = await ask(app, "POST", path, json.dumps({"model": "m", **body}).encode(), key=session["api_key"])
+    assert status == 200, answer
+    return json.loads(answer)
+
+
+async def respond(app: Gateway, session: dict[str, str], history: list[Any]) -> list[Any]:
+    answer = await post(app, session, "/v1/responses", {"input": history, "tools": TOOLS})
+    return [*history, *answer["output"]]
+
+
+async def nodes_of(app: Gateway, session: dict[str, str]) -> list[Any]:
+    status, answer = await ask(app, "GET", f"/sessions/{session['session_id']}")
+    assert status == 200
+    return json.loads(answer)["nodes"]
+
+
+async def test_turns_without_a_user_between_them_are_kept_apart() -> None:
+    """As Chat Completions, where every turn is a message of its own."""
+    app = scripted()
+    session = await new_session(app)
+    history: list[Any] = [USER]
+    for _ in range(3):
+        history = await respond(app, session, history)
+    output = {"type": "function_call_output", "call_id": history[-1]["call_id"], "output": "r"}
+    history = await respond(app, session, [*history, output])
+    await respond(app, session, [*history, USER])
+    nodes = await nodes_of(app, session)
+    assert [node["why"] for node in nodes] == ["first", "nothing_new", "nothing_new", None, None]
+    assert [node["projection"] for node in nodes[3:]] == ["exact", "exact"]
+    await app.close()
+
+
+async def test_the_same_conversation_is_recorded_as_over_chat() -> None:
+    whys: list[Any] = []
+    for dialect in ("chat", "responses"):
+        app = scripted()
+        session = await new_session(app)
+        history: list[Any] = [USER]
+        for added in ([], [USER], []):
+            if dialect == "responses":
+                history = [*(await respond(app, session, history)), *added]
+            else:
+                answer = await post(app, session, "/v1/chat/completions", {"messages": history})
+                history = [*history, answer["choices"][0]["message"], *added]
+        whys.append([node["why"] for node in await nodes_of(app, session)])
+        await app.close()
+    assert whys[0] == whys[1]
+
+
+SERVED = ("ab" * 16, "cd" * 16)
+
+
+def text(item_id: str | None, content: str) -> dict[str, Any]:
+    item = {"type": "message", "role": "assistant", "content": content}
+    return item if item_id is None else {"id": item_id, **item}
+
+
+def thought(item_id: str, content: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": item_id, "summary": [], "content": [{"type": "reasoning_text", "text": content}]}
+
+
+def asked(item_id: str) -> dict[str, Any]:
+    return {"type": "function_call", "id": item_id, "call_id": "c", "name": "f", "arguments": "{}"}
+
+
+A, B = SERVED
+CASES: list[tuple[str, list[Any], list[str]]] = [
+    ("two turns", [text(f"msg_{A}", "1"), text(f"msg_{B}", "2")], ["1", "2"]),
+    ("one turn", [thought(f"rs_{A}", "t"), text(f"msg_{A}", "1"), asked(f"fc_{A}_0"), text(f"msg_{A}_3", "2")], ["12"]),
+    ("a turn of several items, then another", [text(f"msg_{A}", "1"), asked(f"fc_{A}_0"), thought(f"rs_{B}", "t")], ["1", ""]),
+    ("ids dropped", [text(None, "1"), text(None, "2")], ["12"]),
+    ("an id dropped", [text(f"msg_{A}", "1"), text(None, "2"), text(f"msg_{B}", "3")], ["12", "3"]),
+    ("ids of another server", [text("msg_" + "01" * 16, "1"), text("msg_" + "23" * 16, "2")], ["12"]),
+    ("another server's, then ours", [text("msg_" + "01" * 16, "1"), text(f"msg_{A}", "2")], ["12"]),
+    ("no id at all", [text("msg", "1"), text("", "2"), text(f"x_{B}", "3")], ["123"]),
+]
+
+
+@pytest.mark.parametrize(("items", "texts"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_only_ids_of_this_session_part_turns(items: list[Any], texts: list[str]) -> None:
+    dialect = OpenAIResponses(ReasoningSigner(b"x"), is_node=SERVED.__contains__)
+    for cached in (0, 1 << 20):
+        cache = MessageCache(cached, CacheBudget(cached))
+        for _ in range(2):
+            messages = cache.parse_items(dialect, dialect.decode(json.dumps({"input": [USER, *items, USER]}).encode()).items)
+            assert [message["content"] or "" for message in messages[1:-1]] == texts
+            assert all(set(message) <= {"role", "content", "reasoning_content", "tool_calls"} for message in messages)
+
+
+@pytest.mark.parametrize("item_id", [7, None, ["msg"], {}])
+def test_an_id_that_is_no_string_names_nothing(item_id: Any) -> None:
+    dialect = OpenAIResponses(ReasoningSigner(b"x"), is_node=SERVED.__contains__)
+    (message,) = dialect.parse_item({**text(None, "1"), "id": item_id}, "input[0]")
+    assert message == {"role": "assistant", "content": "1"}
