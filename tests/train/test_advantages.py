@@ -14,9 +14,8 @@ from tokentrue.errors import ConfigError
 from tokentrue.mismatch import LossConfig, Penalty, loss_named, policy_loss
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
 from tokentrue.train.config import AdvantageConfig, Baseline, KlConfig, OverlongConfig, default_learning_rate
-from tokentrue.train.data.advantages import SessionRewards, mask_sessions, overlong_cost, session_advantages
+from tokentrue.train.data.advantages import SessionRewards, mask_truncated, overlong_cost, session_advantages
 from tokentrue.train.data.batch import Row, row_of
-from tokentrue.train.data.truncation import truncated_rows
 from tokentrue.types import Sample
 
 REWARDS = {"a": [1.0, 0.0, 0.25], "b": [0.5, 0.5], "alone": [0.8]}
@@ -144,37 +143,20 @@ def test_masked_sessions_count_in_the_baseline_and_are_not_trained_on(base: torc
     assert masked["reward"] == plain["reward"] and masked["truncated"] == plain["truncated"] > 0
     assert masked["tokens_trained"] == plain["tokens_trained"] - sum(groups[0][1].loss_mask)
     before = [row_of(sample, "g0") for sample in groups[0]]
-    after = mask_sessions(before, truncated_rows(before, ()))
+    after = mask_truncated(before)
     assert session_advantages(SessionRewards.of(after), "grpo") == session_advantages(SessionRewards.of(before), "grpo")
     everything = [[replace(sample, finish_reason="length") for sample in group] for group in groups]
     assert trainer(base, overlong=OverlongConfig(mask=True)).step(everything).metrics["rows_trained"] == 0
 
 
-END = 2  # the shipped model's end of a turn
-
-
-def two_turns(sample: Sample, *, ends: tuple[int, int], finish: str | None = None) -> Sample:
-    """The sample with the record of its two turns, whose last tokens are `ends`; `finish` is how the first ended, where it is recorded."""
-    first, last = (span for span in sample.spans if span.kind == "sampled")
-    ids = list(sample.token_ids)
-    ids[first.end - 1], ids[last.end - 1] = ends
-    nodes = [{"given": first.start, "sampled": first.end - first.start}, {"given": 1, "sampled": last.end - last.start}]
-    if finish is not None:
-        nodes[0] = {**nodes[0], "finish": finish}  # type: ignore[dict-item]
-    return replace(sample, token_ids=ids, metadata={"tokentrue": {"nodes": nodes}})
-
-
-@pytest.mark.parametrize(
-    ("first", "finish", "is_cut"),
-    [(7, None, True), (END, None, False), (9, None, False), (7, "stop", False), (7, "length", True), (END, "length", True)],
-)
-def test_a_turn_before_the_last_that_was_cut_off_masks_its_session(
-    base: torch.nn.Module, first: int, finish: str | None, is_cut: bool
-) -> None:
-    """9 ends another row that stopped by itself, 7 none: a record without `finish` is judged by that."""
+@pytest.mark.parametrize(("finish", "is_cut"), [(None, False), ("stop", False), ("abort", False), ("length", True)])
+def test_a_turn_before_the_last_that_was_cut_off_masks_its_session(base: torch.nn.Module, finish: str | None, is_cut: bool) -> None:
+    """None: a file from before the ends of turns were recorded."""
     groups = groups_for(base)
-    groups[0] = [two_turns(sample, ends=(END, 9 if i == 2 else END)) for i, sample in enumerate(groups[0])]
-    groups[0][1] = two_turns(groups[0][1], ends=(first, END), finish=finish)
+    ends = [{} if finish is None else {"finish": finish}, {"finish": "stop"}]
+    turns = [span.end - span.start for span in groups[0][1].spans if span.kind == "sampled"]
+    nodes = [{"given": 1, "sampled": sampled, **end} for sampled, end in zip(turns, ends, strict=True)]
+    groups[0][1] = replace(groups[0][1], metadata={"tokentrue": {"nodes": nodes}})
     metrics = trainer(base, overlong=OverlongConfig(mask=True)).step(groups).metrics
     rows = sum(len(group) for group in groups)
     assert metrics["truncated"] == is_cut / rows

@@ -67,6 +67,7 @@ def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:
                 "sampled": len(node.sampled_ids),
                 "chain": node.chain.hex(),
                 "versions": [[span.start, span.end, span.version] for span in node.versions],
+                "finish": node.finish.value,
                 "why": node.why,
                 "projection": node.projection,
                 "temperature": node.sampling.temperature,

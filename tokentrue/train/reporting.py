@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from tokentrue.train.checks.exactness import Agreement
+from tokentrue.train.data.advantages import is_truncated
 from tokentrue.train.data.batch import Row
-from tokentrue.train.data.truncation import truncated_rows
 
 MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
     "delta_abs_mean": "delta/abs_mean",
@@ -66,9 +66,8 @@ def step_speeds(report: StepReport, seconds: Mapping[str, float]) -> dict[str, f
     return {"speed/tokens_per_s": tokens / whole, "speed/trained_tokens_per_s": trained / whole, **shares}
 
 
-def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: int, end_ids: Iterable[int] = ()) -> dict[str, float]:
-    """Of the rollouts: rewards, lengths, ages, and how many of them teach nothing. `version` sampled the freshest of them; `end_ids` end a
-    turn."""
+def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: int) -> dict[str, float]:
+    """Of the rollouts: rewards, lengths, ages, and how many of them teach nothing. `version` sampled the freshest of them."""
     rewards = torch.tensor(list({(row.group, row.sample.session_id): row.reward for row in rows}.values()), dtype=torch.float64)
     lengths = torch.tensor([int(row.mask.sum()) for row in rows], dtype=torch.float64)
     ages = torch.cat([version - row.versions[row.sampled] for row in rows]).double().clamp(min=0)
@@ -88,7 +87,7 @@ def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: 
         "tokens_trained": int(lengths.sum()),
         "completion_length_mean": float(lengths.mean()),
         "completion_length_max": float(lengths.max()),
-        "truncated": sum(truncated_rows(rows, end_ids)) / len(rows),
+        "truncated": sum(map(is_truncated, rows)) / len(rows),
         "staleness_mean": float(ages.mean()) if ages.numel() else 0.0,
         "staleness_max": float(ages.max()) if ages.numel() else 0.0,
     }

@@ -24,11 +24,10 @@ from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, polic
 from tokentrue.numerics import on_device
 from tokentrue.train.checks.exactness import Agreement, agreement, require_exact, require_own_versions
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
-from tokentrue.train.data.advantages import SessionRewards, mask_sessions, overlong_cost, session_advantages
+from tokentrue.train.data.advantages import SessionRewards, mask_truncated, overlong_cost, session_advantages
 from tokentrue.train.data.batch import Row, rows_of
 from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches
 from tokentrue.train.data.replay import replay_experts
-from tokentrue.train.data.truncation import end_token_ids, truncated_rows
 from tokentrue.train.flops import flops_of
 from tokentrue.train.ranks import Ranks, whole, whole_weights
 from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics
@@ -95,7 +94,6 @@ class Trainer:
         self.skipped = 0  # updates in a row
         self.response_lengths: list[float] = []  # mean sampled tokens per row, step by step
         self.flops = flops_of(model)
-        self.end_ids = end_token_ids(model)
         self.masters = MasterWeights(model)
         self.scale = LossScale.of(next(model.parameters()).dtype)
         self.optimizer = torch.optim.AdamW(
@@ -132,7 +130,7 @@ class Trainer:
 
     def rows(self, groups: Sequence[Sequence[Sample]]) -> list[Row]:
         rows = rows_of(groups, self.config.temperature)
-        return mask_sessions(rows, truncated_rows(rows, self.end_ids)) if self.config.overlong.mask else rows
+        return mask_truncated(rows) if self.config.overlong.mask else rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.model)
@@ -373,7 +371,7 @@ class Trainer:
     ) -> StepReport:
         merged = done[0].statistics.merge(*(update.statistics for update in done[1:]))
         metrics: dict[str, float] = {
-            **batch_metrics(rows, values.advantages, version=self.version - 1, end_ids=self.end_ids),
+            **batch_metrics(rows, values.advantages, version=self.version - 1),
             "rows_trained": sum(self.is_trained(row, a) for row, a in zip(rows, values.advantages, strict=True)),
             "entropy_estimate": measured["mismatch/log_ppl_trainer"],  # -log p of what was sampled, in the mean
             "exact_compared": found.compared,

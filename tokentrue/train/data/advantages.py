@@ -14,6 +14,7 @@ from torch import Tensor
 from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
 from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig
 from tokentrue.train.data.batch import Row
+from tokentrue.types import Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,10 +58,16 @@ def overlong_cost(sampled: Sequence[int], config: OverlongConfig) -> Tensor:
     return config.penalty * (over / max(config.buffer, 1)).clamp(0.0, 1.0)
 
 
-def mask_sessions(rows: Sequence[Row], cut: Sequence[bool]) -> list[Row]:
-    """The same rows without loss in sessions of which a row is `cut`."""
-    sessions = {(row.group, row.sample.session_id) for row, is_cut in zip(rows, cut, strict=True) if is_cut}
-    return [replace(row, mask=torch.zeros_like(row.mask)) if (row.group, row.sample.session_id) in sessions else row for row in rows]
+def is_truncated(row: Row) -> bool:
+    """Whether a turn of the row ended at its limit of tokens. Files from before `finish` was recorded name the last turn's end alone."""
+    nodes = row.sample.metadata.get("tokentrue", {}).get("nodes", ())
+    return row.sample.finish_reason == Finish.LENGTH or any(node.get("finish") == Finish.LENGTH for node in nodes)
+
+
+def mask_truncated(rows: Sequence[Row]) -> list[Row]:
+    """The same rows without loss in sessions that hold a turn which ended at its limit of tokens."""
+    cut = {(row.group, row.sample.session_id) for row in rows if is_truncated(row)}
+    return [replace(row, mask=torch.zeros_like(row.mask)) if (row.group, row.sample.session_id) in cut else row for row in rows]
 
 
 def session_advantages(sessions: SessionRewards, baseline: Baseline, config: AdvantageConfig | None = None) -> list[float]:
