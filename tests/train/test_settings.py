@@ -25,12 +25,6 @@ BAD = [
 LIVE = [
     "evaluation.every=1",
     "evaluation.tasks=3",
-    "engine.name=bogus",
-    "engine.urls=['http://127.0.0.1:1']",
-    "engine.options={dtype='bfloat16'}",
-    "rollout.resample=3",
-    "rollout.environment=other",
-    "rollout.tasks=2",
     "ray.workers=3",
 ]
 
@@ -57,4 +51,4 @@ def test_numbers_at_the_edge_and_settings_that_a_file_uses() -> None:
     read(TrainRun, sets=["optim.clip_norm=inf", "optim.weight_decay=0.0", "optim.length_surge=0.0"])
     read(TrainRun, sets=["optim.length_surge=1.1", "evaluation.every=1", "evaluation.patience=2", "evaluation.solved=0.0"])
     read(TrainRun, sets=["train.overlong.max_tokens=9", "train.overlong.buffer=3", "train.overlong.penalty=0.5"])
-    read(TrainRun, sets=["samples=samples.jsonl", "rollout.temperature=0.7", "rollout.seed=3"])
+    read(TrainRun, sets=["samples=samples.jsonl", "rollout.temperature=0.7", "rollout.tasks=2", "engine.options={dtype='bfloat16'}"])

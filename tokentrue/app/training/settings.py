@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from tokentrue.mismatch import Correction, LossConfig
 
 
-OF_A_FILE = frozenset({"rollout.temperature", "rollout.seed"})
-"""Settings of rollouts that training from a file uses too: what samples without a record are scored at, and the order of rows."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
@@ -84,11 +81,11 @@ class TrainRun:
             raise ConfigError("train.acceptance: needs live rollouts at rollout.temperature=1: engines score given tokens at that one")
 
     def _require_no_live_settings(self) -> None:
-        """A run from a file has no engine, no rollouts and no evaluation: their settings would change nothing."""
-        live = {"engine": (self.engine, EngineConfig()), "rollout": (self.rollout, RolloutConfig()), "ray": (self.ray, RayConfig())}
-        for section, (wanted, default) in {**live, "evaluation": (self.evaluation, EvaluationConfig())}.items():
+        """A run from a file has no Ray and no evaluation. Settings of the engine and of rollouts may stand beside it: one configuration
+        file serves `tokentrue rollout` and this."""
+        for section, wanted, default in (("ray", self.ray, RayConfig()), ("evaluation", self.evaluation, EvaluationConfig())):
             for key in (each.name for each in fields(wanted)):
-                if f"{section}.{key}" not in OF_A_FILE and getattr(wanted, key) != getattr(default, key):
+                if getattr(wanted, key) != getattr(default, key):
                     raise ConfigError(f"{section}.{key}: has no effect with samples, which train from a file; leave one of them out")
 
     @property
