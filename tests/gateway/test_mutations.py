@@ -350,8 +350,8 @@ def retries_have_new_names(patch: Patch) -> None:
 def retry_counts_are_ignored(patch: Patch) -> None:
     from tokentrue.gateway import sessions
 
-    header = sessions.header
-    patch.setattr(sessions, "header", lambda scope, name: None if name == b"x-stainless-retry-count" else header(scope, name))
+    read = sessions.read_header
+    patch.setattr(sessions, "read_header", lambda headers, name: None if name == b"x-stainless-retry-count" else read(headers, name))
 
 
 def a_path_around_the_record(patch: Patch) -> None:
