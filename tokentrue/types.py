@@ -59,10 +59,10 @@ class Finish(StrEnum):
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING_TYPES: tuple[tuple[str, Any, str], ...] = (
-    *((name, int | float, "a number") for name in _NUMBERS),
-    *((name, int, "a whole number") for name in ("top_k", "top_logprobs")),
-    *((name, int | None, "a whole number or None") for name in ("max_tokens", "seed")),
-    ("extra", Mapping, "an object"),
+    *((name, (float, int), "a number") for name in _NUMBERS),
+    *((name, (int,), "a whole number") for name in ("top_k", "top_logprobs")),
+    *((name, (int, type(None)), "a whole number or None") for name in ("max_tokens", "seed")),
+    ("extra", (dict, Mapping), "an object"),
 )
 
 
@@ -104,9 +104,9 @@ class Sampling:
                 raise SamplingError(f"{rule}, got {value!r}")
 
     def _check_types(self) -> None:
-        for name, kind, word in _SAMPLING_TYPES:
+        for name, kinds, word in _SAMPLING_TYPES:
             value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
+            if type(value) not in kinds and (isinstance(value, bool) or not isinstance(value, kinds)):
                 raise SamplingError(f"{name} must be {word}, got {value!r}")
         for name, kind, word in (("stop", str, "strings"), ("stop_token_ids", int, "token ids")):
             given = getattr(self, name)

@@ -107,13 +107,13 @@ async def test_deep_arguments_that_a_model_samples_are_served_and_replayed(path:
 
 async def test_the_deepest_value_that_is_taken_can_be_written_and_read_everywhere() -> None:
     app = gateway()
-    session = await new_session(app, metadata=nest(MAX_DEPTH - 1))
-    body = {"model": "m", "messages": [{**SAID, "more": nest(MAX_DEPTH - 2)}], "chat_template_kwargs": nest(MAX_DEPTH - 1)}
+    session = await new_session(app, metadata=nest(MAX_DEPTH))
+    body = {"model": "m", "messages": [{**SAID, "more": nest(MAX_DEPTH - 1)}], "chat_template_kwargs": nest(MAX_DEPTH)}
     status, answer = await ask(app, "POST", CHAT, json.dumps(body).encode(), key=session["api_key"])
     assert status == 200, answer
     for path in ("/sessions", f"/sessions/{session['session_id']}", f"/sessions/{session['session_id']}/samples"):
         assert (await ask(app, "GET", path))[0] == 200
-    for wrong in ({"metadata": nest(MAX_DEPTH)}, {"sampling": {"extra": nest(MAX_DEPTH)}}):
+    for wrong in ({"metadata": nest(MAX_DEPTH + 1)}, {"sampling": {"extra": nest(MAX_DEPTH)}}):
         assert (await ask(app, "POST", "/sessions", json.dumps(wrong).encode()))[0] == 400
     await app.close()
 
@@ -151,7 +151,9 @@ async def test_a_reward_is_a_finite_number(reward: Any) -> None:
     assert session.samples()[0].reward is None
 
 
-@pytest.mark.parametrize("metadata", [{"tokentrue": {"seal": "x"}}, {"score": float("nan")}, {"all": {1, 2}}, {1: "a"}, nest(MAX_DEPTH)])
+@pytest.mark.parametrize(
+    "metadata", [{"tokentrue": {"seal": "x"}}, {"score": float("nan")}, {"all": {1, 2}}, {1: "a"}, nest(MAX_DEPTH + 1)]
+)
 async def test_metadata_is_json_and_leaves_our_own_name_alone(metadata: Any) -> None:
     session, engine = session_of(said("a", "1"))
     with pytest.raises(MessageError, match="metadata"):

@@ -156,7 +156,8 @@ def decode_body(body: bytes, type_: type[S]) -> S:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
     for name in type_.__struct_fields__:
-        check_depth(getattr(decoded, name), name)
+        if isinstance(value := getattr(decoded, name), (dict, list)):
+            check_depth(value, name)
     return decoded
 
 
