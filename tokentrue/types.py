@@ -57,7 +57,13 @@ class Finish(StrEnum):
     ABORT = "abort"  # cancelled by the caller or the engine: what was sampled is kept, labelled
 
 
-_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+TRUNCATIONS = ("top_p", "top_k", "min_p")
+"""Settings that remove ids: a trainer scores over those that were kept."""
+
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""They make a token's probability depend on the text before it in a way that no trainer computes."""
+
+_NUMBERS = ("temperature", "top_p", "min_p", *PENALTIES)
 _SAMPLING_TYPES: tuple[tuple[str, Any, str], ...] = (
     *((name, (float, int), "a number") for name in _NUMBERS),
     *((name, (int,), "a whole number") for name in ("top_k", "top_logprobs")),

@@ -208,8 +208,8 @@ def test_log_probabilities_that_are_none_are_refused_by_row(
         (["--trainer-logprobs", "none.jsonl", "--correction", "nope"], "no preset 'nope'"),
         (["--trainer-logprobs", "none.jsonl", "--max-k3", "nan"], "--max-k3: nan must be a number >= 0"),
         (["--trainer-logprobs", "binary.jsonl"], "cannot be read as UTF-8"),
-        (["--trainer", "MODEL", "--device", "bogus"], "--device: no device 'bogus'"),
-        (["--trainer", "MODEL", "--device", "cuda:97"], "--device: cuda:97 is not available"),
+        (["--trainer", "MODEL", "--device", "bogus"], "device: 'bogus' is no device of torch; use cpu, cuda or cuda:N"),
+        (["--trainer", "MODEL", "--device", "cuda:97"], "device: 'cuda:97' is not available"),
     ],
 )
 def test_called_wrong(

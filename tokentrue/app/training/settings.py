@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tokentrue.mismatch import Correction, LossConfig
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
     """`name` is one of the losses of `tokentrue.mismatch.LOSSES`; `options` change fields of its `LossConfig`.

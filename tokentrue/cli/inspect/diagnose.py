@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from tokentrue.app.devices import require_device
+from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, FileFormatError, InputError, TokenContractError
+from tokentrue.types import PENALTIES, TRUNCATIONS
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from tokentrue.mismatch import Diagnosis
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 8192
 ALARM_K3 = 0.015
 MOST_LOGPROB = 1e-3  # rounding may put the logarithm of a probability of 1 this far above 0
-FILTERS = ("top_p", "top_k", "min_p")
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,8 @@ def command(
         raise ConfigError(f"--correction: no preset {correction!r}; choose one of {', '.join(PRESETS)}")
     if (trainer is None) == (trainer_logprobs is None):
         raise ConfigError("pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison")
+    if trainer is not None:
+        require_device(device)
     if not max_k3 >= 0:
         raise ConfigError(f"--max-k3: {max_k3:g} must be a number >= 0")
     compared = _load(samples, trainer, trainer_logprobs, plain=plain, dtype=dtype, device=device, quiet=as_json)
@@ -113,9 +115,9 @@ def command(
     if trainer is not None:
         facts["scored"] = f"{'the model’s own forward pass' if plain else 'exact operators'}, {dtype}, {device}"
     if left_out := compared.samples - len(compared.rows) - len(compared.refused):
-        facts["left out"] = f"{_count_samples(left_out)} without trained tokens or without the trainer's log-probabilities"
+        facts["left out"] = f"{count_of(left_out, 'sample')} without trained tokens or without the trainer's log-probabilities"
     if compared.refused:
-        facts["not scored"] = f"{_count_samples(len(compared.refused))}; the first: {compared.refused[0]}"
+        facts["not scored"] = f"{count_of(len(compared.refused), 'sample')}; the first: {compared.refused[0]}"
     if output is not None:
         from tokentrue.cli.inspect.diagnose_report import write_diagnosis
 
@@ -130,10 +132,6 @@ def command(
     else:
         _show(whole, verdict, facts.get("not scored"), output)
     return 1 if alarm else 0
-
-
-def _count_samples(number: int) -> str:
-    return f"{number:,} sample{'' if number == 1 else 's'}"
 
 
 def _why_nothing(samples: Path, compared: Comparison) -> str:
@@ -267,7 +265,7 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
         model: Any = models.from_pretrained(trainer, dtype=kinds[dtype])
     except (OSError, ValueError) as error:
         raise ConfigError(f"--trainer: cannot load {trainer}: {str(error).splitlines()[0]}") from error
-    model.to(_device(device)).eval()
+    model.to(device).eval()
     tops: list[Tensor] = []
 
     def record_tops(_module: object, _given: object, out: Any) -> None:
@@ -292,20 +290,6 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
     return score_sample
 
 
-def _device(name: str) -> torch.device:
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device: no device {name!r}; pass cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device: no device {name!r}; pass cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device: {name} is not available, {torch.cuda.device_count()} CUDA devices are visible; pass cpu")
-    return device
-
-
 def _temperatures(sample: Sample) -> Tensor:
     """Turn by turn, as the trainer reads them. Greedy turns, which no trainer takes, are scored at temperature 1, as engines do."""
     import torch
@@ -327,8 +311,8 @@ def _temperatures(sample: Sample) -> Tensor:
 
 
 def _can_replay(sample: Sample, node: Mapping[str, Any]) -> bool:
-    names = node.get("sampling", {})
-    return not any(name in names for name in PENALTIES) and (sample.sampling_mask is not None or not any(name in names for name in FILTERS))
+    names = node.get("sampling", {}).keys()
+    return names.isdisjoint(PENALTIES) and (sample.sampling_mask is not None or names.isdisjoint(TRUNCATIONS))
 
 
 def _diagnose(rows: Sequence[Row], correction: str) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:

@@ -16,18 +16,17 @@ from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.doctor.fit import grows_with_position, spread_of
 from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.probes.weights import Difference, judge_difference
-from tokentrue.types import Sample, Span
+from tokentrue.types import PENALTIES, TRUNCATIONS, Sample, Span
 
-FILTERS = ("top_p", "top_k", "min_p")
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 MOST_TOKENS = 3000
 STALE_FACTOR = 5.0
 
 
 def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Finding]:
     name = "samples: recorded log-probabilities against the model directory"
-    refused = [why for sample in samples if (why := why_not_comparable(sample))]
-    pairs = [(sample, seen) for sample in samples if not why_not_comparable(sample) and (seen := observe(sample)) is not None]
+    judged = [(sample, why_not_comparable(sample)) for sample in samples]
+    refused = [why for _, why in judged if why]
+    pairs = [(sample, seen) for sample, why in judged if not why and (seen := observe(sample)) is not None]
     chosen = _first_tokens([pair for pair in pairs if len(pair[1].token_ids) <= exam.reference.max_positions])
     left_out = (
         [cannot_tell("samples: not compared", f"{len(refused)} of {len(samples)} samples; the first: {refused[0]}")] if refused else []
@@ -75,7 +74,7 @@ def why_not_comparable(sample: Sample) -> str:
     """Empty where the distribution that the tokens were drawn from can be computed again."""
     for turn, (_, _, node) in enumerate(sampled_turns(sample)):
         names = node.get("sampling", {})
-        filters = [name for name in FILTERS if name in names]
+        filters = [name for name in TRUNCATIONS if name in names]
         penalties = [name for name in PENALTIES if name in names]
         if filters and sample.sampling_mask is None:
             return f"sample {sample.sample_id}, turn {turn} was sampled under {', '.join(filters)}, and the kept ids were not recorded"

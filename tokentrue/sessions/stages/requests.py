@@ -11,11 +11,9 @@ from tokentrue.protocols import Provider, Renderer
 from tokentrue.sessions.journal.rows import sampling_from_json, sampling_to_json
 from tokentrue.sessions.matching.matcher import Conversation
 from tokentrue.sessions.plain_json import digest, dumps, freeze
-from tokentrue.types import Sampling, TurnRequest
+from tokentrue.types import PENALTIES, Sampling, TurnRequest
 
 _FIELDS = frozenset(f.name for f in fields(Sampling))
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-"""They make a token's probability depend on the text before it in a way that no trainer computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokentrue.errors import TokenContractError
 from tokentrue.numerics import KeptRows
 from tokentrue.train.data.replay import experts_and_weights, kept_rows
-from tokentrue.types import Sample
+from tokentrue.types import PENALTIES, TRUNCATIONS, Sample
 
 UNSAMPLED = -1
 
@@ -102,7 +102,7 @@ def temperatures_of(sample: Sample, mask: Tensor, default: float) -> Tensor:
 
 
 def require_no_penalties(sample: Sample, turn: int, node: Mapping[str, Any]) -> None:
-    found = [name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty") if name in node.get("sampling", {})]
+    found = [name for name in PENALTIES if name in node.get("sampling", {})]
     if found:
         cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
         raise TokenContractError(f"sample {sample.sample_id}, turn {turn}: sampled under {', '.join(found)}: {cure}")
@@ -110,7 +110,7 @@ def require_no_penalties(sample: Sample, turn: int, node: Mapping[str, Any]) -> 
 
 def require_no_truncation(sample: Sample, turn: int, node: Mapping[str, Any]) -> None:
     """Log-probabilities under top-p, top-k or min-p are of a smaller distribution than a whole softmax: every ratio would be off."""
-    found = [name for name in ("top_p", "top_k", "min_p") if name in node.get("sampling", {})]
+    found = [name for name in TRUNCATIONS if name in node.get("sampling", {})]
     if found:
         raise TokenContractError(
             f"sample {sample.sample_id}, turn {turn}: sampled under {', '.join(found)}, and the engine did not report which ids were kept; "
