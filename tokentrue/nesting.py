@@ -16,16 +16,20 @@ def check_depth(value: Any, field: str) -> None:
     """Refuses a value of more than `MAX_DEPTH` levels."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [item for outer in level for item in _items_in(outer) if not isinstance(item, _LEAVES)]
+        level = [item for outer in level for item in _items_in(outer) if type(item) not in _LEAVES]
         if not level:
             return
-    raise MessageError(f"is nested deeper than {MAX_DEPTH} levels", field=field)
+    raise too_deep(field)
 
 
-_LEAVES = (str, int, float, type(None))
+def too_deep(field: str) -> MessageError:
+    return MessageError(f"is nested deeper than {MAX_DEPTH} levels", field=field)
+
+
+_LEAVES = frozenset({str, int, float, bool, type(None)})
 
 
 def _items_in(value: Any) -> Iterable[Any]:
-    if isinstance(value, (dict, Mapping)):
-        return cast("Mapping[Any, Any]", value).values()
-    return cast("Iterable[Any]", value) if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, (list, tuple)):
+        return cast("Iterable[Any]", value)
+    return cast("Mapping[Any, Any]", value).values() if isinstance(value, (dict, Mapping)) else ()

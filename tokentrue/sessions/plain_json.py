@@ -15,7 +15,7 @@ from typing import Any, cast
 import orjson
 
 from tokentrue.errors import MessageError
-from tokentrue.nesting import check_depth
+from tokentrue.nesting import MAX_DEPTH, too_deep
 
 _EXACT_MARK = b" "
 """Before JSON that only the standard library reads back exactly: integers beyond 64 bits, lone surrogates."""
@@ -40,25 +40,26 @@ def loads(data: bytes) -> Any:
 
 def freeze(value: Any, field: str) -> Any:
     """A copy of `value` made of plain dicts, lists, strings and numbers, so that a later change by the caller reaches nothing recorded."""
-    check_depth(value, field)
-    return _copy(value, field)
+    return _copy(value, field, MAX_DEPTH)
 
 
-def _copy(value: Any, field: str) -> Any:
+def _copy(value: Any, field: str, levels: int) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
         if math.isfinite(value):
             return value
         raise MessageError(f"must be a JSON value; {value!r} is none", field=field)
+    if levels == 0 and isinstance(value, (dict, list, tuple, Mapping)):
+        raise too_deep(field)
+    if isinstance(value, (list, tuple)):
+        return [_copy(item, field, levels - 1) for item in cast("list[Any]", value)]
     if isinstance(value, (dict, Mapping)):
         items = cast("Mapping[Any, Any]", value)
         for key in items:
             if not isinstance(key, str):
                 raise MessageError(f"an object's keys must be strings, got {key!r}", field=field)
-        return {key: item if type(item) is str else _copy(item, field) for key, item in items.items()}
-    if isinstance(value, (list, tuple)):
-        return [_copy(item, field) for item in cast("list[Any]", value)]
+        return {key: item if type(item) is str else _copy(item, field, levels - 1) for key, item in items.items()}
     raise MessageError(f"must be a JSON value; {type(value).__name__} is none", field=field)
 
 

@@ -155,10 +155,15 @@ def decode_body(body: bytes, type_: type[S]) -> S:
         raise complaint(str(error), "") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
-    for name in type_.__struct_fields__:
-        if isinstance(value := getattr(decoded, name), (dict, list)):
+    for name, value in msgspec.structs.asdict(decoded).items():
+        if isinstance(value, (dict, list)) and not _is_raw(value):
             check_depth(value, name)
     return decoded
+
+
+def _is_raw(value: Any) -> bool:
+    """Items that are parsed, and checked, one by one (`parse_json`)."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], msgspec.Raw)
 
 
 def parse_json(raw: bytes, path: str) -> Any:

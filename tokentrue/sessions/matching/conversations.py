@@ -127,6 +127,7 @@ class ConversationReader:
             raise MessageError("at least one message is needed", field="messages")
         _check_list(messages, "messages")
         base, shared = self.find_base(messages)
+        _check_objects(messages, "messages", first=shared)
         added = [MessageFacts(message, index) for index, message in enumerate(messages[shared:], shared)]
         keys, references, calls = list(base.keys[:shared]), list(base.references[:shared]), base.calls_before(shared)
         key = keys[-1] if keys else START_KEY
@@ -178,6 +179,7 @@ class ConversationReader:
         copy: list[Any] | None = None
         if tools:
             _check_list(tools, "tools")
+            _check_objects(tools, "tools")
             copy = cast("list[Any]", freeze(list(tools), "tools"))
         name = digest(copy)
         if not self._limit_bytes or name != self._tools[1]:
@@ -186,9 +188,12 @@ class ConversationReader:
 
 
 def _check_list(values: Any, field: str) -> None:
-    """Refuses what is no list of objects."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise MessageError(f"must be a list of objects, got {type(values).__name__}", field=field)
-    for index, value in enumerate(cast("Sequence[Any]", values)):
+
+
+def _check_objects(values: Sequence[Any], field: str, *, first: int = 0) -> None:
+    """From index `first` on."""
+    for index, value in enumerate(values[first:], first):
         if not isinstance(value, (dict, Mapping)):
             raise MessageError(f"must be an object, got {type(value).__name__}", field=f"{field}[{index}]")
