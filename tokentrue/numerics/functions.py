@@ -45,12 +45,14 @@ ARITHMETIC = frozenset(
         "__add__", "__radd__", "__iadd__", "add", "add_", "__sub__", "__rsub__", "__isub__", "sub", "sub_", "rsub", "__mul__", "__rmul__",
         "__imul__", "mul", "mul_", "__truediv__", "__rtruediv__", "__itruediv__", "div", "div_", "true_divide", "__neg__", "neg", "neg_",
         "__floordiv__", "floor_divide", "__mod__", "square", "abs", "exp", "exp_", "log", "log1p", "tanh", "tanh_", "sqrt",
-        "reciprocal", "cos", "sin", "softmax", "sum", "mean",
+        "reciprocal", "softmax", "sum", "mean",
     }
 )
 """Functions that compute; `selftest.py` checks those that are more than one rounded operation."""
 REPLACED: dict[str, str] = {"sigmoid": "sigmoid", "sigmoid_": "sigmoid", "softplus": "softplus", "silu": "silu"}
 """Functions computed by `Ops.activation` instead."""
+TRIGONOMETRIC = frozenset({"cos", "sin"})
+"""Functions computed by `Ops.function` instead."""
 
 _state = threading.local()
 
@@ -85,9 +87,25 @@ class ExactFunctions(TorchFunctionMode):
                 return self.ops.linear(*args, **kwargs)
             if name in REPLACED:
                 return self.ops.activation(args[0] if args else kwargs["input"], REPLACED[name])
+            if name in TRIGONOMETRIC:
+                return self.ops.function(args[0] if args else kwargs["input"], name)
         if not any(isinstance(value, Tensor) and value.is_floating_point() for value in [*args, *kwargs.values()]):
             return func(*args, **kwargs)
         raise ExactnessError(f"{resolve_name(func) or name} in {self.name} has no exact form: its bits may depend on the batch")
+
+
+class ExactAngles(TorchFunctionMode):
+    """Inside a rotary embedding: cos and sin are exact, everything else is as the module has it (its product sums one term)."""
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            if (name := getattr(func, "__name__", "")) in TRIGONOMETRIC:
+                return self.ops.function(args[0] if args else kwargs["input"], name)
+            return func(*args, **(kwargs or {}))
 
 
 Forward = Callable[..., Any]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokentrue.numerics.cpu.products import multiply
 from tokentrue.numerics.logprob import KeptRows, remove_filtered, scale_logits
 from tokentrue.numerics.ops import Ops
 
@@ -70,9 +71,9 @@ class HeadScores(torch.autograd.Function):
             d_logits = logits_gradient(hidden[rows], weight, bias, ids[rows], grads[0][rows], ctx.settings.of(rows))
             narrow = d_logits.to(hidden.dtype)
             if d_hidden is not None:
-                d_hidden[rows] = narrow @ weight
+                d_hidden[rows] = multiply(narrow, weight)
             if d_weight is not None:
-                d_weight += narrow.t() @ hidden[rows]
+                d_weight += multiply(narrow.t(), hidden[rows])
             if d_bias is not None:
                 d_bias += d_logits.float().sum(0)
         return (

@@ -174,6 +174,10 @@ class Ops(ABC):
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """(grad) `silu` as x/(1+exp(-x)), `gelu_pytorch_tanh`, `gelu`, `relu` …, computed in float32, rounded to x's dtype."""
 
+    def function(self, x: Tensor, name: str) -> Tensor:
+        """`torch.cos` or `torch.sin`, each value by itself."""
+        return getattr(torch, name)(x)
+
     @abstractmethod
     def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         """(grad) activation(gate) * up, rounded after each; both may be views of one `[..., 2*I]` tensor."""

@@ -204,9 +204,10 @@ def merge(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def rope_table(body: Any, key: str, positions: int, head_dim: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, computed by the model's own module (elementwise, so position by position the same bits)."""
+    """cos and sin of every position, computed by the model's own module under `exact`: position by position the bits of the trainer."""
     rotary = body.rotary_emb
-    kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
+    by_kind = isinstance(rotary.rope_type, dict)
+    kinds = rotary.rope_type if by_kind else {"": rotary.rope_type}
     kind = kinds.get(key, kinds.get(""))
     if kind in {"dynamic", "longrope"}:
         raise ExactnessError(f"rotary embedding {kind!r} depends on the length of the sequence: no exact form")
@@ -215,9 +216,9 @@ def rope_table(body: Any, key: str, positions: int, head_dim: int, weight: Tenso
     if hasattr(rotary, "mrope_section"):  # text has the same position on all three axes
         at = at.expand(3, 1, -1)
     with torch.no_grad():
-        cos, sin = rotary(like, at, key) if isinstance(rotary.rope_type, dict) else rotary(like, at)
-    half = cos.shape[-1] // 2
-    if not torch.equal(cos[..., :half], cos[..., half:]):  # one number a pair (gpt-oss), not one for each of its values
+        cos, sin = rotary(like, at, key) if by_kind else rotary(like, at)
+    frequencies = getattr(rotary, f"{key}_inv_freq" if by_kind else "inv_freq")
+    if cos.shape[-1] == frequencies.numel():  # one number a pair (gpt-oss), not one for each of its values
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     if cos.shape[-1] > head_dim:
         raise ExactnessError(f"rotary embedding of {cos.shape[-1]} values for heads of {head_dim} has no exact form")

@@ -1,12 +1,48 @@
-"""Activations and the rotary turn on the CPU: a value's bits do not depend on its place in a vector."""
+"""Activations and the rotary turn on the CPU: a value's bits depend neither on its place in a vector nor on the values beside it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tokentrue.numerics.bits import same_bits
+
+LANES = 16  # float32 values in the widest vector register
+APART_VALUES = 1024  # computed at a time: few enough that torch does not divide them between threads in the middle of a vector
+
+
+def compute(name: str, x: Tensor) -> Tensor:
+    """`torch.cos`, `sin` or `erf`. Where this machine's vector library chooses one formula for all values of a vector by the largest of
+    them (Sleef on ARM does), each value gets a vector of its own."""
+    function = getattr(torch, name)
+    return compute_apart(function, x) if mixes_neighbours(name) else function(x)
+
+
+def compute_apart(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of each value in a vector of its own, in float32."""
+    flat = x.reshape(-1).float()
+    out = torch.empty_like(flat)
+    for start in range(0, flat.numel(), APART_VALUES):
+        part = flat[start : start + APART_VALUES, None]
+        out[start : start + APART_VALUES] = function(part.expand(-1, LANES).contiguous())[:, 0]
+    return out.view(x.shape).to(x.dtype)
+
+
+@cache
+def mixes_neighbours(name: str) -> bool:
+    x, function = make_wide_values(1 << 14), getattr(torch, name)
+    return not same_bits(function(x), compute_apart(function, x))
+
+
+def make_wide_values(count: int) -> Tensor:
+    """Both signs, magnitudes from 2^-12 to 2^16, mixed."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(count, generator=generator).sign() * torch.exp2(torch.rand(count, generator=generator) * 28 - 12)
 
 
 class Silu(torch.autograd.Function):
@@ -59,8 +95,19 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return x * 0.5 * (1 + torch.tanh((x + x * x * x * 0.044715) * 0.7978845608028654))
 
 
+class Erf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return compute("erf", x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * (2 / math.sqrt(math.pi)) * torch.exp(-ctx.saved_tensors[0].square())
+
+
 def gelu(x: Tensor) -> Tensor:
-    return x * 0.5 * (1 + torch.erf(x * 0.7071067811865476))
+    return x * 0.5 * (1 + Erf.apply(x * 0.7071067811865476))  # pyright: ignore
 
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tokentrue.numerics.cpu.attention as cpu_attention
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.cpu.elementwise import ACTIVATIONS, apply_rotation, rotate, rotation_of
+from tokentrue.numerics.cpu.elementwise import ACTIVATIONS, apply_rotation, compute, rotate, rotation_of
 from tokentrue.numerics.cpu.plans import DecodePlan, decode_buckets, hidden_decode, prefill_buckets
 from tokentrue.numerics.cpu.products import (
     PLAIN_ROWS,
@@ -103,6 +103,9 @@ class CpuOps(Ops):
         if kind not in ACTIVATIONS:
             raise ExactnessError(f"activation {kind!r} has no exact form; known: {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[kind](x.float()).to(x.dtype)
+
+    def function(self, x: Tensor, name: str) -> Tensor:
+        return compute(name, x)
 
     def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):

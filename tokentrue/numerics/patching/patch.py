@@ -24,6 +24,8 @@ from tokentrue.numerics.patching.hf_attention import attach_attention
 from tokentrue.numerics.patching.replacements import CONTAINERS, HARMLESS, Replacement, is_router, own_parameters, replacement_of
 
 SWITCHES = ("linear", "rms_norm", "activation", "rotary", "router", "experts", "functions", "linear_attention", "attention")
+LOOKED_AT = ("router", "rotary")
+"""Kinds whose forward decides itself which of its torch calls are replaced."""
 STATE = "_tokentrue_exact"
 
 
@@ -84,7 +86,7 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
             continue
         known = replacement_of(name, module, ops)
         if known is not None:
-            plan.append((known[0], known[1], known[2] if known[1] == "router" else unguard(known[2])))
+            plan.append((known[0], known[1], known[2] if known[1] in LOOKED_AT else unguard(known[2])))
         elif own_parameters(module) and not isinstance(module, nn.Embedding) and not is_router(module) and not has_sinks_alone(module):
             raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form; its parameters are {own_parameters(module)}")
         elif isinstance(module, nn.Dropout) and module.p > 0 and module.training:

@@ -15,7 +15,7 @@ from transformers.activations import ACT2CLS, ACT2FN
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu.elementwise import ACTIVATIONS
-from tokentrue.numerics.functions import ExactFunctions, Forward
+from tokentrue.numerics.functions import ExactAngles, ExactFunctions, Forward
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, LowRank, NormForm, Ops
 
 Replacement = tuple[nn.Module, str, Forward]
@@ -37,7 +37,7 @@ def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None
         eps, form = norm_kind(name, module)
         return module, "rms_norm", lambda x, m=module: ops.rms_norm(x, m.weight, eps, form=form)  # pyright: ignore
     if "RotaryEmbedding" in type(module).__name__:
-        return rotary_of_host(name, module)
+        return module, "rotary", rotary_forward(rotary_of_host(name, module), ops)
     kind = activation_kind(module)
     if kind is not None:
         return module, "activation", lambda x: ops.activation(x, kind)
@@ -158,20 +158,30 @@ def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
         return type(module).forward(stand_in, x)
 
 
-def rotary_of_host(name: str, module: Any) -> Replacement | None:
-    """Frequencies in float32, as the host computes them from the config: `model.bfloat16()` rounds them, and a model built on a GPU has
+def rotary_forward(module: Any, ops: Ops) -> Forward:
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with ExactAngles(ops):
+            return own(*args, **kwargs)
+
+    return forward
+
+
+def rotary_of_host(name: str, module: Any) -> Any:
+    """The module, with frequencies in float32, as the host computes them from the config: `model.bfloat16()` rounds them, and a model built on a GPU has
     other last bits. Frequencies that are not the config's are left alone."""
     own = list(module.buffers(recurse=False))
     is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
     if not hasattr(module, "config"):
         if is_rounded:
             raise ExactnessError(f"{name} ({type(module).__name__}) has rounded frequencies: load the model with dtype=, do not cast it")
-        return None
+        return module
     with torch.device("cpu"):
         fresh = type(module)(module.config)
     if is_rounded or differ_in_last_bits(own, list(fresh.buffers(recurse=False))):
-        return module, "rotary", fresh.to(own[0].device).forward
-    return None
+        return fresh.to(own[0].device)
+    return module
 
 
 def differ_in_last_bits(some: list[Tensor], others: list[Tensor]) -> bool:
