@@ -55,7 +55,7 @@ def test_shares_in_rank_order_are_the_list(count: int, world: int) -> None:
 def test_ranks_wait_for_each_other_publish_one_by_one_and_stop_together(tmp_path: Path) -> None:
     one, two = work(1, tmp_path / "one.json"), work(2, tmp_path / "two.json")
     assert one["differing"] == two["differing"] == 0
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6), "a sharded reference model gives another penalty"
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5), "a sharded reference model gives another penalty"
     for seen in (one, two):
         assert seen["same_bits"] and seen["checkpointed"] == seen["loss"], "activation checkpointing changed a bit"
     assert two["slow"][0] == [2, 2, 2] and two["slow"][1] > 20.0, "the round took longer than a collective waits"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokentrue.engine.execute import StepResult, StepWants, execute
-from tokentrue.engine.model.adapters import Adapter, check_shapes, linear_modules, shapes_by_dtype
+from tokentrue.engine.model.adapters import Adapter, check_shapes, linear_modules, check_products
 from tokentrue.engine.model.decoder import Decoder
 from tokentrue.engine.model.forward import Forward
 from tokentrue.engine.model.step import StepInputs
@@ -105,8 +105,7 @@ class LocalRunner:
 
 def check_adapter(adapter: Adapter, model: Any, forward: Forward, first: int = 0) -> None:
     check_shapes(adapter, forward.decoder, linear_modules(model), first)
-    for dtype, linears in shapes_by_dtype(adapter).items():
-        forward.ops.self_test(linears=linears, heads=set(), dtype=dtype)
+    check_products(adapter, forward.ops)
 
 
 def states_for(decoder: Decoder, limits: ScheduleLimits) -> int | None:

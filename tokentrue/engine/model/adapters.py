@@ -123,6 +123,12 @@ def shapes_by_dtype(adapter: Adapter) -> dict[torch.dtype, set[tuple[int, int, b
     return shapes
 
 
+def check_products(adapter: Adapter, ops: Ops) -> None:
+    """Has `ops` choose products for the adapter's shapes."""
+    for dtype, linears in shapes_by_dtype(adapter).items():
+        ops.self_test(linears=linears, heads=set(), dtype=dtype)
+
+
 def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
     """The linears of the model's layers that an adapter may change."""
     found: dict[tuple[int, str], nn.Linear] = {}
@@ -137,6 +143,7 @@ def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
 @contextmanager
 def attach_adapter(model: Any, ops: Ops, adapter: Adapter) -> Iterator[None]:
     """Inside the block the model's own forward computes with the adapter, as `exact` makes a peft model do."""
+    check_products(adapter, ops)
     modules = linear_modules(model)
     before = {at: modules[at].__dict__.get("forward") for at in adapter.weights}
 

@@ -22,7 +22,6 @@ from tokentrue.numerics.cpu.products import (
     TILE,
     Linear,
     Product,
-    narrow_product,
     onednn_product,
     plain_product,
     tiled_product,
@@ -72,9 +71,7 @@ class CpuOps(Ops):
     def product(self, weight: Tensor, rows: int) -> Product:
         """The quickest form with the right bits for a weight as the model holds it."""
         n, k = weight.shape
-        if n == 1 and weight.dtype == torch.float32:
-            return narrow_product
-        if weight.dtype != torch.float32 or not self.has_onednn or k in self.structural:
+        if n == 1 or weight.dtype != torch.float32 or not self.has_onednn or k in self.structural:
             return tiled_product
         return plain_product if k in self.plain and rows >= PLAIN_ROWS else onednn_product
 

@@ -4,7 +4,7 @@ float32 products come in three forms with the same bits, and a fourth that stand
   oneDNN's linear kernel, whose rows do not depend on their number from two rows up (its weights may be packed beforehand);
   for small K (where libraries sum in one run of fused multiply-adds) the ordinary product of `PLAIN_ROWS` rows and more,
   and that of two rows and more with the transposed weight, which are far quicker to call;
-  fixed row tiles (every product has exactly TILE rows, the last one padded), for 16-bit types and wherever the others fail.
+  fixed row tiles (every product has exactly TILE rows, the last one padded), for 16-bit types, for one column and wherever the others fail.
 """
 
 from __future__ import annotations
@@ -45,15 +45,8 @@ def transposed_product(x_MK: Tensor, weight_KN: Tensor, bias: Tensor | None) -> 
     return out if bias is None else out.add_(bias)
 
 
-NARROW = 16
-"""Outputs of a product that has one: with a single column every library takes a matrix-vector kernel, whose order follows the rows."""
-
-
-def narrow_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """For weights [1, K] in float32: zero rows make it a product of NARROW columns."""
-    wide = F.pad(weight, (0, 0, 0, NARROW - 1))
-    out = tiled_product(x_MK, wide, None)[:, :1].contiguous()
-    return out if bias is None else out.add_(bias)
+LEAST_COLUMNS = 16
+"""Of a float32 tile: with one column every library takes a matrix-vector kernel, whose order follows the rows, and some do with few."""
 
 
 @cache
@@ -74,10 +67,14 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Every product has exactly TILE rows."""
+    """Every product has exactly TILE rows, and in float32 at least LEAST_COLUMNS columns."""
     if widens(x_MK):
         return tiled_product(x_MK.float(), weight.float(), None if bias is None else bias.float()).to(x_MK.dtype)
-    rows = x_MK.shape[0]
+    rows, columns = x_MK.shape[0], weight.shape[0]
+    if weight.dtype == torch.float32 and columns < LEAST_COLUMNS:
+        missing = LEAST_COLUMNS - columns
+        wide = tiled_product(x_MK, F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing)))
+        return wide[:, :columns].contiguous()
     out = x_MK.new_empty(rows, weight.shape[0])
     for start in range(0, rows, TILE):
         tile = x_MK[start : start + TILE]
