@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokentrue.engine.execute import StepResult, StepWants, execute
-from tokentrue.engine.model.adapters import Adapter, check_shapes, linear_modules, check_products
+from tokentrue.engine.model.adapters import Adapter, check_products, check_shapes, linear_modules
 from tokentrue.engine.model.decoder import Decoder
 from tokentrue.engine.model.forward import Forward
 from tokentrue.engine.model.step import StepInputs

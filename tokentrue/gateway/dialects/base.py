@@ -163,7 +163,7 @@ def decode_body(body: bytes, type_: type[S]) -> S:
 
 def _is_raw(value: Any) -> bool:
     """Items that are parsed, and checked, one by one (`parse_json`)."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], msgspec.Raw)
+    return isinstance(value, list) and isinstance(next(iter(cast("list[Any]", value)), None), msgspec.Raw)
 
 
 def parse_json(raw: bytes, path: str) -> Any:

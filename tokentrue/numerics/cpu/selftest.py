@@ -58,7 +58,7 @@ def check_functions(dtype: torch.dtype) -> None:
     for name in ELEMENTWISE:
         for kind in {dtype, torch.float32}:
             if not elements_independent(name, kind):
-                raise ExactnessError(f"torch.{name} in {kind}: bits depend on an element's place in memory or on its neighbours on this machine")
+                raise ExactnessError(f"torch.{name} in {kind}: a value's bits depend on its place or its neighbours on this machine")
     for name in ROWWISE:
         if not all(sums_independent(name, width, torch.get_num_threads()) for width in WIDTHS):
             raise ExactnessError(f"torch.{name} over a row: bits depend on the number of rows on this machine")

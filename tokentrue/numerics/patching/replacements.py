@@ -169,8 +169,8 @@ def rotary_forward(module: Any, ops: Ops) -> Forward:
 
 
 def rotary_of_host(name: str, module: Any) -> Any:
-    """The module, with frequencies in float32, as the host computes them from the config: `model.bfloat16()` rounds them, and a model built on a GPU has
-    other last bits. Frequencies that are not the config's are left alone."""
+    """The module, with frequencies in float32 as the host computes them from the config: `model.bfloat16()` rounds them, and a model built
+    on a GPU has other last bits. Frequencies that are not the config's are left alone."""
     own = list(module.buffers(recurse=False))
     is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
     if not hasattr(module, "config"):
