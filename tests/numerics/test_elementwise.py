@@ -57,7 +57,7 @@ def test_rotary_embeddings_take_cos_and_sin_from_the_operators() -> None:
 
 @pytest.mark.parametrize(("k", "n", "bias"), [(90, 64, True), (256, 8, False), (64, 1, True)])
 def test_bfloat16_without_hardware_is_a_float32_product_rounded_once(monkeypatch: pytest.MonkeyPatch, k: int, n: int, bias: bool) -> None:
-    monkeypatch.setattr(products, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "has_products", lambda dtype: False)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Any:

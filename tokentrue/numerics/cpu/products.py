@@ -9,6 +9,7 @@ float32 products come in three forms with the same bits, and a fourth that stand
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -50,15 +51,19 @@ LEAST_COLUMNS = 16
 
 
 @cache
-def has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this processor. Where it does not, torch's own product takes a hundred times as long as one of
-    float32 copies."""
-    return not torch.backends.mkldnn.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this 16-bit type on this processor. Where it does not, torch's own product takes up to a hundred times as
+    long as one of float32 copies. On ARM, torch does not use oneDNN for float16, whatever it says."""
+    if not torch.backends.mkldnn.is_available():
+        return True
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported() and platform.machine() not in ("aarch64", "arm64")
 
 
 def widens(x: Tensor) -> bool:
-    """Whether products with `x` are computed from float32 copies; a product of two bfloat16 values is exact in float32."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bfloat16()
+    """Whether products with `x` are computed from float32 copies; the product of two 16-bit values is exact in float32."""
+    return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not has_products(x.dtype)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
