@@ -167,8 +167,8 @@ class Session:
         template_kwargs: TemplateKwargs | None = None,
     ) -> Reply:
         """An agent's next model call: the whole conversation in, the model's turn out. Several answers at once: `turn` with `n`."""
-        settings: dict[str, Any] = {"sampling": sampling or Sampling(), "template_kwargs": dict(template_kwargs or {})}
-        (reply,) = await self.turn(TurnRequest(messages=messages, tools=tools, **settings))
+        kwargs: TemplateKwargs = {} if template_kwargs is None else template_kwargs
+        (reply,) = await self.turn(TurnRequest(messages=messages, tools=tools, sampling=sampling or Sampling(), template_kwargs=kwargs))
         return reply
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:

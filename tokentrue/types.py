@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias, cast
 
-from tokentrue.errors import SamplingError, TokenContractError
+from tokentrue.errors import InputError, SamplingError, TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.replay import RoutedExperts as RoutedExperts
 from tokentrue.replay import SamplingMask as SamplingMask
@@ -351,6 +351,12 @@ class TurnRequest:
     n: int = 1
     dialect: str = "openai_chat"
     request_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.n) is not int:
+            raise InputError(f"n must be a whole number, got {self.n!r}")
+        if not isinstance(self.template_kwargs, (dict, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"template_kwargs must be an object, got {self.template_kwargs!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

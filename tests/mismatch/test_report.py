@@ -161,7 +161,9 @@ def test_the_verdict_says_how_little_was_compared(model_dir: Path, tmp_path: Pat
     write_samples(samples, tmp_path / "s.jsonl")
     few = [value if i == GIVEN else None for i, value in enumerate(samples[0].rollout_logprobs)]
     given = write_logprobs(tmp_path / "t.jsonl", [(samples[0].sample_id, few)])
-    assert run("diagnose", [str(tmp_path / "s.jsonl"), *given]) == 0
+    page = tmp_path / "report.html"
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), *given, "-o", str(page)]) == 0
+    assert "not measured" in page.read_text().partition("argmax flips")[2][:60]
     said = capsys.readouterr().out
     assert "exact: all 1 log-probabilities are equal; compared 1 of 100 trained tokens, 1 of 8 samples" in " ".join(said.split())
     (flips,) = [line for line in said.splitlines() if "flips" in line]

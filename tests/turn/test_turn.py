@@ -317,6 +317,17 @@ async def test_each_turn_records_the_routing_of_the_positions_that_it_added(star
     assert "seal" in str(audit([broken]).findings[0])
 
 
+@pytest.mark.parametrize(("wrong", "words"), [({"n": "2"}, "n must be a whole number, got '2'"), ({"n": True}, "n must be a whole number"),
+                                              ({"template_kwargs": "x"}, "template_kwargs must be an object, got 'x'")])  # fmt: skip
+async def test_values_of_another_type_are_refused_by_name(wrong: dict[str, Any], words: str) -> None:
+    session, _ = session_of(said("a", "1"))
+    with pytest.raises(InputError, match=words):
+        await session.turn(TurnRequest(messages=[{"role": "user", "content": "hi"}], **wrong))
+    if "template_kwargs" in wrong:
+        with pytest.raises(InputError, match=words):
+            await session.chat([{"role": "user", "content": "hi"}], **wrong)
+
+
 async def test_limits_are_settings() -> None:
     session, _ = session_of(*[said("a", "1")] * 4, limits=SessionLimits(max_nodes=1, max_prompt_tokens=40, max_n=2))
     with pytest.raises(InputError, match="n must be"):

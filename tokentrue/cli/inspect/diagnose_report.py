@@ -69,8 +69,14 @@ def diagnosis_report(whole: Diagnosis, steps: Steps, *, verdict: str, ok: bool, 
 
 
 def _numbers(d: Diagnosis) -> list[tuple[str, str]]:
-    present = [(key, label) for key, label in NUMBERS.items() if key in d.metrics]
-    return [(label, f"{int(d[key]):,}" if key in {"tokens", "rows"} else f"{d[key]:.4g}") for key, label in present]
+    return [(label, _format_number(d, key)) for key, label in NUMBERS.items() if key in d.metrics]
+
+
+def _format_number(d: Diagnosis, key: str) -> str:
+    measured = d.metrics.statistics.get(key)
+    if isinstance(measured, Mean) and not measured.count:
+        return "not measured"
+    return f"{int(d[key]):,}" if key in {"tokens", "rows"} else f"{d[key]:.4g}"
 
 
 def _over_steps(steps: Steps) -> list[Chart]:
