@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from tests.doctor import engines as e
 from tests.doctor.faults import FAULTS, Case, tiny_model
+from tests.processor import MARKS
 from tokentrue.doctor import Report, examine, routes_for
 from tokentrue.doctor.reference import load_model
 from tokentrue.providers import load
@@ -46,7 +47,7 @@ def shown(report: Report) -> str:
     return "\n".join(f"{f.verdict} | {f.probe} | {f.figure} | {f.fault} | {f.detail}" for f in report.findings)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS if name == "bfloat16" else []) for name in FAULTS])
 async def test_the_fault_is_named(name: str, tmp_path: Path) -> None:
     expected, build = FAULTS[name]
     report = await examined(build(tmp_path))
@@ -55,7 +56,7 @@ async def test_the_fault_is_named(name: str, tmp_path: Path) -> None:
     assert report.exit_code == 1 and report.faults[0].cure
 
 
-HEALTHY = ("hf float32", "hf bfloat16", "exact float32", "sglang", "hf biases")
+HEALTHY = ("hf float32", pytest.param("hf bfloat16", marks=MARKS), "exact float32", "sglang", "hf biases")
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])

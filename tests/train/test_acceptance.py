@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests.processor import BFLOAT16
 from tests.train.rows import groups_for, small_model
 from tests.train.test_loop import Engine, from_json, to_json
 from tokentrue.app.training.setup import identity
@@ -89,7 +90,7 @@ def test_an_update_that_harms_the_engine_is_undone_and_the_weights_before_are_pu
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trainer.weights(), trained.weights(), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_moments_and_master_weights_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     trainer = Trainer(
         small_model().to(dtype), config=TrainConfig(exact=False, epochs=2), optim=OptimConfig(lr=1e-4), loss=loss_named("dapo")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.processor import BFLOAT16
 from tests.train.rows import groups_for, small_model
 from tests.train.test_long_runs import store_of
 from tests.train.test_loop import Engine
@@ -43,7 +44,7 @@ def same(a: Trainer, b: Trainer) -> bool:
     return all(torch.equal(x, y) for x, y in zip(bits(a), bits(b), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_a_large_checkpoint_is_sharded_and_resumes_with_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     groups = groups_for(small_model(), groups=2, size=3)
     whole, resumed = trainer_of(dtype), trainer_of(dtype)

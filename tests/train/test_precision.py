@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.processor import BFLOAT16
 from tests.train.rows import groups_for
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.mismatch import loss_named
@@ -40,7 +41,7 @@ def changed_share(before: torch.nn.Module, after: Trainer) -> float:
     return moved / sum(a.numel() for a, _ in pairs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
 def test_small_updates_are_not_lost(dtype: torch.dtype) -> None:
     """Ten steps at lr 1e-6 move as many weights, in nearly the same direction, as in float32."""
     low, full = trainer_in(dtype), trainer_in(torch.float32)
@@ -69,9 +70,10 @@ def test_what_is_published_is_what_is_scored_with() -> None:
         assert torch.equal(value.view(torch.int16), masters[name].detach().bfloat16().view(torch.int16))
 
 
-def test_masters_survive_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [BFLOAT16])
+def test_masters_survive_a_checkpoint_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     groups = groups_for(load_model(torch.float32), groups=2, size=3)
-    whole, resumed = trainer_in(torch.bfloat16), trainer_in(torch.bfloat16)
+    whole, resumed = trainer_in(dtype), trainer_in(dtype)
     whole.step(groups)
     save(whole, tmp_path, model=None, run_hash="h", rounds={}, keep=1)
     load(resumed, tmp_path / "step-000001", run_hash="h")
