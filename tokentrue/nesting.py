@@ -12,10 +12,10 @@ from tokentrue.errors import MessageError
 MAX_DEPTH = 128
 
 
-def check_depth(value: Any, field: str) -> None:
-    """Refuses a value of more than `MAX_DEPTH` levels."""
+def check_depth(value: Any, field: str, *, most: int = MAX_DEPTH) -> None:
+    """Refuses a value of more than `most` levels."""
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(most):
         level = [item for outer in level for item in _items_in(outer) if type(item) not in _LEAVES]
         if not level:
             return

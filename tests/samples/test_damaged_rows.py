@@ -206,6 +206,32 @@ async def test_each_field_of_a_trainers_row_is_a_finding_that_names_it(
     assert "more is not a field of this export" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda row: row.update(response_length=2**64 - 1), "differ in length"),
+    (lambda row: row["metadata"].update(policy_versions=list(map(float, row["metadata"]["policy_versions"]))), "policy_versions"),
+])  # fmt: skip
+async def test_whole_numbers_of_a_slime_row_stay_whole_and_small(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Row], None], said: str
+) -> None:
+    path = tmp_path / "s.jsonl"
+    write_samples([sample], path, format="slime")
+    row = load_row("slime", path)
+    change(row)
+    assert save_row("slime", row, path)
+    assert run("audit", [str(path)]) in (1, 2)
+    assert said in "".join(capsys.readouterr())
+
+
+async def test_a_column_that_stands_twice_is_refused(sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "s.parquet"
+    write_samples([sample], path, format="verl")
+    table = pq.read_table(path)
+    name = table.column_names[0]
+    pq.write_table(table.append_column(name, table.column(name)), path)
+    assert run("audit", [str(path)]) == 2
+    assert f"column '{name}' stands there twice" in capsys.readouterr().err
+
+
 async def test_advantages_may_be_added_to_a_tinker_row(sample: Sample, tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     write_samples([sample], path, format="tinker")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from typing import Any
 
 import pytest
@@ -132,6 +133,26 @@ def test_a_conversation_is_read_the_same_after_any_other(requests: list[list[int
         messages = [POOL[at] for at in request]
         one, other = kept.read(messages, None), plain.read(messages, None)
         assert (one.keys, one.references, one.calls, one.digest) == (other.keys, other.references, other.calls, other.digest)
+
+
+@pytest.mark.parametrize("limit", [0, 32 << 20])
+@pytest.mark.parametrize("changed", [{"a": True, "b": 0}, {"a": 1.0, "b": 0}, {"a": 1, "b": -0.0}, {"b": 0, "a": 1}])
+def test_a_message_that_is_changed_in_place_to_an_equal_one_is_read_again(changed: dict[str, Any], limit: int) -> None:
+    reader = ConversationReader(limit)
+    function: dict[str, Any] = {"name": "f", "arguments": {"a": 1, "b": 0}}
+    messages: Any = [POOL[0], {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}]
+    before = reader.read(messages, None)
+    assert reader.read(messages, None).digest == before.digest
+    function["arguments"].clear()
+    function["arguments"].update(changed)
+    assert reader.read(messages, None).digest == ConversationReader(0).read(messages, None).digest != before.digest
+
+
+def test_any_sequence_of_messages_is_read() -> None:
+    messages = [POOL[at] for at in range(3)]
+    tool = {"type": "function", "function": {"name": "f"}}
+    wanted = ConversationReader().read(messages, [tool]).digest
+    assert all(ConversationReader().read(kind(messages), kind([tool])).digest == wanted for kind in (tuple, deque))
 
 
 async def test_a_fit_is_not_carried_over_to_another_replay() -> None:

@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from tokentrue.errors import MessageError
-from tokentrue.nesting import check_depth
+from tokentrue.nesting import MAX_DEPTH, check_depth
 from tokentrue.types import Finish, Message, Reply, Sampling, Tool, TurnEvent
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -155,10 +155,16 @@ def decode_body(body: bytes, type_: type[S]) -> S:
         raise complaint(str(error), "") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
-    for name, value in msgspec.structs.asdict(decoded).items():
-        if isinstance(value, (dict, list)) and not _is_raw(value):
-            check_depth(value, name)
+    _check_fields(decoded, "")
     return decoded
+
+
+def _check_fields(record: msgspec.Struct, path: str) -> None:
+    for name, value in msgspec.structs.asdict(record).items():
+        if isinstance(value, msgspec.Struct):
+            _check_fields(value, f"{path}{name}.")
+        elif isinstance(value, (dict, list)) and not _is_raw(value):
+            check_depth(value, path + name)
 
 
 def _is_raw(value: Any) -> bool:
@@ -263,11 +269,16 @@ def _make_encodable(value: Any) -> Any:
     return value
 
 
+LEVELS_AROUND_ARGUMENTS = 4
+"""Of a message that holds them, at most: Google's content, its parts, a part, the call."""
+
+
 def arguments_object(text: str) -> Json:
     """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under `_raw_arguments`, and so
     does an object that reads like such a wrapping, or is nested too deeply to be sent back."""
     try:
         value: Any = parse_json(text.encode("utf-8", "surrogatepass"), "arguments") if text.strip() else {}
+        check_depth(value, "arguments", most=MAX_DEPTH - LEVELS_AROUND_ARGUMENTS)
     except MessageError:
         value = text
     if not isinstance(value, dict) or is_raw_arguments(cast("Json", value)):

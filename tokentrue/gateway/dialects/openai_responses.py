@@ -249,8 +249,8 @@ def items_from_reply(head: RequestHead, reply: Reply, logprobs: Sequence[Json]) 
     items: list[OutputItem] = []
     if message.get("reasoning_content"):
         items.append(OutputItem(kind="reasoning", suffix=node, text=message["reasoning_content"]))
-    if message.get("content"):
-        items.append(OutputItem(kind="message", suffix=node, text=message["content"], logprobs=logprobs))
+    if message.get("content") or not message.get("tool_calls"):  # an empty message, too, has an id that the next request sends back
+        items.append(OutputItem(kind="message", suffix=node, text=message.get("content") or "", logprobs=logprobs))
     for index, call in enumerate(message.get("tool_calls") or ()):
         tool = served_tool(call["function"]["name"], head.options.served)
         text = call["function"]["arguments"]

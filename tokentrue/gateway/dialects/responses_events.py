@@ -165,6 +165,8 @@ class ResponsesEncoder:
 
     def _finish(self, reply: Reply) -> bytes:
         out, logprobs, status = b"", logprobs_for(self._head, reply, self._text_of), status_of(reply)
+        if all(entry.item.kind == "reasoning" for entry in self._items):  # as in a whole answer: an empty message has an id, too
+            out += self._enter("message", self._suffix("message"))
         items = [entry.item for entry in self._items]
         for entry in self._items:
             out += self._close(entry, text_status(entry.item, items, status), logprobs)

@@ -119,6 +119,9 @@ def read_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     pq: Any = import_module("pyarrow.parquet")
     try:
         file = pq.ParquetFile(path)
+        names: list[str] = file.schema_arrow.names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise FileFormatError(f"{path}: column {twice!r} stands there twice")
         number = 0
         for batch in file.iter_batches(batch_size=_GROUP):
             for row in batch.to_pylist():

@@ -53,15 +53,21 @@ def find_differences(written: Any, found: Any, field: str = "", *, added: Set[st
         written, found = cast("list[Any]", written), cast("list[Any]", found)
         if len(written) != len(found):
             yield f"{field} has {len(found)} entries, the sample gives {len(written)}"
-        elif written != found or _has_bool(written) != _has_bool(found):
+        elif written != found or _is_retyped(_kinds_in(written), _kinds_in(found)):
             pairs = enumerate(zip(written, found, strict=True))
             yield from islice((what for at, pair in pairs for what in find_differences(*pair, f"{field}[{at}]", added=added)), 1)
-    elif written != found or isinstance(written, bool) != isinstance(found, bool):
+    elif written != found or _is_retyped({type(written)}, {type(found)}):
         ours, theirs = reprlib.repr(cast("Any", written)), reprlib.repr(found)  # short, however long or deep the value is
         yield f"{field} is {theirs}, the sample gives {ours}"
 
 
-def _has_bool(values: list[Any]) -> bool:
-    """Python takes True for 1; a trainer need not."""
+def _is_retyped(written: Set[type], found: Set[type]) -> bool:
+    """Python takes True and 1.0 for 1; a trainer need not. A float that is spelled as a whole number is still the same."""
+    return (bool in written) != (bool in found) or (float in found and float not in written)
+
+
+def _kinds_in(values: list[Any]) -> set[type]:
     kinds = set(map(type, values))
-    return bool in kinds or (list in kinds and any(_has_bool(cast("list[Any]", value)) for value in values if isinstance(value, list)))
+    if list in kinds:
+        kinds.update(*(_kinds_in(cast("list[Any]", value)) for value in values if isinstance(value, list)))
+    return kinds

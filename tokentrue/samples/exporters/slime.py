@@ -47,5 +47,5 @@ class SlimeColumns(msgspec.Struct):
     rollout_log_probs: list[float]
 
     def to_sample_columns(self, spans: Sequence[SpanRow]) -> SampleColumns:
-        mask: list[MaskBit] = [*zero_mask(len(self.tokens) - self.response_length), *self.loss_mask]
+        mask: list[MaskBit] = [*zero_mask(max(len(self.tokens) - self.response_length, 0)), *self.loss_mask]
         return SampleColumns(self.tokens, mask, unfill_logprobs(self.rollout_log_probs, spans, length=len(self.tokens)))

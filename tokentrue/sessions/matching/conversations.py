@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from operator import eq, is_
+from operator import is_
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
@@ -28,7 +28,7 @@ _FACTS_BYTES = 1000  # of what is known of one message, roughly, beside its text
 class MessageFacts:
     """`message` is the session's own copy. `digest` names it exactly, `key` loosely."""
 
-    __slots__ = ("call_id", "call_ids", "digest", "key", "message", "role", "size")
+    __slots__ = ("_spelled", "call_id", "call_ids", "digest", "key", "message", "role", "size")
 
     def __init__(self, source: Message, index: int) -> None:
         field = f"messages[{index}]"
@@ -36,10 +36,17 @@ class MessageFacts:
         message = cast("dict[str, Any]", freeze(source, field))
         call_id = message.get("tool_call_id")
         self.message, self.role = message, role
-        spelled = dumps(message)
-        self.key, self.digest, self.size = candidate_key(message, field), digest(spelled), _FACTS_BYTES + len(spelled)
+        self._spelled = dumps(message)
+        self.key, self.digest, self.size = candidate_key(message, field), digest(self._spelled), _FACTS_BYTES + 2 * len(self._spelled)
         self.call_ids = call_ids_of(message)
         self.call_id = call_id if isinstance(call_id, str) and role != "assistant" else None
+
+    def is_unchanged(self, source: Message) -> bool:
+        """Whether the caller's object is still spelled as it was when it was read. Compared as JSON: to Python, 1 and True are equal."""
+        try:
+            return dumps(source) == self._spelled
+        except (TypeError, ValueError):  # no plain dictionary, or no JSON any more: it is read again
+            return False
 
     def repeats(self, recorded: Message) -> bool:
         """Is this the given message `recorded`, to the letter? Call ids aside: where a result points is part of the key."""
@@ -95,7 +102,7 @@ class Conversation:
     def count_shared(self, messages: Messages) -> int:
         """How many of the first messages are the same objects as here, and as they were when they were read."""
         same = sum(takewhile(bool, map(is_, self.sources, messages)))
-        return sum(takewhile(bool, map(eq, self.messages, messages[:same])))
+        return sum(takewhile(bool, map(MessageFacts.is_unchanged, self.facts, messages[:same])))
 
     def calls_before(self, depth: int) -> dict[str, CallRef]:
         """`calls` of the first `depth` messages."""
@@ -126,6 +133,7 @@ class ConversationReader:
         if not messages:
             raise MessageError("at least one message is needed", field="messages")
         _check_list(messages, "messages")
+        messages = list(messages)
         base, shared = self.find_base(messages)
         _check_objects(messages, "messages", first=shared)
         added = [MessageFacts(message, index) for index, message in enumerate(messages[shared:], shared)]
@@ -140,7 +148,7 @@ class ConversationReader:
         copy, tools_digest = self._copy_tools(tools)
         conversation = Conversation(
             facts=[*base.facts[:shared], *added],
-            sources=list(messages),
+            sources=messages,
             messages=[*base.messages[:shared], *(facts.message for facts in added)],
             keys=keys,
             references=references,
@@ -179,8 +187,9 @@ class ConversationReader:
         copy: list[Any] | None = None
         if tools:
             _check_list(tools, "tools")
+            tools = list(tools)
             _check_objects(tools, "tools")
-            copy = cast("list[Any]", freeze(list(tools), "tools"))
+            copy = cast("list[Any]", freeze(tools, "tools"))
         name = digest(copy)
         if not self._limit_bytes or name != self._tools[1]:
             self._tools = (copy, name)
