@@ -56,7 +56,7 @@ def find_differences(written: Any, found: Any, field: str = "", *, added: Set[st
         elif written != found or _is_retyped(_kinds_in(written), _kinds_in(found)):
             pairs = enumerate(zip(written, found, strict=True))
             yield from islice((what for at, pair in pairs for what in find_differences(*pair, f"{field}[{at}]", added=added)), 1)
-    elif written != found or _is_retyped({type(written)}, {type(found)}):
+    elif written != found or _is_retyped(_kinds_in([written]), _kinds_in([found])):
         ours, theirs = reprlib.repr(cast("Any", written)), reprlib.repr(found)  # short, however long or deep the value is
         yield f"{field} is {theirs}, the sample gives {ours}"
 
