@@ -172,12 +172,12 @@ def _is_raw(value: Any) -> bool:
     return isinstance(value, list) and isinstance(next(iter(cast("list[Any]", value)), None), msgspec.Raw)
 
 
-def parse_json(raw: bytes, path: str) -> Any:
+def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> Any:
     try:
         value = orjson.loads(raw)
     except (orjson.JSONDecodeError, RecursionError) as error:
         raise MessageError(f"is not JSON: {str(error)[:100]}", field=path) from None
-    check_depth(value, path)
+    check_depth(value, path, most=most_levels)
     return value
 
 
@@ -277,8 +277,8 @@ def arguments_object(text: str) -> Json:
     """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under `_raw_arguments`, and so
     does an object that reads like such a wrapping, or is nested too deeply to be sent back."""
     try:
-        value: Any = parse_json(text.encode("utf-8", "surrogatepass"), "arguments") if text.strip() else {}
-        check_depth(value, "arguments", most=MAX_DEPTH - LEVELS_AROUND_ARGUMENTS)
+        data, most = text.encode("utf-8", "surrogatepass"), MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
+        value: Any = parse_json(data, "arguments", most_levels=most) if text.strip() else {}
     except MessageError:
         value = text
     if not isinstance(value, dict) or is_raw_arguments(cast("Json", value)):

@@ -42,10 +42,11 @@ class MessageFacts:
         self.call_id = call_id if isinstance(call_id, str) and role != "assistant" else None
 
     def is_unchanged(self, source: Message) -> bool:
-        """Whether the caller's object is still spelled as it was when it was read. Compared as JSON: to Python, 1 and True are equal."""
+        """Whether the caller's object is still spelled as it was when it was read. Compared as JSON, too: to Python, 1 and True
+        are equal; in orjson's JSON, NaN and None are."""
         try:
-            return dumps(source) == self._spelled
-        except (TypeError, ValueError):  # no plain dictionary, or no JSON any more: it is read again
+            return self.message == source and dumps(source) == self._spelled
+        except (TypeError, ValueError, RecursionError):  # no plain dictionary, or no JSON any more: it is read again
             return False
 
     def repeats(self, recorded: Message) -> bool:
