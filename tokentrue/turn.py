@@ -42,7 +42,14 @@ from tokentrue.sessions.stages.commits import PreparedTurn, replies_from_record,
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
 from tokentrue.sessions.stages.pinning import PinnedPrompts, PinnedRequest, check_pin
 from tokentrue.sessions.stages.prompts import build_prompt
-from tokentrue.sessions.stages.requests import PinnedSampling, format_identity, identify_request, is_same_request, resolve_sampling
+from tokentrue.sessions.stages.requests import (
+    PinnedSampling,
+    check_truthful,
+    format_identity,
+    identify_request,
+    is_same_request,
+    resolve_sampling,
+)
 from tokentrue.sessions.stages.serving import split_message
 from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import Node, Outcome, Tree, TurnKey
@@ -207,10 +214,8 @@ class Session:
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         pinned = self._pinned_prompts.apply(request.messages, request.tools)
-        conversation = self._matcher.read(pinned.messages, request.tools)
-        sampling = resolve_sampling(
-            request.sampling, self._pinned_sampling, renderer=self.renderer, provider=self.provider, training=self.record.training
-        )
+        conversation = self._matcher.read(pinned.messages, request.tools, are_final=request.messages_are_final)
+        sampling = resolve_sampling(request.sampling, self._pinned_sampling, renderer=self.renderer, training=self.record.training)
         identity = identify_request(request, conversation, sampling)
         if request.request_key is not None and (recorded := self._find_recorded(request.request_key, identity)):
             return recorded, False
@@ -249,6 +254,8 @@ class Session:
     ) -> tuple[Reply, ...]:
         """Resolve, prompt, generate, parse, commit."""
         await self.ready()
+        if self.record.training:
+            await check_truthful(sampling, self.provider)
         resolution = await self._matcher.resolve(conversation, self._turns_in_flight)
         started = self.tree.committed_seq
         self._turns_in_flight[resolution.turn_key] += 1

@@ -342,6 +342,7 @@ class TurnRequest:
 
     `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the same turn. Over HTTP
     it is the `Idempotency-Key`, or the body's digest where the client counts its retries.
+    `messages_are_final`: the caller never changes these message objects, so those of an earlier request are not compared again.
     """
 
     messages: Messages
@@ -351,6 +352,7 @@ class TurnRequest:
     n: int = 1
     dialect: str = "openai_chat"
     request_key: str | None = None
+    messages_are_final: bool = False
 
     def __post_init__(self) -> None:
         if type(self.n) is not int:

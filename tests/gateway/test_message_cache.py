@@ -6,14 +6,20 @@ import copy
 import json
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 
+from tests.gateway.inside import ask, gateway, new_session
+from tests.gateway.world import call, renderer
 from tokentrue.errors import InputError
 from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, ReasoningSigner
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
+from tokentrue.providers.scripted import ScriptedProvider
+from tokentrue.turn import Session
+from tokentrue.types import TurnRequest
 
 SEAL = ReasoningSigner(b"x")
 TEXT = st.sampled_from(["", "a", "b", "é 🙂", "<think>x</think>", "a" * 300])
@@ -125,3 +131,31 @@ def test_one_large_session_does_not_pin_the_process() -> None:
         for cache in caches:
             parse(cache, OpenAIChat(), [json.dumps({"role": "user", "content": f"{number}" + "x" * 1_000_000}).encode()])
             assert cache.used <= 5_000_000 and budget.used <= 8_000_000
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_nothing_changes_a_cached_message(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests say so (`messages_are_final`), and the session relies on it."""
+    r = renderer()
+    texts = [call("f", '{"a": 1}'), "B", "C"]
+    app = gateway(ScriptedProvider([{"text": text} for text in texts], encode=r.encode_sampled, stop_id=r.stop_token_ids[0]))
+    session = await new_session(app)
+    seen: list[tuple[Any, bytes]] = []
+    start = Session._start_or_join  # pyright: ignore[reportPrivateUsage]
+
+    def watch(self: Session, request: TurnRequest, *, streamed: bool) -> Any:
+        assert request.messages_are_final
+        seen.extend((message, orjson.dumps(message)) for message in request.messages)
+        return start(self, request, streamed=streamed)
+
+    monkeypatch.setattr(Session, "_start_or_join", watch)
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    for _ in texts:
+        body = {"model": "m", "max_tokens": 99, "messages": messages}
+        status, answer = await ask(app, "POST", path, orjson.dumps(body), key=session["api_key"])
+        assert status == 200, answer
+        served = orjson.loads(answer)
+        message = {"role": "assistant", "content": served["content"]} if "content" in served else served["choices"][0]["message"]
+        messages += [message, {"role": "user", "content": "on"}]
+    assert len({id(message) for message, _ in seen}) == 5 and len(seen) == 9  # each was parsed once
+    assert all(orjson.dumps(message) == spelled for message, spelled in seen)

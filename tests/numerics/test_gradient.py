@@ -87,7 +87,7 @@ def test_fsdp2_scores_have_the_same_bits_and_gradients_flow() -> None:
     from pathlib import Path
 
     root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     command = [*launch, sys.executable, "-c", FSDP]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=240)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tokentrue.app.rollout.rollouts import Share
 
 ROOT = Path(__file__).parent.parent.parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def launch(world: int, *command: str) -> list[str]:

@@ -230,6 +230,25 @@ async def test_filters_that_the_engine_cannot_account_for_are_refused_in_trainin
     await free.chat(OPENING, sampling=tt.Sampling(top_k=5))
 
 
+async def test_an_engine_that_has_not_said_what_it_can_do_is_asked_before_it_is_refused() -> None:
+    """As vLLM's provider: it learns from the server's first answer."""
+    session, engine = session_of(said("a", "1"), said("b", "2"))
+    engine.truthful_filters, asked = frozenset[str](), list[str]()
+
+    async def health() -> dict[str, str]:
+        asked.append("health")
+        engine.truthful_filters = frozenset({"top_p"})
+        return {"engine": "test"}
+
+    engine.health = health
+    reply = await session.chat(OPENING, sampling=tt.Sampling(top_p=0.9))
+    await session.chat([*OPENING, reply.message, USER], sampling=tt.Sampling(top_p=0.9))
+    assert len(engine.prompts) == 2 and asked == ["health"]
+    with pytest.raises(SamplingError, match="top_k"):
+        await session.chat(OPENING, sampling=tt.Sampling(top_k=5))
+    assert len(engine.prompts) == 2
+
+
 async def test_pinned_values_win_and_are_recorded(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.db")
     session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal, sampling={"temperature": 0.7, "max_tokens": 50})

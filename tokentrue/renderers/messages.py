@@ -58,7 +58,7 @@ def check_messages(messages: Any, field: str, *, first: int = 0) -> None:
     if not is_array(messages):
         raise MessageError(f"must be a list of message objects, got {type(messages).__name__}", field=field)
     for index, message in enumerate(messages, first):
-        if not is_object(message):
+        if not isinstance(message, (dict, Mapping)):
             raise MessageError(f"must be an object, got {type(message).__name__}", field=f"{field}[{index}]")
 
 

@@ -1,10 +1,11 @@
 """A request's conversation as the matcher reads it: facts about each message, chained keys, and how it fits recorded paths.
 
 An agent sends its whole conversation with every turn. `ConversationReader` keeps the last eight of a session. Where a request starts with
-the same message objects, unchanged (`gateway/message_cache` returns the same ones), what is known of them is used again, and only the rest
-is read. Everything kept is a pure function of the messages and of immutable nodes, so no result changes (tests/turn/test_conversations.py
-compares it on and off for random requests). Bounded in bytes; `session_limits.conversation_bytes = 0` switches it off. On and off in one
-run of `bench gateway`: turn 128 2.6 and 5.3 times the bare proxy's time, 64 agents 278 and 211 turns per second.
+the same message objects, unchanged (`gateway/message_cache` returns the same ones and never changes them), what is known of them is used
+again, and only the rest is read. Everything kept is a pure function of the messages and of immutable nodes, so no result changes
+(tests/turn/test_conversations.py compares it on and off for random requests). Bounded in bytes; `session_limits.conversation_bytes = 0`
+switches it off. On and off in one run of `bench gateway`: turn 128 2.6 and 5.3 times the bare proxy's time, 64 agents 278 and 211 turns per
+second.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
@@ -100,9 +101,11 @@ class Conversation:
         """Names messages and tools exactly."""
         return digest(self.message_digests, self.tools_digest)
 
-    def count_shared(self, messages: Messages) -> int:
+    def count_shared(self, messages: Messages, *, are_final: bool) -> int:
         """How many of the first messages are the same objects as here, and as they were when they were read."""
         same = sum(takewhile(bool, map(is_, self.sources, messages)))
+        if are_final:
+            return same
         return sum(takewhile(bool, map(MessageFacts.is_unchanged, self.facts, messages[:same])))
 
     def calls_before(self, depth: int) -> dict[str, CallRef]:
@@ -129,13 +132,14 @@ class ConversationReader:
         self._kept: list[Conversation] = []  # newest first
         self._tools: tuple[list[Any] | None, bytes] = (None, digest(None))
 
-    def read(self, messages: Messages, tools: Tools | None) -> Conversation:
-        """Copies, checks and keys a request; malformed messages are refused by field."""
+    def read(self, messages: Messages, tools: Tools | None, *, are_final: bool = False) -> Conversation:
+        """Copies, checks and keys a request; malformed messages are refused by field. Message objects that the caller never changes are
+        final; others are compared with what was read of them."""
         if not messages:
             raise MessageError("at least one message is needed", field="messages")
         _check_list(messages, "messages")
         messages = list(messages)
-        base, shared = self.find_base(messages)
+        base, shared = self.find_base(messages, are_final=are_final)
         _check_objects(messages, "messages", first=shared)
         added = [MessageFacts(message, index) for index, message in enumerate(messages[shared:], shared)]
         keys, references, calls = list(base.keys[:shared]), list(base.references[:shared]), base.calls_before(shared)
@@ -155,7 +159,7 @@ class ConversationReader:
             references=references,
             calls=calls,
             message_digests=base.message_digests[: shared * _DIGEST_BYTES] + b"".join(facts.digest for facts in added),
-            size=sum(facts.size for facts in (*base.facts[:shared], *added)),
+            size=sum(map(attrgetter("size"), (*base.facts[:shared], *added))),
             tools=copy,
             tools_digest=tools_digest,
             fits=base.fits_before(shared),
@@ -167,11 +171,11 @@ class ConversationReader:
     def cached_bytes(self) -> int:
         return sum(kept.size for kept in self._kept)
 
-    def find_base(self, messages: Messages) -> tuple[Conversation, int]:
+    def find_base(self, messages: Messages, *, are_final: bool = False) -> tuple[Conversation, int]:
         """The kept conversation that shares the most first messages, and how many."""
         best, most = Conversation(), 0
         for kept in self._kept:
-            shared = kept.count_shared(messages)
+            shared = kept.count_shared(messages, are_final=are_final)
             if shared > most:
                 best, most = kept, shared
             if shared == len(kept.facts):

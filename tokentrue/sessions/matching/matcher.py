@@ -72,9 +72,9 @@ class Matcher:
         """`node` was added to the tree."""
         self._index.add(node)
 
-    def read(self, messages: Messages, tools: Tools | None) -> Conversation:
+    def read(self, messages: Messages, tools: Tools | None, *, are_final: bool = False) -> Conversation:
         """Copies, checks and keys a request; malformed messages are refused by field."""
-        return self._reader.read(messages, tools)
+        return self._reader.read(messages, tools, are_final=are_final)
 
     @traced("resolve")
     async def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Resolution:

@@ -14,6 +14,7 @@ from tokentrue.sessions.plain_json import digest, dumps, freeze
 from tokentrue.types import PENALTIES, Sampling, TurnRequest
 
 _FIELDS = frozenset(f.name for f in fields(Sampling))
+_CURE = "switch it off, or use a session with training=False"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +40,24 @@ class PinnedSampling:
         return replace(sampling, **{name: getattr(pinned, name) for name in self.values})
 
 
-def resolve_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: Renderer, provider: Provider, training: bool) -> Sampling:
-    """Pinned values over the client's, the renderer's stop tokens added; refused where a trainer could not score what is sampled."""
+def resolve_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: Renderer, training: bool) -> Sampling:
+    """Pinned values over the client's, the renderer's stop tokens added. Penalties are refused where a trainer is to score the tokens."""
     sampling = pinned.apply(requested)
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     sampling = replace(sampling, stop_token_ids=stops, extra=freeze(sampling.extra, "sampling.extra"))
-    if not training:
-        return sampling
-    cure = "switch it off, or use a session with training=False"
-    if penalties := [name for name in sampling.filters if name in PENALTIES]:
-        raise SamplingError(f"no trainer can score tokens sampled under {', '.join(penalties)}; {cure}")
-    if blind := [name for name in sampling.filters if name not in provider.truthful_filters]:
-        raise SamplingError(f"{provider.name} cannot report true log-probabilities under {', '.join(blind)}; {cure}")
+    if training and (penalties := [name for name in sampling.filters if name in PENALTIES]):
+        raise SamplingError(f"no trainer can score tokens sampled under {', '.join(penalties)}; {_CURE}")
     return sampling
+
+
+async def check_truthful(sampling: Sampling, provider: Provider) -> None:
+    """Refuses filters under which the engine does not report the log-probabilities that it sampled from. A provider that would be refused
+    asks its server first: some learn only then what it can do."""
+    if set(sampling.filters) <= provider.truthful_filters:
+        return
+    await provider.health()
+    if blind := [name for name in sampling.filters if name not in provider.truthful_filters]:
+        raise SamplingError(f"{provider.name} cannot report true log-probabilities under {', '.join(blind)}; {_CURE}")
 
 
 def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
