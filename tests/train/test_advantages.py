@@ -154,8 +154,8 @@ def test_a_turn_before_the_last_that_was_cut_off_masks_its_session(base: torch.n
     """None: a file from before the ends of turns were recorded."""
     groups = groups_for(base)
     ends = [{} if finish is None else {"finish": finish}, {"finish": "stop"}]
-    turns = [span.end - span.start for span in groups[0][1].spans if span.kind == "sampled"]
-    nodes = [{"given": 1, "sampled": sampled, **end} for sampled, end in zip(turns, ends, strict=True)]
+    counts = [[span.end - span.start for span in groups[0][1].spans if span.kind == kind] for kind in ("given", "sampled")]
+    nodes = [{"given": given, "sampled": sampled, **end} for given, sampled, end in zip(*counts, ends, strict=True)]
     groups[0][1] = replace(groups[0][1], metadata={"tokentrue": {"nodes": nodes}})
     metrics = trainer(base, overlong=OverlongConfig(mask=True)).step(groups).metrics
     rows = sum(len(group) for group in groups)

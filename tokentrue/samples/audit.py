@@ -16,7 +16,7 @@ from hashlib import sha256
 from tokentrue.errors import FileFormatError
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.samples.exporters import ExportedSample
-from tokentrue.samples.seal import BLOCK, NodeRow, OwnMetadata, block_checksums, read_own_metadata, seal
+from tokentrue.samples.seal import BLOCK, NodeRow, SealedRecord, block_checksums, read_sealed_record, seal
 from tokentrue.sessions.certificate import float_bytes, format_digest, next_link, start_link
 from tokentrue.types import Coverage, Sample, VersionSpan
 
@@ -84,7 +84,7 @@ def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
         session = result.sessions.setdefault(sample.session_id, _SessionAudit())
         result.findings += (AuditFinding(sample=sample.sample_id, what=f"the trainer's row: {what}") for what in row.differences)
         try:
-            own = read_own_metadata(sample)
+            own = read_sealed_record(sample)
         except FileFormatError as error:
             result.findings.append(AuditFinding(sample=sample.sample_id, what=str(error)))
             continue
@@ -141,7 +141,7 @@ def _at(sample: Sample, index: int, what: str) -> AuditFinding:
     return AuditFinding(sample=sample.sample_id, what=what, start=index, end=index + 1)
 
 
-def _check_seal(sample: Sample, own: OwnMetadata) -> Iterator[AuditFinding]:
+def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[AuditFinding]:
     try:
         holds = own.seal == seal(sample)
     except RecursionError:
@@ -222,7 +222,7 @@ def _locate_change(sample: Sample, node: NodeRow, turn: int, at: int, given_end:
         yield AuditFinding(sample=sample.sample_id, what=what, start=at, end=end)
 
 
-def _check_session(sample: Sample, own: OwnMetadata, session: _SessionAudit) -> Iterator[AuditFinding]:
+def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) -> Iterator[AuditFinding]:
     """Prefix identity between the samples of a session, and no token trained twice."""
     if sample.sample_id in session.seen:
         yield AuditFinding(sample=sample.sample_id, what="this sample is in the file twice")

@@ -29,7 +29,7 @@ BLOCK = 64
 
 
 class NodeRow(msgspec.Struct, kw_only=True):
-    """One turn on a sample's path: the fields of `node_rows` that are read back. Older files have no `prompt_sha256`."""
+    """One turn on a sample's path with what its check needs. Older files have no `prompt_sha256`."""
 
     node: str
     given: Count
@@ -42,18 +42,18 @@ class NodeRow(msgspec.Struct, kw_only=True):
     prompt_sha256: str | None = None
 
 
-class OwnMetadata(msgspec.Struct, kw_only=True):
-    """`metadata.tokentrue` of a sample."""
+class SealedRecord(msgspec.Struct, kw_only=True):
+    """`metadata.tokentrue` of a sample that can be checked."""
 
     nodes: list[NodeRow]
     coverage: Coverage | None = None
     seal: str = ""
 
 
-def read_own_metadata(sample: Sample) -> OwnMetadata:
+def read_sealed_record(sample: Sample) -> SealedRecord:
     if "tokentrue" not in sample.metadata:
         raise FileFormatError("metadata.tokentrue is missing: nothing to check against")
-    return decode(sample.metadata["tokentrue"], OwnMetadata, "metadata.tokentrue")
+    return decode(sample.metadata["tokentrue"], SealedRecord, "metadata.tokentrue")
 
 
 def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:

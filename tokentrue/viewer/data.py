@@ -17,12 +17,13 @@ from itertools import pairwise
 from typing import Any
 
 from tokentrue.errors import ConfigError, SessionNotFound
+from tokentrue.samples.recorded_turns import read_record
 from tokentrue.types import Ids, Sample
 from tokentrue.viewer.advantages import advantages_of
 from tokentrue.viewer.blocks import cut_blocks, read_turns
 from tokentrue.viewer.breaks import breaks_to_json
 from tokentrue.viewer.plots import compare_tokens, plots_to_json
-from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer, own_metadata
+from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer
 from tokentrue.viewer.sources.trainer_file import TrainerColumns
 
 FORMAT = 1
@@ -89,7 +90,7 @@ class ViewerData:
             "spans": [[s.start, s.end, s.kind, s.role, s.turn, s.policy_version, int(s.trainable), s.why] for s in sample.spans],
             "inserted": self._inserted(branch),
             "blocks": cut_blocks(branch, turns),
-            "malformed_calls": own_metadata(sample).get("malformed_calls", []),
+            "malformed_calls": [{"turn": call.turn, "status": call.status} for call in read_record(sample).malformed_calls],
             "pieces": self._pieces(sample.token_ids),
             "certificate": {"chain": sample.certificate.chain, "template": sample.certificate.template}
             | {"tokenizer": sample.certificate.tokenizer},

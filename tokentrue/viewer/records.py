@@ -106,12 +106,6 @@ class ViewRenderer(Protocol):
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed: ...
 
 
-def own_metadata(sample: Sample) -> dict[str, Any]:
-    """What tokentrue itself wrote into the sample's metadata: leaf, nodes, coverage, malformed calls; empty in foreign samples."""
-    found: Any = sample.metadata.get("tokentrue")
-    return dict(found) if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownArgumentType]
-
-
 def count_forks(parents: Mapping[str, str | None]) -> int:
     """Branch points: for every node with several children, and for several roots, one less than their number."""
     children: dict[str | None, int] = {}

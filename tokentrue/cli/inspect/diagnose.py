@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ import typer
 from tokentrue.app.devices import require_device
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, FileFormatError, InputError, TokenContractError
-from tokentrue.types import PENALTIES, TRUNCATIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -294,25 +293,15 @@ def _temperatures(sample: Sample) -> Tensor:
     """Turn by turn, as the trainer reads them. Greedy turns, which no trainer takes, are scored at temperature 1, as engines do."""
     import torch
 
+    from tokentrue.samples.recorded_turns import read_turns
     from tokentrue.train.data.batch import temperatures_of
 
     mask = torch.tensor([bool(value) for value in sample.loss_mask])
-    try:
-        at = 0
-        for node in sample.metadata.get("tokentrue", {}).get("nodes", ()):
-            end = at + node["given"] + node["sampled"]
-            if node.get("temperature") == 0 and _can_replay(sample, node):
-                mask[at:end] = False
-            at = end
-        return temperatures_of(sample, mask, 1.0)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"metadata.tokentrue.nodes is not a list of turns with given and sampled ({type(error).__name__}: {error})"
-        raise InputError(f"sample {sample.sample_id}: {what}") from error
-
-
-def _can_replay(sample: Sample, node: Mapping[str, Any]) -> bool:
-    names = node.get("sampling", {}).keys()
-    return names.isdisjoint(PENALTIES) and (sample.sampling_mask is not None or names.isdisjoint(TRUNCATIONS))
+    for turn in read_turns(sample):
+        can_replay = not turn.penalties and (sample.sampling_mask is not None or not turn.truncations)
+        if turn.row.temperature == 0 and can_replay:
+            mask[turn.start : turn.end] = False
+    return temperatures_of(sample, mask, 1.0)
 
 
 def _diagnose(rows: Sequence[Row], correction: str) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:

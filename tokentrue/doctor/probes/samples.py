@@ -5,8 +5,7 @@ The reference scores each token at the temperature of its turn and over the ids 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.doctor.fit import grows_with_position, spread_of
 from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.probes.weights import Difference, judge_difference
-from tokentrue.types import PENALTIES, TRUNCATIONS, Sample, Span
+from tokentrue.samples.recorded_turns import read_turns
+from tokentrue.types import Sample, Span
 
 MOST_TOKENS = 3000
 STALE_FACTOR = 5.0
@@ -48,8 +48,8 @@ def observe(sample: Sample) -> Observation | None:
         return None
     logprobs = tuple(float(value) for i in positions if (value := sample.rollout_logprobs[i]) is not None)
     temperatures = [1.0] * len(sample.token_ids)
-    for start, end, node in sampled_turns(sample):
-        temperatures[start:end] = [float(node.get("temperature", 1.0)) or 1.0] * (end - start)  # engines report greedy turns at 1
+    for turn in read_turns(sample):
+        temperatures[turn.start : turn.end] = [turn.row.temperature or 1.0] * (turn.end - turn.start)  # engines report greedy turns at 1
     mask = sample.sampling_mask
     return Observation(
         token_ids=tuple(sample.token_ids),
@@ -62,24 +62,14 @@ def observe(sample: Sample) -> Observation | None:
     )
 
 
-def sampled_turns(sample: Sample) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-    """Start, end and recorded settings of each sampled stretch."""
-    at = 0
-    for node in sample.metadata.get("tokentrue", {}).get("nodes", ()):
-        start, at = at + int(node["given"]), at + int(node["given"]) + int(node["sampled"])
-        yield start, at, node
-
-
 def why_not_comparable(sample: Sample) -> str:
     """Empty where the distribution that the tokens were drawn from can be computed again."""
-    for turn, (_, _, node) in enumerate(sampled_turns(sample)):
-        names = node.get("sampling", {})
-        filters = [name for name in TRUNCATIONS if name in names]
-        penalties = [name for name in PENALTIES if name in names]
-        if filters and sample.sampling_mask is None:
-            return f"sample {sample.sample_id}, turn {turn} was sampled under {', '.join(filters)}, and the kept ids were not recorded"
-        if penalties:
-            return f"sample {sample.sample_id}, turn {turn} was sampled under {', '.join(penalties)}, which the reference does not apply"
+    for number, turn in enumerate(read_turns(sample)):
+        place = f"sample {sample.sample_id}, turn {number}"
+        if turn.truncations and sample.sampling_mask is None:
+            return f"{place} was sampled under {', '.join(turn.truncations)}, and the kept ids were not recorded"
+        if turn.penalties:
+            return f"{place} was sampled under {', '.join(turn.penalties)}, which the reference does not apply"
     return ""
 
 

@@ -10,7 +10,7 @@ import msgspec
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.samples.exporters.base import fill_logprobs, unfill_logprobs
-from tokentrue.samples.seal import read_own_metadata
+from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.samples.shape import MaskBit, SampleColumns, SpanRow, encode_bytes
 from tokentrue.types import Sample
 
@@ -47,13 +47,14 @@ def replay_fields(sample: Sample) -> dict[str, Any]:
 
 def temperatures(sample: Sample) -> list[float]:
     """The temperature that each token was sampled at; 1.0 where none was sampled."""
-    nodes = read_own_metadata(sample).nodes
-    length = sum(node.given + node.sampled for node in nodes)
-    if length != len(sample.token_ids):
-        raise TokenContractError(f"sample {sample.sample_id}: the nodes hold {length} of {len(sample.token_ids)} tokens")
-    found: list[float] = []
-    for node in nodes:
-        found += [1.0] * node.given + [node.temperature] * node.sampled
+    found = [1.0] * len(sample.token_ids)
+    turns = read_turns(sample)
+    for turn in turns:
+        if turn.row.temperature is None:
+            raise TokenContractError(f"sample {sample.sample_id}: a turn without its temperature, which prime-rl needs")
+        found[turn.start : turn.end] = [turn.row.temperature] * (turn.end - turn.start)
+    if not turns:
+        raise TokenContractError(f"sample {sample.sample_id}: metadata.tokentrue records no turns, and prime-rl needs their temperatures")
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
+from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig
 from tokentrue.train.data.batch import Row
 from tokentrue.types import Finish
@@ -60,8 +61,7 @@ def overlong_cost(sampled: Sequence[int], config: OverlongConfig) -> Tensor:
 
 def is_truncated(row: Row) -> bool:
     """Whether a turn of the row ended at its limit of tokens. Files from before `finish` was recorded name the last turn's end alone."""
-    nodes = row.sample.metadata.get("tokentrue", {}).get("nodes", ())
-    return row.sample.finish_reason == Finish.LENGTH or any(node.get("finish") == Finish.LENGTH for node in nodes)
+    return row.sample.finish_reason == Finish.LENGTH or any(turn.row.finish == Finish.LENGTH for turn in read_turns(row.sample))
 
 
 def mask_truncated(rows: Sequence[Row]) -> list[Row]:

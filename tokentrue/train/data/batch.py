@@ -5,17 +5,17 @@ Invariant: token ids and log-probabilities are taken as recorded, never padded, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import TokenContractError
 from tokentrue.numerics import KeptRows
+from tokentrue.samples.recorded_turns import RecordedTurn, read_turns
 from tokentrue.train.data.replay import experts_and_weights, kept_rows
-from tokentrue.types import PENALTIES, TRUNCATIONS, Sample
+from tokentrue.types import Sample
 
 UNSAMPLED = -1
 
@@ -85,35 +85,28 @@ def temperatures_of(sample: Sample, mask: Tensor, default: float) -> Tensor:
     """Turn by turn, as the sample's record says. Refused: a trained turn sampled greedily, under penalties, or under filters that cannot
     be replayed."""
     found = torch.full((len(sample.token_ids),), default, dtype=torch.float32)
-    at = 0
-    for turn, node in enumerate(sample.metadata.get("tokentrue", {}).get("nodes", ())):
-        start, end = at + node["given"], at + node["given"] + node["sampled"]
-        at = end
-        temperature = float(node.get("temperature", default))
-        if bool(mask[start:end].any()):
-            require_no_penalties(sample, turn, node)
-            if sample.sampling_mask is None:
-                require_no_truncation(sample, turn, node)
+    for number, turn in enumerate(read_turns(sample)):
+        place, stretch = f"sample {sample.sample_id}, turn {number}", slice(turn.start, turn.end)
+        temperature = default if turn.row.temperature is None else turn.row.temperature
+        is_trained = bool(mask[stretch].any())
+        if is_trained:
+            require_scorable(turn, place, has_mask=sample.sampling_mask is not None)
         if temperature > 0:
-            found[start:end] = temperature
-        elif bool(mask[start:end].any()):
-            raise TokenContractError(f"sample {sample.sample_id}, turn {turn}: sampled at temperature 0, which has no policy gradient")
+            found[stretch] = temperature
+        elif is_trained:
+            raise TokenContractError(f"{place}: sampled at temperature 0, which has no policy gradient")
     return found
 
 
-def require_no_penalties(sample: Sample, turn: int, node: Mapping[str, Any]) -> None:
-    found = [name for name in PENALTIES if name in node.get("sampling", {})]
-    if found:
+def require_scorable(turn: RecordedTurn, place: str, *, has_mask: bool) -> None:
+    """Log-probabilities under top-p, top-k or min-p are of a smaller distribution than a whole softmax: without the ids that were kept,
+    every ratio would be off."""
+    if turn.penalties:
         cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
-        raise TokenContractError(f"sample {sample.sample_id}, turn {turn}: sampled under {', '.join(found)}: {cure}")
-
-
-def require_no_truncation(sample: Sample, turn: int, node: Mapping[str, Any]) -> None:
-    """Log-probabilities under top-p, top-k or min-p are of a smaller distribution than a whole softmax: every ratio would be off."""
-    found = [name for name in TRUNCATIONS if name in node.get("sampling", {})]
-    if found:
+        raise TokenContractError(f"{place}: sampled under {', '.join(turn.penalties)}: {cure}")
+    if turn.truncations and not has_mask:
         raise TokenContractError(
-            f"sample {sample.sample_id}, turn {turn}: sampled under {', '.join(found)}, and the engine did not report which ids were kept; "
+            f"{place}: sampled under {', '.join(turn.truncations)}, and the engine did not report which ids were kept; "
             "have it return its sampling mask (docs/training.md), or sample without filters"
         )
 

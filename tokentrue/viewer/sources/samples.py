@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import SessionNotFound
 from tokentrue.samples import read_samples
-from tokentrue.types import Sample
-from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, SourceKind, count_forks, own_metadata
+from tokentrue.samples.recorded_turns import read_record
+from tokentrue.types import Coverage, Sample, Untrained
+from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, SourceKind, count_forks
 
 
 class SampleList:
@@ -95,33 +96,31 @@ class ChosenSessions:
 def _by_session(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = {}
     for sample in samples:
+        read_record(sample)  # a malformed one is refused now, not when its page is opened
         found.setdefault(sample.session_id, []).append(sample)
     return found
 
 
 def view_from_samples(samples: Sequence[Sample]) -> SessionView:
-    own = [own_metadata(sample) for sample in samples]
-    branches = tuple(
-        Branch(sample=sample, leaf=str(facts.get("leaf", sample.sample_id)), projection=_projection(facts))
-        for sample, facts in zip(samples, own, strict=True)
-    )
+    branches = tuple(_branch_of(sample) for sample in samples)
     metadata = {key: value for key, value in samples[0].metadata.items() if key != "tokentrue"}
     nodes = tuple(nodes_from_samples(samples))
     return SessionView(summary=summary_from_samples(samples), nodes=nodes, branches=branches, metadata=metadata)
 
 
-def _projection(own: Mapping[str, Any]) -> str:
-    rows: list[dict[str, Any]] = own.get("nodes") or []
-    return str(rows[-1].get("projection") or "") if rows else ""
+def _branch_of(sample: Sample) -> Branch:
+    record = read_record(sample)
+    projection = record.nodes[-1].projection if record.nodes else None
+    return Branch(sample=sample, leaf=record.leaf or sample.sample_id, projection=projection or "")
 
 
 def summary_from_samples(samples: Sequence[Sample]) -> SessionSummary:
     first = samples[0]
     parents = {node["id"]: node["parent"] for node in nodes_from_samples(samples)}
-    coverage = _coverage_of(first) or _count_coverage(samples)
+    coverage = read_record(first).coverage or _count_coverage(samples)
     untrained: dict[str, int] = {}
-    for item in coverage["untrained"]:
-        untrained[item["why"]] = untrained.get(item["why"], 0) + item["tokens"]
+    for item in coverage.untrained:
+        untrained[item.why] = untrained.get(item.why, 0) + item.tokens
     versions = [span.policy_version for sample in samples for span in sample.spans if span.policy_version is not None]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     return SessionSummary(
@@ -134,24 +133,19 @@ def summary_from_samples(samples: Sequence[Sample]) -> SessionSummary:
         branches=len(samples),
         forks=count_forks(parents),
         tokens=sum(len(sample.token_ids) for sample in samples),
-        sampled=coverage["sampled"],
-        trained=coverage["trained"],
+        sampled=coverage.sampled,
+        trained=coverage.trained,
         untrained=untrained,
         versions=(min(versions), max(versions)) if versions else None,
     )
 
 
-def _coverage_of(sample: Sample) -> Mapping[str, Any] | None:
-    found: dict[str, Any] = own_metadata(sample).get("coverage") or {}
-    return found if {"sampled", "trained", "untrained"} <= found.keys() else None
-
-
-def _count_coverage(samples: Sequence[Sample]) -> Mapping[str, Any]:
+def _count_coverage(samples: Sequence[Sample]) -> Coverage:
     """Coverage of samples that carry none: a sampled token is one with a log-probability."""
     sampled = sum(value is not None for sample in samples for value in sample.rollout_logprobs)
     trained = sum(sum(sample.loss_mask) for sample in samples)
-    rest = [{"node": "", "tokens": sampled - trained, "why": "masked"}] if sampled > trained else []
-    return {"sampled": sampled, "trained": trained, "untrained": rest}
+    rest = (Untrained(node="", tokens=sampled - trained, why="masked"),) if sampled > trained else ()
+    return Coverage(sampled=sampled, trained=trained, untrained=rest)
 
 
 def nodes_from_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -168,16 +162,16 @@ def nodes_from_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def _node_rows(sample: Sample) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = own_metadata(sample).get("nodes") or []
-    if rows and all({"node", "given", "sampled"} <= row.keys() for row in rows):  # samples of other programs may hold less
+    rows = read_record(sample).nodes
+    if rows and all(row.node is not None for row in rows):  # samples of other programs may hold less
         return [
             {
-                "id": row["node"],
-                "why": row.get("why"),
-                "projection": row.get("projection"),
-                "given_tokens": row["given"],
-                "sampled_tokens": row["sampled"],
-                "policy_versions": [version for _, _, version in row.get("versions") or ()],
+                "id": row.node,
+                "why": row.why,
+                "projection": row.projection,
+                "given_tokens": row.given,
+                "sampled_tokens": row.sampled,
+                "policy_versions": [version for _, _, version in row.versions],
             }
             for row in rows
         ]

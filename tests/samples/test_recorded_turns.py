@@ -1,0 +1,108 @@
+"""`metadata.tokentrue` of a foreign or damaged file: every reader takes it or refuses it with a typed error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import tokentrue as tt
+from tests.turn.letters import Letters, sampled
+from tests.turn.world import Engine
+from tokentrue.cli.inspect.diagnose import _temperatures  # pyright: ignore[reportPrivateUsage]
+from tokentrue.doctor.probes.samples import observe, why_not_comparable
+from tokentrue.errors import TokenContractError, TokenTrueError
+from tokentrue.samples.exporters.prime_rl import temperatures
+from tokentrue.samples.recorded_turns import read_record, read_turns
+from tokentrue.train.data.advantages import is_truncated
+from tokentrue.train.data.batch import row_of
+from tokentrue.types import Sample
+from tokentrue.viewer.data import ViewerData
+from tokentrue.viewer.sources.samples import SampleList
+
+WRONG = [None, -1, 10**30, "x", [], {}, True, 1.5, float("nan"), float("inf"), [[1]], [None], {"": {}}]
+
+
+@pytest.fixture
+async def sample() -> Sample:
+    """Three turns at three temperatures."""
+    session = tt.Session(renderer=Letters(), provider=Engine([sampled("r", "one"), sampled("r", "two"), sampled("r", "three")]))
+    history: list[Any] = [{"role": "user", "content": "hi"}]
+    for temperature in (0.7, 1.0, 0.3):
+        reply = await session.chat(history, sampling=tt.Sampling(temperature=temperature, max_tokens=50))
+        history = [*history, reply.message, {"role": "user", "content": "go"}]
+    await session.reward(0.5)
+    (found,) = session.samples()
+    return found
+
+
+def view(sample: Sample) -> None:
+    data = ViewerData(SampleList([sample], name="file"))
+    data.index()
+    data.session(sample.session_id)
+    data.branch(sample.session_id, sample.sample_id)
+
+
+READERS: dict[str, Callable[[Sample], object]] = {
+    "trainer": lambda sample: is_truncated(row_of(sample, "g")),
+    "doctor": lambda sample: (why_not_comparable(sample), observe(sample)),
+    "diagnose": _temperatures,
+    "prime-rl": temperatures,
+    "viewer": view,
+}
+
+
+def damaged(value: Any) -> Iterator[Any]:
+    """`value` with one part of it replaced by each wrong value, or left out."""
+    yield from WRONG
+    for key in range(len(value)) if isinstance(value, list) else list(value) if isinstance(value, dict) else ():
+        for part in damaged(value[key]):
+            changed = copy.copy(value)
+            changed[key] = part
+            yield changed
+        shorter = copy.copy(value)
+        del shorter[key]
+        yield shorter
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_damaged_record_is_read_or_refused_by_name(sample: Sample, reader: str) -> None:
+    refused = 0
+    for own in damaged(sample.metadata["tokentrue"]):
+        try:
+            READERS[reader](replace(sample, metadata={"tokentrue": own}))
+        except TokenTrueError as error:
+            refused += 1
+            assert sample.sample_id in str(error), error
+    assert refused > 100
+
+
+def test_turns_stand_where_their_tokens_were_sampled(sample: Sample) -> None:
+    turns = read_turns(sample)
+    assert [turn.row.temperature for turn in turns] == [0.7, 1.0, 0.3]
+    covered = {i for turn in turns for i in range(turn.start, turn.end)}
+    assert covered == {i for i, value in enumerate(sample.rollout_logprobs) if value is not None}
+    assert [value for value in temperatures(sample) if value != 1.0].count(0.3) == turns[2].end - turns[2].start
+    row = row_of(sample, "g")
+    for turn in turns:
+        assert row.temperatures[turn.start : turn.end].tolist() == [pytest.approx(turn.row.temperature)] * (turn.end - turn.start)
+
+
+def test_turns_that_hold_other_tokens_than_the_sample_are_refused(sample: Sample) -> None:
+    """Else the temperature of one turn would be taken for the tokens of another."""
+    own = copy.deepcopy(sample.metadata["tokentrue"])
+    own["nodes"][0]["given"] += 1
+    with pytest.raises(TokenContractError, match=f"hold {len(sample.token_ids) + 1} tokens, the sample {len(sample.token_ids)}"):
+        row_of(replace(sample, metadata={"tokentrue": own}), "g")
+
+
+def test_a_sample_of_another_program_needs_no_record(sample: Sample) -> None:
+    foreign = replace(sample, metadata={"score": 1})
+    assert read_turns(foreign) == [] and read_record(foreign).coverage is None
+    assert set(row_of(foreign, "g", 0.5).temperatures.tolist()) == {0.5}
+    view(foreign)
+    with pytest.raises(TokenContractError, match="prime-rl needs their temperatures"):
+        temperatures(foreign)

@@ -1,0 +1,81 @@
+"""The turns on a sample's path, as its `metadata.tokentrue.nodes` records them: the one reader for trainer, doctor, viewer and exporters.
+
+Samples of other programs record no turns, or of a turn no more than `given` and `sampled`. What is there must have its type, and all turns
+together must hold the sample's tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Annotated, Any
+
+import msgspec
+
+from tokentrue.errors import TokenContractError
+from tokentrue.samples.shape import Count, decode
+from tokentrue.types import PENALTIES, TRUNCATIONS, Coverage, Sample
+
+
+class TurnRow(msgspec.Struct, kw_only=True):
+    """`given` and `sampled` count tokens; `sampling` holds the settings that differ from the defaults; `versions` are start, end and
+    policy version of stretches of the sampled tokens."""
+
+    given: Count
+    sampled: Count
+    node: str | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    sampling: dict[str, Any] = {}
+    versions: list[tuple[int, int, int]] = []
+    finish: str | None = None
+    why: str | None = None
+    projection: str | None = None
+
+
+class MalformedCall(msgspec.Struct, kw_only=True):
+    turn: Count
+    status: str
+
+
+class SampleRecord(msgspec.Struct, kw_only=True):
+    """`metadata.tokentrue`, as far as it is needed to read the sample."""
+
+    leaf: str | None = None
+    nodes: list[TurnRow] = []
+    coverage: Coverage | None = None
+    malformed_calls: list[MalformedCall] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTurn:
+    """`start` and `end` of its sampled tokens in the sample."""
+
+    start: int
+    end: int
+    row: TurnRow
+
+    @property
+    def penalties(self) -> list[str]:
+        return [name for name in PENALTIES if name in self.row.sampling]
+
+    @property
+    def truncations(self) -> list[str]:
+        return [name for name in TRUNCATIONS if name in self.row.sampling]
+
+
+def read_record(sample: Sample) -> SampleRecord:
+    """Empty where the sample carries none."""
+    return decode(sample.metadata.get("tokentrue", {}), SampleRecord, f"sample {sample.sample_id}: metadata.tokentrue")
+
+
+def read_turns(sample: Sample) -> list[RecordedTurn]:
+    turns: list[RecordedTurn] = []
+    at = 0
+    for row in read_record(sample).nodes:
+        if row.temperature is not None and not isfinite(row.temperature):
+            raise TokenContractError(f"sample {sample.sample_id}: a turn was sampled at temperature {row.temperature}")
+        start, at = at + row.given, at + row.given + row.sampled
+        turns.append(RecordedTurn(start=start, end=at, row=row))
+    if turns and at != len(sample.token_ids):
+        raise TokenContractError(f"sample {sample.sample_id}: its recorded turns hold {at} tokens, the sample {len(sample.token_ids)}")
+    return turns
