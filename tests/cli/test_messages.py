@@ -234,3 +234,13 @@ def test_rollouts_that_sampled_nothing_are_named(tmp_path: Path, capsys: pytest.
     (tmp_path / "transcripts").mkdir()
     print_summary(tmp_path, [], tmp_path / "rollouts.log", as_json=False)
     assert f"1 rollout sampled nothing: the model was not asked; agents' output in {tmp_path / 'transcripts'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "said"), [("train", "the same command resumes"), ("audit", "interrupted")])
+def test_an_interrupted_command_says_so(name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tokentrue.cli.main.load_command", lambda _: command)
+    assert run(name, []) == 130
+    assert capsys.readouterr().err.endswith(f"{said}\n")

@@ -176,7 +176,7 @@ def test_ctrl_c_of_the_command_ends_the_step_and_the_run_resumes(tmp_path: Path)
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    assert process.returncode == 130 and said.endswith("the same command resumes\n"), said
     (kept,) = versions(tmp_path / "checkpoints")
     assert 2 <= kept < 6 and len(metrics_of(tmp_path)) >= kept - 1
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)

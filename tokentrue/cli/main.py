@@ -66,17 +66,18 @@ def run(name: str, rest: list[str]) -> int:
     try:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         app.command(name)(load_command(name))
-        result = app(rest, prog_name=f"tokentrue {name}", standalone_mode=False)
+        code = int(app(rest, prog_name=f"tokentrue {name}", standalone_mode=False) or 0)  # of an interrupted command, typer returns 130
     except KeyboardInterrupt:
-        print(f"\ntokentrue {name}: interrupted{INTERRUPTED.get(name, '')}", file=sys.stderr)
-        return 130
+        code = 130
     except Exception as error:
         show = getattr(error, "show", None)  # click's usage errors carry their own text and exit code
         if show is not None:
             show()
             return int(getattr(error, "exit_code", 2))
         return report_error(name, error)
-    return int(result or 0)
+    if code == 130:
+        print(f"\ntokentrue {name}: interrupted{INTERRUPTED.get(name, '')}", file=sys.stderr)
+    return code
 
 
 def load_command(name: str) -> Callable[..., int]:

@@ -123,9 +123,12 @@ class Gateway:
 
     # Start-up and shutdown.
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
-        while (await receive())["type"] == "lifespan.startup":
-            self.start()
-            await send({"type": "lifespan.startup.complete"})
+        try:
+            while (await receive())["type"] == "lifespan.startup":
+                self.start()
+                await send({"type": "lifespan.startup.complete"})
+        except asyncio.CancelledError:  # a second Ctrl-C ends the event loop; committed turns are in the journal
+            return
         await self.close()
         await send({"type": "lifespan.shutdown.complete"})
 
