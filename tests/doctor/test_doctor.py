@@ -127,6 +127,37 @@ def test_the_first_layer_that_differs_is_found_in_the_order_of_execution() -> No
     assert first_difference(model, other, range(20), 1e-4)[0] == "model.layers.1.mlp.down_proj"
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 11, r"model\.layers\.1\.mlp\.up_proj": 3}},
+        {"rank_pattern": {"v_proj": 2}},
+        {"use_rslora": True, "alpha_pattern": {"layers.0.self_attn.v_proj": 9}, "rank_pattern": {"q_proj": 4}},
+    ],
+)
+def test_the_reference_with_an_adapter_is_pefts_own_merge(tmp_path: Path, settings: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=5, lora_alpha=7, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False, **settings)
+    torch.manual_seed(2)
+    trained = peft.get_peft_model(e.calculator(), config)
+    trained.save_pretrained(tmp_path)
+    expected = trained.merge_and_unload().state_dict()
+    found = Reference.load(e.CALCULATOR, adapter=tmp_path).model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, msg=lambda said, name=name: f"{name}: {said}")
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    peft.get_peft_model(e.calculator(), config).save_pretrained(tmp_path / "dora")
+    for folder, words in ((tmp_path / "dora", "DoRA"), (tmp_path, "adapter_config.json")):
+        assert run("doctor", ["--engine", "hf", "--model", str(e.CALCULATOR), "--adapter", str(folder)]) == 2
+        assert words in capsys.readouterr().err
+
+
 def recorded_settings(given: int, sampled: int, sampling: Sampling) -> dict[str, Any]:
     settings = {"temperature": sampling.temperature, **{name: getattr(sampling, name) for name in sampling.filters}}
     return {"tokentrue": {"nodes": [{"given": given, "sampled": sampled, "temperature": sampling.temperature, "sampling": settings}]}}

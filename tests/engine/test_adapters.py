@@ -107,7 +107,7 @@ def test_publishing_the_adapter_alone_and_the_base_weights() -> None:
 
 def test_a_directory_saved_by_peft_is_loaded(tmp_path: Path) -> None:
     model = build("llama")
-    wrapped = adapted(model, 3, use_rslora=True, alpha_pattern={"layers.1.self_attn.q_proj": 11})
+    wrapped = adapted(model, 3, use_rslora=True, alpha_pattern={"layers.1.self_attn.q_proj": 11, "model.layers.0.mlp.up_proj": 3})
     wrapped.save_pretrained(tmp_path)
     with ExactEngine(copy.deepcopy(model), max_len=400, kv_tokens=1200) as engine:
         engine.load_adapter("saved", tmp_path)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.doctor.observations import Observation
+from tokentrue.engine.model.adapters import merge_low_rank, read_directory, read_pairs
 from tokentrue.errors import ConfigError
 from tokentrue.numerics import KeptRows, remove_filtered
 
@@ -217,21 +218,11 @@ def tie_head(model: Any) -> Any:
 
 
 def merge_adapter(model: Any, directory: Path) -> Any:
-    """W + (alpha / r)·B·A for every pair of a PEFT adapter."""
-    from safetensors.torch import load_file
-
-    try:
-        settings = json.loads((directory / "adapter_config.json").read_text())
-        tensors = load_file(directory / "adapter_model.safetensors")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--adapter: {directory} is no PEFT adapter: {error}") from error
-    scale = float(settings["lora_alpha"]) / float(settings["r"])
+    """The model with a PEFT adapter merged into its linear layers."""
     modules = dict(model.named_modules())
-    for name, down in tensors.items():
-        if ".lora_A." not in name:
-            continue
-        target = modules.get(name.partition(".lora_A.")[0].removeprefix("base_model.model."))
+    for name, low in read_pairs(directory.name, *read_directory(directory)).items():
+        target = modules.get(name)
         if not isinstance(target, nn.Linear):
-            raise ConfigError(f"--adapter: {name} fits no linear layer of the model")
-        target.weight.data += scale * tensors[name.replace(".lora_A.", ".lora_B.")].float() @ down.float()
+            raise ConfigError(f"--adapter: {name} is no linear layer of the model")
+        target.weight.data = merge_low_rank(target.weight.data, low)
     return model

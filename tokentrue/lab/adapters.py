@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from tokentrue.engine.model.adapters import TARGETS, merge_low_rank, read_pairs
 from tokentrue.errors import ConfigError
 from tokentrue.providers.exact import ExactProvider
 
 NAME = "policy"  # of the adapter in the engine
-RANK, ALPHA = 16, 32
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SETTINGS = {"r": 16, "lora_alpha": 32}
 PREFIX = "base_model.model."
 
 
@@ -27,8 +27,7 @@ def add_adapter(model: nn.Module) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError("arms with adapters need peft: pip install peft") from error
-    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), lora_dropout=0.0)
-    return get_peft_model(model, settings)  # type: ignore[arg-type]
+    return get_peft_model(model, LoraConfig(**SETTINGS, target_modules=list(TARGETS), lora_dropout=0.0))  # type: ignore[arg-type]
 
 
 class AdapterSink:
@@ -39,8 +38,7 @@ class AdapterSink:
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         state = {name: weight.clone() for name, weight in weights if ".lora_" in name}
-        settings = {"r": RANK, "lora_alpha": ALPHA}
-        await asyncio.to_thread(self._provider.engine.load_adapter, NAME, state, config=settings, version=version)
+        await asyncio.to_thread(self._provider.engine.load_adapter, NAME, state, config=SETTINGS, version=version)
 
 
 class MergingSink:
@@ -56,14 +54,9 @@ class MergingSink:
 
 def merged_weights(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Under the names that the model has without its adapter."""
+    pairs = read_pairs(NAME, {name: weight for name, weight in weights.items() if ".lora_" in name}, SETTINGS)
     for name, weight in weights.items():
-        if ".lora_" in name:
-            continue
-        layer = name.removesuffix(".base_layer.weight")
-        low = weights.get(f"{layer}.lora_A.default.weight")
-        plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
-        if low is None:
-            yield plain, weight
-        else:
-            change = (weights[f"{layer}.lora_B.default.weight"] @ low) * (ALPHA / RANK)
-            yield plain, (weight + change).to(weight.dtype)
+        if ".lora_" not in name:
+            plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
+            low = pairs.get(plain.removesuffix(".weight"))
+            yield plain, weight if low is None else merge_low_rank(weight, low)

@@ -24,7 +24,8 @@ from tokentrue.numerics.functions import unguard
 
 TARGETS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp",
            "down_proj": "mlp"}  # fmt: skip
-NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.(weight|bias)$")
+NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
+PLACE = re.compile(r"(?:^|\.)layers\.(\d+)\.(self_attn|mlp)\.(\w+)$")
 REFUSED = {"use_dora": "DoRA", "lora_bias": "biases in B", "layer_replication": "replicated layers", "fan_in_fan_out": "transposed weights"}
 
 AdapterSource = str | Path | Mapping[str, Any]
@@ -54,19 +55,13 @@ def read_adapter(
     if config is None:
         raise EngineError(f"adapter {name!r}: a state dict needs config= with r and lora_alpha the first time it is loaded")
     config = cast("AdapterConfig", config if isinstance(config, Mapping) else cast(Any, config).to_dict())
-    for key, what in REFUSED.items():
-        if config.get(key):
-            raise ExactnessError(f"adapter {name!r} uses {what} ({key}), which has no exact form")
-    pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
-    for key, value in state.items():
-        found = NAME.search(key)
-        if found is None or TARGETS.get(found[3]) != found[2] or found[5] != "weight":
-            raise ExactnessError(f"adapter {name!r}: {key} has no exact form; adapters may change {', '.join(TARGETS)} of a layer")
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        pairs.setdefault((int(found[1]), found[3]), {})[found[4]] = value.detach().to(device).contiguous()
-    if not pairs:
-        raise EngineError(f"adapter {name!r} holds no weights")
-    weights = {at: low_rank(name, at, pair, config) for at, pair in pairs.items()}
+    weights: dict[tuple[int, str], LowRank] = {}
+    for module, low in read_pairs(name, state, config).items():
+        found = PLACE.search(module)
+        if found is None or TARGETS.get(found[3]) != found[2]:
+            raise ExactnessError(f"adapter {name!r}: {module} has no exact form; adapters may change {', '.join(TARGETS)} of a layer")
+        a, b = (factor.to(device).contiguous() for factor in (low.a, low.b))
+        weights[int(found[1]), found[3]] = LowRank(a=a, b=b, scale=low.scale)
     return Adapter(name=name, config=config, weights=weights, version=version, prefix=f"adapter {next(_loads)}".encode())
 
 
@@ -78,20 +73,38 @@ def read_directory(path: Path) -> tuple[Mapping[str, Any], AdapterConfig]:
     return load_file(path / "adapter_model.safetensors"), json.loads((path / "adapter_config.json").read_text())
 
 
-def low_rank(name: str, at: tuple[int, str], pair: Mapping[str, Tensor], config: AdapterConfig) -> LowRank:
-    if pair.keys() != {"A", "B"}:
-        raise EngineError(f"adapter {name!r}: layer {at[0]} {at[1]} has lora_{'/'.join(pair)} alone; send A and B")
-    rank, alpha = pair["A"].shape[0], pattern_value(config, "alpha_pattern", at, config["lora_alpha"])
-    return LowRank(a=pair["A"], b=pair["B"], scale=alpha / (rank**0.5 if config.get("use_rslora") else rank))
+def read_pairs(name: str, state: Mapping[str, Any], config: AdapterConfig) -> dict[str, LowRank]:
+    """A and B of each adapted linear layer, by the layer's name in the model without the adapter."""
+    for key, what in REFUSED.items():
+        if config.get(key):
+            raise ExactnessError(f"adapter {name!r} uses {what} ({key}), which has no exact form")
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        found = NAME.match(key)
+        if found is None:
+            raise ExactnessError(f"adapter {name!r}: {key} has no exact form; it is not lora_A or lora_B of a linear layer")
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        pairs.setdefault(found[1], {})[found[2]] = value.detach()
+    if not pairs:
+        raise EngineError(f"adapter {name!r} holds no weights")
+    for module, pair in pairs.items():
+        if pair.keys() != {"A", "B"}:
+            raise EngineError(f"adapter {name!r}: {module} has lora_{'/'.join(pair)} alone; send A and B")
+    return {
+        module: LowRank(a=pair["A"], b=pair["B"], scale=adapter_scale(config, module, pair["A"].shape[0])) for module, pair in pairs.items()
+    }
 
 
-def pattern_value(config: AdapterConfig, key: str, at: tuple[int, str], default: float) -> float:
-    """peft's rank_pattern and alpha_pattern: the first pattern that ends the module's name."""
-    module = f"layers.{at[0]}.{TARGETS[at[1]]}.{at[1]}"
-    for pattern, value in (config.get(key) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+def adapter_scale(config: AdapterConfig, module: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank) under rslora; alpha by the first key of peft's alpha_pattern that matches the module's name."""
+    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
+    alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), config["lora_alpha"])
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def merge_low_rank(weight: Tensor, low: LowRank) -> Tensor:
+    """W + B·A·scale, rounded once to the dtype of W."""
+    return (weight + (low.b.float() @ low.a.float()) * low.scale).to(weight.dtype)
 
 
 def check_shapes(adapter: Adapter, decoder: Decoder, modules: Mapping[tuple[int, str], nn.Linear], first: int = 0) -> None:
