@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tokentrue.cluster import actors
 from tokentrue.cluster.rollout import Fleet, require_listener
-from tokentrue.environments import Plan, RolloutConfig, Task, plan_groups
+from tokentrue.cluster.training import FleetPlayer
+from tokentrue.environments import Plan, Rollout, RolloutConfig, Task, failed_rollout, plan_groups
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import ConfigError, EngineUnreachable, SessionConflict
 
@@ -99,11 +101,23 @@ async def test_an_absence_is_waited_for_and_an_agent_s_failure_is_not(
     monkeypatch.setattr(actors, "GatewaySessions", moody.sessions)
     monkeypatch.setattr(actors, "PATIENCE_S", 60.0 if said is None else 4.0)
     actors.is_absence(ValueError())  # its imports take their time, and are not what is waited for here
-    found = await actors.play_through(Agent(error), PLANS[0], address, RolloutConfig(), "key", time.perf_counter())
+    found = await actors.play_through(Agent(error), PLANS[0], address, RolloutConfig(), "key")
     assert found.plan == PLANS[0]
     assert found.reward == (1.0 if said is None else None)
     assert (found.error is None) if said is None else (said in (found.error or ""))
+    assert ("raise self.error" in found.trace) == (said == "ValueError: the agent broke")
     assert moody.opened == opened if opened < 99 else moody.opened > 1, "an absence was not tried again"
+
+
+async def test_a_training_run_logs_the_tracebacks_of_its_actors(caplog: pytest.LogCaptureFixture) -> None:
+    async def play(plan: Plan, gateways: Any) -> Rollout:
+        return failed_rollout(plan, ValueError("the agent broke"), 0.0, session_id="s")
+
+    worker = SimpleNamespace(play=SimpleNamespace(remote=play))
+    fleet: Any = SimpleNamespace(workers=[worker], gateways_of=lambda plan: [])
+    groups = await FleetPlayer(fleet).play_groups(PLANS[:4], lambda rollout: None)
+    assert [rollout.error for rollout in groups[0]] == ["ValueError: the agent broke"] * 4
+    assert caplog.text.count("failed\nValueError: the agent broke") == 4
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -1,4 +1,4 @@
-"""The calculator with a pause before every tool result, so that there is a middle in which something can die."""
+"""The calculator with a pause before every tool result, so that there is a middle in which something can die; and one that raises."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 from tokentrue.environments import Task, work
 from tokentrue.environments.calculator import Calculator
 from tokentrue.environments.tools import CALCULATOR, calculate, last_number
+
+
+class BrokenCalculator(Calculator):
+    async def run(self, client: Any, task: Task) -> float:
+        raise ValueError("the agent broke")
 
 
 class SlowCalculator(Calculator):

@@ -63,6 +63,17 @@ def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: P
     assert found == expected, "a rollout that lived through a crash sampled other tokens than an undisturbed one"
 
 
+def test_the_log_has_the_tracebacks_of_actors(cluster: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokentrue.cli.main import run
+
+    sets = ("rollout.environment=tests.e2e.slow:BrokenCalculator", "rollout.tasks=1", "rollout.group_size=2", "gateways=1", "workers=1")
+    code = run("rollout", ["--ray", "auto", "--out", str(tmp_path), *(part for each in sets for part in ("--set", each))])
+    log = tmp_path / "rollouts.log"
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == 1 and f"tracebacks in {log}" in said
+    assert log.read_text().count('raise ValueError("the agent broke")') == 2
+
+
 def gateway_number(fleet: object, rollout: Rollout) -> int:
     return fleet.gateways.index(fleet.gateways_of(rollout.plan)[0])  # type: ignore[attr-defined]
 

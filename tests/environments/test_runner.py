@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from tokentrue.environments import Plan, Split, Task, plan_groups, run_groups, run_plans, seed_of
 
 
@@ -51,7 +53,7 @@ class Moody:
         return float(client.index)
 
 
-async def test_failures_and_time_outs_cost_their_own_rollout() -> None:
+async def test_failures_and_time_outs_cost_their_own_rollout(caplog: pytest.LogCaptureFixture) -> None:
     sessions = Sessions()
     plans = plan_groups(Moody().tasks(3), n=4, seed=0)
     groups = await run_groups(Moody(), plans, sessions, concurrency=5, timeout_s=0.3)
@@ -63,6 +65,8 @@ async def test_failures_and_time_outs_cost_their_own_rollout() -> None:
         assert [len(rollout.samples) for rollout in group] == [1, 0, 0, 1]
     assert len(sessions.finished) == 6
     assert sessions.most == 5
+    assert caplog.text.count("Traceback") == 3, "time-outs have none"
+    assert all(f"rollout t{i}/1 failed\nTraceback" in caplog.text for i in range(3))
 
 
 async def test_closing_early_cancels_what_still_runs() -> None:

@@ -13,12 +13,12 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.environments import Plan, Rollout, load_environment
-from tokentrue.environments.http import GatewaySessions
+from tokentrue.environments import Plan, Rollout, failed_rollout, load_environment, run_one
+from tokentrue.environments.http import GatewaySessions, resumed_id
 from tokentrue.errors import SessionConflict
 
 PATIENCE_S = 120.0
@@ -116,12 +116,7 @@ class RolloutActor:
 
     async def play(self, plan: Plan, gateways: Sequence[Any]) -> Rollout:
         """`gateways` are handles of the actors that can serve the session, the one that it is pinned to first."""
-        began = time.perf_counter()
-
-        async def whereabouts() -> str:
-            return await find_gateway(gateways)
-
-        return await play_through(self._environment, plan, whereabouts, self._config, self._admin_key, began)
+        return await play_through(self._environment, plan, lambda: find_gateway(gateways), self._config, self._admin_key)
 
     def pid(self) -> int:
         return os.getpid()
@@ -140,48 +135,31 @@ async def find_gateway(gateways: Sequence[Any]) -> str:
     return await ask(gateways[-1])
 
 
-async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], Any], config: Any, admin_key: str, began: float) -> Rollout:
+async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], Awaitable[str]], config: Any, admin_key: str) -> Rollout:
     """One rollout, begun again in its session for as long as the gateway comes back within `PATIENCE_S`."""
-    session_id, error = "", ""
-    patience = time.monotonic() + PATIENCE_S
-    while time.monotonic() < patience:
+    began, said = time.perf_counter(), ""
+    while time.perf_counter() < began + PATIENCE_S:
         try:
-            base_url = await whereabouts()
-            async with (
-                asyncio.timeout(config.timeout_s),
-                GatewaySessions(
-                    base_url, sampling=config.sampling, pin=config.pin, admin_key=admin_key, resume=True, retries=2
-                ) as sessions,
-            ):
+            address = await whereabouts()
+            async with GatewaySessions(address, sampling=config.sampling, pin=config.pin, admin_key=admin_key, resume=True) as sessions:
                 try:
-                    async with sessions.open(plan) as session:
-                        session_id = session.session_id
-                        reward = float(await environment.run(session.client, plan.task))
-                        samples, coverage = await session.finish(reward)
+                    return await run_one(environment, plan, sessions, timeout_s=config.timeout_s, is_raised=is_conflict_or_absence)
                 except SessionConflict:  # it had ended, and the actor that reported it died
                     session_id, reward, samples, coverage = await sessions.read_ended(plan)
-            return make_rollout(plan, session_id, reward, None, began, samples, coverage)
-        except TimeoutError:
-            return make_rollout(plan, session_id, None, f"timed out after {config.timeout_s:g} s", began)
-        except Exception as trouble:  # an agent may raise anything
-            if not is_absence(trouble):
-                return make_rollout(plan, session_id, None, f"{type(trouble).__name__}: {trouble}", began)
-            error = f"the gateway was away for {PATIENCE_S:g} s: {trouble}"
+            return Rollout(
+                plan=plan, session_id=session_id, reward=reward, error=None, seconds=time.perf_counter() - began, samples=samples,
+                coverage=coverage,
+            )  # fmt: skip
+        except Exception as error:
+            if not is_absence(error):
+                return failed_rollout(plan, error, began, session_id=resumed_id(plan))
+            said = f"the gateway was away for {PATIENCE_S:g} s: {error}"
         await asyncio.sleep(0.5)
-    return make_rollout(plan, session_id, None, error, began)
+    return failed_rollout(plan, said, began, session_id=resumed_id(plan))
 
 
-def make_rollout(
-    plan: Plan,
-    session_id: str,
-    reward: float | None,
-    error: str | None,
-    began: float,
-    samples: Any = (),
-    coverage: Mapping[str, Any] | None = None,
-) -> Rollout:
-    seconds = time.perf_counter() - began
-    return Rollout(plan=plan, session_id=session_id, reward=reward, error=error, seconds=seconds, samples=samples, coverage=coverage or {})
+def is_conflict_or_absence(error: Exception) -> bool:
+    return isinstance(error, SessionConflict) or is_absence(error)
 
 
 def is_absence(trouble: BaseException) -> bool:

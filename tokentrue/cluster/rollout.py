@@ -18,7 +18,7 @@ from typing import Any
 
 from tokentrue.app.rollout.settings import RolloutRun
 from tokentrue.app.wiring import ServeConfig, ServerConfig
-from tokentrue.environments import Plan, Rollout
+from tokentrue.environments import Plan, Rollout, log_failure
 from tokentrue.errors import ConfigError, EngineError
 
 JOIN_S = 30.0
@@ -58,7 +58,9 @@ class Fleet:
         while running:
             ended, running = self._ray.wait(running, num_returns=1)
             for reference in ended:
-                on_rollout(self._result(reference))
+                rollout = self._result(reference)
+                log_failure(rollout)
+                on_rollout(rollout)
 
     def _result(self, reference: Any) -> Rollout:
         """A rollout's own failure is in its result; what raises here is an actor that cannot even start."""

@@ -20,7 +20,7 @@ from tokentrue.app.training.settings import TrainRun
 from tokentrue.app.training.setup import engine_for
 from tokentrue.app.wiring import REMOTE
 from tokentrue.cluster.rollout import Fleet, attach, import_ray
-from tokentrue.environments import Plan, Rollout, group_rollouts
+from tokentrue.environments import Plan, Rollout, group_rollouts, log_failure
 from tokentrue.errors import ConfigError, EngineError
 
 REPEATED = {"max_task_retries": -1}  # calls that are repeated when their actor has died: without it Ray fails them while it starts again
@@ -52,6 +52,7 @@ class FleetPlayer:
         async def play(number: int, plan: Plan) -> Rollout:
             worker = workers[number % len(workers)]
             rollout = await answer_of(worker.play.remote(plan, self._fleet.gateways_of(plan)), "run the rollouts")
+            log_failure(rollout)
             on_rollout(rollout)
             return rollout
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One rollout that ran. `reward` is None where it failed, and then `error` says how."""
+    """One rollout that ran. `reward` is None where it failed, and then `error` says how; `trace` is the traceback of what was raised."""
 
     plan: Plan
     session_id: str
@@ -40,6 +41,7 @@ class Rollout:
     seconds: float
     samples: Sequence[Any] = ()
     coverage: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    trace: str = ""
 
 
 class OpenSession(Protocol):
@@ -76,7 +78,15 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
     return plans
 
 
-async def run_one(environment: Environment, plan: Plan, sessions: Sessions, *, timeout_s: float) -> Rollout:
+async def run_one(
+    environment: Environment,
+    plan: Plan,
+    sessions: Sessions,
+    *,
+    timeout_s: float,
+    is_raised: Callable[[Exception], bool] = lambda _: False,
+) -> Rollout:
+    """An agent may raise anything; it costs this rollout alone. Errors of which `is_raised` holds are left to the caller."""
     began = time.perf_counter()
     session_id = ""
     try:
@@ -85,19 +95,27 @@ async def run_one(environment: Environment, plan: Plan, sessions: Sessions, *, t
             reward = float(await environment.run(session.client, plan.task))
             samples, coverage = await session.finish(reward)
     except TimeoutError:
-        return failed_rollout(plan, session_id, f"timed out after {timeout_s:g} s", began)
-    except asyncio.CancelledError:
-        raise
-    except Exception as error:  # an agent may raise anything; it costs this rollout alone
-        LOG.error("rollout %s failed", plan.key, exc_info=True)
-        return failed_rollout(plan, session_id, f"{type(error).__name__}: {error}", began)
+        return failed_rollout(plan, f"timed out after {timeout_s:g} s", began, session_id=session_id)
+    except Exception as error:
+        if is_raised(error):
+            raise
+        return failed_rollout(plan, error, began, session_id=session_id)
     return Rollout(
         plan=plan, session_id=session_id, reward=reward, error=None, seconds=time.perf_counter() - began, samples=samples, coverage=coverage
     )
 
 
-def failed_rollout(plan: Plan, session_id: str, error: str, began: float) -> Rollout:
-    return Rollout(plan=plan, session_id=session_id, reward=None, error=error, seconds=time.perf_counter() - began)
+def failed_rollout(plan: Plan, error: Exception | str, began: float, *, session_id: str) -> Rollout:
+    said, trace = error, ""
+    if isinstance(error, Exception):
+        said, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)).rstrip()
+    return Rollout(plan=plan, session_id=session_id, reward=None, error=str(said), seconds=time.perf_counter() - began, trace=trace)
+
+
+def log_failure(rollout: Rollout) -> None:
+    """Writes the traceback of a failed rollout to the log of this process, whatever process played it."""
+    if rollout.trace:
+        LOG.error("rollout %s failed\n%s", rollout.plan.key, rollout.trace)
 
 
 async def run_plans(
@@ -120,7 +138,9 @@ async def run_plans(
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                yield task.result()
+                rollout = task.result()
+                log_failure(rollout)
+                yield rollout
     finally:
         for task in pending:
             task.cancel()
