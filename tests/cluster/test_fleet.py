@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -107,6 +108,22 @@ async def test_an_absence_is_waited_for_and_an_agent_s_failure_is_not(
     assert (found.error is None) if said is None else (said in (found.error or ""))
     assert ("raise self.error" in found.trace) == (said == "ValueError: the agent broke")
     assert moody.opened == opened if opened < 99 else moody.opened > 1, "an absence was not tried again"
+
+
+async def test_an_absence_is_waited_for_however_long_the_rollout_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LongAgent(Agent):
+        async def run(self, client: Any, task: Task) -> float:
+            if moody.opened == 1:
+                await asyncio.sleep(1.2)
+                raise ConnectionError("the gateway died late")
+            return 1.0
+
+    moody = Moody(0)
+    monkeypatch.setattr(actors, "GatewaySessions", moody.sessions)
+    monkeypatch.setattr(actors, "PATIENCE_S", 1.0)
+    actors.is_absence(ValueError())
+    found = await actors.play_through(LongAgent(), PLANS[0], address, RolloutConfig(), "key")
+    assert (found.reward, moody.opened) == (1.0, 2), found.error
 
 
 async def test_a_training_run_logs_the_tracebacks_of_its_actors(caplog: pytest.LogCaptureFixture) -> None:

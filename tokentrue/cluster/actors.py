@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import threading
 import time
@@ -136,9 +137,9 @@ async def find_gateway(gateways: Sequence[Any]) -> str:
 
 
 async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], Awaitable[str]], config: Any, admin_key: str) -> Rollout:
-    """One rollout, begun again in its session for as long as the gateway comes back within `PATIENCE_S`."""
-    began, said = time.perf_counter(), ""
-    while time.perf_counter() < began + PATIENCE_S:
+    """One rollout, begun again in its session while the gateway is away, until `PATIENCE_S` after it first was."""
+    began, end = time.perf_counter(), math.inf
+    while True:
         try:
             address = await whereabouts()
             async with GatewaySessions(address, sampling=config.sampling, pin=config.pin, admin_key=admin_key, resume=True) as sessions:
@@ -153,9 +154,11 @@ async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], A
         except Exception as error:
             if not is_absence(error):
                 return failed_rollout(plan, error, began, session_id=resumed_id(plan))
-            said = f"the gateway was away for {PATIENCE_S:g} s: {error}"
+            end = min(end, time.perf_counter() + PATIENCE_S)
+            if time.perf_counter() >= end:
+                said = f"the gateway was away for {PATIENCE_S:g} s: {error}"
+                return failed_rollout(plan, said, began, session_id=resumed_id(plan))
         await asyncio.sleep(0.5)
-    return failed_rollout(plan, said, began, session_id=resumed_id(plan))
 
 
 def is_conflict_or_absence(error: Exception) -> bool:
