@@ -101,6 +101,26 @@ def test_noise_is_measured_and_shown(model_dir: Path, tmp_path: Path, capsys: py
     assert "default-src 'none'" in page.read_text()
 
 
+def test_a_page_shows_one_contribution(model_dir: Path, tmp_path: Path) -> None:
+    """Its table and its plot have the same advantages: a session of three samples counts once, with its first sample's reward, and an
+    uncompared sample counts in its group's baseline."""
+    samples = [replace(s, session_id="several" if i < 3 else s.session_id, group="g" if i < 6 else None) for i, s in
+               enumerate(make_samples(model_dir, 0.3))]  # fmt: skip
+    samples[0] = replace(samples[0], reward=0.25)
+    samples[5] = replace(samples[5], metadata={**samples[5].metadata, "advantage": -3.5})
+    write_samples(samples, tmp_path / "s.jsonl")
+    rows = [(s.sample_id, [None if v is None else min(0.0, v + (-1.0) ** i * (25 if i == 11 else 0.1))
+                           for i, v in enumerate(s.rollout_logprobs)]) for s in samples[:4] + samples[5:]]  # fmt: skip
+    given = write_logprobs(tmp_path / "t.jsonl", rows)
+    page = tmp_path / "report.html"
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), *given, "-o", str(page)]) == 1
+    found = answers_of(page)
+    plot, (table,) = found["mismatch"]["contribution"], [t for t in found["report"]["tables"] if t["title"].startswith("Contribution")]
+    shown = {label: row for label, *row in table["rows"]}
+    for sign in ("positive", "negative"):
+        assert shown[f"rollout, {sign}"] == pytest.approx([plot[sign][key] for key in ("tokens", "mean", "std", "skew")], rel=1e-6)
+
+
 def test_a_gap_above_the_limit_is_found_wrong(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = make_samples(model_dir, 0.0)
     write_samples(samples, tmp_path / "s.jsonl")

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from tokentrue.client import AsyncClient
 from tokentrue.errors import ConfigError, GatewayError
+from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.types import Sample
 
 Agent: TypeAlias = Callable[[Any, Any], Awaitable[float | None] | float | None]
@@ -102,11 +103,8 @@ def scored_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def centre_rewards(samples: Sequence[Sample]) -> list[float]:
     """Each sample's advantage: its session's reward minus the mean of its group, where every session counts once."""
-    groups: dict[str, dict[str, float]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group or sample.session_id, {})[sample.session_id] = reward_of(sample)
-    means = {group: sum(rewards.values()) / len(rewards) for group, rewards in groups.items()}
-    return [groups[group][sample.session_id] - means[group] for sample in samples for group in [sample.group or sample.session_id]]
+    sessions = group_sessions((group_of(sample), sample.session_id, reward_of(sample)) for sample in samples)
+    return sessions.advantages(lambda rewards: [reward - sum(rewards) / len(rewards) for reward in rewards])
 
 
 def reward_of(sample: Sample) -> float:

@@ -1,6 +1,7 @@
-"""Group-relative advantages for display: what `tokentrue.mismatch.grpo_advantages` computes on tensors, without torch.
+"""Advantages for display, without torch: the formula of the trainer's default baseline (`tokentrue.mismatch.grpo_advantages`) over the
+sessions that `tokentrue.samples.groups` compares. A sample whose metadata says its `advantage` keeps that one.
 
-A test holds the two together. A sample whose metadata says its `advantage` keeps that one.
+A test compares both with the trainer's.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.types import Sample
 
 EPS = 1e-6
@@ -23,10 +25,10 @@ def group_advantages(rewards: Sequence[float], *, eps: float = EPS) -> list[floa
 
 
 def advantages_of(samples: Sequence[Sample]) -> dict[str, float]:
-    """By sample id, for the samples of one group that have a reward."""
+    """By sample id, for the samples that have a reward; groups must be whole."""
     scored = [(sample, sample.reward) for sample in samples if sample.reward is not None]
-    computed = group_advantages([reward for _, reward in scored])
-    found = {sample.sample_id: value for (sample, _), value in zip(scored, computed, strict=True)}
+    sessions = group_sessions((group_of(sample), sample.session_id, reward) for sample, reward in scored)
+    found = {sample.sample_id: value for (sample, _), value in zip(scored, sessions.advantages(group_advantages), strict=True)}
     for sample in samples:
         given = sample.metadata.get("advantage")
         if isinstance(given, int | float) and math.isfinite(given):

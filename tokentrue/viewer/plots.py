@@ -1,6 +1,7 @@
-"""The mismatch plots as numbers: binning of δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) = -(r - 1)·A.
+"""The mismatch plots as numbers: δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) = -(r - 1)·A, without torch.
 
-Estimators (K1, K3, effective sample size) are `tokentrue.mismatch`'s; this module only counts and sorts for display.
+C(r) and the clamp of δ in it are those of `tokentrue.mismatch`; a test of `tokentrue diagnose` compares them. K1, K3 and the effective
+sample size are not computed here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ Floats = npt.NDArray[np.float64]
 BINS = 81
 TAIL_POINTS = 60
 POSITION_BINS = 48
+LOG_CLAMP = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ def _tail(size: Floats) -> dict[str, Any]:
 
 def _by_position(tokens: ComparedTokens) -> dict[str, Any]:
     """The ratio r = exp(δ) by the number of trained tokens before it: mean, and the range that holds 98% of the tokens."""
-    ratio = np.exp(np.minimum(tokens.delta, 50.0))
+    ratio = np.exp(np.minimum(tokens.delta, LOG_CLAMP))
     last = float(tokens.position.max())
     edges = np.unique(np.floor(np.linspace(0, last + 1, POSITION_BINS + 1)))
     place = np.searchsorted(edges, tokens.position, side="right") - 1
@@ -114,7 +116,7 @@ def _contribution(tokens: ComparedTokens) -> dict[str, Any] | None:
     """C(r) = -(r - 1)·A for positive and for negative advantages: 0 everywhere when on policy."""
     if not np.isfinite(tokens.advantage).any():
         return None
-    value = -np.expm1(np.minimum(tokens.delta, 50.0)) * tokens.advantage
+    value = -np.expm1(np.clip(tokens.delta, -LOG_CLAMP, LOG_CLAMP)) * tokens.advantage
     found: dict[str, Any] = {}
     for name, chosen in (("positive", value[tokens.advantage > 0]), ("negative", value[tokens.advantage < 0])):
         if len(chosen):

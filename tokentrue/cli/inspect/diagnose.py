@@ -34,8 +34,6 @@ class Row:
 
     name: str
     step: str
-    group: str | None
-    reward: float | None
     token_ids: tuple[int, ...]
     kinds: tuple[str, ...]
     rollout: tuple[float, ...]
@@ -50,7 +48,7 @@ class Comparison:
     """The rows that have numbers of both sides, and how much of the file they are."""
 
     rows: tuple[Row, ...]
-    samples: int  # in the file
+    samples: tuple[Sample, ...]  # of the file
     trained_tokens: int  # in the file
     refused: tuple[str, ...] = ()  # why the trainer cannot score a sample, one for each such sample
 
@@ -60,15 +58,15 @@ class Comparison:
 
     @property
     def is_whole(self) -> bool:
-        return (len(self.rows), self.tokens) == (self.samples, self.trained_tokens)
+        return (len(self.rows), self.tokens) == (len(self.samples), self.trained_tokens)
 
     def describe(self) -> str:
-        return f"compared {self.tokens:,} of {self.trained_tokens:,} trained tokens, {len(self.rows):,} of {self.samples:,} samples"
+        return f"compared {self.tokens:,} of {self.trained_tokens:,} trained tokens, {len(self.rows):,} of {len(self.samples):,} samples"
 
     def to_json(self) -> dict[str, int]:
         return {
             "samples": len(self.rows),
-            "samples_in_file": self.samples,
+            "samples_in_file": len(self.samples),
             "trained_tokens": self.tokens,
             "trained_tokens_in_file": self.trained_tokens,
         }
@@ -103,26 +101,27 @@ def command(
     compared = _load(samples, trainer, trainer_logprobs, plain=plain, dtype=dtype, device=device, quiet=as_json)
     if not compared.rows:
         raise InputError(_why_nothing(samples, compared))
-    whole, steps = _diagnose(compared.rows, correction)
+    whole, steps = _diagnose(compared, correction)
     verdict, alarm = _verdict(whole, compared, max_k3)
     facts = {
-        "samples": f"{len(compared.rows):,} of {compared.samples:,} in {samples.name}",
+        "samples": f"{len(compared.rows):,} of {len(compared.samples):,} in {samples.name}",
         "trained tokens": f"{compared.tokens:,} of {compared.trained_tokens:,}",
         "trainer": trainer or str(trainer_logprobs),
         "correction shown": correction,
     }
     if trainer is not None:
         facts["scored"] = f"{'the model’s own forward pass' if plain else 'exact operators'}, {dtype}, {device}"
-    if left_out := compared.samples - len(compared.rows) - len(compared.refused):
+    if left_out := len(compared.samples) - len(compared.rows) - len(compared.refused):
         facts["left out"] = f"{count_of(left_out, 'sample')} without trained tokens or without the trainer's log-probabilities"
     if compared.refused:
         facts["not scored"] = f"{count_of(len(compared.refused), 'sample')}; the first: {compared.refused[0]}"
     if output is not None:
-        from tokentrue.cli.inspect.diagnose_report import write_diagnosis
+        from tokentrue.cli.inspect.diagnose_report import diagnosis_report, write_diagnosis
 
-        pairs = [(row.sample, row.columns) for row in compared.rows]
+        report = diagnosis_report(whole, steps, verdict=verdict, ok=not alarm, facts=facts)
+        columns = {row.name: row.columns for row in compared.rows}
         renderer = None if tokenizer is None else _renderer(tokenizer)
-        write_diagnosis(output, whole, steps, verdict=verdict, ok=not alarm, facts=facts, samples=pairs, renderer=renderer)
+        write_diagnosis(output, report, whole, samples=compared.samples, columns=columns, renderer=renderer)
     if as_json:
         found: dict[str, Any] = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": compared.to_json()}
         worst = [asdict(row) for row in whole.worst]
@@ -163,7 +162,7 @@ def _load(samples: Path, trainer: str | None, logprobs: Path | None, *, plain: b
                 rows.append(row)
             advance()
     trained = sum(sum(map(bool, sample.loss_mask)) for sample in found)
-    return Comparison(rows=tuple(rows), samples=len(found), trained_tokens=trained, refused=tuple(refused))
+    return Comparison(rows=tuple(rows), samples=tuple(found), trained_tokens=trained, refused=tuple(refused))
 
 
 def _row(sample: Sample, trainer: Sequence[float | None], tops: Sequence[int] | None) -> Row | None:
@@ -183,8 +182,6 @@ def _row(sample: Sample, trainer: Sequence[float | None], tops: Sequence[int] | 
     return Row(
         name=sample.sample_id,
         step=str(sample.metadata.get("step", max(versions, default=0))),
-        group=sample.group,
-        reward=sample.reward,
         token_ids=tuple(sample.token_ids[i] for i in chosen),
         kinds=tuple(kind.get(i, "sampled") for i in chosen),
         rollout=rollout,
@@ -304,18 +301,12 @@ def _temperatures(sample: Sample) -> Tensor:
     return temperatures_of(sample, mask, 1.0)
 
 
-def _diagnose(rows: Sequence[Row], correction: str) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:
-    """The whole, and its steps in order; advantages are the rewards' group-relative ones where every row has a reward."""
-    import torch
+def _diagnose(compared: Comparison, correction: str) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:
+    """The whole, and its steps in order; with the advantages that the viewer shows, where every row has one."""
+    from tokentrue.viewer.advantages import advantages_of
 
-    from tokentrue.mismatch import grpo_advantages
-
-    advantages: list[float] | None = None
-    if all(row.reward is not None for row in rows):
-        rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
-        groups = [row.group if row.group is not None else "all" for row in rows]
-        found: Any = grpo_advantages(rewards, groups, std=False)
-        advantages = cast("list[float]", found.tolist())
+    rows, known = compared.rows, advantages_of(compared.samples)
+    advantages = [known[row.name] for row in rows] if all(row.name in known for row in rows) else None
     names = sorted({kind for row in rows for kind in row.kinds})
     labels = list(dict.fromkeys(sorted((row.step for row in rows), key=_natural)))
     parts: dict[str, list[Diagnosis]] = {label: [] for label in labels}

@@ -31,21 +31,21 @@ PLACES = {"by_probability": "probability of the token under the rollout", "by_po
 
 def write_diagnosis(
     path: Path,
+    report: Report,
     whole: Diagnosis,
-    steps: Steps,
     *,
-    verdict: str,
-    ok: bool,
-    facts: Mapping[str, str],
-    samples: Sequence[tuple[Sample, Sequence[float | None]]],
+    samples: Sequence[Sample],
+    columns: Mapping[str, Sequence[float | None]],
     renderer: Any,
 ) -> None:
-    """`samples` are the compared ones, each with the trainer's log-probabilities."""
-    report = diagnosis_report(whole, steps, verdict=verdict, ok=ok, facts=facts)
-    rank = {row.row: number for number, row in enumerate(whole.worst)}
-    ordered = sorted((sample for sample, _ in samples), key=lambda sample: rank.get(sample.sample_id, len(rank)))
-    trainer = {sample.sample_id: TrainerColumns(logprobs=values) for sample, values in samples}
-    source = SampleList(ordered, name="worst sequences first")
+    """`samples` are all of the file, since a group's baseline needs them; `columns` the trainer's log-probabilities of those compared."""
+    worst = {row.row: number for number, row in enumerate(whole.worst)}
+    rank: dict[str, int] = {}
+    for sample in samples:  # sessions are sorted, their samples stay in order: a session's reward is its first sample's
+        place = worst.get(sample.sample_id, len(worst) + (sample.sample_id not in columns))
+        rank[sample.session_id] = min(place, rank.get(sample.session_id, place))
+    source = SampleList(sorted(samples, key=lambda sample: rank[sample.session_id]), name="worst sequences first")
+    trainer = {name: TrainerColumns(logprobs=values) for name, values in columns.items()}
     write_report(path, report, source=source, renderer=renderer, trainer=trainer, most_tokens=READABLE_TOKENS)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
+from tokentrue.samples.groups import group_sessions
 from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig
 from tokentrue.train.data.batch import Row
@@ -30,17 +31,13 @@ class SessionRewards:
 
     @staticmethod
     def of(rows: Sequence[Row]) -> SessionRewards:
-        numbers: dict[tuple[str, str], int] = {}
-        of_row = [numbers.setdefault((row.group, row.sample.session_id), len(numbers)) for row in rows]
-        rewards, groups = [0.0] * len(numbers), [""] * len(numbers)
-        sampled, trained = [0] * len(numbers), [0] * len(numbers)
-        for row, number in reversed(list(zip(rows, of_row, strict=True))):  # the first row says what the session's reward is
-            rewards[number], groups[number] = row.reward, row.group
+        found = group_sessions((row.group, row.sample.session_id, row.reward) for row in rows)
+        sampled, trained = [0] * len(found.groups), [0] * len(found.groups)
+        for row, number in zip(rows, found.of_sample, strict=True):
             sampled[number] += int(row.sampled.sum())
             trained[number] += int(row.mask.sum())
-        return SessionRewards(
-            rewards=torch.tensor(rewards, dtype=torch.float64), groups=groups, sampled=sampled, trained=trained, of_row=of_row
-        )
+        rewards = torch.tensor(found.rewards, dtype=torch.float64)
+        return SessionRewards(rewards=rewards, groups=found.groups, sampled=sampled, trained=trained, of_row=found.of_sample)
 
     def less(self, cost: Tensor) -> SessionRewards:
         return replace(self, rewards=self.rewards - cost)

@@ -1,0 +1,48 @@
+"""Which sessions a group's baseline compares, and the one reward of each: the same for trainer, viewer, `tokentrue diagnose` and adapters.
+
+A session may leave several samples (compaction, sub-agents, forks). It counts once, with the reward of its first sample, also where its
+leaves have rewards of their own; and all its samples share its advantage. A session without a group is a group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tokentrue.types import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedSessions:
+    """`groups` and `rewards` of the sessions, in the order of their first sample; `of_sample` has each sample's session number."""
+
+    groups: list[str]
+    rewards: list[float]
+    of_sample: list[int]
+
+    def advantages(self, formula: Callable[[list[float]], list[float]]) -> list[float]:
+        """One for each sample. `formula` makes those of a group of its sessions' rewards."""
+        members: dict[str, list[int]] = {}
+        for number, group in enumerate(self.groups):
+            members.setdefault(group, []).append(number)
+        found: dict[int, float] = {}
+        for numbers in members.values():
+            found |= zip(numbers, formula([self.rewards[number] for number in numbers]), strict=True)
+        return [found[number] for number in self.of_sample]
+
+
+def group_sessions(samples: Iterable[tuple[str, str, float]]) -> GroupedSessions:
+    """Of each sample its group, its session and its reward."""
+    numbers: dict[tuple[str, str], int] = {}
+    rewards: list[float] = []
+    of_sample: list[int] = []
+    for group, session, reward in samples:
+        if (group, session) not in numbers:
+            numbers[group, session] = len(numbers)
+            rewards.append(reward)
+        of_sample.append(numbers[group, session])
+    return GroupedSessions(groups=[group for group, _ in numbers], rewards=rewards, of_sample=of_sample)
+
+
+def group_of(sample: Sample) -> str:
+    return sample.group or f"session {sample.session_id}"
