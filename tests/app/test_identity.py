@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,8 +24,10 @@ class SGLang(BaseHTTPRequestHandler):
     model = "elsewhere/other-model"
     tokens: list[int] | None = None
     asked: str | None = None
+    key: str | None = None
 
     def do_GET(self) -> None:
+        type(self).key = self.headers["authorization"]
         self.answer({"model_path": self.model, "weight_version": "default"} if self.path == "/model_info" else None)
 
     def do_POST(self) -> None:
@@ -78,6 +81,16 @@ def test_another_tokenizer_is_refused(engine: tuple[type[SGLang], str]) -> None:
 
 def test_an_engine_that_cannot_tokenise_is_believed(engine: tuple[type[SGLang], str]) -> None:
     assert identify_model(config(engine[1], str(SMALL_MODEL))).model.path == str(SMALL_MODEL)
+
+
+def test_the_key_is_the_environments_unless_the_options_have_one(engine: tuple[type[SGLang], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, url = engine
+    asked = config(url, str(SMALL_MODEL))
+    monkeypatch.setenv("TOKENTRUE_ENGINE_KEY", "from-environment")
+    identify_model(asked)
+    assert handler.key == "Bearer from-environment"
+    identify_model(replace(asked, engine=replace(asked.engine, options={"retries": 0, "api_key": "own"})))
+    assert handler.key == "Bearer own"
 
 
 def test_no_engine_is_one_line() -> None:

@@ -7,13 +7,12 @@ can be judged: the engine's reported model must then be a directory on this mach
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokentrue.app.wiring import ENGINE_KEY, REMOTE, EngineConfig, ModelConfig, ServeConfig, renderer_for
+from tokentrue.app.wiring import REMOTE, EngineConfig, ModelConfig, ServeConfig, connect_engine, renderer_for
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError, EngineError, EngineUnreachable
 from tokentrue.ids import TokenIds
@@ -39,10 +38,7 @@ def identify_model(config: ServeConfig) -> ServeConfig:
 
 async def _ask(engine: EngineConfig, url: str, renderer: Renderer | None) -> Mapping[str, Any]:
     """Health facts of one replica, by a connection of its own; with a renderer, its tokenisation is compared, too."""
-    from tokentrue.providers import load
-
-    key = os.environ.get(ENGINE_KEY)
-    provider = load(engine.name, url=url, **({"api_key": key} if key else {}), **engine.options)
+    provider = connect_engine(engine, url)
     try:
         facts = await provider.health()
         if renderer is not None:

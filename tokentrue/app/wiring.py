@@ -25,7 +25,7 @@ from tokentrue.tracing import start_tracing
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
     from tokentrue.gateway.workers.forwarding import WorkerLinks
-    from tokentrue.protocols import EngineControl, Renderer
+    from tokentrue.protocols import EngineControl, Provider, Renderer
     from tokentrue.sessions.journal import Journal
 
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
@@ -135,9 +135,7 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
     if config.name in REMOTE:
         if not config.urls:
             raise ConfigError(f"engine {config.name!r} needs --url (one for each replica)")
-        if key := os.environ.get(ENGINE_KEY):
-            options.setdefault("api_key", key)
-        return Pool([load(config.name, url=url, **options) for url in config.urls])
+        return Pool([connect_engine(config, url) for url in config.urls])
     if config.urls:
         raise ConfigError(f"engine {config.name!r} runs in this process and takes no --url")
     if config.name == "scripted":
@@ -149,6 +147,13 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
         options.setdefault("model", model.path or str(SMALL_MODEL))
         options.setdefault("decode", renderer(model.history).decode)  # for stop strings
     return Pool([load(config.name, **options)])
+
+
+def connect_engine(config: EngineConfig, url: str) -> Provider:
+    """The adapter to one server, with the engine's key from the environment unless `options` has one."""
+    from tokentrue.providers import load
+
+    return load(config.name, url=url, **{"api_key": os.environ.get(ENGINE_KEY), **config.options})
 
 
 def journal_for(

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokentrue.app.devices import require_dtype
+from tokentrue.app.wiring import ENGINE_KEY, IN_PROCESS, REMOTE, EngineConfig, connect_engine
 from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokentrue.doctor import Report
 
-REMOTE = ("vllm", "sglang")
-ENGINES = (*REMOTE, "hf", "exact")
-ENGINE_KEY = "TOKENTRUE_ENGINE_KEY"
 COLOURS = {"ok": "green", "fault": "bold red", "cannot_tell": "yellow"}
 
 
@@ -51,14 +50,14 @@ def command(
 
 
 def _check(engine: str, url: str | None, model: Path, dtype: str | None) -> None:
-    if engine not in ENGINES:
-        raise ConfigError(f"--engine: no engine {engine!r}; choose one of {', '.join(ENGINES)}")
+    if engine not in REMOTE | IN_PROCESS:
+        raise ConfigError(f"--engine: no engine {engine!r}; choose one of {', '.join(sorted(REMOTE | IN_PROCESS))}")
     if (engine in REMOTE) != (url is not None):
         raise ConfigError(f"--url: engine {engine!r} {'needs one' if engine in REMOTE else 'runs in this process and takes none'}")
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model: {str(model)!r} is no model directory (no config.json)")
-    if dtype is not None and dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"--dtype: {dtype!r} is not one of float32, bfloat16, float16")
+    if dtype is not None:
+        require_dtype(dtype)
 
 
 async def _run(
@@ -83,9 +82,8 @@ async def _run(
     quiet_libraries()
     with Console(stderr=True, quiet=quiet or not sys.stderr.isatty()).status("loading") as status:
         reference = Reference.load(model, adapter=adapter)
-        key = os.environ.get(ENGINE_KEY)
-        provider, module = _provider(engine, url, served or model, dtype or reference.dtype, key)
-        routes = routes_for(provider, url, api_key=key)
+        provider, module = _provider(engine, url, served or model, dtype or reference.dtype)
+        routes = routes_for(provider, url, api_key=os.environ.get(ENGINE_KEY))
         recorded = _read_samples(samples)
         try:
             await provider.health()
@@ -106,12 +104,12 @@ async def _run(
             await provider.close()
 
 
-def _provider(engine: str, url: str | None, served: Path, dtype: str, key: str | None) -> tuple[Any, Any]:
+def _provider(engine: str, url: str | None, served: Path, dtype: str) -> tuple[Any, Any]:
     """The engine, and its torch module where it can be looked into."""
+    if url is not None:
+        return connect_engine(EngineConfig(name=engine), url), None
     from tokentrue.providers import load
 
-    if engine in REMOTE:
-        return load(engine, url=url, **({"api_key": key} if key else {})), None
     if engine == "exact":
         return load(engine, model=str(served), dtype=dtype), None
     import torch
