@@ -194,6 +194,8 @@ async def test_queries_say_what_they_do_not_understand() -> None:
     await new_session(app, group="b")
     assert json.loads((await ask(app, "GET", "/sessions?group=a"))[1])["total"] == 1
     assert json.loads((await ask(app, "GET", "/sessions?state=ended"))[1])["total"] == 0
+    status, answer = await ask(app, "GET", "/sessions?state=closed")
+    assert status == 400 and "must be open or ended" in answer.decode()
     status, answer = await ask(app, "DELETE", f"/sessions/{session['session_id']}?purge=yes")
     assert status == 400 and b"purge: must be true or false" in answer
     assert json.loads((await ask(app, "GET", f"/sessions/{session['session_id']}"))[1])["state"] == "open"

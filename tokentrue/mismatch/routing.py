@@ -144,14 +144,6 @@ class _Choice(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, taken), taken))
 
 
-def to_routed(experts: Tensor, *, start: int = 0, weights: Tensor | None = None) -> RoutedExperts:
-    """`[positions, layers, top_k]` as it is kept in completions and samples."""
-    positions, layers, top_k = experts.shape
-    scales = None if weights is None else weights.float().contiguous().cpu().numpy().astype("<f4").tobytes()
-    data = experts.to(torch.int16).contiguous().cpu().numpy().astype("<i2").tobytes()
-    return RoutedExperts(shape=(positions, layers, top_k), data=data, start=start, weights=scales)
-
-
 def from_routed(routed: RoutedExperts) -> Tensor:
     """int16 `[tokens, layers, top_k]`."""
     flat = torch.frombuffer(bytearray(routed.data), dtype=torch.int16) if routed.data else torch.zeros(0, dtype=torch.int16)

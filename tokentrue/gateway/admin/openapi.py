@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokentrue.gateway.admin.session_handlers import MOST_LISTED
+
 Json = dict[str, Any]
 SESSION: Json = {
     "name": "session_id",
@@ -179,9 +181,13 @@ def _session_paths() -> Json:
         }
     )
     reward = _object({"reward": {"type": "number"}, "leaf": TEXT, "metadata": FREE, "group": TEXT}, "reward")
-    query = tuple(
-        {"name": name, "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 1000}} for name in ("offset", "limit")
-    )
+    filters: Json = {
+        "offset": {"type": "integer", "minimum": 0},
+        "limit": {"type": "integer", "minimum": 0, "maximum": MOST_LISTED},
+        "state": {"enum": ["open", "ended"]},
+        "group": TEXT,
+    }
+    query = tuple({"name": name, "in": "query", "schema": schema} for name, schema in filters.items())
     purge: Json = {"name": "purge", "in": "query", "schema": {"type": "boolean"}}
     format_: Json = {"name": "format", "in": "query", "schema": TEXT}
     one = "/sessions/{session_id}"

@@ -72,6 +72,8 @@ class SessionHandlers:
             raise InputError(f"limit: at most {MOST_LISTED}")
         journal = self._services.journal
         state, group = query.get("state"), query.get("group")
+        if state not in (None, "open", "ended"):
+            raise InputError(f"state: must be open or ended, got {state!r}")
         records = await asyncio.to_thread(lambda: journal.sessions(offset=offset, limit=limit, state=state, group=group))
         total = await asyncio.to_thread(lambda: journal.count(state=state, group=group))
         listed = [record_json(record) for record in records]

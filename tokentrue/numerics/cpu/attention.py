@@ -3,8 +3,8 @@
 A query's result is a fold over key blocks of 128, in order: scores by one matrix product over the head size, the maximum over all
 visible keys (a maximum has no order), exp, then per block the product with the values and the sum, added block after block. Masked and
 padded keys weigh exactly 0, and adding +0 changes nothing, so it does not matter how far a batch is padded. A sink is added to the sum
-after the last block. What remains is that a
-matrix product gives a row the same bits whatever the number of rows: true from `MIN_ROWS` rows up, and checked at start-up.
+after the last block. What remains is that a matrix product gives a row the same bits whatever the number of rows: true from a
+least number on, which a check at start-up finds (`selftest.Findings.rows`).
 Arithmetic is float32 for every dtype.
 
 Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of 128), D head size.
