@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeAlias
 
 from tokentrue.environments import OpenSession, Plan, Sessions
 from tokentrue.environments.tools import CALCULATOR
-from tokentrue.errors import ConfigError, TokenContractError
-from tokentrue.protocols import Provider
+from tokentrue.errors import ConfigError
+from tokentrue.protocols import Scoring
 from tokentrue.train import Groups, Rounds
-from tokentrue.types import Sample, Sampling, Span
+from tokentrue.types import Sample, Span
 
 Rewriting: TypeAlias = Literal["none", "reencode", "rerender", "stringify"]
 
@@ -26,7 +26,7 @@ Rewriting: TypeAlias = Literal["none", "reencode", "rerender", "stringify"]
 class RewrittenRounds:
     """Rounds whose samples are rewritten in the way that `kind` names."""
 
-    def __init__(self, rounds: Rounds, kind: Rewriting, *, renderer: Any, provider: Provider) -> None:
+    def __init__(self, rounds: Rounds, kind: Rewriting, *, renderer: Any, provider: Scoring) -> None:
         self._rounds = rounds
         self._change = change_of(kind, renderer)
         self._provider = provider
@@ -38,10 +38,7 @@ class RewrittenRounds:
 
     async def _scored(self, sample: Sample) -> Sample:
         """The sample with the engine's log-probability of every trained id."""
-        asked = Sampling(max_tokens=1, extra={"prompt_logprobs": True})
-        found = (await self._provider.generate(sample.token_ids, asked)).prompt_logprobs
-        if found is None or len(found) != len(sample.token_ids) - 1:
-            raise TokenContractError(f"engine {self._provider.name!r} reports no prompt log-probabilities: use the exact engine")
+        found = await self._provider.score(sample.token_ids)
         values = [value if mask else None for value, mask in zip((0.0, *found), sample.loss_mask, strict=True)]
         return replace(sample, rollout_logprobs=values)
 
@@ -88,9 +85,11 @@ def rerender(sample: Sample, renderer: Any, change: Callable[[dict[str, Any]], d
 
 
 def replace_ids(sample: Sample, ids: list[int], spans: Sequence[Span]) -> Sample:
-    """Other ids in the sample's place, not yet scored: no log-probability, so that nothing can train on it unscored."""
+    """Other ids in the sample's place, not yet scored: no log-probability, so that nothing can train on it unscored. The record of the
+    sampled turns is dropped: it counts other tokens."""
     mask = [int(span.kind == "sampled") for span in spans for _ in range(span.start, span.end)]
-    return replace(sample, token_ids=ids, loss_mask=mask, rollout_logprobs=[None] * len(ids), spans=tuple(spans))
+    metadata = {name: value for name, value in sample.metadata.items() if name != "tokentrue"}
+    return replace(sample, token_ids=ids, loss_mask=mask, rollout_logprobs=[None] * len(ids), spans=tuple(spans), metadata=metadata)
 
 
 def given_span(start: int, end: int, turn: int) -> Span:
