@@ -12,11 +12,10 @@ import pytest
 import tokentrue as tt
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
-from tokentrue.cli.inspect.diagnose import _temperatures  # pyright: ignore[reportPrivateUsage]
 from tokentrue.doctor.probes.samples import observe, why_not_comparable
 from tokentrue.errors import TokenContractError, TokenTrueError
 from tokentrue.samples.exporters.prime_rl import temperatures
-from tokentrue.samples.recorded_turns import read_record, read_turns
+from tokentrue.samples.recorded_turns import read_record, read_turns, scoring_temperatures, why_not_scorable
 from tokentrue.train.data.advantages import is_truncated
 from tokentrue.train.data.batch import row_of
 from tokentrue.types import Sample
@@ -49,7 +48,7 @@ def view(sample: Sample) -> None:
 READERS: dict[str, Callable[[Sample], object]] = {
     "trainer": lambda sample: is_truncated(row_of(sample, "g")),
     "doctor": lambda sample: (why_not_comparable(sample), observe(sample)),
-    "diagnose": _temperatures,
+    "diagnose": scoring_temperatures,
     "prime-rl": temperatures,
     "viewer": view,
 }
@@ -97,6 +96,34 @@ def test_turns_that_hold_other_tokens_than_the_sample_are_refused(sample: Sample
     own["nodes"][0]["given"] += 1
     with pytest.raises(TokenContractError, match=f"hold {len(sample.token_ids) + 1} tokens, the sample {len(sample.token_ids)}"):
         row_of(replace(sample, metadata={"tokentrue": own}), "g")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ({}, ""),
+        ({"presence_penalty": 0.5, "top_k": 4}, "sampled under presence_penalty: a penalty depends on the text before"),
+        ({"top_p": 0.5, "top_k": 4}, "and the engine did not report which ids were kept"),
+    ],
+)
+def test_one_rule_says_which_turns_can_be_scored(sample: Sample, sampling: dict[str, Any], words: str) -> None:
+    own = copy.deepcopy(sample.metadata["tokentrue"])
+    own["nodes"][1] |= {"sampling": sampling, "temperature": 0.0}
+    greedy = replace(sample, metadata={"tokentrue": own})
+    first, turn, last = read_turns(greedy)
+    said = why_not_scorable(greedy, turn)
+    assert words in said and bool(words) == bool(said) and not why_not_scorable(greedy, first) and not why_not_scorable(greedy, last)
+    untrained = replace(greedy, loss_mask=[bit if i >= turn.end else 0 for i, bit in enumerate(sample.loss_mask)])
+    expected = {i: t for one, t in ((first, 0.7), (turn, 1.0), (last, 0.3)) for i in range(one.start, one.end)}
+    assert scoring_temperatures(untrained) == [expected.get(i, 1.0) for i in range(len(sample.token_ids))]
+    assert row_of(untrained, "g").temperatures.tolist() == pytest.approx(scoring_temperatures(untrained))
+    if words:
+        with pytest.raises(TokenContractError, match=f"{sample.sample_id}, turn 1: sampled under"):
+            scoring_temperatures(greedy)
+    else:
+        scoring_temperatures(greedy)
+    with pytest.raises(TokenContractError, match=r"turn 1: sampled (under|at temperature 0)"):
+        row_of(greedy, "g")
 
 
 def test_a_sample_of_another_program_needs_no_record(sample: Sample) -> None:

@@ -79,3 +79,29 @@ def read_turns(sample: Sample) -> list[RecordedTurn]:
     if turns and at != len(sample.token_ids):
         raise TokenContractError(f"sample {sample.sample_id}: its recorded turns hold {at} tokens, the sample {len(sample.token_ids)}")
     return turns
+
+
+def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
+    """Empty where the distribution that the turn's tokens were drawn from can be computed again.
+
+    Log-probabilities under top-p, top-k or min-p are of a smaller distribution than a whole softmax: without the ids that were kept, every
+    ratio would be off.
+    """
+    if turn.penalties:
+        cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
+        return f"sampled under {', '.join(turn.penalties)}: {cure}"
+    if turn.truncations and sample.sampling_mask is None:
+        cure = "have it return its sampling mask (docs/training.md), or sample without filters"
+        return f"sampled under {', '.join(turn.truncations)}, and the engine did not report which ids were kept; {cure}"
+    return ""
+
+
+def scoring_temperatures(sample: Sample, default: float = 1.0) -> list[float]:
+    """The temperature to score each token at: its turn's; `default` where none is recorded and in greedy turns, which engines report at 1.
+    Raises TokenContractError for a trained turn that cannot be scored."""
+    found = [default] * len(sample.token_ids)
+    for number, turn in enumerate(read_turns(sample)):
+        if any(sample.loss_mask[turn.start : turn.end]) and (why := why_not_scorable(sample, turn)):
+            raise TokenContractError(f"sample {sample.sample_id}, turn {number}: {why}")
+        found[turn.start : turn.end] = [turn.row.temperature or default] * (turn.end - turn.start)
+    return found

@@ -244,7 +244,7 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
     """The log-probability of each token given those before it, as `tokentrue train` computes it; the first token has none.
 
     At the temperature that each turn was sampled at, over the ids that its filters kept. Raises TokenContractError for a sample whose
-    distribution cannot be computed again: one under penalties, or under filters whose kept ids were not recorded.
+    distribution cannot be computed again (`why_not_scorable`).
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -270,13 +270,14 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
     if plain:
         model.register_forward_hook(record_tops)
 
+    from tokentrue.samples.recorded_turns import scoring_temperatures
     from tokentrue.train.data.replay import kept_rows
     from tokentrue.train.update.scoring import ExactScorer, PlainScorer
 
     score = PlainScorer() if plain else ExactScorer()
 
     def score_sample(sample: Sample) -> tuple[list[float | None], list[int] | None]:
-        ids, temperatures = torch.tensor(list(sample.token_ids)), _temperatures(sample)
+        ids, temperatures = torch.tensor(list(sample.token_ids)), torch.tensor(scoring_temperatures(sample))
         tops.clear()
         with torch.no_grad():
             found: Any = score(model, [ids], [temperatures], kept=[kept_rows(sample)]).logprobs[0]
@@ -284,21 +285,6 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
         return [None, *found[1:].tolist()], None if best is None else [-1, *best.tolist()]
 
     return score_sample
-
-
-def _temperatures(sample: Sample) -> Tensor:
-    """Turn by turn, as the trainer reads them. Greedy turns, which no trainer takes, are scored at temperature 1, as engines do."""
-    import torch
-
-    from tokentrue.samples.recorded_turns import read_turns
-    from tokentrue.train.data.batch import temperatures_of
-
-    mask = torch.tensor([bool(value) for value in sample.loss_mask])
-    for turn in read_turns(sample):
-        can_replay = not turn.penalties and (sample.sampling_mask is not None or not turn.truncations)
-        if turn.row.temperature == 0 and can_replay:
-            mask[turn.start : turn.end] = False
-    return temperatures_of(sample, mask, 1.0)
 
 
 def _diagnose(compared: Comparison, correction: str) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:

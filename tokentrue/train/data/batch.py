@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokentrue.errors import TokenContractError
 from tokentrue.numerics import KeptRows
-from tokentrue.samples.recorded_turns import RecordedTurn, read_turns
+from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures
 from tokentrue.train.data.replay import experts_and_weights, kept_rows
 from tokentrue.types import Sample
 
@@ -73,7 +73,7 @@ def row_of(sample: Sample, group: str, temperature: float = 1.0) -> Row:
         sampled=sampled,
         rollout=torch.tensor([0.0 if value is None else value for value in logprobs], dtype=torch.float64).float(),
         versions=versions,
-        temperatures=temperatures_of(sample, mask, temperature),
+        temperatures=temperatures_of(sample, temperature),
         reward=float(sample.reward),
         kept=kept_rows(sample),
         experts=experts,
@@ -81,34 +81,13 @@ def row_of(sample: Sample, group: str, temperature: float = 1.0) -> Row:
     )
 
 
-def temperatures_of(sample: Sample, mask: Tensor, default: float) -> Tensor:
-    """Turn by turn, as the sample's record says. Refused: a trained turn sampled greedily, under penalties, or under filters that cannot
-    be replayed."""
-    found = torch.full((len(sample.token_ids),), default, dtype=torch.float32)
+def temperatures_of(sample: Sample, default: float) -> Tensor:
+    """As `scoring_temperatures` gives them. Refused besides: a trained turn sampled greedily."""
+    found = torch.tensor(scoring_temperatures(sample, default), dtype=torch.float32)
     for number, turn in enumerate(read_turns(sample)):
-        place, stretch = f"sample {sample.sample_id}, turn {number}", slice(turn.start, turn.end)
-        temperature = default if turn.row.temperature is None else turn.row.temperature
-        is_trained = bool(mask[stretch].any())
-        if is_trained:
-            require_scorable(turn, place, has_mask=sample.sampling_mask is not None)
-        if temperature > 0:
-            found[stretch] = temperature
-        elif is_trained:
-            raise TokenContractError(f"{place}: sampled at temperature 0, which has no policy gradient")
+        if turn.row.temperature == 0 and any(sample.loss_mask[turn.start : turn.end]):
+            raise TokenContractError(f"sample {sample.sample_id}, turn {number}: sampled at temperature 0, which has no policy gradient")
     return found
-
-
-def require_scorable(turn: RecordedTurn, place: str, *, has_mask: bool) -> None:
-    """Log-probabilities under top-p, top-k or min-p are of a smaller distribution than a whole softmax: without the ids that were kept,
-    every ratio would be off."""
-    if turn.penalties:
-        cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
-        raise TokenContractError(f"{place}: sampled under {', '.join(turn.penalties)}: {cure}")
-    if turn.truncations and not has_mask:
-        raise TokenContractError(
-            f"{place}: sampled under {', '.join(turn.truncations)}, and the engine did not report which ids were kept; "
-            "have it return its sampling mask (docs/training.md), or sample without filters"
-        )
 
 
 def rows_of(groups: Sequence[Sequence[Sample]], temperature: float = 1.0) -> list[Row]:
