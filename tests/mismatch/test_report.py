@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tokentrue.app.devices import DTYPES
 from tokentrue.cli.main import run
 from tokentrue.samples import write_samples
 from tokentrue.types import Certificate, Sample, SamplingMask, Span
@@ -231,6 +232,7 @@ def test_log_probabilities_that_are_none_are_refused_by_row(
         (["--trainer-logprobs", "none.jsonl", "--max-k3", "nan"], "--max-k3: nan must be a number >= 0"),
         (["--trainer-logprobs", "binary.jsonl"], "cannot be read as UTF-8"),
         (["--trainer", "MODEL", "--device", "bogus"], "device: 'bogus' is no device of torch; use cpu, cuda or cuda:N"),
+        (["--trainer", "MODEL", "--dtype", "float64"], "dtype: 'float64' is not one of float32, bfloat16, float16"),
         (["--trainer", "MODEL", "--device", "cuda:97"], "device: 'cuda:97' is not available"),
     ],
 )
@@ -245,6 +247,12 @@ def test_called_wrong(
     (tmp_path / "short.jsonl").write_text('{"sample_id": "s0", "logprobs": [null, -1.0]}\n')
     assert run("diagnose", ["s.jsonl", *(str(model_dir) if one == "MODEL" else one for one in extra)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_of_the_other_commands_is_taken(model_dir: Path, tmp_path: Path, dtype: str) -> None:
+    write_samples(make_samples(model_dir, 0.0)[:2], tmp_path / "s.jsonl")
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir), "--dtype", dtype]) == 0
 
 
 def test_a_page_of_one_exact_step(model_dir: Path, tmp_path: Path) -> None:

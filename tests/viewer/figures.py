@@ -9,8 +9,9 @@ from PIL import Image
 
 from tests.viewer.browser import open_browser, serve, watched
 from tests.viewer.world import build_store, renderer, store_samples, write_trainer_file
+from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
 from tokentrue.sessions import Journal
-from tokentrue.viewer import StoreSource, ViewerData, read_trainer_file
+from tokentrue.viewer import StoreSource, ViewerData
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "figures"
 SIZE = {"width": 1280, "height": 760}
@@ -31,7 +32,7 @@ def main() -> None:
         store = build_store(Path(folder) / "runs.sqlite")
         trainer = write_trainer_file(Path(folder) / "trainer.jsonl", store_samples(store))
         source = StoreSource(Journal(f"sqlite:{store}"), name=store.name)
-        data = ViewerData(source, renderer=renderer(), trainer=read_trainer_file(trainer))
+        data = ViewerData(source, renderer=renderer(), trainer=read_trainer_logprobs(trainer))
         with serve(data) as base, open_browser() as browser:
             for name, theme, path, keys in PAGES:
                 with watched(browser, base, theme=theme, size=SIZE) as seen:

@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, expect
 import tokentrue as tt
 from tests.viewer.browser import open_browser, serve, violations, watched
 from tests.viewer.world import TASKS, Told, build_store, long_sample, play, renderer, run_apart, store_samples, write_trainer_file
+from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
 from tokentrue.sessions import Journal
 from tokentrue.viewer import (
     Chart,
@@ -23,7 +24,6 @@ from tokentrue.viewer import (
     SampleList,
     StoreSource,
     ViewerData,
-    read_trainer_file,
     write_export,
     write_report,
 )
@@ -50,7 +50,7 @@ def trainer(store: Path) -> Path:
 @pytest.fixture(scope="module")
 def data(store: Path, trainer: Path) -> Iterator[ViewerData]:
     source = StoreSource(Journal(f"sqlite:{store}", read_only=True), name=store.name)
-    yield ViewerData(source, renderer=renderer(), trainer=read_trainer_file(trainer))
+    yield ViewerData(source, renderer=renderer(), trainer=read_trainer_logprobs(trainer))
     source.close()
 
 

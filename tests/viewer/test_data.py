@@ -19,9 +19,10 @@ import tokentrue as tt
 from tests.viewer.world import STEPS, SYSTEM, Told, build_store, long_sample, renderer, run_apart, split, store_samples, write_trainer_file
 from tokentrue.errors import ConfigError, FileFormatError, SessionNotFound
 from tokentrue.samples import write_samples
+from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
 from tokentrue.sessions import Journal
 from tokentrue.types import Sample
-from tokentrue.viewer import FileSource, Report, SampleList, StoreSource, ViewerData, create_app, read_trainer_file, write_report
+from tokentrue.viewer import FileSource, Report, SampleList, StoreSource, ViewerData, create_app, write_report
 from tokentrue.viewer.advantages import group_advantages
 from tokentrue.viewer.breaks import differing_ranges
 from tokentrue.viewer.export import key_of
@@ -194,23 +195,40 @@ def test_plots_count_every_token_once() -> None:
 
 
 def test_exact_log_probabilities_are_said_to_be_exact(from_store: ViewerData, samples: list[Sample], tmp_path: Path) -> None:
-    trainer = read_trainer_file(write_trainer_file(tmp_path / "t.jsonl", samples, exact=True))
+    trainer = read_trainer_logprobs(write_trainer_file(tmp_path / "t.jsonl", samples, exact=True))
     found = ViewerData(from_store.source, trainer=trainer).mismatch()
     assert found["equal"] == found["tokens"] == sum(sum(sample.loss_mask) for sample in samples)
 
 
-@pytest.mark.parametrize("line", ["{", '{"logprobs": []}', '{"sample_id": "x", "logprobs": ["a"]}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"logprobs": []}',
+        '{"sample_id": "x", "logprobs": ["a"]}',
+        '{"sample_id": "x", "logprobs": ["-1.5"]}',
+        '{"sample_id": "x", "logprobs": [true]}',
+        '{"sample_id": "x", "logprobs": [0.5]}',
+        '{"sample_id": "x", "logprobs": [-1e999]}',
+        f'{{"sample_id": "x", "logprobs": [-1{"0" * 400}]}}',
+        '{"sample_id": "x", "logprobs": [null], "entropy": ["1"]}',
+        '{"sample_id": "x", "logprobs": [null], "entropy": 1}',
+        '{"sample_id": "first", "logprobs": [null]}',
+        "[" * 100_000,
+    ],
+)
 def test_a_bad_trainer_file_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text(f"{line}\n")
-    with pytest.raises(FileFormatError, match=r"t\.jsonl:1:"):
-        read_trainer_file(path)
+    path.write_text(f'{{"sample_id": "first", "logprobs": [null, 0, -1], "entropy": [null, 0, 2.5]}}\n\n{line}\n')
+    with pytest.raises(FileFormatError, match=r"t\.jsonl:3:"):
+        read_trainer_logprobs(path)
 
 
 def test_trainer_log_probabilities_of_another_length_are_refused(samples: list[Sample], tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f'{{"sample_id": "{samples[0].sample_id}", "logprobs": [null]}}\n')
-    data = ViewerData(SampleList(samples, name="s"), trainer=read_trainer_file(path))
+    data = ViewerData(SampleList(samples, name="s"), trainer=read_trainer_logprobs(path))
     with pytest.raises(FileFormatError, match="1 trainer log-probabilities"):
         data.branch(samples[0].session_id, samples[0].sample_id)
 

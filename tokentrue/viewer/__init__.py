@@ -7,7 +7,6 @@ from tokentrue.viewer.report import Chart, Report, ReportTable, write_report
 from tokentrue.viewer.sources.gateway import GatewaySource
 from tokentrue.viewer.sources.samples import ChosenSessions, FileSource, SampleList
 from tokentrue.viewer.sources.store import StoreSource
-from tokentrue.viewer.sources.trainer_file import TrainerColumns, read_trainer_file
 
 __all__ = [
     "Chart",
@@ -18,10 +17,8 @@ __all__ = [
     "ReportTable",
     "SampleList",
     "StoreSource",
-    "TrainerColumns",
     "ViewerData",
     "create_app",
-    "read_trainer_file",
     "write_export",
     "write_report",
 ]

@@ -18,13 +18,13 @@ from typing import Any
 
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.samples.recorded_turns import read_record
+from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.types import Ids, Sample
 from tokentrue.viewer.advantages import advantages_of
 from tokentrue.viewer.blocks import cut_blocks, read_turns
 from tokentrue.viewer.breaks import breaks_to_json
 from tokentrue.viewer.plots import compare_tokens, plots_to_json
 from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer
-from tokentrue.viewer.sources.trainer_file import TrainerColumns
 
 FORMAT = 1
 PAGE = 500
@@ -43,7 +43,7 @@ class ViewerData:
         source: RecordSource,
         *,
         renderer: ViewRenderer | None = None,
-        trainer: Mapping[str, TrainerColumns] | None = None,
+        trainer: Mapping[str, TrainerLogprobs] | None = None,
         report: Mapping[str, Any] | None = None,
     ) -> None:
         self.source, self._renderer, self._trainer, self._report = source, renderer, dict(trainer or {}), report

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.viewer.data import ViewerData
 from tokentrue.viewer.export import MOST_TOKENS, write_export
 from tokentrue.viewer.records import RecordSource, ViewRenderer
 from tokentrue.viewer.sources.samples import SampleList
-from tokentrue.viewer.sources.trainer_file import TrainerColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def write_report(
     *,
     source: RecordSource | None = None,
     renderer: ViewRenderer | None = None,
-    trainer: Mapping[str, TrainerColumns] | None = None,
+    trainer: Mapping[str, TrainerLogprobs] | None = None,
     most_tokens: int = MOST_TOKENS,
 ) -> None:
     """One self-contained HTML file. The first sessions of `source`, up to `most_tokens`, can be read in it token by token; with `trainer`

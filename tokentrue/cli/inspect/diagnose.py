@@ -9,23 +9,23 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentrue.app.devices import require_device
+from tokentrue.app.devices import require_device, require_dtype
 from tokentrue.cli.words import count_of
-from tokentrue.errors import ConfigError, FileFormatError, InputError, TokenContractError
+from tokentrue.errors import ConfigError, InputError, TokenContractError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tokentrue.mismatch import Diagnosis
+    from tokentrue.samples.trainer_logprobs import TrainerLogprobs
     from tokentrue.types import Sample
 
 BATCH_TOKENS = 8192
 ALARM_K3 = 0.015
-MOST_LOGPROB = 1e-3  # rounding may put the logarithm of a probability of 1 this far above 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Row:
     trainer: tuple[float, ...]
     flips: tuple[bool, ...] | None  # the trainer would have chosen another token where the rollout was sure of this one
     sample: Sample
-    columns: Sequence[float | None]  # the trainer's log-probabilities, one for each token of the sample
+    scores: TrainerLogprobs  # of all tokens of the sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,8 @@ def command(
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the report as one HTML page")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="with --trainer: the model's own forward pass, not the exact operators")] = False,
-    dtype: Annotated[str, typer.Option("--dtype", help="with --trainer: float32 or bfloat16")] = "float32",
-    device: Annotated[str, typer.Option("--device", help="with --trainer: cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option("--dtype", help="with --trainer: float32, bfloat16 or float16")] = "float32",
+    device: Annotated[str, typer.Option("--device", help="with --trainer: cpu, cuda or cuda:N")] = "cpu",
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="a model directory, to show tokens as text in the page")] = None,
     correction: Annotated[str, typer.Option("--correction", help="preset whose effect is shown")] = "decoupled_token_is",
     max_k3: Annotated[float, typer.Option("--max-k3", help="exit 1 where the mean K3 per token is above this")] = ALARM_K3,
@@ -96,6 +96,7 @@ def command(
         raise ConfigError("pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison")
     if trainer is not None:
         require_device(device)
+        require_dtype(dtype)
     if not max_k3 >= 0:
         raise ConfigError(f"--max-k3: {max_k3:g} must be a number >= 0")
     compared = _load(samples, trainer, trainer_logprobs, plain=plain, dtype=dtype, device=device, quiet=as_json)
@@ -119,9 +120,9 @@ def command(
         from tokentrue.cli.inspect.diagnose_report import diagnosis_report, write_diagnosis
 
         report = diagnosis_report(whole, steps, verdict=verdict, ok=not alarm, facts=facts)
-        columns = {row.name: row.columns for row in compared.rows}
+        scores = {row.name: row.scores for row in compared.rows}
         renderer = None if tokenizer is None else _renderer(tokenizer)
-        write_diagnosis(output, report, whole, samples=compared.samples, columns=columns, renderer=renderer)
+        write_diagnosis(output, report, whole, samples=compared.samples, trainer=scores, renderer=renderer)
     if as_json:
         found: dict[str, Any] = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": compared.to_json()}
         worst = [asdict(row) for row in whole.worst]
@@ -141,9 +142,10 @@ def _why_nothing(samples: Path, compared: Comparison) -> str:
 def _load(samples: Path, trainer: str | None, logprobs: Path | None, *, plain: bool, dtype: str, device: str, quiet: bool) -> Comparison:
     from tokentrue.app.training.sample_files import require_samples_of
     from tokentrue.samples import read_samples
+    from tokentrue.samples.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
 
     found = list(read_samples(samples))
-    given = _read_logprobs(logprobs) if logprobs is not None else None
+    given = {} if logprobs is None else read_trainer_logprobs(logprobs)
     scorer = None if trainer is None else _scorer(trainer, plain=plain, dtype=dtype, device=device)
     if trainer is not None:
         require_samples_of(found, trainer)
@@ -151,13 +153,14 @@ def _load(samples: Path, trainer: str | None, logprobs: Path | None, *, plain: b
     refused: list[str] = []
     with _progress(len(found), quiet) as advance:
         for sample in found:
-            values, tops = (given or {}).get(sample.sample_id), None
+            scores, tops = given.get(sample.sample_id), None
             if scorer is not None and any(sample.loss_mask):
                 try:
                     values, tops = scorer(sample)
+                    scores = TrainerLogprobs(logprobs=values)
                 except TokenContractError as error:
                     refused.append(str(error))
-            row = None if values is None else _row(sample, values, tops)
+            row = None if scores is None else _row(sample, scores, tops)
             if row is not None:
                 rows.append(row)
             advance()
@@ -165,9 +168,9 @@ def _load(samples: Path, trainer: str | None, logprobs: Path | None, *, plain: b
     return Comparison(rows=tuple(rows), samples=tuple(found), trained_tokens=trained, refused=tuple(refused))
 
 
-def _row(sample: Sample, trainer: Sequence[float | None], tops: Sequence[int] | None) -> Row | None:
-    if len(trainer) != len(sample.token_ids):
-        raise FileFormatError(f"sample {sample.sample_id}: {len(trainer)} trainer log-probabilities for {len(sample.token_ids)} tokens")
+def _row(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None) -> Row | None:
+    scores.check(sample)
+    trainer = scores.logprobs
     chosen = [i for i, mask in enumerate(sample.loss_mask) if mask and sample.rollout_logprobs[i] is not None and trainer[i] is not None]
     if not chosen:
         return None
@@ -188,7 +191,7 @@ def _row(sample: Sample, trainer: Sequence[float | None], tops: Sequence[int] | 
         trainer=tuple(float(trainer[i] or 0.0) for i in chosen),
         flips=flips,
         sample=sample,
-        columns=trainer,
+        scores=scores,
     )
 
 
@@ -198,46 +201,6 @@ def _require_finite(sample: Sample, side: str, values: Sequence[float | None], c
         if value is not None and not math.isfinite(value):
             cure = "check the weights and --dtype" if side == "trainer's" else "`tokentrue audit` lists every such sample of the file"
             raise InputError(f"sample {sample.sample_id}: the {side} log-probability of token {index} is {value}; {cure}")
-
-
-def _read_logprobs(path: Path) -> dict[str, list[float | None]]:
-    """JSON lines, one sample each."""
-    if not path.exists():
-        raise FileFormatError(f"{path}: no such file")
-    found: dict[str, list[float | None]] = {}
-    lines: dict[str, int] = {}
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row: Any = json.loads(line)
-            name, values = row["sample_id"], row["logprobs"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise FileFormatError(f'{path}:{number}: not a JSON object with "sample_id" and "logprobs" ({error})') from error
-        if not isinstance(name, str) or not isinstance(values, list):
-            raise FileFormatError(f'{path}:{number}: "sample_id" must be text and "logprobs" a list')
-        if name in lines:
-            raise FileFormatError(f"{path}:{number}: sample_id {name!r} is also in line {lines[name]}; give each sample once")
-        lines[name] = number
-        given = cast("list[object]", values)
-        found[name] = [_logprob_from_json(value, f"{path}:{number}: token {index}") for index, value in enumerate(given)]
-    return found
-
-
-def _logprob_from_json(value: object, place: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise FileFormatError(f"{place}: {value!r} is not a number; write null where the log-probability is unknown")
-    if not math.isfinite(value):
-        raise FileFormatError(f"{place}: the log-probability {value} is not finite; write null where it is unknown")
-    if value > MOST_LOGPROB:
-        raise FileFormatError(f"{place}: the log-probability {value:g} is above 0; pass natural logarithms of probabilities")
-    return float(value)
 
 
 def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sample], tuple[list[float | None], list[int] | None]]:
@@ -251,14 +214,11 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # ours is enough
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype not in kinds:
-        raise ConfigError(f"--dtype: {dtype!r} is not one of {', '.join(kinds)}")
     if not Path(trainer).is_dir():
         raise ConfigError(f"--trainer: {trainer} is not a directory with a model")
     models: Any = AutoModelForCausalLM
     try:
-        model: Any = models.from_pretrained(trainer, dtype=kinds[dtype])
+        model: Any = models.from_pretrained(trainer, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--trainer: cannot load {trainer}: {str(error).splitlines()[0]}") from error
     model.to(device).eval()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokentrue.mismatch.diagnosis.sums import SIGNS, TAILS
 from tokentrue.mismatch.metrics import Mean
-from tokentrue.viewer import Chart, Report, ReportTable, SampleList, TrainerColumns, write_report
+from tokentrue.samples.trainer_logprobs import TrainerLogprobs
+from tokentrue.viewer import Chart, Report, ReportTable, SampleList, write_report
 
 if TYPE_CHECKING:
     from tokentrue.mismatch import Diagnosis
@@ -35,17 +36,16 @@ def write_diagnosis(
     whole: Diagnosis,
     *,
     samples: Sequence[Sample],
-    columns: Mapping[str, Sequence[float | None]],
+    trainer: Mapping[str, TrainerLogprobs],
     renderer: Any,
 ) -> None:
-    """`samples` are all of the file, since a group's baseline needs them; `columns` the trainer's log-probabilities of those compared."""
+    """`samples` are all of the file, since a group's baseline needs them; `trainer` are log-probabilities of those compared."""
     worst = {row.row: number for number, row in enumerate(whole.worst)}
     rank: dict[str, int] = {}
     for sample in samples:  # sessions are sorted, their samples stay in order: a session's reward is its first sample's
-        place = worst.get(sample.sample_id, len(worst) + (sample.sample_id not in columns))
+        place = worst.get(sample.sample_id, len(worst) + (sample.sample_id not in trainer))
         rank[sample.session_id] = min(place, rank.get(sample.session_id, place))
     source = SampleList(sorted(samples, key=lambda sample: rank[sample.session_id]), name="worst sequences first")
-    trainer = {name: TrainerColumns(logprobs=values) for name, values in columns.items()}
     write_report(path, report, source=source, renderer=renderer, trainer=trainer, most_tokens=READABLE_TOKENS)
 
 

@@ -43,9 +43,10 @@ def command(
 
 
 def load_data(source: str, *, model: str | None, trainer_logprobs: Path | None) -> ViewerData:
-    from tokentrue.viewer import ViewerData, read_trainer_file
+    from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
+    from tokentrue.viewer import ViewerData
 
-    trainer = None if trainer_logprobs is None else read_trainer_file(trainer_logprobs)
+    trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)
     return ViewerData(open_source(source), renderer=None if model is None else _renderer(model), trainer=trainer)
 
 
