@@ -9,7 +9,6 @@ Messages and tools are plain mappings in the OpenAI Chat Completions shape: `rol
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,6 +29,11 @@ TemplateKwargs: TypeAlias = Mapping[str, Any]
 MAX_CHOICES = 128  # answers to one request
 UNVERSIONED = 0
 """Policy version of an engine that has not been told one."""
+
+
+def is_temperature(value: float) -> bool:
+    """0 is greedy; others must divide logits in float32."""
+    return value == 0 or 1e-30 <= value <= 1e30  # false for NaN, too
 
 
 def is_logprob(value: float) -> bool:
@@ -97,7 +101,7 @@ class Sampling:
     def __post_init__(self) -> None:
         self._check_types()
         checks: tuple[tuple[bool, str, object], ...] = (
-            (math.isfinite(self.temperature) and self.temperature >= 0, "temperature must be finite and >= 0", self.temperature),
+            (is_temperature(self.temperature), "temperature must be 0, or from 1e-30 to 1e30", self.temperature),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (self.top_k >= 0, "top_k must be >= 0 (0 is off)", self.top_k),
             (0 <= self.min_p < 1, "min_p must be in [0, 1)", self.min_p),
@@ -459,3 +463,11 @@ class Coverage:
     @property
     def ratio(self) -> float:
         return self.trained / self.sampled if self.sampled else 1.0
+
+    @property
+    def untrained_by_reason(self) -> dict[str, int]:
+        """Sampled tokens that no sample trains."""
+        found: dict[str, int] = {}
+        for item in self.untrained:
+            found[item.why] = found.get(item.why, 0) + item.tokens
+        return found

@@ -121,6 +121,7 @@ async def test_the_deepest_value_that_is_taken_can_be_written_and_read_everywher
 WRONG_SAMPLING: list[dict[str, Any]] = [
     {"stop": "END"}, {"stop": ["END", 5]}, {"stop": {"a": 1}}, {"stop": None}, {"stop_token_ids": "12"}, {"stop_token_ids": ["5"]},
     {"stop_token_ids": [1.5]}, {"stop_token_ids": [True]}, {"temperature": True}, {"temperature": None}, {"temperature": "hot"},
+    {"temperature": 1e39}, {"temperature": 1e-50},
     {"top_p": "0.5"}, {"top_k": 1.5}, {"top_k": True}, {"max_tokens": 2.5}, {"max_tokens": "5"}, {"max_tokens": True}, {"seed": "abc"},
     {"seed": 1.5}, {"top_logprobs": True}, {"extra": 5}, {"extra": []}, {"extra": None},
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from tokentrue.types import Sample
 from tokentrue.viewer.data import ViewerData
 from tokentrue.viewer.sources.samples import SampleList
 
-WRONG = [None, -1, 10**30, "x", [], {}, True, 1.5, float("nan"), float("inf"), [[1]], [None], {"": {}}]
+WRONG = [None, -1, 10**30, 1e39, 1e-50, "x", [], {}, True, 1.5, float("nan"), float("inf"), [[1]], [None], {"": {}}]
 
 
 @pytest.fixture

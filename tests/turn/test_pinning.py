@@ -5,14 +5,17 @@ How many samples it saves is in the coverage table (`test_coverage.py`); through
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tokentrue as tt
+from tests.turn.letters import Letters, sampled
 from tests.turn.world import OTHER_TOOLS, TOOLS, Engine, answer_to, renderer, sampled_turn
-from tokentrue.errors import ConfigError, EngineContractError, TokenTrueError
+from tokentrue.errors import ConfigError, EngineContractError, MessageError, TokenTrueError
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Message, TurnRequest
 
@@ -106,3 +109,19 @@ async def test_pins_hold_after_a_restart(tmp_path: Path) -> None:
 def test_only_what_can_be_pinned_is_taken() -> None:
     with pytest.raises(ConfigError, match="'tools' cannot be pinned; choose from system"):
         tt.Session(renderer=renderer("own"), provider=Engine([]), pin=("tools",))
+
+
+@pytest.mark.parametrize("tools", [None, 5])
+@pytest.mark.parametrize("kind", [iter, deque, lambda _: None, lambda _: 5, lambda _: "hi"])
+async def test_what_is_no_list_is_refused_as_without_pinning(kind: Callable[[Any], Any], tools: Any) -> None:
+    told: list[str] = []
+    history = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    for pin in ((), ("system",)):
+        session = tt.Session(renderer=Letters(), provider=Engine([sampled("r", "a")] * 2), pin=pin)
+        await session.chat(history)
+        try:
+            await session.chat(kind(history), tools)
+            told.append("served")
+        except MessageError as error:
+            told.append(str(error))
+    assert told[0] == told[1]

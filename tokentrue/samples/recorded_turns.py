@@ -7,14 +7,13 @@ together must hold the sample's tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from tokentrue.errors import TokenContractError
 from tokentrue.samples.shape import Count, decode
-from tokentrue.types import PENALTIES, TRUNCATIONS, Coverage, Sample
+from tokentrue.types import PENALTIES, TRUNCATIONS, Coverage, Sample, is_temperature
 
 
 class TurnRow(msgspec.Struct, kw_only=True):
@@ -24,7 +23,7 @@ class TurnRow(msgspec.Struct, kw_only=True):
     given: Count
     sampled: Count
     node: str | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    temperature: float | None = None
     sampling: dict[str, Any] = {}
     versions: list[tuple[int, int, int]] = []
     finish: str | None = None
@@ -72,8 +71,8 @@ def read_turns(sample: Sample) -> list[RecordedTurn]:
     turns: list[RecordedTurn] = []
     at = 0
     for row in read_record(sample).nodes:
-        if row.temperature is not None and not isfinite(row.temperature):
-            raise TokenContractError(f"sample {sample.sample_id}: a turn was sampled at temperature {row.temperature}")
+        if row.temperature is not None and not is_temperature(row.temperature):
+            raise TokenContractError(f"sample {sample.sample_id}: no turn can be scored at temperature {row.temperature}")
         start, at = at + row.given, at + row.given + row.sampled
         turns.append(RecordedTurn(start=start, end=at, row=row))
     if turns and at != len(sample.token_ids):

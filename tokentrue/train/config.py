@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from tokentrue.errors import ConfigError
+from tokentrue.types import is_temperature
 
 Baseline: TypeAlias = Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "whitened", "whitened_groups", "none"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
@@ -204,8 +205,8 @@ class TrainConfig:
             raise ConfigError("train: lag, checkpoint_every, max_idle_steps and max_skipped_updates must be >= 0")
         require_choice("train.routing_replay", self.routing_replay, RoutingReplay)
         require_choice("train.baseline", self.baseline, Baseline)
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ConfigError(f"train.temperature: {self.temperature!r} must be > 0: greedy rollouts have no policy gradient")
+        if not (is_temperature(self.temperature) and self.temperature > 0):
+            raise ConfigError(f"train.temperature: {self.temperature!r} must be > 0 and <= 1e30: greedy rollouts have no policy gradient")
 
     @property
     def updates_per_step(self) -> int:
@@ -229,8 +230,8 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.every < 0 or self.patience < 0 or self.tasks < 1 or self.attempts < 1:
             raise ConfigError("evaluation: every and patience must be >= 0, tasks and attempts at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"evaluation.temperature: {self.temperature!r} must be finite and >= 0")
+        if not is_temperature(self.temperature):
+            raise ConfigError(f"evaluation.temperature: {self.temperature!r} must be 0, or from 1e-30 to 1e30")
         if not math.isfinite(self.solved):
             raise ConfigError(f"evaluation.solved: {self.solved!r} must be finite")
         if self.patience and not self.every:

@@ -135,9 +135,9 @@ class ConversationReader:
     def read(self, messages: Messages, tools: Tools | None, *, are_final: bool = False) -> Conversation:
         """Copies, checks and keys a request; malformed messages are refused by field. Message objects that the caller never changes are
         final; others are compared with what was read of them."""
+        check_list(messages, "messages")
         if not messages:
             raise MessageError("at least one message is needed", field="messages")
-        _check_list(messages, "messages")
         messages = list(messages)
         base, shared = self.find_base(messages, are_final=are_final)
         _check_objects(messages, "messages", first=shared)
@@ -191,7 +191,7 @@ class ConversationReader:
         """The session's own copy of the tools, and their exact digest. The same object while they are spelled alike."""
         copy: list[Any] | None = None
         if tools:
-            _check_list(tools, "tools")
+            check_list(tools, "tools")
             tools = list(tools)
             _check_objects(tools, "tools")
             copy = cast("list[Any]", freeze(tools, "tools"))
@@ -201,7 +201,8 @@ class ConversationReader:
         return self._tools
 
 
-def _check_list(values: Any, field: str) -> None:
+def check_list(values: Any, field: str) -> None:
+    """Refuses what is no list of anything."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise MessageError(f"must be a list of objects, got {type(values).__name__}", field=field)
 

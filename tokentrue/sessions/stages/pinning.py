@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
 from tokentrue.errors import ConfigError
+from tokentrue.sessions.matching.conversations import check_list
 from tokentrue.sessions.matching.match_keys import message_key
 from tokentrue.sessions.plain_json import digest, freeze
 from tokentrue.sessions.tree import Node, Tree
@@ -52,7 +53,12 @@ class PinnedPrompts:
             self._first.setdefault(conversation_key(messages[length], node.tools), tuple(messages[:length]))
 
     def apply(self, messages: Messages, tools: Tools | None) -> PinnedRequest:
-        length = count_system(messages) if self._is_on else 0
+        if not self._is_on:
+            return PinnedRequest(messages=messages)
+        check_list(messages, "messages")
+        check_list(tools or (), "tools")
+        messages = list(messages)
+        length = count_system(messages)
         if not 0 < length < len(messages) or not is_mapping(messages[length]):
             return PinnedRequest(messages=messages)
         first = self._first.get(conversation_key(messages[length], tools))
