@@ -14,15 +14,19 @@ from tests.doctor import engines as e
 from tests.doctor.faults import tiny_model
 from tokentrue.cli.main import run
 from tokentrue.doctor import CAUSES, Finding, Reference, Report, Verdict, examine, report_page
+from tokentrue.doctor.context import Examination
 from tokentrue.doctor.examine import FOLLOWS, settle
 from tokentrue.doctor.findings import cannot_tell, fault, ok
-from tokentrue.doctor.fit import explained_share, grows_with_position, shift
+from tokentrue.doctor.fit import Spread, explained_share, grows_with_position, shift
 from tokentrue.doctor.layers import first_difference
+from tokentrue.doctor.probes.stability import probe_stability
+from tokentrue.doctor.routes import NoRoutes
 from tokentrue.errors import EngineUnreachable
 from tokentrue.providers import load
+from tokentrue.providers.exact import ExactProvider
 from tokentrue.providers.hf import HFProvider
 from tokentrue.renderers import load_renderer
-from tokentrue.types import Certificate, Sample, Sampling, SamplingMask, Span
+from tokentrue.types import Certificate, Completion, Finish, Sample, Sampling, SamplingMask, Span
 
 
 @pytest.fixture(autouse=True)
@@ -281,6 +285,31 @@ async def test_experts_of_a_mixture_are_compared_layer_by_layer(tmp_path: Path) 
     report = await examine(load("exact", model=model), renderer, reference)
     (routing,) = [finding for finding in report.findings if finding.probe.startswith("experts")]
     assert routing.fault == "routing" and "replayed" in routing.detail, routing
+
+
+async def test_an_engine_of_any_name_that_scores_is_asked_for_a_prompts_log_probabilities() -> None:
+    class Renamed(ExactProvider):
+        name = "mine"
+
+    provider = Renamed(str(e.CALCULATOR))
+    try:
+        report = await examine(provider, load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR))
+    finally:
+        await provider.close()
+    verdicts = {finding.probe: finding.verdict for finding in report.findings}
+    assert verdicts["weights: log-probabilities of a prompt"] is Verdict.OK
+
+
+async def test_nothing_to_compare_is_no_agreement() -> None:
+    class Silent(HFProvider):
+        async def generate(self, prompt_ids: Any, sampling: Sampling, *, session: str | None = None) -> Completion:
+            return Completion(token_ids=(), logprobs=(), finish=Finish.LENGTH)
+
+    exam = Examination(
+        provider=Silent(e.calculator()), routes=NoRoutes(), renderer=load_renderer(str(e.CALCULATOR)),
+        reference=Reference.load(e.CALCULATOR), dtype="float32", spread=Spread(mean=0.0, largest=0.0),
+    )  # fmt: skip
+    assert {finding.verdict for finding in await probe_stability(exam)} == {Verdict.CANNOT_TELL}
 
 
 async def test_an_engine_that_goes_away_is_no_fault() -> None:

@@ -22,8 +22,7 @@ from tokentrue.types import Chunk, Completion, Ids, Sampling
 class PausableRoutes(NoRoutes):
     """Notes what it is asked; a provider may look at it."""
 
-    def __init__(self, provider: Any, calls: list[str]) -> None:
-        super().__init__(provider)
+    def __init__(self, calls: list[str]) -> None:
         self.calls = calls
 
     async def pause(self) -> bool:
@@ -74,7 +73,7 @@ async def verdicts(provider: Any, **options: Any) -> tuple[Report, dict[str, Ver
 async def test_an_interrupted_generation_must_not_change(breaks: str, named: tuple[str, ...]) -> None:
     calls: list[str] = []
     provider = Forgetful(calls, breaks)
-    report, found = await verdicts(provider, routes=PausableRoutes(provider, calls), interrupt=True)
+    report, found = await verdicts(provider, routes=PausableRoutes(calls), interrupt=True)
     assert tuple(finding.fault for finding in report.faults) == named
     assert calls == ["pause", "preempt", "resume"], "the engine is resumed whatever happens"
     assert found["stability: paused and resumed"] is (Verdict.FAULT if breaks == "resume" else Verdict.OK)

@@ -56,7 +56,7 @@ async def examine(
     """
     exam = Examination(
         provider=provider,
-        routes=NoRoutes(provider) if routes is None else routes,
+        routes=NoRoutes() if routes is None else routes,
         renderer=renderer,
         reference=reference,
         dtype=dtype or reference.dtype,
@@ -88,8 +88,7 @@ async def examine(
 
 async def _facts(exam: Examination) -> dict[str, str]:
     try:
-        known = {key: str(value) for key, value in (await exam.provider.health()).items()}
-        return {**known, **await exam.routes.facts()}
+        return {key: str(value) for key, value in (await exam.provider.health()).items()}
     except EngineError as error:
         return {"health": str(error)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokentrue.errors import InputError
@@ -35,17 +34,16 @@ async def check_logprobs_close(
     asked = sampling if sampling is not None else Sampling(temperature=0.0, max_tokens=32)
     a = first if isinstance(first, Completion) else await first.generate(prompt_ids, asked)
     b = second if isinstance(second, Completion) else await second.generate(prompt_ids, asked)
-    return compare_completions(a.token_ids, a.logprobs, b.token_ids, b.logprobs, tolerance=tolerance)
+    return compare_completions(a, b, tolerance=tolerance)
 
 
-def compare_completions(
-    ids: Sequence[int], logprobs: Sequence[float], other_ids: Sequence[int], other_logprobs: Sequence[float], *, tolerance: float
-) -> Closeness:
+def compare_completions(first: Completion, second: Completion, *, tolerance: float) -> Closeness:
+    ids, other_ids = first.token_ids, second.token_ids
     if not ids or not other_ids:
         raise InputError("nothing to compare: one of the completions is empty")
     common = next((i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b), min(len(ids), len(other_ids)))
     apart = None if common == len(ids) == len(other_ids) else common
-    differences = [abs(a - b) for a, b in zip(logprobs[:common], other_logprobs[:common], strict=True)]
+    differences = [abs(a - b) for a, b in zip(first.logprobs[:common], second.logprobs[:common], strict=True)]
     worst = max(differences, default=0.0)
     mean = sum(differences) / len(differences) if differences else 0.0
     close = common > 0 and worst <= tolerance

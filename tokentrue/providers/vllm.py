@@ -26,6 +26,7 @@ from tokentrue.providers.transport.answers import (
     VLLMAnswer,
     VLLMChoice,
     VLLMLogprobs,
+    VLLMModel,
     VLLMModels,
     VLLMToken,
     VLLMTop,
@@ -80,7 +81,6 @@ class VLLMProvider:
         self._publisher = DiskPublisher(self, weights_dir, place=self._http.place)
         self._loaded = version  # of the weights that the server loaded last
         self._model = model
-        self._path: str | None = None  # where the server loaded it from
         self._abilities: Abilities | None = None
         self._probing = asyncio.Lock()
         self.version = version
@@ -122,13 +122,14 @@ class VLLMProvider:
 
     async def health(self) -> Mapping[str, Any]:
         """Always asks the server; learns its abilities the first time."""
-        await self._served_model()
+        served = await self._served_model()
         abilities = await self._learn()
         return {
             "engine": self.name,
             "url": self._http.url,
             "model": abilities.model,
-            "path": self._path,
+            "path": served.root,
+            "max_model_len": served.max_model_len,
             "version": self.version,
             "token_route": abilities.token_route,
             "logprobs": "processed" if abilities.processed else "raw",
@@ -136,11 +137,11 @@ class VLLMProvider:
 
     async def tokenize(self, text: str) -> TokenIds | None:
         """/tokenize, which compares the server's tokenizer with ours."""
-        body = {"model": await self._served_model(), "prompt": text, "add_special_tokens": False}
+        body = {"model": (await self._served_model()).id, "prompt": text, "add_special_tokens": False}
         return await read_tokens(self._http, "/tokenize", body)
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
-        return await score_prompt(self._http, await self._served_model(), TokenIds(token_ids))
+        return await score_prompt(self._http, (await self._served_model()).id, TokenIds(token_ids))
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         """Writes the weights below `weights_dir` and has the server load them (VLLM_SERVER_DEV_MODE=1), also in mid-generation."""
@@ -195,7 +196,7 @@ class VLLMProvider:
     async def _learn(self) -> Abilities:
         async with self._probing:
             if self._abilities is None:
-                model = await self._served_model()
+                model = (await self._served_model()).id
                 token_route = await self._has_token_route()
                 self._abilities = Abilities(model=model, token_route=token_route, processed=False)
                 try:
@@ -206,17 +207,15 @@ class VLLMProvider:
                 self._abilities = Abilities(model=model, token_route=token_route, processed=processed)
             return self._abilities
 
-    async def _served_model(self) -> str:
+    async def _served_model(self) -> VLLMModel:
         where = f"{self._http.url}/v1/models"
         served = decode_answer(await self._http.read("GET", "/v1/models"), VLLMModels, where=where).data
-        models = [model.id for model in served]
-        if not models:
+        if not served:
             raise EngineContractError(f"{where} names no model")
-        if self._model is not None and self._model not in models:
-            raise EngineContractError(f"vllm at {self._http.url} serves {', '.join(models)}, not {self._model}")
-        name = self._model or models[0]
-        self._path = next((model.root for model in served if model.id == name), None)
-        return name
+        found = next((model for model in served if self._model in (None, model.id)), None)
+        if found is None:
+            raise EngineContractError(f"vllm at {self._http.url} serves {', '.join(model.id for model in served)}, not {self._model}")
+        return found
 
     async def _has_token_route(self) -> bool:
         try:

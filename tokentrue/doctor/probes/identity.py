@@ -8,6 +8,8 @@ from typing import Any
 from tokentrue.doctor.context import QUESTIONS, Examination
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.errors import RenderError
+from tokentrue.ids import TokenIds
+from tokentrue.protocols import Tokenizing
 
 TEXTS = (
     "The quick brown fox jumps over 1234567 lazy dogs.",
@@ -31,7 +33,7 @@ async def probe_identity(exam: Examination) -> list[Finding]:
 async def _tokenizer(exam: Examination) -> Finding:
     name = "identity: ids of a text"
     for text in TEXTS:
-        theirs, ours = await exam.routes.tokenize(text), exam.renderer.encode_sampled(text)
+        theirs, ours = await _tokenize(exam, text), exam.renderer.encode_sampled(text)
         if theirs is None:
             return cannot_tell(name, "the engine has no route that tokenises text")
         if theirs != list(ours):
@@ -44,12 +46,16 @@ async def _special_tokens(exam: Examination) -> Finding:
     name = "identity: stop tokens"
     for stop in exam.renderer.stop_token_ids:
         text = exam.renderer.decode([stop])
-        theirs = await exam.routes.tokenize(text)
+        theirs = await _tokenize(exam, text)
         if theirs is None:
             return cannot_tell(name, "the engine has no route that tokenises text")
         if theirs != [stop]:
-            return fault(name, "special_tokens", f"{text!r} is {theirs}, expected [{stop}]")
+            return fault(name, "special_tokens", f"{text!r} is {theirs.tolist()}, expected [{stop}]")
     return ok(name, f"{len(exam.renderer.stop_token_ids)} stop tokens equal")
+
+
+async def _tokenize(exam: Examination, text: str) -> TokenIds | None:
+    return await exam.provider.tokenize(text) if isinstance(exam.provider, Tokenizing) else None
 
 
 async def _template(exam: Examination) -> Finding:

@@ -30,9 +30,9 @@ async def _interrupt(exam: Examination, name: str, known: str, *, preempt: bool)
     try:
         whole = await exam.provider.generate(prompt, sampling)
         found = await _interrupted(exam, prompt, sampling, preempt=preempt)
+        return cannot_tell(name, found) if isinstance(found, str) else compare_runs(exam, name, known, whole, found)
     except (EngineError, InputError, TokenContractError) as error:
         return cannot_tell(name, str(error))
-    return cannot_tell(name, found) if isinstance(found, str) else compare_runs(exam, name, known, whole, found)
 
 
 async def _interrupted(exam: Examination, prompt: tuple[int, ...], sampling: Sampling, *, preempt: bool) -> Completion | str:

@@ -7,6 +7,7 @@ import random
 from tokentrue.doctor.context import Examination
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.errors import EngineError, InputError, TokenContractError
+from tokentrue.providers.closeness import compare_completions
 from tokentrue.types import Completion, Sampling
 
 BATCH = 6
@@ -65,16 +66,14 @@ async def _prefill(exam: Examination) -> Finding:
 
 def compare_runs(exam: Examination, name: str, known: str, first: Completion, second: Completion) -> Finding:
     """Tokens may part at a near tie; up to there the log-probabilities must agree, within rounding or, for the exact engine, in bits."""
-    ids, others = list(first.token_ids), list(second.token_ids)
-    common = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
-    worst = max((abs(a - b) for a, b in zip(first.logprobs[:common], second.logprobs[:common], strict=True)), default=0.0)
     limit = 0.0 if exam.provider.name == "exact" else exam.spread.largest_limit
-    if common == 0 and ids and others:
-        gap = abs(first.logprobs[0] - second.logprobs[0])
-        if gap <= limit:
+    found = compare_completions(first, second, tolerance=limit)
+    if found.compared == 0:
+        if abs(first.logprobs[0] - second.logprobs[0]) <= limit:
             return cannot_tell(name, "the first tokens differ at a near tie")
         return fault(name, known, "other tokens from the first on", confidence="medium")
-    if worst > limit:
-        return fault(name, known, f"max |δ| {worst:.3g} over {common} tokens, expected at most {limit:.2g}")
+    worst = found.max_difference
+    if not found.close:
+        return fault(name, known, f"max |δ| {worst:.3g} over {found.compared} tokens, expected at most {limit:.2g}")
     grade = "equal in bits" if worst == 0 else f"max |δ| {worst:.2g}, expected at most {limit:.2g}"
-    return ok(name, f"{grade} over {common} tokens")
+    return ok(name, f"{grade} over {found.compared} tokens")

@@ -14,6 +14,8 @@ from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.doctor.fit import BAND, Explanation, best, explained_share, grows_with_position, shift, spread_of, until_certain
 from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.reference import Reference, variants_of
+from tokentrue.errors import EngineContractError, EngineRejected
+from tokentrue.protocols import Scoring
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
 GROWTH = 4.0
@@ -50,11 +52,13 @@ async def probe_weights(exam: Examination) -> list[Finding]:
         return [cannot_tell(name, "the engine gave no log-probabilities")]
     found = [judge_difference(exam, name, Difference.of(exam.reference, exam.observations))]
     prompt = exam.long_prompt()
-    logprobs = await exam.routes.prompt_logprobs(prompt)
     label = "weights: log-probabilities of a prompt"
-    if logprobs is None:
+    if not isinstance(exam.provider, Scoring):
         return [*found, cannot_tell(label, "the engine gives no prompt log-probabilities")]
-    seen = Observation.from_prompt(prompt, logprobs)
+    try:
+        seen = Observation.from_prompt(prompt, await exam.provider.score(prompt))
+    except (EngineContractError, EngineRejected) as error:
+        return [*found, cannot_tell(label, str(error))]
     return [*found, judge_difference(exam, label, Difference.of(exam.reference, [seen]))]
 
 

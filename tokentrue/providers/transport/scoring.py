@@ -6,9 +6,6 @@ They are of temperature 1 without filters, whatever the request says, and bypass
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 
 from tokentrue.errors import EngineContractError
 from tokentrue.providers.transport.answers import VLLMScores, decode_answer
@@ -20,23 +17,12 @@ ROUTE = "/v1/completions"
 async def score_prompt(http: EngineHttp, model: str, token_ids: Sequence[int]) -> list[float]:
     """Of `token_ids[1:]`; raises EngineContractError where the answer lacks one of them."""
     where = f"{http.url}{ROUTE}"
-    data = await http.read("POST", ROUTE, {"model": model, **prompt_scoring_body(token_ids)})
+    asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
+    data = await http.read("POST", ROUTE, {"model": model, "prompt": list(token_ids), **asked})
     found = scores_of(decode_answer(data, VLLMScores, where=where), token_ids)
     if found is None:
         raise EngineContractError(f"{where} returned no log-probability for some of the {len(token_ids)} tokens to score")
     return found
-
-
-def prompt_scoring_body(token_ids: Sequence[int]) -> dict[str, Any]:
-    return {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
-
-
-def prompt_logprobs_in(answer: object, token_ids: Sequence[int]) -> list[float] | None:
-    """Of decoded JSON; None unless it has a log-probability for each token but the first."""
-    try:
-        return scores_of(msgspec.convert(answer, VLLMScores), token_ids)
-    except msgspec.ValidationError:
-        return None
 
 
 def scores_of(answer: VLLMScores, token_ids: Sequence[int]) -> list[float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokentrue.errors import EngineContractError
+from tokentrue.errors import EngineContractError, EngineRejected
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.answers import Tokenized, decode_answer
 from tokentrue.providers.transport.http import EngineHttp
@@ -15,5 +15,5 @@ async def read_tokens(http: EngineHttp, path: str, body: Mapping[str, object]) -
     try:
         data = await http.read("POST", path, body, retry=False)
         return TokenIds(decode_answer(data, Tokenized, where=http.url + path).tokens)
-    except EngineContractError:
+    except (EngineContractError, EngineRejected):
         return None
