@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tokentrue.environments import Plan, Split, Task, plan_groups, run_groups, run_plans, seed_of
+from tokentrue.environments.http import GatewaySessions
 
 
 class Session:
@@ -76,6 +77,26 @@ async def test_closing_early_cancels_what_still_runs() -> None:
     await anext(stream)
     await stream.aclose()
     assert sessions.open_now == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "pin", "said"),
+    [({}, None, None), ({"pin": ("system",)}, None, ["system"]), ({"pin": ("system",)}, (), []), ({}, ("system",), ["system"])],
+)
+async def test_a_pin_that_is_set_reaches_the_gateway_and_an_empty_one_too(
+    asked: Mapping[str, Any], pin: Sequence[str] | None, said: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    async def call(self: GatewaySessions, method: str, path: str, body: Any = None) -> Any:
+        sent.append(body)
+        return {"session_id": "s", "base_url": "http://127.0.0.1:1", "api_key": "k"}
+
+    monkeypatch.setattr(GatewaySessions, "call", call)
+    plan = plan_groups([Task(task_id="a", prompt="", data=asked)], n=1, seed=0)[0]
+    async with GatewaySessions("http://127.0.0.1:1", sampling={"temperature": 0.5}, pin=pin) as sessions, sessions.open(plan):
+        assert sent[0].get("pin") == said, "a session that does not say is pinned as the gateway's server.pin says"
+        assert sent[0]["sampling"] == {"temperature": 0.5, "seed": plan.seed}
 
 
 def test_seeds_depend_on_the_rollout_and_nothing_else() -> None:

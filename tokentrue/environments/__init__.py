@@ -17,6 +17,7 @@ from tokentrue.environments.runner import (
     run_one,
     run_plans,
     seed_of,
+    session_settings,
 )
 
 __all__ = [
@@ -40,5 +41,6 @@ __all__ = [
     "run_one",
     "run_plans",
     "seed_of",
+    "session_settings",
     "work",
 ]

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tokentrue.environments.runner import Plan
+from tokentrue.environments.runner import Plan, session_settings
 from tokentrue.errors import ConfigError, EngineRejected, EngineUnreachable, SessionConflict, SessionNotFound
 
 SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
@@ -34,10 +34,6 @@ class GatewaySession:
         self.client = client
         self._owner = owner
 
-    def again(self) -> None:
-        """The agent starts over in this session: its calls count from the beginning, and what was answered is answered again."""
-        self._owner.forget(self.session_id)
-
     async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:
         await self._owner.call("POST", f"/sessions/{self.session_id}/reward", {"reward": reward})
         answer = await self._owner.call("GET", f"/sessions/{self.session_id}/samples")
@@ -48,7 +44,7 @@ class GatewaySessions:
     """A pool of connections to one gateway. Use as an async context manager.
 
     `resume` names sessions after their rollouts, so that one which exists already is gone on with; that takes the admin key.
-    `pin` names prompts that are pinned in every session; None leaves it to the task (`data["pin"]`).
+    `pin` names prompts that are pinned in every session (see `session_settings`).
     `retries` is how often an administrative call or a model call is tried again while the gateway is away.
     """
 
@@ -118,10 +114,7 @@ class GatewaySessions:
         self.forget(session_id)
 
     async def _create(self, plan: Plan) -> tuple[str, str, str]:
-        metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
-        settings: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**self._sampling, "seed": plan.seed}}
-        if pin := plan.task.data.get("pin", ()) if self._pin is None else self._pin:
-            settings["pin"] = list(pin)
+        settings = session_settings(plan, self._sampling, self._pin)
         if self._resume and self._admin_key is not None:
             session_id = resumed_id(plan)
             try:

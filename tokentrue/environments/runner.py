@@ -78,6 +78,14 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
     return plans
 
 
+def session_settings(plan: Plan, sampling: Mapping[str, Any], pin: Sequence[str] | None = None) -> dict[str, Any]:
+    """What a rollout's session is opened with. `pin` None leaves it to the task (`data["pin"]`), and then to the gateway."""
+    metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
+    settings: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**sampling, "seed": plan.seed}}
+    said = plan.task.data.get("pin") if pin is None else pin
+    return settings if said is None else {**settings, "pin": list(said)}
+
+
 async def run_one(
     environment: Environment,
     plan: Plan,

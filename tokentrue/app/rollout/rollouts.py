@@ -21,6 +21,7 @@ from tokentrue.environments import (
     plan_groups,
     run_groups,
     seed_of,
+    session_settings,
 )
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import EngineError
@@ -80,16 +81,8 @@ class LocalSessions:
 
     @contextlib.asynccontextmanager
     async def open(self, plan: Plan) -> AsyncGenerator[LocalSession, None]:
-        session = Session(
-            renderer=self._renderer,
-            provider=self._provider,
-            session_id=plan.key,
-            group=plan.group,
-            metadata={"task": plan.task.task_id, "index": plan.index, "rollout": plan.key},
-            sampling={**self._sampling, "seed": plan.seed},
-            pin=plan.task.data.get("pin", ()),
-        )
-        yield LocalSession(session)
+        settings = session_settings(plan, self._sampling)
+        yield LocalSession(Session(renderer=self._renderer, provider=self._provider, session_id=plan.key, **settings))
 
 
 @dataclass(slots=True)
