@@ -114,6 +114,27 @@ def test_only_ids_of_this_session_part_turns(items: list[Any], texts: list[str])
             assert all(set(message) <= {"role", "content", "reasoning_content", "tool_calls"} for message in messages)
 
 
+@pytest.mark.parametrize("cached", [0, 1 << 20])
+def test_an_item_of_a_turn_in_flight_is_parsed_again_once_it_is_committed(cached: int) -> None:
+    """A client may send back what it has seen of a stream."""
+    nodes, arguments = set[str](), dict[str, list[str]]()
+    dialect = OpenAIResponses(ReasoningSigner(b"x"), lambda call_id: arguments.get(call_id, ()), nodes.__contains__)
+    cache = MessageCache(cached, CacheBudget(cached))
+    call = {"type": "custom_tool_call", "name": "run", "call_id": "c", "input": "ls"}
+    items = [USER, text(f"msg_{A}", "1"), text(f"msg_{B}", "2"), USER, call, USER]
+
+    def parse() -> list[Any]:
+        return cache.parse_items(dialect, dialect.decode(json.dumps({"input": items}).encode()).items)
+
+    assert [message["content"] for message in parse()] == [USER["content"], "12", USER["content"], None, USER["content"]]
+    nodes.update((A, B))
+    assert [message["content"] for message in parse()] == [USER["content"], "1", "2", USER["content"], None, USER["content"]]
+    arguments["c"] = ['{"input": "ls", "x": 1}']
+    first, again = parse(), parse()
+    assert first[4]["tool_calls"][0]["function"]["arguments"] == arguments["c"][0]
+    assert [one is other for one, other in zip(first, again, strict=True)] == [bool(cached)] * 6  # now it is settled
+
+
 @pytest.mark.parametrize("item_id", [7, None, ["msg"], {}])
 def test_an_id_that_is_no_string_names_nothing(item_id: Any) -> None:
     dialect = OpenAIResponses(ReasoningSigner(b"x"), is_node=SERVED.__contains__)

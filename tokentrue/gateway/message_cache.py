@@ -1,10 +1,11 @@
 """A cache of parsed messages: an agent sends its whole conversation with every turn. The items that an earlier request of the session began
 with, byte for byte, are not parsed, validated and normalised again.
 
-A dialect must parse the same item of the same session to the same messages. An assistant turn that spans several items is reused only if
-all of them are the same. The cached message objects themselves are returned, so nobody may change them (`TurnRequest.messages_are_final`);
-`sessions/matching/conversations` knows them by their identity. `limits.message_cache_bytes = 0` switches it off. On and off in one run of
-`bench gateway`: turn 128 2.8 and 7.2 times the bare proxy's time, 64 agents 249 and 188 turns per second.
+A dialect parses the same item of the same session to the same messages, once it is settled. An assistant turn that spans several items is
+reused only if all of them are the same. The cached message objects themselves are returned, so nobody may change them
+(`TurnRequest.messages_are_final`); `sessions/matching/conversations` knows them by their identity. `limits.message_cache_bytes = 0`
+switches it off. On and off in one run of `bench gateway`: turn 128 2.8 and 7.2 times the bare proxy's time, 64 agents 249 and 188 turns per
+second.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CacheBudget:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParsedItems:
     """The items of one request and their messages. Of the first i + 1 items: `ends[i]` counts their messages (None while the turn of item i
-    goes on), `sizes[i]` estimates the bytes that they take in memory."""
+    goes on, and from the first item on that is not settled), `sizes[i]` estimates the bytes that they take in memory."""
 
     dialect: str = ""
     items: Sequence[Raw] = ()
@@ -116,9 +117,13 @@ def parse_after(base: ParsedItems, shared: int, dialect: Dialect, items: Sequenc
     kept, ends, sizes = list(base.items[:shared]), list(base.ends[:shared]), list(base.sizes[:shared])
     turn: list[Message] = []  # consecutive assistant items of one turn
     size = sizes[-1] if sizes else 0
+    is_settled = True
     for index, item in enumerate(items[shared:], shared):
         raw, path = bytes(item), f"{dialect.items_key}[{index}]"
-        for message in dialect.parse_item(parse_json(raw, path), path):
+        value = parse_json(raw, path)
+        parsed = dialect.parse_item(value, path)
+        is_settled = is_settled and dialect.is_settled(value)
+        for message in parsed:
             is_part = dialect.splits_turns and message["role"] == "assistant"
             if turn and not (is_part and dialect.continues_turn(turn, message)):
                 messages.append(dialect.join_turn(turn))
@@ -126,7 +131,7 @@ def parse_after(base: ParsedItems, shared: int, dialect: Dialect, items: Sequenc
             (turn if is_part else messages).append(message)
         size += COPIES * len(raw) + ENTRY_BYTES
         kept.append(Raw(raw))  # a copy of its own: `item` holds the whole body
-        ends.append(None if turn else len(messages))
+        ends.append(len(messages) if is_settled and not turn else None)
         sizes.append(size)
     if turn:
         messages.append(dialect.join_turn(turn))

@@ -114,6 +114,9 @@ class Anthropic:
             return ({"role": "system", "content": text_of_blocks(content, path)},)
         raise MessageError(f"role {echo(role)} is not supported; use 'user' or 'assistant'", field=f"{path}.role")
 
+    def is_settled(self, item: Any) -> bool:
+        return True
+
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
         return True
 

@@ -115,7 +115,11 @@ class Dialect(Protocol):
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         """One item of the conversation as messages in the OpenAI shape. `path` only names it in errors. The same item of the same
-        session always gives the same messages."""
+        session always gives the same messages once it is settled."""
+        ...
+
+    def is_settled(self, item: Any) -> bool:
+        """False for an item of a turn that is not committed yet: the record will say more of it."""
         ...
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:

@@ -91,6 +91,9 @@ class OpenAIChat:
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         return (message_from_chat(item, path),)
 
+    def is_settled(self, item: Any) -> bool:
+        return True
+
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
         return True
 

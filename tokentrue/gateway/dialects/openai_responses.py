@@ -142,6 +142,11 @@ class OpenAIResponses:
             return ({**message, TURN: node},)
         return (message,)
 
+    def is_settled(self, item: Any) -> bool:
+        node, call_id = node_from_item_id(item.get("id")), item.get("call_id")
+        is_custom = item.get("type") == "custom_tool_call"
+        return (node is None or self._is_node(node)) and (not is_custom or bool(self._find_arguments(call_id)))
+
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
         return is_same_turn(parts, part)
 

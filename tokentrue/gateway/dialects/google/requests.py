@@ -95,6 +95,9 @@ class Google:
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         return messages_from_content(item, path, self._signer)
 
+    def is_settled(self, item: Any) -> bool:
+        return True
+
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
         return True
 
