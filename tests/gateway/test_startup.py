@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import transformers  # noqa: F401  # `serve` in this process must find it loaded, or it would hide torch from all other tests
 
 from tests.gateway.world import ROOT, TOOLS, model_dir, scripted_server, write_script
+from tokentrue.app.embedded import embedded_gateway
+from tokentrue.app.wiring import ServeConfig, ServerConfig
 from tokentrue.cli.main import run
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.workers.server import listen
@@ -163,3 +167,11 @@ def test_torch_is_hidden_only_while_transformers_is_loaded() -> None:
 def test_a_host_that_cannot_be_one() -> None:
     with pytest.raises(ConfigError, match=r"'\.\.' is no host name"):
         listen("..", 0, admin_key="4f9c1b7e2a6d8035")
+
+
+@pytest.mark.parametrize(("host", "named"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", socket.gethostname())])
+async def test_an_embedded_gateway_says_an_address_that_others_can_use(host: str, named: str) -> None:
+    settings = ServeConfig(server=ServerConfig(host=host, port=0, store="memory"))
+    async with embedded_gateway(settings) as here, httpx.AsyncClient() as http:
+        assert re.fullmatch(rf"http://{re.escape(named)}:\d+", here.base_url)
+        assert (await http.get(f"{here.base_url}/health")).status_code == 200

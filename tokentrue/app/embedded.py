@@ -25,12 +25,12 @@ class Embedded:
 async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, None]:
     """Serves until the block ends; signals stay with the caller. Where no admin key is set, this gateway gets one of its own."""
     from tokentrue.gateway.auth import new_admin_key
-    from tokentrue.gateway.workers.server import listen, log_to_stderr, serve_embedded
+    from tokentrue.gateway.workers.server import listen, log_to_stderr, serve_embedded, url_of
 
     log_to_stderr(enabled=False)
     admin_key = os.environ.get(ADMIN_KEY) or new_admin_key()
     public = listen(settings.server.host, settings.server.port, admin_key=admin_key)
-    base_url = f"http://{settings.server.host}:{public.getsockname()[1]}"
+    base_url = url_of(settings.server.host, public)
     settings = replace(settings, server=replace(settings.server, address=settings.server.address or base_url))
     try:
         gateway = gateway_for(settings, admin_key=admin_key)

@@ -61,18 +61,16 @@ def command(
     with without_torch(settings.engine.name):
         settings = identify_model(settings)
     from tokentrue.gateway.auth import new_admin_key
-    from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker
+    from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker, url_of
     from tokentrue.gateway.workers.supervisor import supervise
     from tokentrue.sessions import StoreLock
 
     is_new_key = not os.environ.get(ADMIN_KEY)
     admin_key = os.environ[ADMIN_KEY] = os.environ.get(ADMIN_KEY) or new_admin_key()  # in the environment, for worker processes
     with listen(settings.server.host, settings.server.port, admin_key=admin_key) as public:
-        port_bound = public.getsockname()[1]
-        base = settings.server.base_url.rstrip("/") or f"http://{host_for_url(settings.server.host)}:{port_bound}"
-
-        address = settings.server.address.rstrip("/") or f"http://{host_for_url(settings.server.host)}:{port_bound}"
-        settings = replace(settings, server=replace(settings.server, address=address))
+        bound = url_of(settings.server.host, public)
+        base = settings.server.base_url.rstrip("/") or bound
+        settings = replace(settings, server=replace(settings.server, address=settings.server.address.rstrip("/") or bound))
 
         def say_hello() -> None:
             greet(settings, base, admin_key if is_new_key else None)
@@ -134,12 +132,6 @@ def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers:
         print(f"tokentrue serve: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     run_worker(gateway, public, worker_socket=str(socket_path(folder, me)), ready=up.release)
-
-
-def host_for_url(host: str) -> str:
-    if host in {"0.0.0.0", "::"}:
-        return socket.gethostname()
-    return f"[{host}]" if ":" in host else host
 
 
 def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:

@@ -59,6 +59,12 @@ def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
     return bound
 
 
+def url_of(host: str, bound: socket.socket) -> str:
+    """Where others reach a socket that listens on `host`: every address is this machine's name, IPv6 stands in brackets."""
+    name = socket.gethostname() if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{bound.getsockname()[1]}"
+
+
 def log_to_stderr(*, enabled: bool) -> None:
     """One line per turn, as JSON, and warnings; the lines carry no key and no text of a conversation."""
     logger = logging.getLogger("tokentrue.gateway")
