@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import subprocess
 import sys
 import urllib.error
@@ -20,7 +21,8 @@ from tokentrue.errors import ConfigError
 from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.view import view_routes
-from tokentrue.viewer import GatewaySource, ViewerData
+from tokentrue.samples import sample_from_json
+from tokentrue.viewer import GatewaySource, SampleList, ViewerData
 
 KEY = "the-admin-key"
 
@@ -110,6 +112,30 @@ def test_a_gateway_is_read_over_its_public_http(server: Server) -> None:
     assert len(data.group("over-http")["rollouts"]) == 1
     with pytest.raises(ConfigError, match="TOKENTRUE_ADMIN_KEY"):
         GatewaySource(server.url, key="wrong")
+
+
+def test_every_source_and_view_shows_one_reward(server: Server) -> None:
+    """The mean over samples, also where a leaf has a reward of its own: over HTTP, in the gateway's own page (a store) and of a file."""
+    session = server.session(session_id="leaves", group="leaves")
+    chat(server, session, chat(server, session, [{"role": "user", "content": "Begin."}]))
+    chat(server, session, [{"role": "user", "content": "Another one."}])
+    over_http = GatewaySource(server.url, key=KEY)
+    assert server.ask("POST", "/sessions/leaves/reward", {"reward": 1.0})[0] == 200
+    leaf = over_http.load_session("leaves").branches[0].leaf
+    assert server.ask("POST", "/sessions/leaves/reward", {"reward": 0.25, "leaf": leaf})[0] == 200
+    samples = [sample_from_json(item) for item in server.samples("leaves")["samples"]]
+    assert sorted(sample.reward or 0.0 for sample in samples) == [0.25, 1.0]
+
+    def own_page(path: str) -> Any:
+        return json.loads(fetch(f"{server.url}/view/data/{path}", authorization=f"Bearer {KEY}")[2])
+
+    answers = [(own_page("index?offset=0"), own_page("session?session=leaves"))]
+    for data in (ViewerData(over_http), ViewerData(SampleList(samples, name="file"))):
+        answers.append((data.index(), data.session("leaves")))
+    rows = [one for index, shown in answers for one in (*index["sessions"], shown["session"]) if one["session_id"] == "leaves"]
+    seen = [json.dumps({key: row[key] for key in sorted(row.keys() - {"state", "created"})}) for row in rows]  # a file has neither
+    assert len(seen) == 6 and set(seen) == {seen[0]}
+    assert [rows[0][key] for key in ("reward", "turns", "branches", "forks")] == [0.625, 3, 2, 1]
 
 
 def test_a_page_that_would_change_something_is_never_asked_to() -> None:

@@ -134,7 +134,7 @@ class _Builder:
             loss_mask=loss_mask,
             rollout_logprobs=logprobs,
             spans=tuple(spans),
-            reward=self._reward(path),
+            reward=reward_of_path([node.id for node in path], self.record.rewards.leaves, self.record.rewards.session),
             finish_reason=end.finish.value,
             metadata=self._metadata(leaf, path),
             certificate=certificate,
@@ -156,11 +156,6 @@ class _Builder:
             if end > begin:
                 yield _span(at + begin, at + end, "sampled", "assistant", turn, version, mine, why)
 
-    def _reward(self, path: Sequence[Node]) -> float | None:
-        """The deepest reward on the path, else the session's."""
-        rewards = self.record.rewards
-        return next((rewards.leaves[node.id] for node in reversed(path) if node.id in rewards.leaves), rewards.session)
-
     def _metadata(self, leaf: Node, path: list[Node]) -> dict[str, Any]:
         own: dict[str, Any] = {
             "version": 1,
@@ -175,6 +170,11 @@ class _Builder:
         if attempts := _attempts(path):
             own["malformed_calls"] = attempts
         return {**self.record.metadata, **self.record.rewards.metadata, **self.metadata, "tokentrue": own}
+
+
+def reward_of_path(path: Sequence[str], leaves: Mapping[str, float], session: float | None) -> float | None:
+    """The deepest reward among a path's nodes, else the session's."""
+    return next((leaves[node] for node in reversed(path) if node in leaves), session)
 
 
 def coverage_to_json(coverage: Coverage) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from tokentrue.types import Ids, Message, Messages, Parsed, Rendered, Sample, TemplateKwargs, Tools
+from tokentrue.types import Coverage, Ids, Message, Messages, Parsed, Rendered, Sample, TemplateKwargs, Tools
 
 SourceKind = Literal["file", "store", "gateway"]
 
@@ -40,7 +41,8 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSummary:
-    """One row of the session list. `untrained` maps a reason to its number of sampled tokens."""
+    """One row of the session list. `reward` is the mean of its samples' rewards, or the session's own where no sample has one; `untrained`
+    maps a reason to its number of sampled tokens."""
 
     session_id: str
     group: str | None
@@ -89,10 +91,6 @@ class RecordSource(Protocol):
     def close(self) -> None: ...
 
 
-class TokenSpelling(Protocol):
-    def piece(self, token_id: int) -> bytes: ...
-
-
 class ViewRenderer(Protocol):
     """What the viewer needs of `tokentrue.renderers.Renderer`."""
 
@@ -106,12 +104,39 @@ class ViewRenderer(Protocol):
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed: ...
 
 
-def count_forks(parents: Mapping[str, str | None]) -> int:
-    """Branch points: for every node with several children, and for several roots, one less than their number."""
-    children: dict[str | None, int] = {}
-    for parent in parents.values():
-        children[parent] = children.get(parent, 0) + 1
-    return sum(count - 1 for count in children.values())
+def summarise(
+    nodes: Sequence[Mapping[str, Any]],
+    coverage: Coverage,
+    *,
+    session_id: str,
+    group: str | None,
+    state: str,
+    created: float | None,
+    rewards: Sequence[float | None],
+    session_reward: float | None = None,
+    in_flight: int = 0,
+) -> SessionSummary:
+    """`nodes` as the page reads them; `rewards` has one for each sample."""
+    versions = [version for node in nodes for version in node["policy_versions"]]
+    known = [reward for reward in rewards if reward is not None]
+    return SessionSummary(
+        session_id=session_id,
+        group=group,
+        state=state,
+        created=created,
+        reward=sum(known) / len(known) if known else session_reward,
+        turns=len(nodes),
+        branches=len(rewards),
+        forks=sum(
+            count - 1 for count in Counter(node["parent"] for node in nodes).values()
+        ),  # also of roots
+        tokens=sum(node["given_tokens"] + node["sampled_tokens"] for node in nodes),
+        sampled=coverage.sampled,
+        trained=coverage.trained,
+        untrained=coverage.untrained_by_reason,
+        versions=(min(versions), max(versions)) if versions else None,
+        in_flight=in_flight,
+    )
 
 
 def view_node(described: Mapping[str, Any], reasons: Mapping[str, str]) -> dict[str, Any]:

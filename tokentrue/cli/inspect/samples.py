@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,14 +51,13 @@ class Totals:
 
     def __init__(self) -> None:
         self.sessions = self.sampled = self.trained = 0
-        self.reasons: dict[str, int] = {}
+        self.reasons: Counter[str] = Counter()
 
     def add(self, coverage: Coverage) -> None:
         self.sessions += 1
         self.sampled += coverage.sampled
         self.trained += coverage.trained
-        for item in coverage.untrained:
-            self.reasons[item.why] = self.reasons.get(item.why, 0) + item.tokens
+        self.reasons.update(coverage.untrained_by_reason)
 
 
 def _at_least_one(samples: Iterator[Any], total: Totals, group: str | None) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,10 @@ import orjson
 
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.samples import sample_from_json
-from tokentrue.viewer.records import SessionSummary, SessionView, SourceKind, count_forks, view_node
+from tokentrue.samples.assemble import reward_of_path
+from tokentrue.samples.shape import decode
+from tokentrue.types import Coverage
+from tokentrue.viewer.records import SessionSummary, SessionView, SourceKind, summarise, view_node
 from tokentrue.viewer.sources.samples import view_from_samples
 
 BUDGET_S = 1.0
@@ -60,23 +63,16 @@ class GatewaySource:
         if known is not None and (not in_time or (known[0] == listed and listed["state"] == "ended")):
             return known[1]
         if not in_time:
-            return _summary_from_json({**listed, "nodes": [], "coverage": {"sampled": 0, "trained": 0, "untrained": []}})
-        summary = _summary_from_json(self._get(f"/sessions/{urllib.parse.quote(name)}"))
+            return _view_from_json({**listed, "nodes": [], "coverage": {"sampled": 0, "trained": 0}}).summary
+        summary = _view_from_json(self._get(f"/sessions/{urllib.parse.quote(name)}")).summary
         self._summaries[name] = (listed, summary)
         return summary
 
     def load_session(self, session_id: str) -> SessionView:
         name = urllib.parse.quote(session_id)
-        shown = self._get(f"/sessions/{name}")
+        view = _view_from_json(self._get(f"/sessions/{name}"))
         samples = [sample_from_json(item, f"session {session_id}") for item in self._get(f"/sessions/{name}/samples")["samples"]]
-        summary, metadata = _summary_from_json(shown), dict(shown["metadata"])
-        reasons = {item["node"]: item["why"] for item in shown["coverage"]["untrained"]}
-        nodes = tuple(view_node(node, reasons) for node in shown["nodes"])
-        branches = view_from_samples(samples).branches if samples else ()
-        rewards = [sample.reward for sample in samples if sample.reward is not None]
-        if rewards:
-            summary = replace(summary, reward=sum(rewards) / len(rewards))
-        return SessionView(summary=summary, nodes=nodes, branches=branches, metadata=metadata)
+        return replace(view, branches=view_from_samples(samples).branches) if samples else view
 
     def load_group(self, group: str) -> list[SessionView]:
         found: list[SessionView] = []
@@ -90,28 +86,33 @@ class GatewaySource:
         pass
 
 
-def _summary_from_json(shown: Mapping[str, Any]) -> SessionSummary:
-    nodes, coverage = shown["nodes"], shown["coverage"]
-    untrained: dict[str, int] = {}
-    for item in coverage["untrained"]:
-        untrained[item["why"]] = untrained.get(item["why"], 0) + item["tokens"]
-    versions = [version for node in nodes for _, _, version in node["policy_versions"]]
-    parents = {node["id"]: node["parent"] for node in nodes}
-    abandoned = {item["node"] for item in coverage["untrained"]}
-    has_child = {node["parent"] for node in nodes if node["id"] not in abandoned}
-    return SessionSummary(
+def _view_from_json(shown: Mapping[str, Any]) -> SessionView:
+    """Without its branches, which are in its samples."""
+    coverage = decode(shown["coverage"], Coverage, f"session {shown['session_id']}: coverage")
+    reasons = {item.node: item.why for item in coverage.untrained}
+    nodes = tuple(view_node(node, reasons) for node in shown["nodes"])
+    summary = summarise(
+        nodes,
+        coverage,
         session_id=shown["session_id"],
         group=shown["group"],
         state=shown["state"],
         created=shown["created"],
-        reward=shown["reward"],
-        turns=len(nodes),
-        branches=sum(node["id"] not in has_child and node["id"] not in abandoned for node in nodes),
-        forks=count_forks(parents),
-        tokens=sum(node["given_tokens"] + node["sampled_tokens"] for node in nodes),
-        sampled=coverage["sampled"],
-        trained=coverage["trained"],
-        untrained=untrained,
-        versions=(min(versions), max(versions)) if versions else None,
+        rewards=[reward_of_path(path, shown["leaf_rewards"], shown["reward"]) for path in _trained_paths(nodes)],
+        session_reward=shown["reward"],
         in_flight=shown.get("in_flight", 0),
     )
+    return SessionView(summary=summary, nodes=nodes, branches=(), metadata=dict(shown["metadata"]))
+
+
+def _trained_paths(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """The node ids of each sample, root to leaf."""
+    parents = {node["id"]: node["parent"] for node in nodes}
+    trained = [node["id"] for node in nodes if node["untrained"] is None]
+    continued = {parents[node] for node in trained}
+    for leaf in trained:
+        if leaf not in continued:
+            path = [leaf]
+            while (parent := parents[path[0]]) is not None:
+                path.insert(0, parent)
+            yield path

@@ -10,7 +10,7 @@ from tokentrue.errors import SessionNotFound
 from tokentrue.samples import read_samples
 from tokentrue.samples.recorded_turns import read_record
 from tokentrue.types import Coverage, Sample, Untrained
-from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, SourceKind, count_forks
+from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, SourceKind, summarise
 
 
 class SampleList:
@@ -29,7 +29,7 @@ class SampleList:
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
         self._refresh()
         names = list(self._sessions)[offset : offset + limit]
-        return [summary_from_samples(self._sessions[name]) for name in names], len(self._sessions)
+        return [view_from_samples(self._sessions[name]).summary for name in names], len(self._sessions)
 
     def load_session(self, session_id: str) -> SessionView:
         self._refresh()
@@ -102,42 +102,24 @@ def _by_session(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def view_from_samples(samples: Sequence[Sample]) -> SessionView:
-    branches = tuple(_branch_of(sample) for sample in samples)
-    metadata = {key: value for key, value in samples[0].metadata.items() if key != "tokentrue"}
-    nodes = tuple(nodes_from_samples(samples))
-    return SessionView(summary=summary_from_samples(samples), nodes=nodes, branches=branches, metadata=metadata)
+    first, nodes = samples[0], tuple(nodes_from_samples(samples))
+    summary = summarise(
+        nodes,
+        read_record(first).coverage or _count_coverage(samples),
+        session_id=first.session_id,
+        group=first.group,
+        state="exported",
+        created=None,
+        rewards=[sample.reward for sample in samples],
+    )
+    metadata = {key: value for key, value in first.metadata.items() if key != "tokentrue"}
+    return SessionView(summary=summary, nodes=nodes, branches=tuple(_branch_of(sample) for sample in samples), metadata=metadata)
 
 
 def _branch_of(sample: Sample) -> Branch:
     record = read_record(sample)
     projection = record.nodes[-1].projection if record.nodes else None
     return Branch(sample=sample, leaf=record.leaf or sample.sample_id, projection=projection or "")
-
-
-def summary_from_samples(samples: Sequence[Sample]) -> SessionSummary:
-    first = samples[0]
-    parents = {node["id"]: node["parent"] for node in nodes_from_samples(samples)}
-    coverage = read_record(first).coverage or _count_coverage(samples)
-    untrained: dict[str, int] = {}
-    for item in coverage.untrained:
-        untrained[item.why] = untrained.get(item.why, 0) + item.tokens
-    versions = [span.policy_version for sample in samples for span in sample.spans if span.policy_version is not None]
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    return SessionSummary(
-        session_id=first.session_id,
-        group=first.group,
-        state="exported",
-        created=None,
-        reward=sum(rewards) / len(rewards) if rewards else None,
-        turns=len(parents),
-        branches=len(samples),
-        forks=count_forks(parents),
-        tokens=sum(len(sample.token_ids) for sample in samples),
-        sampled=coverage.sampled,
-        trained=coverage.trained,
-        untrained=untrained,
-        versions=(min(versions), max(versions)) if versions else None,
-    )
 
 
 def _count_coverage(samples: Sequence[Sample]) -> Coverage:

@@ -10,15 +10,17 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from tokentrue.samples import Assembly, assemble
+from tokentrue.samples import assemble
 from tokentrue.sessions import Journal, Node, SessionRecord, Tree
 from tokentrue.sessions.description import describe_node
 from tokentrue.sessions.store import load_tree
 from tokentrue.types import Coverage, Sample
-from tokentrue.viewer.records import Branch, SessionSummary, SessionView, SourceKind, TurnMessages, count_forks, view_node
+from tokentrue.viewer.records import Branch, SessionSummary, SessionView, SourceKind, TurnMessages, summarise, view_node
 
 BUDGET_S: Mapping[SourceKind, float] = {"store": 0.5, "gateway": 0.1}  # a gateway has other work to do
+NOTHING = Coverage(sampled=0, trained=0)
 
 
 class StoreSource:
@@ -35,7 +37,7 @@ class StoreSource:
         total = self._journal.count()
         records = self._journal.sessions(offset=offset, limit=limit)
         self._catch_up(records)
-        return [self._summaries[record.id][2] if record.id in self._summaries else _empty(record) for record in records], total
+        return [self._summaries[record.id][2] if record.id in self._summaries else _summary(record) for record in records], total
 
     def _catch_up(self, records: Sequence[SessionRecord]) -> None:
         """Summarises what is new or may have changed, the longest waiting first, until the budget is spent."""
@@ -64,11 +66,20 @@ class StoreSource:
             self._journal.close()
 
 
-def _empty(record: SessionRecord) -> SessionSummary:
-    return SessionSummary(
-        session_id=record.id, group=record.group, state=record.state, created=record.created, reward=record.rewards.session,
-        turns=0, branches=0, forks=0, tokens=0, sampled=0, trained=0, untrained={}, versions=None,
-    )  # fmt: skip
+def _summary(
+    record: SessionRecord, nodes: Sequence[Mapping[str, Any]] = (), coverage: Coverage = NOTHING, rewards: Sequence[float | None] = ()
+) -> SessionSummary:
+    """Of the record alone where its tree is not read yet."""
+    return summarise(
+        nodes,
+        coverage,
+        session_id=record.id,
+        group=record.group,
+        state=record.state,
+        created=record.created,
+        rewards=rewards,
+        session_reward=record.rewards.session,
+    )
 
 
 def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
@@ -83,7 +94,8 @@ def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
                 branches.append(_branch(tree, _mark_untrained(sample, tree, reasons), reasons.get(leaf, "trained_elsewhere")))
     nodes = tuple(view_node(describe_node(node), reasons) for node in tree.in_order())
     metadata = {**record.metadata, **record.rewards.metadata}
-    return SessionView(summary=_summarise(record, tree, made), nodes=nodes, branches=tuple(branches), metadata=metadata)
+    summary = _summary(record, nodes, made.coverage, [sample.reward for sample in made.samples])
+    return SessionView(summary=summary, nodes=nodes, branches=tuple(branches), metadata=metadata)
 
 
 def _leaf(sample: Sample) -> str:
@@ -130,28 +142,3 @@ def _entropies(node: Node) -> Sequence[float | None]:
     if not tops:
         return [None] * len(node.sampled_ids)
     return [-sum(math.exp(value) * value for value in top.values()) if len(top) > 1 else None for top in tops]
-
-
-def _summarise(record: SessionRecord, tree: Tree, made: Assembly) -> SessionSummary:
-    coverage: Coverage = made.coverage
-    untrained: dict[str, int] = {}
-    for item in coverage.untrained:
-        untrained[item.why] = untrained.get(item.why, 0) + item.tokens
-    versions = [span.version for node in tree.nodes.values() for span in node.versions]
-    rewards = [sample.reward for sample in made.samples if sample.reward is not None]
-    parents = {node.id: node.parent for node in tree.nodes.values()}
-    return SessionSummary(
-        session_id=record.id,
-        group=record.group,
-        state=record.state,
-        created=record.created,
-        reward=sum(rewards) / len(rewards) if rewards else record.rewards.session,
-        turns=len(tree),
-        branches=len(made.samples),
-        forks=count_forks(parents),
-        tokens=sum(len(node.given_ids) + len(node.sampled_ids) for node in tree.nodes.values()),
-        sampled=coverage.sampled,
-        trained=coverage.trained,
-        untrained=untrained,
-        versions=(min(versions), max(versions)) if versions else None,
-    )
