@@ -16,16 +16,14 @@ from tokentrue.hub import locate_model
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import refuse_constraints
-from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
-
-FILTERS = frozenset({"top_k", "top_p", "min_p"})
+from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
 
 
 class HFProvider:
     """`decode` (a renderer's) is needed for stop strings only."""
 
     name = "hf"
-    truthful_filters = FILTERS
+    truthful_filters = frozenset(TRUNCATIONS)
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class HFProvider:
     def _refuse(self, prompt_ids: Ids, sampling: Sampling) -> None:
         refuse_constraints(self.name, sampling.extra)
         refuse_unknown_extra(self.name, sampling, frozenset())
-        if odd := sorted(set(sampling.filters) - FILTERS):
+        if odd := sorted(set(sampling.filters) - self.truthful_filters):
             raise SamplingError(f"engine 'hf' has no {odd[0]}")
         if sampling.stop and self._decode is None:
             raise SamplingError("engine 'hf' needs decode= (a renderer's) for stop strings")

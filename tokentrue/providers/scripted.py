@@ -21,7 +21,18 @@ import orjson
 
 from tokentrue.errors import ConfigError, EngineRejected, EngineTimeout, EngineUnreachable, FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
-from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan, is_logprob
+from tokentrue.types import (
+    PENALTIES,
+    TRUNCATIONS,
+    UNVERSIONED,
+    Chunk,
+    Completion,
+    Finish,
+    Ids,
+    Sampling,
+    VersionSpan,
+    is_logprob,
+)
 
 KEYS = frozenset({"text", "token_ids", "logprobs", "finish_reason", "delay_s", "status"})
 Encode = Callable[[str], Sequence[int]]
@@ -45,7 +56,7 @@ class ScriptedProvider:
     """
 
     name = "scripted"
-    truthful_filters = frozenset({"top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
+    truthful_filters = frozenset({*TRUNCATIONS, *PENALTIES})
 
     def __init__(
         self,

@@ -38,10 +38,9 @@ from tokentrue.providers.transport.publishing import DiskPublisher
 from tokentrue.providers.transport.running import RunningRequests
 from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.providers.transport.weights import WrittenWeights
-from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling
+from tokentrue.types import TRUNCATIONS, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset({"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"})
-MASKABLE = frozenset({"top_k", "top_p", "min_p"})
 
 
 class SGLangProvider:
@@ -69,7 +68,7 @@ class SGLangProvider:
 
     @property
     def truthful_filters(self) -> frozenset[str]:
-        return MASKABLE if self._sampling_mask else frozenset()
+        return frozenset(TRUNCATIONS) if self._sampling_mask else frozenset()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         ids = TokenIds(prompt_ids)

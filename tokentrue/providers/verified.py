@@ -24,7 +24,7 @@ from tokentrue.engine.verify import Draw, redraw
 from tokentrue.errors import SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Provider, WeightSink
-from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, spans_from_runs
+from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, spans_from_runs
 
 CHUNK = 32
 
@@ -44,7 +44,7 @@ class Acceptance:
 
 class VerifiedProvider:
     name = "verified"
-    truthful_filters = frozenset({"top_p", "top_k", "min_p"})
+    truthful_filters = frozenset(TRUNCATIONS)
 
     def __init__(
         self,

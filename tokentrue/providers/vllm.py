@@ -46,10 +46,20 @@ from tokentrue.providers.transport.running import RunningRequests
 from tokentrue.providers.transport.scoring import score_prompt
 from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.providers.transport.weights import WrittenWeights
-from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
+from tokentrue.types import (
+    PENALTIES,
+    TRUNCATIONS,
+    UNVERSIONED,
+    Chunk,
+    Completion,
+    Finish,
+    Ids,
+    RoutedExperts,
+    Sampling,
+    VersionSpan,
+)
 
 EXTRA = CONSTRAINTS | frozenset({"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"})
-ALL_FILTERS = frozenset({"top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +97,8 @@ class VLLMProvider:
 
     @property
     def truthful_filters(self) -> frozenset[str]:
-        return ALL_FILTERS if self._abilities is not None and self._abilities.processed else frozenset()
+        processed = self._abilities is not None and self._abilities.processed
+        return frozenset({*TRUNCATIONS, *PENALTIES}) if processed else frozenset()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         abilities, ids = await self._ready(sampling), TokenIds(prompt_ids)
