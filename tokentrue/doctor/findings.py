@@ -42,8 +42,8 @@ class Finding:
         }  # fmt: skip
 
 
-def ok(probe: str, figure: str, *, confidence: Confidence = "high", detail: str = "") -> Finding:
-    return Finding(probe=probe, verdict=Verdict.OK, figure=figure, confidence=confidence, detail=detail)
+def ok(probe: str, figure: str, *, detail: str = "") -> Finding:
+    return Finding(probe=probe, verdict=Verdict.OK, figure=figure, detail=detail)
 
 
 def fault(probe: str, name: str, figure: str, *, confidence: Confidence = "high", detail: str = "") -> Finding:
@@ -51,7 +51,7 @@ def fault(probe: str, name: str, figure: str, *, confidence: Confidence = "high"
 
 
 def cannot_tell(probe: str, why: str) -> Finding:
-    return Finding(probe=probe, verdict=Verdict.CANNOT_TELL, figure="-", detail=why, confidence="high")
+    return Finding(probe=probe, verdict=Verdict.CANNOT_TELL, figure="-", detail=why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -237,10 +237,6 @@ class ExactEngine:
     def adapters(self) -> list[str]:
         return sorted(self.core.adapters)
 
-    async def publish_adapter(self, name: str, weights: AdapterSource, *, version: int) -> None:
-        """Publish the adapter alone: the base weights stay."""
-        await asyncio.to_thread(self.load_adapter, name, weights, version=version)
-
     async def publish(self, weights: Iterable[tuple[str, Any]] | Mapping[str, Any], *, version: int) -> None:
         """As a WeightSink."""
         await asyncio.to_thread(self.load_weights, weights, version)

@@ -138,13 +138,13 @@ class SGLangProvider:
     async def resume_with_weights(self) -> None:
         await self._http.read("POST", "/continue_generation", {}, retry=False)
 
-    async def interrupt(self, *, within_s: float = 30.0) -> int:
+    async def interrupt(self) -> int:
         """Aborts every generation of ours at the engine; each returns what it has."""
 
         async def abort(rids: Sequence[str]) -> None:
             await asyncio.gather(*map(self._abort, rids))
 
-        return await self._running.abort_all(abort, within_s=within_s)
+        return await self._running.abort_all(abort)
 
     async def close(self) -> None:
         await self._http.close()

@@ -181,7 +181,7 @@ class VLLMProvider:
         await self._post("/resume")
         self.version = self._loaded
 
-    async def interrupt(self, *, within_s: float = 30.0) -> int:
+    async def interrupt(self) -> int:
         """Aborts every generation of ours at the engine; each returns what it has. Without the token route they go on."""
         if not (await self._learn()).token_route:
             return 0
@@ -189,7 +189,7 @@ class VLLMProvider:
         async def abort(request_ids: Sequence[str]) -> None:
             await self._post("/inference/v1/abort_requests", {"request_ids": names_of(request_ids)})
 
-        return await self._running.abort_all(abort, within_s=within_s)
+        return await self._running.abort_all(abort)
 
     async def close(self) -> None:
         await self._http.close()

@@ -37,8 +37,7 @@ async def gather_observations(exam: Examination) -> Finding:
         return fault(name, "engine_refused", "no answer", detail=str(error))
     for prompt, completion in zip(prompts, completions, strict=True):
         if completion.token_ids:
-            label = "long" if len(prompt) == len(prompts[-1]) else "short"
-            exam.observations.append(Observation.from_completion(prompt, completion, label=label))
+            exam.observations.append(Observation.from_completion(prompt, completion))
     exam.uncertain = _uncertain(prompts, completions)
     outside = [i for seen in exam.observations for i in seen.token_ids[seen.prompt_tokens :] if i >= exam.reference.vocab_size]
     if outside:

@@ -55,7 +55,6 @@ def observe(sample: Sample) -> Observation | None:
         token_ids=tuple(sample.token_ids),
         positions=positions,
         logprobs=logprobs,
-        label=sample.sample_id,
         prompt_tokens=positions[0],
         temperatures=tuple(temperatures[i] for i in positions),
         kept=() if mask is None else tuple(tuple(mask.row(i).tolist()) for i in positions),

@@ -59,7 +59,6 @@ class SGLangInfo(msgspec.Struct):
     """/model_info, which older servers call /get_model_info."""
 
     model_path: str | None = None
-    tokenizer_path: str | None = None
     weight_version: str | int | None = None
 
 

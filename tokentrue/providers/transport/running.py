@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from tokentrue.errors import EngineTimeout
 
+_ABORT_S = 30.0
 _RETRY_S = 0.1  # a request may reach the engine after the abort that was meant for it
 
 
@@ -34,12 +35,12 @@ class RunningRequests:
         finally:
             self._ids.discard(request_id)
 
-    async def abort_all(self, abort: Callable[[Sequence[str]], Awaitable[None]], *, within_s: float) -> int:
+    async def abort_all(self, abort: Callable[[Sequence[str]], Awaitable[None]]) -> int:
         """Abort every running request, wait until each has returned, and return how many there were."""
-        count, end = len(self._ids), time.monotonic() + within_s
+        count, end = len(self._ids), time.monotonic() + _ABORT_S
         while self._ids:
             if time.monotonic() > end:
-                raise EngineTimeout(f"the engine did not end {len(self._ids)} aborted generations within {within_s:g} s")
+                raise EngineTimeout(f"the engine did not end {len(self._ids)} aborted generations within {_ABORT_S:g} s")
             await abort(sorted(self._ids))
             await asyncio.sleep(_RETRY_S if self._ids else 0)
         return count
