@@ -318,8 +318,10 @@ def test_a_client_that_never_reads_frees_its_slot_and_a_turn_has_a_total_time(sl
 # The disk.
 
 
-async def test_ready_tells_of_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    app = gateway(store=f"sqlite:{tmp_path / 'journal.sqlite'}")
+@pytest.mark.parametrize("name", ["journal.sqlite", "postgres.sqlite"])
+async def test_ready_tells_of_a_full_disk(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = gateway(store=f"sqlite:{name}")
     assert (await ask(app, "GET", "/ready"))[0] == 200
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     status, answer = await ask(app, "GET", "/ready")

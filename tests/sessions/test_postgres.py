@@ -190,7 +190,7 @@ def test_parameters_in_the_url_replace_ours(database: str) -> None:
 
 
 def test_the_store_is_named_where_it_is_unknown() -> None:
-    from tokentrue.app.wiring import journal_for
+    from tokentrue.sessions.journal import open_journal
 
     with pytest.raises(ConfigError, match="postgresql://"):
-        journal_for("mysql://x")
+        open_journal("mysql://x")

@@ -156,29 +156,6 @@ def connect_engine(config: EngineConfig, url: str) -> Provider:
     return load(config.name, url=url, **{"api_key": os.environ.get(ENGINE_KEY), **config.options})
 
 
-def journal_for(
-    store: str,
-    *,
-    durability: Literal["normal", "full"] = "normal",
-    read_only: bool = False,
-    lock: bool = True,
-    name: str = "",
-    address: str = "",
-    lease_s: float = 15.0,
-) -> Journal:
-    """`lock=False` for workers: their supervisor holds the store's lock. `name`, `address`, `lease_s`: of a gateway on PostgreSQL."""
-    from tokentrue.sessions.journal import Journal
-
-    if store.startswith(("postgresql://", "postgres://")):
-        from tokentrue.sessions.journal.postgres import PostgresJournal
-
-        name = name or f"{socket.gethostname()}:{os.getpid()}"
-        return PostgresJournal(store, name=name, address=address, lease_s=lease_s, read_only=read_only)
-    if store != "memory" and not store.startswith("sqlite:"):
-        raise ConfigError(f"store must be sqlite:PATH, postgresql://… or memory, got {store!r}")
-    return Journal(store, synchronous="FULL" if durability == "full" else "NORMAL", read_only=read_only, lock=lock)
-
-
 def check_journal(journal: Journal, renderer: Renderer, store: str) -> None:
     """Refuses the default journal where its last session is another model's; a journal that was chosen gets a warning."""
     last = next(iter(journal.sessions(limit=1)), None)
@@ -205,6 +182,7 @@ def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Re
 
 def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | None = None) -> Gateway:
     from tokentrue.gateway.app import Gateway
+    from tokentrue.sessions.journal import open_journal
 
     if config.server.trace_url:
         start_tracing(config.server.trace_url)
@@ -225,7 +203,7 @@ def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | N
         drain_s=config.server.drain_s,
         purge_after_s=config.server.purge_after_s,
     )
-    journal = journal_for(
+    journal = open_journal(
         config.server.store,
         durability=config.server.durability,
         lock=workers is None,

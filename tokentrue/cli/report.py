@@ -50,10 +50,10 @@ class DemoResult:
 
 def write_demo_report(path: Path, result: DemoResult, rows: Sequence[Row], *, store: str, samples: Path, renderer: Any) -> None:
     """`store` and `samples` are what the demo wrote: its sessions, and the samples that it trained on in their order."""
-    from tokentrue.app.wiring import journal_for
+    from tokentrue.sessions.journal import open_journal
     from tokentrue.viewer import ChosenSessions, StoreSource, write_report
 
-    source = StoreSource(journal_for(store, read_only=True), name="rollouts of the first and the last step")
+    source = StoreSource(open_journal(store, read_only=True), name="rollouts of the first and the last step")
     try:
         write_report(path, demo_report(result, rows), source=ChosenSessions(source, pick_sessions(samples)), renderer=renderer)
     finally:

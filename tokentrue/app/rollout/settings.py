@@ -12,7 +12,7 @@ from tokentrue.app.configuration import as_mapping
 from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import Plan, RolloutConfig, load_environment, plan_groups
 from tokentrue.errors import ConfigError
-from tokentrue.sessions.journal.database import mask_password
+from tokentrue.sessions.journal.database import is_postgres, mask_password
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RolloutRun:
     @property
     def is_shared(self) -> bool:
         """Whether every gateway can take over every session."""
-        return (self.store or "").startswith(("postgresql://", "postgres://"))
+        return is_postgres(self.store or "")
 
 
 AGENT_DEFAULTS: Mapping[str, Any] = {

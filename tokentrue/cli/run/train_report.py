@@ -65,7 +65,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _rollouts(settings: TrainRun) -> RecordSource | None:
     """The store of a live run, the samples of one from a file."""
-    from tokentrue.app.wiring import journal_for
+    from tokentrue.sessions.journal import open_journal
     from tokentrue.viewer import FileSource, StoreSource
 
     if settings.samples is not None:
@@ -73,7 +73,7 @@ def _rollouts(settings: TrainRun) -> RecordSource | None:
     store = settings.out / "sessions.sqlite"
     if not store.is_file():
         return None
-    return StoreSource(journal_for(f"sqlite:{store}", read_only=True), name="newest rollouts first")
+    return StoreSource(open_journal(f"sqlite:{store}", read_only=True), name="newest rollouts first")
 
 
 def training_report(settings: TrainRun, rows: Sequence[dict[str, Any]]) -> Report:

@@ -16,6 +16,7 @@ from tokentrue.gateway.admin.routing import is_forwarded, json_response, request
 from tokentrue.gateway.metrics.registry import CONTENT_TYPE, build_page, engine_families
 from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.services import Services
+from tokentrue.sessions.journal import is_postgres
 
 READY_S = 5.0
 LONGEST_DRAIN_S = 600.0
@@ -93,9 +94,10 @@ class OperationHandlers:
         return json_response(200, {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)})
 
     async def _check_disk(self) -> None:
-        path = self._services.journal.target.removeprefix("sqlite:")
+        store = self._services.journal.target
+        path = store.removeprefix("sqlite:")
         _ = self._services.journal.lease_number  # raises while the database does not answer
-        if path in ("memory", ":memory:") or path.startswith("postgres"):
+        if path in ("memory", ":memory:") or is_postgres(store):
             return
         free = (await asyncio.to_thread(shutil.disk_usage, Path(path).resolve().parent)).free
         if free < self._services.config.limits.free_disk_bytes:

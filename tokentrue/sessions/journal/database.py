@@ -33,6 +33,10 @@ class DuplicateKey(Exception):
     """PostgreSQL refused a second row with the same key (SQLite raises sqlite3.IntegrityError)."""
 
 
+def is_postgres(store: str) -> bool:
+    return store.startswith(("postgresql://", "postgres://"))
+
+
 def mask_password(store: str) -> str:
     """A store as it may be shown."""
     return re.sub(r"(//[^:/@]*):[^@]*@", r"\1:***@", store)

@@ -1,0 +1,32 @@
+"""The journal that a store names: `sqlite:PATH`, `postgresql://…` or `memory`."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Literal
+
+from tokentrue.errors import ConfigError
+from tokentrue.sessions.journal.database import is_postgres
+from tokentrue.sessions.journal.journal import Journal
+
+
+def open_journal(
+    store: str,
+    *,
+    durability: Literal["normal", "full"] = "normal",
+    read_only: bool = False,
+    lock: bool = True,
+    name: str = "",
+    address: str = "",
+    lease_s: float = 15.0,
+) -> Journal:
+    """`lock=False` for workers: their supervisor holds the store's lock. `name`, `address`, `lease_s`: of a gateway on PostgreSQL."""
+    if is_postgres(store):
+        from tokentrue.sessions.journal.postgres import PostgresJournal
+
+        name = name or f"{socket.gethostname()}:{os.getpid()}"
+        return PostgresJournal(store, name=name, address=address, lease_s=lease_s, read_only=read_only)
+    if store != "memory" and not store.startswith("sqlite:"):
+        raise ConfigError(f"store must be sqlite:PATH, postgresql://… or memory, got {store!r}")
+    return Journal(store, synchronous="FULL" if durability == "full" else "NORMAL", read_only=read_only, lock=lock)
