@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ KEY = "a-long-admin-key"
 def play_two_sessions(server: Server) -> None:
     with tt.Client(server.url, KEY) as client:
         for name in ("one", "two"):
-            session = client.open(session_id=name, group="g")
+            session = client.open(session_id=name, group="g", metadata={"task": {"deep": [1]}}, sampling={"temperature": 0.5})
             session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
             session.close()
 
@@ -37,14 +38,17 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def test_list_show_and_delete(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = f"sqlite:{tmp_path / 'journal.sqlite'}"
+    told: list[dict[str, Any]] = []
     for source in (server.url, store):
         assert run("sessions", [source, "--json"]) == 0
         assert {entry["session_id"] for entry in json.loads(capsys.readouterr().out)["sessions"]} == {"one", "two"}
         assert run("sessions", [source, "show", "one", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
+        told.append({key: value for key, value in shown.items() if key != "in_flight"})  # only a gateway knows
         assert shown["session_id"] == "one" and len(shown["nodes"]) == 1 and shown["coverage"]["ratio"] == 1.0
         assert run("sessions", [source]) == run("sessions", [source, "show", "one"]) == 0
         assert "2 sessions" in capsys.readouterr().out
+    assert told[0] == told[1] and told[0]["sampling"] == {"temperature": 0.5} and told[0]["state"] == "open"
     assert run("sessions", [store, "delete", "two"]) == 2, "a server uses the store"
     assert "in use" in capsys.readouterr().err
     assert run("sessions", [server.url, "delete", "two"]) == 0

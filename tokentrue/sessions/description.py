@@ -1,10 +1,34 @@
-"""A node as plain JSON values, without its tokens: what GET /sessions/{id}, the viewer and `tokentrue sessions` show of it."""
+"""A session and its nodes as plain JSON values, without tokens: what GET /sessions, the viewer and `tokentrue sessions` show of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from tokentrue.sessions.tree import Node
+from tokentrue.sessions.journal import SessionRecord
+from tokentrue.sessions.tree import Node, Tree
+
+
+def describe_session(record: SessionRecord, tree: Tree, coverage: Mapping[str, Any]) -> dict[str, Any]:
+    nodes = [describe_node(node) for node in tree.in_order()]
+    return {**describe_record(record), "turns": len(tree), "coverage": coverage, "nodes": nodes}
+
+
+def describe_record(record: SessionRecord) -> dict[str, Any]:
+    return {
+        "session_id": record.id,
+        "group": record.group,
+        "state": record.state,
+        "metadata": record.metadata,
+        "sampling": record.sampling,
+        "history": record.history,
+        "training": record.training,
+        "pin": list(record.pin),
+        "created": record.created,
+        "ended": record.ended,
+        "reward": record.rewards.session,
+        "leaf_rewards": record.rewards.leaves,
+    }
 
 
 def describe_node(node: Node) -> dict[str, Any]:

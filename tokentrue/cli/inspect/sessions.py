@@ -70,25 +70,16 @@ class JournalSource:
         self._journal = open_journal(store)
 
     def list_sessions(self, limit: int) -> list[dict[str, Any]]:
-        records = self._journal.sessions(limit=limit)
-        return [{**self._summary(record.id), "group": record.group, "state": record.state, "created": record.created} for record in records]
+        shown = [self.read_session(record.id) for record in self._journal.sessions(limit=limit)]
+        return [{key: value for key, value in session.items() if key != "nodes"} for session in shown]
 
     def read_session(self, session_id: str) -> dict[str, Any]:
-        from tokentrue.sessions.description import describe_node
-        from tokentrue.sessions.store import load_tree
-
-        record, tree = load_tree(self._journal, session_id)
-        nodes = [describe_node(node) for node in tree.in_order()]
-        told = {"group": record.group, "state": record.state, "metadata": dict(record.metadata), "nodes": nodes}
-        return {**self._summary(session_id), **told}
-
-    def _summary(self, session_id: str) -> dict[str, Any]:
         from tokentrue.samples import coverage_of, coverage_to_json
+        from tokentrue.sessions.description import describe_session
         from tokentrue.sessions.store import load_tree
 
         record, tree = load_tree(self._journal, session_id)
-        coverage = coverage_to_json(coverage_of(tree, record))
-        return {"session_id": session_id, "turns": len(tree), "coverage": coverage, "reward": record.rewards.session}
+        return describe_session(record, tree, coverage_to_json(coverage_of(tree, record)))
 
     def delete_session(self, session_id: str) -> None:
         journal = open_journal(self._store, read_only=False)
