@@ -86,7 +86,7 @@ def text_of(content: Any) -> str:
     return "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part) for part in parts)
 
 
-def read_turns(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMessages, ...]:
+def messages_from_tokens(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMessages, ...]:
     """The messages of a branch whose source holds none, read back from its tokens: given text is decoded, sampled turns are parsed."""
     ids = branch.sample.token_ids
     blocks = cut_blocks(branch, None)

@@ -15,7 +15,7 @@ from tokentrue.comparison import compare
 from tokentrue.comparison.alignment import align
 from tokentrue.errors import TokenTrueError
 from tokentrue.types import Ids, Sample
-from tokentrue.viewer.blocks import read_turns
+from tokentrue.viewer.blocks import messages_from_tokens
 from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
 
 Mode = Literal["render", "retokenise"]
@@ -82,7 +82,7 @@ def _prompt(turns: Sequence[TurnMessages], *, dropped: bool) -> list[Any]:
 
 def _recover_turns(branch: Branch, renderer: ViewRenderer) -> tuple[tuple[TurnMessages, ...] | None, str]:
     """Messages read back from the tokens, if the first prompt that they render to is the recorded one."""
-    turns = read_turns(branch, renderer)
+    turns = messages_from_tokens(branch, renderer)
     sampled = next((span.start for span in branch.sample.spans if span.kind == "sampled"), len(branch.sample.token_ids))
     try:
         first = renderer.render(turns[0].given).token_ids if turns and turns[0].given else ()
@@ -178,7 +178,7 @@ def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> dict[str, Any]:
     """What the page shows: both sequences, the differences, and the counts."""
     sample = branch.sample
     other = rerender(branch, renderer)
-    turns = branch.turns if branch.turns is not None else read_turns(branch, renderer)
+    turns = branch.turns if branch.turns is not None else messages_from_tokens(branch, renderer)
     found = find_breaks(sample, other.token_ids, turns, renderer)
     graded: dict[str, int] = {}
     for mismatch in compare(other.token_ids, list(sample.token_ids), renderer=renderer):

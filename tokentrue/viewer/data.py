@@ -21,7 +21,7 @@ from tokentrue.samples.recorded_turns import read_record
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.types import Ids, Sample
 from tokentrue.viewer.advantages import advantages_of
-from tokentrue.viewer.blocks import cut_blocks, read_turns
+from tokentrue.viewer.blocks import cut_blocks, messages_from_tokens
 from tokentrue.viewer.breaks import breaks_to_json
 from tokentrue.viewer.plots import compare_tokens, plots_to_json
 from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer
@@ -77,7 +77,7 @@ class ViewerData:
         entropy = trainer.entropy if trainer is not None and trainer.entropy is not None else branch.entropy
         turns = branch.turns
         if turns is None and self._renderer is not None:
-            turns = read_turns(branch, self._renderer)
+            turns = messages_from_tokens(branch, self._renderer)
         return {
             **_head(branch, self._advantages(view).get(sample_id)),
             "session_id": sample.session_id,
@@ -191,7 +191,7 @@ class ViewerData:
         sample = branch.sample
         turns = branch.turns
         if turns is None and self._renderer is not None:
-            turns = read_turns(branch, self._renderer)
+            turns = messages_from_tokens(branch, self._renderer)
         messages = [block["message"] for block in cut_blocks(branch, turns) if "message" in block]
         texts = [{**message, "content": message["content"][:TEXT]} for message in messages]
         known = [value for value in sample.rollout_logprobs if value is not None]

@@ -1,4 +1,5 @@
-"""Exporters by name. Adding a trainer is one file with `row` and its columns, and one line here."""
+"""Exporters by name. Adding a trainer is one file with `row` and its columns, one line here, and the column by which
+`samples/files.format_of` recognises its rows."""
 
 from __future__ import annotations
 
