@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokentrue.types import Coverage
+
 if TYPE_CHECKING:
     from tokentrue.viewer import Chart, Report, ReportTable
 
@@ -40,7 +42,7 @@ class DemoResult:
 
     @property
     def coverage(self) -> float:
-        return self.trained / self.sampled if self.sampled else 0.0
+        return Coverage(sampled=self.sampled, trained=self.trained).ratio
 
     @property
     def ok(self) -> bool:

@@ -23,6 +23,7 @@ from tokentrue.cli.progress import loading, rollout_log
 from tokentrue.cli.words import count_of
 from tokentrue.environments import Plan, Rollout, load_environment, run_plans
 from tokentrue.errors import ConfigError
+from tokentrue.types import Coverage
 
 OnRollout = Callable[[Rollout], None]
 
@@ -139,7 +140,7 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
         "reward": sum(rewards) / len(rewards) if rewards else None,
         "sampled": sampled,
         "trained": trained,
-        "coverage": trained / sampled if sampled else 1.0,
+        "coverage": Coverage(sampled=sampled, trained=trained).ratio,
         "samples": str(out / "samples.jsonl"),
     }
     if as_json:
