@@ -71,7 +71,7 @@ def draw_step(rng: random.Random, before: int) -> Step:
             return Step(op=op, operand=operand, before=before, value=value, phrase=rng.randrange(3))
 
 
-def draw_problem(rng: random.Random, *, steps: int | None = None, name: str | None = None) -> Problem:
+def draw_problem(rng: random.Random, *, steps: int | None = None) -> Problem:
     count = steps if steps is not None else (1 if rng.random() < 0.4 else 2)
     start = value = rng.randint(2, 30)
     drawn: list[Step] = []
@@ -79,7 +79,7 @@ def draw_problem(rng: random.Random, *, steps: int | None = None, name: str | No
         step = draw_step(rng, value)
         drawn.append(step)
         value = step.value
-    return Problem(name=name or rng.choice(NAMES), thing=rng.choice(THINGS), start=start, steps=tuple(drawn))
+    return Problem(name=rng.choice(NAMES), thing=rng.choice(THINGS), start=start, steps=tuple(drawn))
 
 
 def problems(rng: random.Random, *, split: Split, steps: int | None = None) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -222,8 +223,8 @@ async def held_out_reward(arm: Arm, trainer: Trainer, provider: ExactProvider, c
     await Publisher(sink_for(arm, provider))(trainer)
     extra = {key: value for key, value in arm.extra.items() if key == "adapter"}
     greedy = LocalSessions(renderer, provider, sampling={**replace(config, temperature=0.0).sampling, "extra": extra})
-    reward, _, _ = await evaluate(config, greedy, tasks=tasks)
-    return reward
+    groups = await evaluate(config, greedy, tasks=tasks)
+    return fmean(reward for group in groups for reward in group)
 
 
 def flips(arm: Arm, trainer: Trainer, groups: Groups) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -15,7 +15,6 @@ from tokentrue.environments import (
     Rollout,
     RolloutConfig,
     Sessions,
-    Split,
     Task,
     load_environment,
     plan_groups,
@@ -93,18 +92,12 @@ class Tally:
     failed: int = 0
     sampled: int = 0
     trained: int = 0
-    samples: int = 0
 
     def add(self, rollout: Rollout) -> None:
         self.rollouts += 1
         self.failed += rollout.error is not None
         self.sampled += rollout.coverage.get("sampled", 0)
         self.trained += rollout.coverage.get("trained", 0)
-        self.samples += len(rollout.samples)
-
-    @property
-    def coverage(self) -> float:
-        return self.trained / self.sampled if self.sampled else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,18 +239,15 @@ async def evaluate(
     sessions: Sessions,
     *,
     tasks: int,
-    split: Split = "heldout",
+    attempts: int = 1,
+    share: Share | None = None,
     on_rollout: Callable[[Rollout], None] | None = None,
-) -> tuple[float, Tally, Sequence[Rollout]]:
-    """Mean reward of one rollout per task over fixed tasks."""
+) -> list[list[float]]:
+    """Rewards of each of the fixed held-out tasks; a rollout that failed has 0."""
     environment = load_environment(config.environment, config.options)
-    plans = plan_groups(environment.tasks(tasks, seed=0, split=split), n=1, seed=0, tag="evaluation")
-    config = replace(config, group_size=1)
+    drawn = (share or Share()).of(environment.tasks(tasks, seed=0, split="heldout"))
+    plans = plan_groups(drawn, n=attempts, seed=0, tag="evaluation")
     groups = await run_groups(
         environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s, on_rollout=on_rollout
     )
-    tally = Tally()
-    rollouts = [rollout for group in groups for rollout in group]
-    for rollout in rollouts:
-        tally.add(rollout)
-    return sum(rollout.reward or 0.0 for rollout in rollouts) / len(rollouts), tally, rollouts
+    return [[rollout.reward or 0.0 for rollout in group] for group in groups]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.app.embedded import Embedded, embedded_gateway
-from tokentrue.app.rollout.rollouts import RolloutRounds, Share
+from tokentrue.app.rollout.rollouts import RolloutRounds, Share, evaluate
 from tokentrue.app.training.sample_files import SampleFile, vocabulary_of
 from tokentrue.app.training.settings import TrainRun, loss_for
 from tokentrue.app.wiring import REMOTE, EngineConfig, ServeConfig, ServerConfig
-from tokentrue.environments import RolloutConfig, load_environment, plan_groups, run_groups
+from tokentrue.environments import RolloutConfig
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import ConfigError
 from tokentrue.hub import locate_model
@@ -162,12 +162,8 @@ def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Eval
     async def play() -> list[list[float]]:
         if here is None:
             return []
-        environment = load_environment(greedy.environment, greedy.options)
-        tasks = share_of(settings, ranks).of(environment.tasks(wanted.tasks, seed=0, split="heldout"))
-        plans = plan_groups(tasks, n=wanted.attempts, seed=0, tag="evaluation")
         async with open_run_sessions(here, greedy) as sessions:
-            groups = await run_groups(environment, plans, sessions, concurrency=greedy.concurrency, timeout_s=greedy.timeout_s)
-        return [[rollout.reward or 0.0 for rollout in group] for group in groups]
+            return await evaluate(greedy, sessions, tasks=wanted.tasks, attempts=wanted.attempts, share=share_of(settings, ranks))
 
     return Evaluator(wanted, play, ranks)
 

@@ -12,6 +12,7 @@ import shutil
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -122,8 +123,8 @@ async def mean_reward(rollout: RolloutConfig, sessions: Sessions, when: str, hel
     from tokentrue.cli.progress import progress_bar
 
     with progress_bar(f"evaluating {when}", heldout, quiet=quiet) as advance:
-        reward, _, _ = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))
-    return reward
+        groups = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))
+    return fmean(reward for group in groups for reward in group)
 
 
 def fresh(out: Path) -> None:
