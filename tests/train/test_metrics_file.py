@@ -22,6 +22,16 @@ def writer_of(directory: Path, **more: Any) -> MetricsWriter:
     return MetricsWriter(directory, provenance={"run": "r"}, log=(), **more)
 
 
+@pytest.mark.parametrize(("device", "named"), [("cpu", "threads"), ("cuda:1", "GPU cuda:1")])
+def test_a_row_names_the_hardware_of_the_trainer(device: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: f"GPU {device}")
+    writer = writer_of(tmp_path, device=device)
+    writer.write(0, 1, {"reward": 0.5}, {})
+    writer.close()
+    assert named in json.loads(writer.path.read_text())["hardware"]
+
+
 def write_steps(directory: Path, count: int, *, first: int = 0) -> None:
     writer = writer_of(directory, first_step=first)
     for step in range(first, first + count):

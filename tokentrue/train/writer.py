@@ -25,11 +25,18 @@ class MetricsWriter:
     """Appends. A resumed run continues the file; rows of steps that it repeats move to `metrics.before-N.jsonl`: nothing is erased."""
 
     def __init__(
-        self, directory: Path, *, provenance: Mapping[str, Any], first_step: int = 0, log: Sequence[LoggerName] = ("tensorboard",)
+        self,
+        directory: Path,
+        *,
+        provenance: Mapping[str, Any],
+        device: str = "cpu",
+        first_step: int = 0,
+        log: Sequence[LoggerName] = ("tensorboard",),
     ) -> None:
+        """`device` is the trainer's: its hardware is named in every row."""
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
-        self._provenance = {**provenance, "hardware": hardware(), "torch": torch.__version__}
+        self._provenance = {**provenance, "hardware": hardware(device), "torch": torch.__version__}
         run = LoggedRun(directory=directory, config=self._provenance, first_step=first_step)
         self._loggers = [LOGGERS[name](run) for name in log]
         try:
@@ -109,7 +116,7 @@ def is_before(line: str, first_step: int) -> bool:
         return False
 
 
-def hardware() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def hardware(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
     return f"{platform.machine()}, {torch.get_num_threads()} threads"

@@ -127,7 +127,7 @@ def open_metrics(
     settings.out.mkdir(parents=True, exist_ok=True)
     replace_text(settings.out / "config.json", json.dumps(as_mapping(settings), indent=1, sort_keys=True))
     provenance = {"run": run_hash, "model": settings.model.shown, "engine": settings.engine.name, "loss": settings.loss.name}
-    writer = MetricsWriter(settings.out, provenance=provenance, first_step=first, log=settings.log)
+    writer = MetricsWriter(settings.out, provenance=provenance, device=settings.device, first_step=first, log=settings.log)
     try:
         yield lambda report, seconds: writer.write(report.step, report.version, {**report.metrics, **report.speeds}, seconds)
     finally:
