@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tokentrue.app.wiring import ModelConfig, ServeConfig, ServerConfig
 from tokentrue.cluster import actors
 from tokentrue.cluster.rollout import Fleet, require_listener
 from tokentrue.cluster.training import FleetPlayer
@@ -135,6 +136,17 @@ async def test_a_training_run_logs_the_tracebacks_of_its_actors(caplog: pytest.L
     groups = await FleetPlayer(fleet).play_groups(PLANS[:4], lambda rollout: None)
     assert [rollout.error for rollout in groups[0]] == ["ValueError: the agent broke"] * 4
     assert caplog.text.count("failed\nValueError: the agent broke") == 4
+
+
+def test_a_gateway_that_cannot_start_says_why_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", "")  # the actor sets it
+    monkeypatch.setattr(actors, "node_address", lambda: "127.0.0.1")
+    settings = ServeConfig(model=ModelConfig(path="/no/such/model"), server=ServerConfig(port=0, store="memory"))
+    gateway = actors.GatewayActor(settings, "key")
+    for call in (gateway.address, gateway.version):
+        with pytest.raises(RuntimeError, match=r"^\w+: .*/no/such/model") as found:
+            call()
+        assert not actors.is_absence(found.value)
 
 
 @pytest.mark.parametrize("begun", [False, True])

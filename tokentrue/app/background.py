@@ -17,17 +17,25 @@ from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, ServerC
 
 
 class BackgroundGateway:
-    """Use as a context manager. `engine` and `options` are those of `tokentrue serve`."""
+    """Use as a context manager. `engine` and `options` are those of `tokentrue serve`; `settings` stand for all of them."""
 
-    def __init__(self, model: str | None = None, *, engine: str = "exact", store: str = "memory", **options: Any) -> None:
-        self._settings = ServeConfig(
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        engine: str = "exact",
+        store: str = "memory",
+        settings: ServeConfig | None = None,
+        **options: Any,
+    ) -> None:
+        chosen = settings or ServeConfig(
             model=ModelConfig(path=model),
             engine=EngineConfig(name=engine, options=options),
             server=ServerConfig(port=0, store=store),
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tokentrue-gateway", daemon=True)
-        self._context = embedded_gateway(self._settings)
+        self._context = embedded_gateway(chosen)
         self._embedded: Embedded | None = None
 
     def __enter__(self) -> BackgroundGateway:

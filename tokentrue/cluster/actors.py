@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import math
 import os
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -35,62 +35,47 @@ class GatewayActor:
 
     def __init__(self, settings: Any, admin_key: str, threads: int = 1, newest: str = "") -> None:
         os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
+        from tokentrue.app.background import BackgroundGateway
         from tokentrue.app.libraries import quiet_libraries
 
         quiet_libraries(threads)
-        self._address = ""
-        self._trouble = ""
-        self._up = threading.Event()
         self._newest = newest
         self._version = 0  # of the weights that were published last
-        self._provider: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         here = replace(settings, server=replace(settings.server, host=node_address()))
-        threading.Thread(target=self._serve, args=(here,), daemon=True).start()
+        self._gateway = BackgroundGateway(settings=here)
+        self._starting = ThreadPoolExecutor(1).submit(self._start)
 
-    def _serve(self, settings: Any) -> None:
+    def _start(self) -> str:
+        """The address. A gateway that cannot start raises RuntimeError, whatever its reason: a reason may look like an absence."""
         try:
-            asyncio.run(self._run(settings))
-        except Exception as error:  # told to whoever asks for the address
-            self._trouble = f"{type(error).__name__}: {error}"
-            self._up.set()
-
-    async def _run(self, settings: Any) -> None:
-        from tokentrue.app.embedded import embedded_gateway
-
-        async with embedded_gateway(settings) as here:
-            self._provider, self._loop = here.provider, asyncio.get_running_loop()
+            self._gateway.__enter__()
             if self._newest:
-                await self._load_newest()
-            self._address = here.base_url
-            self._up.set()
-            await asyncio.Event().wait()
+                self._load_newest()
+            return self._gateway.url
+        except Exception as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    def address(self) -> str:
-        """Where it listens, once it does. It may be another place after a restart."""
-        self._up.wait()
-        if self._trouble:
-            raise RuntimeError(self._trouble)
-        return self._address
-
-    async def _load_newest(self) -> None:
+    def _load_newest(self) -> None:
         import ray
 
         here: Any = ray
-        held = await here.get_actor(self._newest).get.remote()
+        held = here.get(here.get_actor(self._newest).get.remote())
         if held is not None:
             (reference,), version = held
-            await self._load(await reference, version)
+            self._load(here.get(reference), version)
 
-    async def _load(self, weights: Mapping[str, Any], version: int) -> None:
-        await self._provider.publish(list(weights.items()), version=version)
+    def _load(self, weights: Mapping[str, Any], version: int) -> None:
+        self._gateway.publish(weights, version=version)
         self._version = version
+
+    def address(self) -> str:
+        """Where it listens, once it does. It may be another place after a restart."""
+        return self._starting.result()
 
     def publish(self, weights: Mapping[str, Any], version: int) -> None:
         """Returns when every later token is sampled from these weights."""
         self.address()
-        assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(self._load(weights, version), self._loop).result()
+        self._load(weights, version)
 
     def version(self) -> int:
         self.address()
