@@ -12,8 +12,9 @@ import torch
 
 from tests.doctor import engines as e
 from tests.doctor.faults import tiny_model
+from tokentrue.cli.inspect.doctor import write_page
 from tokentrue.cli.main import run
-from tokentrue.doctor import CAUSES, Finding, Reference, Report, Verdict, examine, report_page
+from tokentrue.doctor import CAUSES, Finding, Reference, Report, Verdict, examine
 from tokentrue.doctor.context import Examination
 from tokentrue.doctor.examine import FOLLOWS, settle
 from tokentrue.doctor.findings import cannot_tell, fault, ok
@@ -22,6 +23,7 @@ from tokentrue.doctor.layers import first_difference
 from tokentrue.doctor.probes.stability import probe_stability
 from tokentrue.doctor.routes import NoRoutes
 from tokentrue.errors import EngineUnreachable
+from tokentrue.ids import TokenIds
 from tokentrue.providers import load
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.providers.hf import HFProvider
@@ -106,10 +108,11 @@ def test_every_consequence_is_a_known_fault() -> None:
     assert set(FOLLOWS) | {name for names in FOLLOWS.values() for name in names} <= set(CAUSES)
 
 
-def test_the_page_escapes_what_an_engine_says() -> None:
+def test_the_page_escapes_what_an_engine_says(tmp_path: Path) -> None:
     finding = Finding(probe="p", verdict=Verdict.FAULT, figure="<b>", fault="template", detail="<script>alert(1)</script>")
-    page = report_page(Report(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("q", "&"))))
-    assert "<script>" not in page and "&lt;script&gt;" in page and "&lt;i&gt;" in page
+    write_page(Report(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("q", "&"))), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>alert" not in page and r"\u003cscript>alert(1)" in page and r"\u003ci>" in page
 
 
 def test_explained_shifted_and_growth() -> None:
@@ -303,7 +306,7 @@ async def test_an_engine_of_any_name_that_scores_is_asked_for_a_prompts_log_prob
 async def test_nothing_to_compare_is_no_agreement() -> None:
     class Silent(HFProvider):
         async def generate(self, prompt_ids: Any, sampling: Sampling, *, session: str | None = None) -> Completion:
-            return Completion(token_ids=(), logprobs=(), finish=Finish.LENGTH)
+            return Completion(token_ids=TokenIds(()), logprobs=(), finish=Finish.LENGTH)
 
     exam = Examination(
         provider=Silent(e.calculator()), routes=NoRoutes(), renderer=load_renderer(str(e.CALCULATOR)),

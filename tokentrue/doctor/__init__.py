@@ -2,8 +2,7 @@
 
 from tokentrue.doctor.examine import examine
 from tokentrue.doctor.findings import CAUSES, Finding, Report, Verdict
-from tokentrue.doctor.page import report_page
 from tokentrue.doctor.reference import Reference
 from tokentrue.doctor.routes import HttpRoutes, routes_for
 
-__all__ = ["CAUSES", "Finding", "HttpRoutes", "Reference", "Report", "Verdict", "examine", "report_page", "routes_for"]
+__all__ = ["CAUSES", "Finding", "HttpRoutes", "Reference", "Report", "Verdict", "examine", "routes_for"]

@@ -38,10 +38,7 @@ def command(
     _check(engine, url, model, dtype)
     report = asyncio.run(_run(engine, url, model, samples, dtype, served, previous, adapter, interrupt=interrupt, quiet=as_json))
     if output is not None:
-        from tokentrue.doctor import report_page
-
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(report_page(report), encoding="utf-8")
+        write_page(report, output)
     if as_json:
         print(json.dumps(report.to_json(), indent=1, ensure_ascii=False))
     else:
@@ -126,6 +123,25 @@ def _read_samples(path: Path | None) -> list[Any]:
     from tokentrue.samples import read_samples
 
     return list(read_samples(path))
+
+
+def write_page(report: Report, path: Path) -> None:
+    from tokentrue import viewer
+
+    tables = {
+        "Probes": [("probe", "verdict", "figure", "confidence")]
+        + [(one.probe, one.verdict.value.replace("_", " "), one.figure, one.confidence) for one in report.findings],
+        "Causes and cures": [("probe", "cause", "cure"), *((one.probe, one.cause, one.cure) for one in report.faults)],
+        "Details": [("probe", "detail"), *((one.probe, one.detail) for one in report.findings if one.detail)],
+    }
+    page = viewer.Report(
+        title=f"Engine check: {report.engine}",
+        verdict=report.summary,
+        ok=not report.faults,
+        facts=[("model directory", report.model), *report.facts.items()],
+        tables=[viewer.ReportTable(title=title, columns=head, rows=rows) for title, (head, *rows) in tables.items() if rows],
+    )
+    viewer.write_report(path, page)
 
 
 def _show(report: Report, output: Path | None) -> None:
