@@ -81,8 +81,9 @@ class Provider(Protocol):
     def name(self) -> str: ...
 
     @property
-    def truthful_filters(self) -> frozenset[str]:
-        """The sampling filters under which the reported log-probabilities are those of the distribution sampled from."""
+    def truthful_filters(self) -> frozenset[str] | None:
+        """The sampling filters under which the reported log-probabilities are those of the distribution sampled from. None while the
+        engine has not said; `health()` asks it."""
         ...
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion: ...

@@ -69,7 +69,7 @@ class Engine:
         return response
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m"}]})
+        return web.json_response({"data": [{"id": "m"}, {"id": "other", "root": "/models/other", "max_model_len": 2048}]})
 
     async def ok(self, request: web.Request) -> web.Response:
         return web.json_response({})
@@ -213,6 +213,20 @@ TOO_LONG = {
     "sglang": "The input (2223 tokens) is longer than the model's context length (2048 tokens).",
     "sglang, scheduler": "Input length (2223 tokens) exceeds the maximum allowed length (2047 tokens).",
 }
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+async def test_health_tells_what_the_server_says_of_the_model_in_use(engine: tuple[Engine, VLLMProvider]) -> None:
+    _, first = engine
+    assert [(await first.health())[key] for key in ("model", "path", "max_model_len")] == ["m", None, None]
+    chosen, missing = (VLLMProvider(first._http.url, model=name, retries=0) for name in ("other", "third"))
+    try:
+        assert [(await chosen.health())[key] for key in ("model", "path", "max_model_len")] == ["other", "/models/other", 2048]
+        with pytest.raises(EngineContractError, match="serves m, other, not third"):
+            await missing.health()
+    finally:
+        await chosen.close()
+        await missing.close()
 
 
 @pytest.mark.parametrize("streamed", [False, True])

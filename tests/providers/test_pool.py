@@ -15,7 +15,7 @@ class Counting:
     """An engine that counts on from the last prompt token, and breaks or aborts where it is told to."""
 
     name = "counting"
-    truthful_filters = frozenset({"top_k"})
+    truthful_filters: frozenset[str] | None = frozenset({"top_k"})
 
     def __init__(self, *, break_after: list[int] | None = None, abort_after: list[int] | None = None, version: int = 1) -> None:
         self.break_after, self.abort_after = break_after or [], abort_after or []
@@ -149,3 +149,15 @@ async def test_when_no_replica_took_the_weights_generations_say_so() -> None:
         await pool.publish([], version=2)
     with pytest.raises(EngineUnreachable, match="published last"):
         await run(pool)
+
+
+def test_replicas_that_have_not_answered_yet_refuse_no_filters() -> None:
+    first, second = Counting(), Counting()
+    pool = Pool([first, second])
+    assert pool.truthful_filters == {"top_k"}
+    first.truthful_filters = None
+    assert pool.truthful_filters == {"top_k"}
+    second.truthful_filters = None
+    assert pool.truthful_filters is None
+    first.truthful_filters, second.truthful_filters = frozenset({"top_k", "top_p"}), frozenset({"top_p"})
+    assert pool.truthful_filters == {"top_p"}

@@ -233,7 +233,7 @@ async def test_filters_that_the_engine_cannot_account_for_are_refused_in_trainin
 async def test_an_engine_that_has_not_said_what_it_can_do_is_asked_before_it_is_refused() -> None:
     """As vLLM's provider: it learns from the server's first answer."""
     session, engine = session_of(said("a", "1"), said("b", "2"))
-    engine.truthful_filters, asked = frozenset[str](), list[str]()
+    engine.truthful_filters, asked = None, list[str]()
 
     async def health() -> dict[str, str]:
         asked.append("health")

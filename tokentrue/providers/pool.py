@@ -52,9 +52,10 @@ class Pool:
         return self._replicas[0].name
 
     @property
-    def truthful_filters(self) -> frozenset[str]:
-        first, *others = (replica.truthful_filters for replica in self._replicas)
-        return first.intersection(*others)
+    def truthful_filters(self) -> frozenset[str] | None:
+        """Those of every replica that has said so far."""
+        known = [filters for replica in self._replicas if (filters := replica.truthful_filters) is not None]
+        return known[0].intersection(*known) if known else None
 
     @property
     def adapters(self) -> Sequence[str]:

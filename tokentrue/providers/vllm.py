@@ -12,7 +12,7 @@ import base64
 import io
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -96,9 +96,10 @@ class VLLMProvider:
         self.version = version
 
     @property
-    def truthful_filters(self) -> frozenset[str]:
-        processed = self._abilities is not None and self._abilities.processed
-        return frozenset({*TRUNCATIONS, *PENALTIES}) if processed else frozenset()
+    def truthful_filters(self) -> frozenset[str] | None:
+        if self._abilities is None:
+            return None
+        return frozenset({*TRUNCATIONS, *PENALTIES}) if self._abilities.processed else frozenset()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         abilities, ids = await self._ready(sampling), TokenIds(prompt_ids)
@@ -208,14 +209,8 @@ class VLLMProvider:
         async with self._probing:
             if self._abilities is None:
                 model = (await self._served_model()).id
-                token_route = await self._has_token_route()
-                self._abilities = Abilities(model=model, token_route=token_route, processed=False)
-                try:
-                    processed = await self._reports_processed()
-                except BaseException:
-                    self._abilities = None
-                    raise
-                self._abilities = Abilities(model=model, token_route=token_route, processed=processed)
+                shown = Abilities(model=model, token_route=await self._has_token_route(), processed=False)
+                self._abilities = replace(shown, processed=await self._reports_processed(shown))
             return self._abilities
 
     async def _served_model(self) -> VLLMModel:
@@ -237,14 +232,13 @@ class VLLMProvider:
             return True  # it complains about the empty request, so it is there
         return True
 
-    async def _reports_processed(self) -> bool:
+    async def _reports_processed(self, abilities: Abilities) -> bool:
         """The same prompt at two temperatures: processed log-probabilities differ, raw ones do not."""
-        assert self._abilities is not None
         tops: list[Mapping[int, float]] = []
         for temperature in (1.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
             builder = CompletionBuilder(self.name, TokenIds([0]))
-            path, body = self._body(self._abilities, builder.prompt_ids, sampling, request_id=uuid4().hex, stream=False)
+            path, body = self._body(abilities, builder.prompt_ids, sampling, request_id=uuid4().hex, stream=False)
             answer = self._decode(await self._http.read("POST", path, body))
             for choice in answer.choices:
                 self._add(builder, choice, sampling)

@@ -150,7 +150,7 @@ async def _low_temperature(exam: Examination, prompts: Sequence[Sequence[int]], 
 
 async def _filters(exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]) -> Finding:
     name = "meaning: filters"
-    if "top_k" not in exam.provider.truthful_filters:
+    if "top_k" not in (exam.provider.truthful_filters or ()):
         return cannot_tell(name, "this engine reports no renormalised log-probabilities; the gateway refuses filters in training sessions")
     try:
         found = await exam.generate(prompts, Sampling(temperature=1.0, top_k=2, max_tokens=1, seed=exam.seed))
@@ -183,7 +183,7 @@ async def _filters(exam: Examination, prompts: Sequence[Sequence[int]], tops: Se
 async def _penalties(exam: Examination) -> Finding:
     """Sampled under a presence penalty: the reference's logits with the penalty, or without it?"""
     name, penalty = "meaning: penalties", 1.0
-    if "presence_penalty" not in exam.provider.truthful_filters:
+    if "presence_penalty" not in (exam.provider.truthful_filters or ()):
         return cannot_tell(name, "this engine does not claim to report penalised log-probabilities; training sessions refuse penalties")
     prompt = exam.prompts()[1]
     try:

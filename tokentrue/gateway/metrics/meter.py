@@ -53,7 +53,7 @@ class MeteredProvider:
         return self.inner.name
 
     @property
-    def truthful_filters(self) -> frozenset[str]:
+    def truthful_filters(self) -> frozenset[str] | None:
         return self.inner.truthful_filters
 
     @property
@@ -90,7 +90,8 @@ class MeteredProvider:
         return replace(completion, versions=spans_from_runs(seen))
 
     async def health(self) -> Mapping[str, Any]:
-        return await self.inner.health()
+        with (CLOCK.get() or EngineClock()).run():
+            return await self.inner.health()
 
     async def close(self) -> None:
         await self.inner.close()

@@ -51,12 +51,14 @@ def resolve_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: R
 
 
 async def check_truthful(sampling: Sampling, provider: Provider) -> None:
-    """Refuses filters under which the engine does not report the log-probabilities that it sampled from. A provider that would be refused
-    asks its server first: some learn only then what it can do."""
-    if set(sampling.filters) <= provider.truthful_filters:
+    """Refuses filters under which the engine does not report the log-probabilities that it sampled from. An engine that has not yet said
+    what it can do is asked."""
+    if not sampling.filters:
         return
-    await provider.health()
-    if blind := [name for name in sampling.filters if name not in provider.truthful_filters]:
+    if provider.truthful_filters is None:
+        await provider.health()
+    truthful = provider.truthful_filters or frozenset()
+    if blind := [name for name in sampling.filters if name not in truthful]:
         raise SamplingError(f"{provider.name} cannot report true log-probabilities under {', '.join(blind)}; {_CURE}")
 
 
