@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.providers.conformance import collected
-from tokentrue.errors import EngineError, EngineRejected, PromptTooLong
+from tokentrue.errors import EngineContractError, EngineError, EngineRejected, PromptTooLong
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Provider
 from tokentrue.providers.sglang import SGLangProvider
