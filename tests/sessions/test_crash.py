@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 
 from tests.sessions.crash_child import fingerprint, open_store
+from tokentrue.sessions import Journal
 from tokentrue.sessions.store import load_tree
 
 
 def life(journal: str, seed: int, rng: random.Random, log: Path) -> list[str]:
     """Start the child and let it die: half of the times we kill it at a random moment after its first sign of life, half of the times it
-    kills itself in the very instant after an acknowledgement. The lines it had acknowledged."""
+    kills itself in the very instant after an acknowledgement. Before we kill it, a reader opens and closes its file, as `samples` and
+    `view` do. The lines it had acknowledged."""
     lines, moment_s = rng.choice([0, rng.randrange(1, 120)]), rng.random() ** 2 * 0.25
     with log.open("wb") as out:
         child = subprocess.Popen([sys.executable, "-m", "tests.sessions.crash_child", journal, str(seed), str(lines)], stdout=out)
@@ -34,6 +36,10 @@ def life(journal: str, seed: int, rng: random.Random, log: Path) -> list[str]:
         while log.stat().st_size == 0 and time.monotonic() < deadline:
             assert child.poll() is None, "the child ended by itself"
             time.sleep(0.002)
+        if not journal.startswith("postgresql:"):
+            reader = Journal(journal, read_only=True)
+            assert list(reader.all_sessions())
+            reader.close()
         time.sleep(moment_s)
         os.kill(child.pid, signal.SIGKILL)
         child.wait()

@@ -87,6 +87,7 @@ class Journal:
             raise
 
     def _open(self, check: bool) -> None:
+        self._create_file()
         connection = self._connect()
         try:
             if check and not self._in_memory:
@@ -97,13 +98,27 @@ class Journal:
         self._writer = Writer(connection)
         self._reader = None if self._in_memory else self._connect()
 
+    def _create_file(self) -> None:
+        """Readable by its owner alone; SQLite gives its other files the same mode. A file that is there must not be opened besides SQLite:
+        closing it drops the locks that SQLite holds on it for this process, and a reader then deletes the log with the newest turns."""
+        if self._in_memory or self._read_only:
+            return
+        try:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise self._cannot_open(error) from error
+
+    def _cannot_open(self, error: Exception) -> JournalError:
+        cure = "give a writable path, or --store memory; if it was a journal, " + _DAMAGED
+        return JournalError(f"cannot open the journal {self.target}: {error}; {cure}")
+
     def _connect(self) -> sqlite3.Connection:
         if self._read_only and not Path(self.path).is_file():
             raise JournalError(f"no journal at {self.target}")
         connection: sqlite3.Connection | None = None
         try:
-            if not self._in_memory and not self._read_only:  # its owner's alone; SQLite gives its other files the same mode
-                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
             connection = sqlite3.connect(
                 ":memory:" if self._in_memory else self.path, timeout=30, isolation_level=None, check_same_thread=False
             )
@@ -117,9 +132,8 @@ class Journal:
         except BaseException as error:
             if connection is not None:
                 connection.close()
-            if isinstance(error, sqlite3.Error | OSError):
-                cure = "give a writable path, or --store memory; if it was a journal, " + _DAMAGED
-                raise JournalError(f"cannot open the journal {self.target}: {error}; {cure}") from error
+            if isinstance(error, sqlite3.Error):
+                raise self._cannot_open(error) from error
             raise
         return connection
 
