@@ -24,8 +24,8 @@ import httpx
 import orjson
 
 from tokentrue.errors import ConfigError, GatewayError, GatewayUnreachable, SessionConflict, SessionNotFound
-from tokentrue.samples.shape import sample_from_json
-from tokentrue.types import Coverage, Sample, Untrained
+from tokentrue.samples.shape import decode, sample_from_json
+from tokentrue.types import Coverage, Sample
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic
@@ -123,9 +123,7 @@ def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples_from(answer: Mapping[str, Any]) -> SessionSamples:
-    given = answer["coverage"]
-    untrained = tuple(Untrained(node=item["node"], tokens=item["tokens"], why=item["why"]) for item in given["untrained"])
-    coverage = Coverage(sampled=given["sampled"], trained=given["trained"], untrained=untrained, pinned_turns=given.get("pinned_turns", 0))
+    coverage = decode(answer["coverage"], Coverage, "coverage")
     return SessionSamples(samples=[sample_from_json(sample) for sample in answer["samples"]], coverage=coverage)
 
 

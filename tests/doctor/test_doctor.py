@@ -253,7 +253,7 @@ async def test_log_probabilities_of_temperature_1_are_no_match_for_a_recorded_on
 async def test_samples_whose_kept_ids_were_not_recorded_are_not_judged() -> None:
     filtered = [replace(one, sampling_mask=None) for one in await sampled(e.calculator(), Sampling(top_k=3), recorded=True)]
     (verdict,) = await judged(filtered)
-    assert verdict.verdict is Verdict.CANNOT_TELL and "under top_k, and the kept ids were not recorded" in verdict.detail
+    assert verdict.verdict is Verdict.CANNOT_TELL and "under top_k, and the engine did not report which ids were kept" in verdict.detail
     whole = await sampled(e.calculator(), Sampling(), recorded=True)
     first, second, *_ = await judged([*filtered, *whole])
     assert first.verdict is Verdict.OK and second.detail.startswith("6 of 12 samples"), (first, second)

@@ -74,6 +74,14 @@ def test_tools(tools: Any, field: str) -> None:
         renderer.extend([7, stop_id(renderer)], [user("a"), says("b")], [user("c")], tools)
 
 
+@pytest.mark.parametrize("kwargs", [{"messages": []}, {"tools": None}, {"add_generation_prompt": False}])
+def test_template_settings_do_not_stand_for_the_request(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(MessageError, match="template_kwargs: cannot set messages, tools or add_generation_prompt"):
+        loaded("qwen3-like").render([user("hi")], template_kwargs=kwargs)
+    plain, told = (loaded("qwen3-like").render([user("hi")], template_kwargs=given) for given in (None, {"add_generation_prompt": True}))
+    assert plain.token_ids == told.token_ids
+
+
 def test_new_messages_name_their_own_field() -> None:
     renderer = loaded("qwen3-like")
     with pytest.raises(MessageError) as caught:

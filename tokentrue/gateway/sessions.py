@@ -212,8 +212,8 @@ class CoverageTotals:
     def add(self, coverage: Coverage, sign: int = 1) -> None:
         self.sampled += sign * coverage.sampled
         self.trained += sign * coverage.trained
-        for span in coverage.untrained:
-            self.untrained[span.why] += sign * span.tokens
+        for why, tokens in coverage.untrained_by_reason.items():
+            self.untrained[why] += sign * tokens
 
 
 class SessionRegistry:

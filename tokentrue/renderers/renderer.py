@@ -105,7 +105,10 @@ class Renderer:
         return fill_in_tool_names(given) if self._fill_in else given
 
     def _merge(self, template_kwargs: TemplateKwargs | None) -> dict[str, Any]:
-        return {**self.template_kwargs, **(template_kwargs or {})}
+        merged = {**self.template_kwargs, **(template_kwargs or {})}
+        if merged.pop("add_generation_prompt", True) is not True or not merged.keys().isdisjoint(("messages", "tools")):
+            raise MessageError("cannot set messages, tools or add_generation_prompt: the request says them", field="template_kwargs")
+        return merged
 
     # ids -> messages
 

@@ -15,13 +15,13 @@ from tokentrue.types import Sample
 EPS = 1e-6
 
 
-def group_advantages(rewards: Sequence[float], *, eps: float = EPS) -> list[float]:
-    """Reward less the group's mean, over its standard deviation (n - 1) plus `eps`; 0 where there is nothing to compare."""
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """Reward less the group's mean, over its standard deviation (n - 1) plus `EPS`; 0 where there is nothing to compare."""
     if len(rewards) < 2 or all(reward == rewards[0] for reward in rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-    return [(reward - mean) / (spread + eps) for reward in rewards]
+    return [(reward - mean) / (spread + EPS) for reward in rewards]
 
 
 def advantages_of(samples: Sequence[Sample]) -> dict[str, float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,22 +12,13 @@ if TYPE_CHECKING:
 
 ADVICE = "give what `tokentrue serve --store` was given: sqlite:PATH or postgresql://…"
 MAGIC = b"SQLite format 3\0"
-POSTGRES = ("postgresql://", "postgres://")
 
 
-def is_postgres(source: str) -> bool:
-    return source.startswith(POSTGRES)
-
-
-def open_journal(source: str, *, read_only: bool = True) -> Journal:
+def open_recorded(source: str, *, read_only: bool = True) -> Journal:
     """Of `sqlite:PATH`, PATH or `postgresql://…`; raises FileFormatError or JournalError where no journal is."""
-    if is_postgres(source):
-        from tokentrue.sessions.journal.postgres import PostgresJournal
+    from tokentrue.sessions.journal import is_postgres, open_journal
 
-        return PostgresJournal(source, name=f"{socket.gethostname()}:{os.getpid()}", read_only=read_only)
-    from tokentrue.sessions import Journal
-
-    return Journal(f"sqlite:{require_journal(source)}", read_only=read_only)
+    return open_journal(source if is_postgres(source) else f"sqlite:{require_journal(source)}", read_only=read_only)
 
 
 def require_journal(source: str) -> Path:

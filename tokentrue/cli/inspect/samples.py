@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentrue.cli.inspect.journal import open_journal
+from tokentrue.cli.inspect.journal import open_recorded
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, SessionNotFound
 
@@ -84,7 +84,7 @@ def _from_journal(
     from tokentrue.samples import assemble
     from tokentrue.sessions.store import load_tree
 
-    journal = open_journal(source)
+    journal = open_recorded(source)
     try:
         for name in names or [record.id for record in journal.all_sessions(group=group)]:
             record, tree = load_tree(journal, name)

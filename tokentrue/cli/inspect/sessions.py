@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from tokentrue.cli.inspect.journal import open_journal
+from tokentrue.cli.inspect.journal import open_recorded
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError
 
@@ -67,7 +67,7 @@ class JournalSource:
 
     def __init__(self, store: str) -> None:
         self._store = store
-        self._journal = open_journal(store)
+        self._journal = open_recorded(store)
 
     def list_sessions(self, limit: int) -> list[dict[str, Any]]:
         shown = [self.read_session(record.id) for record in self._journal.sessions(limit=limit)]
@@ -82,7 +82,7 @@ class JournalSource:
         return describe_session(record, tree, coverage_to_json(coverage_of(tree, record)))
 
     def delete_session(self, session_id: str) -> None:
-        journal = open_journal(self._store, read_only=False)
+        journal = open_recorded(self._store, read_only=False)
         try:
             journal.acquire(session_id)
             asyncio.run(journal.delete(session_id))

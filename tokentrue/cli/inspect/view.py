@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokentrue.app.wiring import ADMIN_KEY
-from tokentrue.cli.inspect.journal import is_postgres, open_journal
+from tokentrue.cli.inspect.journal import open_recorded
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError
 
@@ -59,12 +59,13 @@ def _renderer(model: str) -> Any:
 
 
 def open_source(source: str) -> RecordSource:
+    from tokentrue.sessions.journal import is_postgres
     from tokentrue.viewer import FileSource, GatewaySource, StoreSource
 
     if source.startswith(("http://", "https://")):
         return GatewaySource(source, key=os.environ.get(ADMIN_KEY) or None)
     if is_postgres(source) or source.startswith("sqlite:") or source.endswith(".sqlite"):
-        journal = open_journal(source)
+        journal = open_recorded(source)
         return StoreSource(journal, name=Path(journal.target.removeprefix("sqlite:")).name)
     return FileSource(source)
 

@@ -15,7 +15,7 @@ from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.doctor.fit import grows_with_position, spread_of
 from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.probes.weights import Difference, judge_difference
-from tokentrue.samples.recorded_turns import read_turns
+from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures, why_not_scorable
 from tokentrue.types import Sample, Span
 
 MOST_TOKENS = 3000
@@ -47,10 +47,7 @@ def observe(sample: Sample) -> Observation | None:
     if not positions:
         return None
     logprobs = tuple(float(value) for i in positions if (value := sample.rollout_logprobs[i]) is not None)
-    temperatures = [1.0] * len(sample.token_ids)
-    for turn in read_turns(sample):
-        temperatures[turn.start : turn.end] = [turn.row.temperature or 1.0] * (turn.end - turn.start)  # engines report greedy turns at 1
-    mask = sample.sampling_mask
+    temperatures, mask = scoring_temperatures(sample), sample.sampling_mask
     return Observation(
         token_ids=tuple(sample.token_ids),
         positions=positions,
@@ -64,11 +61,8 @@ def observe(sample: Sample) -> Observation | None:
 def why_not_comparable(sample: Sample) -> str:
     """Empty where the distribution that the tokens were drawn from can be computed again."""
     for number, turn in enumerate(read_turns(sample)):
-        place = f"sample {sample.sample_id}, turn {number}"
-        if turn.truncations and sample.sampling_mask is None:
-            return f"{place} was sampled under {', '.join(turn.truncations)}, and the kept ids were not recorded"
-        if turn.penalties:
-            return f"{place} was sampled under {', '.join(turn.penalties)}, which the reference does not apply"
+        if why := why_not_scorable(sample, turn):
+            return f"sample {sample.sample_id}, turn {number}: {why}"
     return ""
 
 

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from tokentrue.errors import InputError
 from tokentrue.gateway.admin.bodies import CreateSession, GiveReward, decode_admin
 from tokentrue.gateway.admin.routing import forward_to_owner, json_response, request_body, true_or_false, whole_number
-from tokentrue.gateway.admin.views import record_json, session_json
 from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
 from tokentrue.gateway.services import Services
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
+from tokentrue.sessions.description import describe_record, describe_session
 
 MOST_LISTED = 1000
 
@@ -76,12 +76,13 @@ class SessionHandlers:
             raise InputError(f"state: must be open or ended, got {state!r}")
         records = await asyncio.to_thread(lambda: journal.sessions(offset=offset, limit=limit, state=state, group=group))
         total = await asyncio.to_thread(lambda: journal.count(state=state, group=group))
-        listed = [record_json(record) for record in records]
+        listed = [describe_record(record) for record in records]
         return json_response(200, {"sessions": listed, "total": total, "offset": offset, "limit": limit})
 
     async def show(self, request: Request) -> Response:
         async with self._services.sessions.checkout(request.path_params["session_id"]) as handle:
-            return json_response(200, session_json(handle.session, handle.coverage(), in_flight=handle.in_flight))
+            session, coverage = handle.session, coverage_to_json(handle.coverage())
+            return json_response(200, {**describe_session(session.record, session.tree, coverage), "in_flight": handle.in_flight})
 
     async def delete(self, request: Request) -> Response:
         session_id = request.path_params["session_id"]

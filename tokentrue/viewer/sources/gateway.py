@@ -113,6 +113,6 @@ def _trained_paths(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     for leaf in trained:
         if leaf not in continued:
             path = [leaf]
-            while (parent := parents[path[0]]) is not None:
-                path.insert(0, parent)
-            yield path
+            while (parent := parents[path[-1]]) is not None:
+                path.append(parent)
+            yield path[::-1]
