@@ -6,7 +6,6 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from importlib import import_module
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,8 @@ def joins_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def identity_alone_is_trusted(patch: pytest.MonkeyPatch) -> None:
-    def count_shared(self: Any, messages: Any) -> int:
-        pairs = zip(self.sources, messages, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
-
-    patch.setattr(conversations.Conversation, "count_shared", count_shared)
+    count = conversations.Conversation.count_shared
+    patch.setattr(conversations.Conversation, "count_shared", lambda self, messages, are_final: count(self, messages, are_final=True))
 
 
 def what_was_sent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
