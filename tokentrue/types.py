@@ -67,6 +67,9 @@ TRUNCATIONS = ("top_p", "top_k", "min_p")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 """They make a token's probability depend on the text before it in a way that no trainer computes."""
 
+FILTERS = frozenset({*TRUNCATIONS, *PENALTIES})
+"""All settings that make the sampled distribution differ from softmax(logits / temperature)."""
+
 _NUMBERS = ("temperature", "top_p", "min_p", *PENALTIES)
 _SAMPLING_TYPES: tuple[tuple[str, Any, str], ...] = (
     *((name, (float, int), "a number") for name in _NUMBERS),

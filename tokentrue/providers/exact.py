@@ -12,14 +12,14 @@ from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.errors import EngineUnreachable
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.constraints import refuse_constraints
-from tokentrue.types import PENALTIES, TRUNCATIONS, UNVERSIONED, Chunk, Completion, Ids, Sampling
+from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Ids, Sampling
 
 
 class ExactProvider:
     """`model` is a directory, a hub id or a model object; `decode` (a renderer's) is needed for stop strings only."""
 
     name = "exact"
-    truthful_filters = frozenset({*TRUNCATIONS, *PENALTIES})
+    truthful_filters = FILTERS
 
     def __init__(
         self,

@@ -21,18 +21,7 @@ import orjson
 
 from tokentrue.errors import ConfigError, EngineRejected, EngineTimeout, EngineUnreachable, FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
-from tokentrue.types import (
-    PENALTIES,
-    TRUNCATIONS,
-    UNVERSIONED,
-    Chunk,
-    Completion,
-    Finish,
-    Ids,
-    Sampling,
-    VersionSpan,
-    is_logprob,
-)
+from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan, is_logprob
 
 KEYS = frozenset({"text", "token_ids", "logprobs", "finish_reason", "delay_s", "status"})
 Encode = Callable[[str], Sequence[int]]
@@ -56,7 +45,7 @@ class ScriptedProvider:
     """
 
     name = "scripted"
-    truthful_filters = frozenset({*TRUNCATIONS, *PENALTIES})
+    truthful_filters = FILTERS
 
     def __init__(
         self,

@@ -46,18 +46,7 @@ from tokentrue.providers.transport.running import RunningRequests
 from tokentrue.providers.transport.scoring import score_prompt
 from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.providers.transport.weights import WrittenWeights
-from tokentrue.types import (
-    PENALTIES,
-    TRUNCATIONS,
-    UNVERSIONED,
-    Chunk,
-    Completion,
-    Finish,
-    Ids,
-    RoutedExperts,
-    Sampling,
-    VersionSpan,
-)
+from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 EXTRA = CONSTRAINTS | frozenset({"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"})
 
@@ -99,7 +88,7 @@ class VLLMProvider:
     def truthful_filters(self) -> frozenset[str] | None:
         if self._abilities is None:
             return None
-        return frozenset({*TRUNCATIONS, *PENALTIES}) if self._abilities.processed else frozenset()
+        return FILTERS if self._abilities.processed else frozenset()
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         abilities, ids = await self._ready(sampling), TokenIds(prompt_ids)

@@ -10,8 +10,12 @@ from tokentrue.sessions.tree import Node, Tree
 
 
 def describe_session(record: SessionRecord, tree: Tree, coverage: Mapping[str, Any]) -> dict[str, Any]:
-    nodes = [describe_node(node) for node in tree.in_order()]
-    return {**describe_record(record), "turns": len(tree), "coverage": coverage, "nodes": nodes}
+    return {**summarise_session(record, tree, coverage), "nodes": [describe_node(node) for node in tree.in_order()]}
+
+
+def summarise_session(record: SessionRecord, tree: Tree, coverage: Mapping[str, Any]) -> dict[str, Any]:
+    """Without its nodes."""
+    return {**describe_record(record), "turns": len(tree), "coverage": coverage}
 
 
 def describe_record(record: SessionRecord) -> dict[str, Any]:

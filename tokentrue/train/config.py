@@ -206,7 +206,7 @@ class TrainConfig:
         require_choice("train.routing_replay", self.routing_replay, RoutingReplay)
         require_choice("train.baseline", self.baseline, Baseline)
         if not (is_temperature(self.temperature) and self.temperature > 0):
-            raise ConfigError(f"train.temperature: {self.temperature!r} must be > 0 and <= 1e30: greedy rollouts have no policy gradient")
+            raise ConfigError(f"train.temperature: {self.temperature!r} must be from 1e-30 to 1e30; greedy rollouts have no gradient")
 
     @property
     def updates_per_step(self) -> int:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from tokentrue.cli.inspect.journal import open_recorded
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokentrue.sessions.journal import SessionRecord
+    from tokentrue.sessions.tree import Tree
 
 ACTIONS = ("list", "show", "delete")
 
@@ -70,16 +74,22 @@ class JournalSource:
         self._journal = open_recorded(store)
 
     def list_sessions(self, limit: int) -> list[dict[str, Any]]:
-        shown = [self.read_session(record.id) for record in self._journal.sessions(limit=limit)]
-        return [{key: value for key, value in session.items() if key != "nodes"} for session in shown]
+        from tokentrue.sessions.description import summarise_session
+
+        return [summarise_session(*self._load(record.id)) for record in self._journal.sessions(limit=limit)]
 
     def read_session(self, session_id: str) -> dict[str, Any]:
-        from tokentrue.samples import coverage_of, coverage_to_json
         from tokentrue.sessions.description import describe_session
+
+        return describe_session(*self._load(session_id))
+
+    def _load(self, session_id: str) -> tuple[SessionRecord, Tree, dict[str, Any]]:
+        """The record, its tree and its coverage."""
+        from tokentrue.samples import coverage_of, coverage_to_json
         from tokentrue.sessions.store import load_tree
 
         record, tree = load_tree(self._journal, session_id)
-        return describe_session(record, tree, coverage_to_json(coverage_of(tree, record)))
+        return record, tree, coverage_to_json(coverage_of(tree, record))
 
     def delete_session(self, session_id: str) -> None:
         journal = open_recorded(self._store, read_only=False)
