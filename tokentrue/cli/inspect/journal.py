@@ -14,15 +14,20 @@ ADVICE = "give what `tokentrue serve --store` was given: sqlite:PATH or postgres
 MAGIC = b"SQLite format 3\0"
 
 
-def open_recorded(source: str, *, read_only: bool = True) -> Journal:
-    """Of `sqlite:PATH`, PATH or `postgresql://…`; raises FileFormatError or JournalError where no journal is."""
-    from tokentrue.sessions.journal import is_postgres, open_journal
+def open_recorded(source: str) -> Journal:
+    """Of `sqlite:PATH`, PATH or `postgresql://…`, to read; raises FileFormatError or JournalError where no journal is."""
+    from tokentrue.sessions.journal import open_journal
 
-    return open_journal(source if is_postgres(source) else f"sqlite:{require_journal(source)}", read_only=read_only)
+    return open_journal(require_store(source), read_only=True)
 
 
-def require_journal(source: str) -> Path:
-    """The path of `sqlite:PATH` or PATH; raises FileFormatError where no journal is."""
+def require_store(source: str) -> str:
+    """The store that `sqlite:PATH`, PATH or `postgresql://…` names; raises FileFormatError where a path has no journal. Call it before this
+    process opens the store: closing a file drops the locks that SQLite holds on it."""
+    from tokentrue.sessions.journal import is_postgres
+
+    if is_postgres(source):
+        return source
     path = Path(source.removeprefix("sqlite:"))
     if not path.is_file():
         raise FileFormatError(f"no journal at {path}; {ADVICE}")
@@ -30,4 +35,4 @@ def require_journal(source: str) -> Path:
         start = file.read(len(MAGIC))
     if start and start != MAGIC:
         raise FileFormatError(f"{path} is not a journal (no SQLite file); {ADVICE}")
-    return path
+    return f"sqlite:{path}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from tokentrue.cli.inspect.journal import open_recorded
+from tokentrue.cli.inspect.journal import require_store
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError
 
@@ -70,8 +70,10 @@ class JournalSource:
     """A store. Reading needs no lock; deleting is refused while a server uses the file, or a gateway on PostgreSQL owns the session."""
 
     def __init__(self, store: str) -> None:
-        self._store = store
-        self._journal = open_recorded(store)
+        from tokentrue.sessions.journal import open_journal
+
+        self._store = require_store(store)
+        self._journal = open_journal(self._store, read_only=True)
 
     def list_sessions(self, limit: int) -> list[dict[str, Any]]:
         from tokentrue.sessions.description import summarise_session
@@ -92,7 +94,9 @@ class JournalSource:
         return record, tree, coverage_to_json(coverage_of(tree, record))
 
     def delete_session(self, session_id: str) -> None:
-        journal = open_recorded(self._store, read_only=False)
+        from tokentrue.sessions.journal import open_journal
+
+        journal = open_journal(self._store)
         try:
             journal.acquire(session_id)
             asyncio.run(journal.delete(session_id))
