@@ -113,6 +113,9 @@ class SamplingMask:
     def row(self, index: int) -> TokenIds:
         return self.token_ids[self.offsets[index] : self.offsets[index + 1]]
 
+    def rows(self) -> list[TokenIds]:
+        return [self.row(index) for index in range(len(self))]
+
     def cut(self, start: int, end: int) -> SamplingMask:
         """Rows `[start, end)`."""
         first = self.offsets[start]
@@ -135,6 +138,12 @@ def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:
         base = offsets[-1]
         offsets += [base + value for value in part.offsets[1:]]
     return SamplingMask(token_ids=TokenIds.concat(part.token_ids for part in parts), offsets=TokenIds(offsets))
+
+
+def join_masks_if_whole(parts: Sequence[SamplingMask | None]) -> SamplingMask | None:
+    """None where a part has none: an empty row would say that nothing was removed."""
+    known = [part for part in parts if part is not None]
+    return join_masks(known) if known and len(known) == len(parts) else None
 
 
 def empty_rows(count: int) -> SamplingMask:

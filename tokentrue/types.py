@@ -223,6 +223,7 @@ class Chunk:
     token_ids: TokenIds = EMPTY
     logprobs: tuple[float, ...] = ()
     policy_version: int = UNVERSIONED
+    sampling_mask: SamplingMask | None = None  # a row for each of its tokens, as in `Completion`
     final: Completion | None = None
 
     def __post_init__(self) -> None:

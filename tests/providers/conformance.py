@@ -111,6 +111,10 @@ class Conformance:
             mask = completion.sampling_mask
             kept = truth.kept(prompt, completion.token_ids, sampling)
             assert [mask.row(i).tolist() for i in range(len(mask))] == kept, "the recorded mask is what the filters kept"
+            chunks = [chunk async for chunk in provider.stream(prompt, sampling)]
+            rows = [row.tolist() for chunk in chunks if chunk.sampling_mask for row in chunk.sampling_mask.rows()]
+            assert chunks[-1].final is not None and chunks[-1].final.sampling_mask is not None
+            assert rows == [row.tolist() for row in chunks[-1].final.sampling_mask.rows()], "a turn that is cut off has its rows, too"
 
     async def test_top_logprobs(self, provider: Provider, prompt: list[int]) -> None:
         completion = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=4, top_logprobs=3))

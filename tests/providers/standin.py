@@ -15,6 +15,7 @@ import torch
 from aiohttp import web
 
 from tokentrue.providers.hf import HFProvider
+from tokentrue.replay import SamplingMask, join_masks
 from tokentrue.types import Completion, Finish, Sampling
 
 
@@ -106,10 +107,12 @@ class SGLangStandIn:
         await response.prepare(request)
         ids: list[int] = []
         logprobs: list[float] = []
+        masks: list[SamplingMask] = []
         async for chunk in self.engine.stream(body["input_ids"], sampling_of(body)):
             new = len(chunk.token_ids)
             ids += chunk.token_ids
             logprobs += chunk.logprobs
+            masks += [chunk.sampling_mask] if chunk.sampling_mask is not None else []
             ended = chunk.final is not None
             if fault == "break" and len(ids) == 3:
                 assert request.transport is not None
@@ -126,7 +129,7 @@ class SGLangStandIn:
                 finish=finish,
                 stopped_by=chunk.final.stopped_by if chunk.final else None,
                 prompt_tokens=len(body["input_ids"]),
-                sampling_mask=chunk.final.sampling_mask if chunk.final else None,
+                sampling_mask=join_masks(masks) if masks else None,
             )
             event = self._event(body, so_far, new, fault, ended=ended)
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")

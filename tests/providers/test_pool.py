@@ -8,7 +8,7 @@ import pytest
 
 from tokentrue.errors import EngineRejected, EngineUnreachable
 from tokentrue.providers.pool import Pool
-from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling, VersionSpan
+from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling, SamplingMask, VersionSpan
 
 
 class Counting:
@@ -36,10 +36,19 @@ class Counting:
             if i == aborted:
                 break
             ids.append(prompt_ids[-1] + 1 + i)
-            yield Chunk(token_ids=(ids[-1],), logprobs=(-0.5,), policy_version=self.version)
+            mask = SamplingMask.from_rows([[ids[-1]]]) if sampling.truncates else None
+            yield Chunk(token_ids=(ids[-1],), logprobs=(-0.5,), policy_version=self.version, sampling_mask=mask)
         spans = (VersionSpan(start=0, end=len(ids), version=self.version),)
         finish = Finish.LENGTH if len(ids) == limit else Finish.ABORT
-        final = Completion(token_ids=tuple(ids), logprobs=(-0.5,) * len(ids), finish=finish, versions=spans, prompt_tokens=len(prompt_ids))
+        kept = SamplingMask.from_rows([[i] for i in ids]) if sampling.truncates else None
+        final = Completion(
+            token_ids=tuple(ids),
+            logprobs=(-0.5,) * len(ids),
+            finish=finish,
+            versions=spans,
+            prompt_tokens=len(prompt_ids),
+            sampling_mask=kept,
+        )
         yield Chunk(final=final)
         self.version += 1 if aborted is not None else 0
 
@@ -59,9 +68,9 @@ class Counting:
         pass
 
 
-async def run(pool: Pool, session: str = "s") -> tuple[list[int], Completion]:
+async def run(pool: Pool, session: str = "s", **sampling: Any) -> tuple[list[int], Completion]:
     got: list[int] = []
-    async for chunk in pool.stream([1, 2, 3], Sampling(max_tokens=8), session=session):
+    async for chunk in pool.stream([1, 2, 3], Sampling(max_tokens=8, **sampling), session=session):
         if chunk.final is not None:
             return got, chunk.final
         got += chunk.token_ids
@@ -94,6 +103,12 @@ async def test_a_generation_goes_on_from_what_was_sampled_when_the_stream_breaks
     assert got == list(final.token_ids) == [4, 5, 6, 7, 8, 9, 10, 11]
     assert final.finish is Finish.LENGTH
     assert final.prompt_tokens == 3
+
+
+async def test_a_generation_that_was_resumed_keeps_the_ids_that_filters_kept() -> None:
+    got, final = await run(Pool([Counting(break_after=[3]), Counting(break_after=[3])]), top_k=5)
+    assert got == list(final.token_ids) and len(got) == 8
+    assert final.sampling_mask == SamplingMask.from_rows([[i] for i in got])
 
 
 async def test_an_abort_for_a_weight_update_keeps_each_span_its_version() -> None:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+pytest.importorskip("torch")
+
 from tests.train.rows import sample_of
 from tokentrue.integrations.rollouts import centre_rewards
 from tokentrue.samples.groups import group_of, group_sessions

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
 import tokentrue as tt
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
@@ -18,11 +20,35 @@ from tokentrue.samples.exporters.prime_rl import temperatures
 from tokentrue.samples.recorded_turns import read_record, read_turns, scoring_temperatures, why_not_scorable
 from tokentrue.train.data.advantages import is_truncated
 from tokentrue.train.data.batch import row_of
-from tokentrue.types import Sample
+from tokentrue.types import Completion, Sample, SamplingMask
 from tokentrue.viewer.data import ViewerData
 from tokentrue.viewer.sources.samples import SampleList
 
 WRONG = [None, -1, 10**30, 1e39, 1e-50, "x", [], {}, True, 1.5, float("nan"), float("inf"), [[1]], [None], {"": {}}]
+
+
+class KeepsRows(Engine):
+    """Reports which ids it kept, in its first answer alone."""
+
+    def _next(self, prompt_ids: Any, sampling: tt.Sampling) -> Completion:
+        done = super()._next(prompt_ids, sampling)
+        rows = [[token] for token in done.token_ids]
+        return done if len(self.prompts) > 1 else replace(done, sampling_mask=SamplingMask.from_rows(rows))
+
+
+@pytest.mark.parametrize(("second", "is_known"), [({}, True), ({"top_p": 0.5}, False)], ids=["whole", "filtered"])
+async def test_a_filtered_turn_without_its_kept_ids_is_not_taken_for_a_whole_one(second: dict[str, float], is_known: bool) -> None:
+    session = tt.Session(renderer=Letters(), provider=KeepsRows([sampled("r", "one"), sampled("r", "two")]))
+    opening: list[Any] = [{"role": "user", "content": "hi"}]
+    reply = await session.chat(opening, sampling=tt.Sampling(top_p=0.5))
+    await session.chat([*opening, reply.message, {"role": "user", "content": "go"}], sampling=tt.Sampling(**second))  # type: ignore[arg-type]
+    (found,) = session.samples()
+    assert (found.sampling_mask is not None) == is_known
+    if is_known:
+        assert scoring_temperatures(found)
+    else:
+        with pytest.raises(TokenContractError, match="did not report which ids were kept"):
+            scoring_temperatures(found)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from tokentrue.numerics import exact, score
 from tokentrue.providers import load
 from tokentrue.replay import RoutedExperts, SamplingMask
 from tokentrue.samples import audit, read_samples, write_samples
+from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, TrainConfig, Trainer
 from tokentrue.train.data.batch import rows_of
-from tokentrue.types import Sample, Sampling
+from tokentrue.types import Sample, Sampling, TurnRequest
 
 FILTERS = {"top_p": {"top_p": 0.8}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.05}, "all": {"top_p": 0.9, "top_k": 20, "min_p": 0.02}}
 
@@ -75,6 +77,47 @@ async def test_the_trainer_has_the_bits_of_a_filtered_rollout(model: torch.nn.Mo
     samples = await rollouts(model, **filters)
     assert audit(samples).findings == []
     assert all(sample.sampling_mask is not None and len(sample.sampling_mask.token_ids) for sample in samples)
+    report = trainer_of(model, is_exact=True).step([samples])
+    assert report.agreement.compared == report.metrics["tokens_trained"] > 100
+    assert report.agreement.differing == 0
+
+
+async def cut_off_rollout(model: Any, seed: int) -> Sample:
+    """A turn, one whose caller leaves after five tokens, and one that continues it, all under top-p."""
+    provider: Any = load("exact", model=copy.deepcopy(model))
+    session = tt.Session(renderer=tt.load_renderer(str(SMALL_MODEL)), provider=provider, group="g")
+
+    def sampling(turn: int) -> Sampling:
+        return Sampling(temperature=1.3, top_p=0.6, max_tokens=24, seed=10 * seed + turn)
+
+    try:
+        messages: list[Any] = [{"role": "user", "content": "what is 12 plus 5?"}]
+        reply = await session.chat(messages, sampling=sampling(0))
+        messages += [reply.message, {"role": "user", "content": "and plus 3?"}]
+        received = 0
+        async with aclosing(session.stream(TurnRequest(messages=messages, sampling=sampling(1)))) as events:
+            async for event in events:
+                received += len(event.token_ids)
+                if received >= 5:
+                    break
+        cut = session.tree.in_order()[-1]
+        assert cut.outcome == "disconnected"
+        await session.chat([*messages, cut.served, {"role": "user", "content": "go on"}], sampling=sampling(2))
+        await session.reward(float(seed % 2))
+        return max(session.samples(), key=lambda sample: len(sample.token_ids))
+    finally:
+        await provider.close()
+
+
+async def test_the_trainer_has_the_bits_of_a_filtered_turn_that_was_cut_off(model: torch.nn.Module) -> None:
+    samples = [await cut_off_rollout(model, seed) for seed in range(4)]
+    assert audit(samples).findings == []
+    turns = [read_turns(sample) for sample in samples]
+    assert [len(each) for each in turns] == [3] * 4, "the cut-off turn is continued"
+    cut = [
+        sample.sampling_mask.cut(each[1].start, each[1].end) for sample, each in zip(samples, turns, strict=True) if sample.sampling_mask
+    ]
+    assert len(cut) == 4 and all(len(mask.token_ids) for mask in cut)
     report = trainer_of(model, is_exact=True).step([samples])
     assert report.agreement.compared == report.metrics["tokens_trained"] > 100
     assert report.agreement.differing == 0

@@ -26,7 +26,7 @@ from tokentrue.engine.model.weights import Weights, load_model
 from tokentrue.engine.pipeline import PipelinePlan, start_pipeline
 from tokentrue.engine.runner import LocalRunner, Runner
 from tokentrue.engine.sample import child_seed
-from tokentrue.engine.scheduling.request import Request
+from tokentrue.engine.scheduling.request import Request, mask_of
 from tokentrue.engine.scheduling.schedule import ScheduleLimits
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, PromptTooLong, SamplingError
 from tokentrue.ids import TokenIds
@@ -143,7 +143,8 @@ class ExactEngine:
                 ended = request.finish is not None  # before the tokens are counted, so that none is left behind
                 for at in range(sent, request.num_sampled):
                     token, logprob, version = request.tokens[prompt + at], request.logprobs[at], request.versions[at]
-                    yield Chunk(token_ids=TokenIds((token,)), logprobs=(logprob,), policy_version=version)
+                    mask = mask_of(request.kept[at : at + 1]) if sampling.truncates else None
+                    yield Chunk(token_ids=TokenIds((token,)), logprobs=(logprob,), policy_version=version, sampling_mask=mask)
                     sent = at + 1
                 if ended:
                     yield Chunk(final=self.result(request))

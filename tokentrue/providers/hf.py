@@ -63,8 +63,7 @@ class HFProvider:
                 version = self.version
             token, logprob, top, kept = pick(logits, sampling, generator)
             builder.top += [top] if sampling.top_logprobs else []
-            builder.kept += [kept] if sampling.truncates else []
-            yield builder.add((token,), (logprob,), version=version)
+            yield builder.add((token,), (logprob,), version=version, kept=[kept] if sampling.truncates else None)
             ids = [token]
             stopped_by = token if token in stops else self._stop_string(builder.ids, sampling.stop)
             if stopped_by is not None:

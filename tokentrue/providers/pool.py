@@ -20,7 +20,7 @@ from tokentrue.errors import ConfigError, EngineContractError, EngineError, Engi
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Adapting, Interruptible, Measured, Provider, Rejoining, WeightSink
 from tokentrue.providers.transport.building import CompletionBuilder
-from tokentrue.replay import join_masks, join_routing
+from tokentrue.replay import join_masks_if_whole, join_routing
 from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
 
 RESUMABLE = (EngineUnreachable, EngineTimeout)
@@ -268,7 +268,8 @@ def _pieces(chunks: Sequence[Chunk], ids: TokenIds) -> list[Completion]:
     """What a broken stream had already given, as a completion of its own."""
     builder = CompletionBuilder("pool", ids)
     for chunk in chunks:
-        builder.add(chunk.token_ids, chunk.logprobs, version=chunk.policy_version)
+        kept = None if chunk.sampling_mask is None else chunk.sampling_mask.rows()
+        builder.add(chunk.token_ids, chunk.logprobs, version=chunk.policy_version, kept=kept)
     return [builder.complete(Finish.ABORT, prompt_tokens=None)] if builder.ids else []
 
 
@@ -288,7 +289,6 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
     runs = [(span.end - span.start, span.version) for piece in pieces for span in piece.versions]
     tops = [piece.top_logprobs for piece in pieces]
     raws = [piece.raw_logprobs for piece in pieces]
-    masks = [piece.sampling_mask for piece in pieces]
     return replace(
         pieces[-1],
         token_ids=TokenIds.concat(piece.token_ids for piece in pieces),
@@ -298,7 +298,7 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
         top_logprobs=tuple(x for top in tops for x in top or ()) if all(top is not None for top in tops) else None,
         raw_logprobs=tuple(x for raw in raws for x in raw or ()) if all(raw is not None for raw in raws) else None,
         routed_experts=join_piece_routing(pieces, prompt_ids),
-        sampling_mask=join_masks([mask for mask in masks if mask is not None]) if all(mask is not None for mask in masks) else None,
+        sampling_mask=join_masks_if_whole([piece.sampling_mask for piece in pieces]),
         prompt_digest=prompt_ids.sha256(),
     )
 

@@ -196,14 +196,15 @@ class SGLangProvider:
         if not new:
             return Chunk()
         logprobs: list[float | None] = [row[0] for row in rows[-new:]]
+        kept: list[list[int]] | None = None
         if self._masked(sampling):
             builder.raw += [value for value in logprobs if value is not None]
             logprobs = (meta.output_token_sampling_logprobs or [])[-new:]
             if sampling.truncates and meta.output_token_sampling_mask is not None:
-                builder.kept += meta.output_token_sampling_mask[-new:]
+                kept = meta.output_token_sampling_mask[-new:]
         if meta.output_top_logprobs:
             builder.top += [{row[1]: row[0] for row in top or () if row[0] is not None} for top in meta.output_top_logprobs[-new:]]
-        return builder.add([row[1] for row in rows[-new:]], logprobs, version=version_from(meta.weight_version))
+        return builder.add([row[1] for row in rows[-new:]], logprobs, version=version_from(meta.weight_version), kept=kept)
 
     def _complete(self, builder: CompletionBuilder, meta: SGLangMeta) -> Completion:
         reason = meta.finish_reason

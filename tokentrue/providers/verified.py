@@ -86,7 +86,8 @@ class VerifiedProvider:
             for draw in found[: request.max_tokens - len(draws)]:
                 draws.append(draw)
                 versions.append(version)
-                yield Chunk(token_ids=TokenIds((draw.token_id,)), logprobs=(draw.logprob,), policy_version=version)
+                mask = mask_of([draw.kept]) if sampling.truncates else None
+                yield Chunk(token_ids=TokenIds((draw.token_id,)), logprobs=(draw.logprob,), policy_version=version, sampling_mask=mask)
                 if draw.token_id in request.stop_ids:
                     finish, by = Finish.STOP, draw.token_id
                     break

@@ -274,11 +274,10 @@ class VLLMProvider:
         rows = rows_from_columns(choice.logprobs) if choice.logprobs.content is None else choice.logprobs.content
         if [row.token_id for row in rows] != ids:
             raise EngineContractError("vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?")
-        if sampling.truncates and choice.sampling_mask is not None:
-            builder.kept += choice.sampling_mask
         if sampling.top_logprobs:
             builder.top += [{top.token_id: top.logprob for top in row.top_logprobs if top.logprob is not None} for row in rows]
-        return builder.add(ids, [row.logprob for row in rows], version=self.version)
+        kept = choice.sampling_mask if sampling.truncates else None
+        return builder.add(ids, [row.logprob for row in rows], version=self.version, kept=kept)
 
     def _complete(self, builder: CompletionBuilder, choice: VLLMChoice, usage: VLLMUsage | None) -> Completion:
         if choice.finish_reason not in set(Finish):

@@ -232,8 +232,8 @@ def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
 
 
 def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
-    """A row for each token; None where no turn has one."""
-    if all(node.sampling_mask is None for node in path):
+    """A row for each token; None where no turn has one, or where it is not known what a turn's filters kept."""
+    if all(node.sampling_mask is None for node in path) or any(node.sampling_mask is None and node.sampling.truncates for node in path):
         return None
     parts: list[SamplingMask] = []
     for node in path:

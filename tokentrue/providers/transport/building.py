@@ -7,6 +7,7 @@ from typing import cast
 
 from tokentrue.errors import EngineContractError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
+from tokentrue.replay import join_masks_if_whole
 from tokentrue.types import (
     Chunk,
     Completion,
@@ -17,6 +18,7 @@ from tokentrue.types import (
     VersionSpan,
     are_logprobs,
     is_logprob,
+    require_mask,
     spans_from_runs,
 )
 
@@ -30,22 +32,28 @@ class CompletionBuilder:
         self.logprobs: list[float] = []
         self.top: list[Mapping[int, float]] = []
         self.raw: list[float] = []
-        self.kept: list[Sequence[int]] = []  # ids that filters kept, a row for each token, where the engine reports them
+        self._masks: list[SamplingMask | None] = []  # of each piece
         self.runs: list[tuple[int, int]] = []  # (tokens, policy version) as they came
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int) -> Chunk:
-        """Append tokens of one policy version."""
+    def add(
+        self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int, kept: Sequence[Sequence[int]] | None = None
+    ) -> Chunk:
+        """Append tokens of one policy version. `kept`: the ids that filters kept, a row for each token, where the engine reports them."""
         if len(ids) != len(logprobs):
             raise EngineContractError(f"{self.engine} returned {len(ids)} ids and {len(logprobs)} log-probabilities")
         start = len(self.ids)
         checked = check_logprobs(self.engine, logprobs, start=start)
         try:
-            chunk = Chunk(token_ids=TokenIds(ids), logprobs=checked, policy_version=version)
+            mask = None if kept is None else SamplingMask.from_rows([sorted(row) for row in kept])
+            chunk = Chunk(token_ids=TokenIds(ids), logprobs=checked, policy_version=version, sampling_mask=mask)
+            if mask is not None:
+                require_mask(mask, chunk.token_ids)
         except TokenContractError as error:
             raise EngineContractError(f"{self.engine}: {error}") from error
         self.ids += ids
         self.logprobs += checked
         self.runs.append((len(ids), version))
+        self._masks.append(mask)
         return chunk
 
     def complete(
@@ -71,7 +79,7 @@ class CompletionBuilder:
                 top_logprobs=tuple(self.top) if self.top else None,
                 raw_logprobs=tuple(self.raw) if self.raw else None,
                 routed_experts=routed_experts,
-                sampling_mask=SamplingMask.from_rows([sorted(row) for row in self.kept]) if self.kept else None,
+                sampling_mask=join_masks_if_whole(self._masks),
                 prompt_digest=self.prompt_ids.sha256(),
             )
         except TokenContractError as error:  # version spans of the engine's own that do not fit its tokens

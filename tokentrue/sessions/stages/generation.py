@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 from tokentrue.errors import EngineContractError, RenderError, TokenContractError
 from tokentrue.protocols import Provider, Renderer
+from tokentrue.replay import join_masks_if_whole
 from tokentrue.sessions.offload import INLINE_IDS, run_inline_or_thread
 from tokentrue.sessions.stages.prompts import Prompt
 from tokentrue.sessions.stages.serving import StreamedMessage, serve_message
@@ -29,9 +30,11 @@ from tokentrue.types import (
     Message,
     Parsed,
     Sampling,
+    SamplingMask,
     Tools,
     TurnEvent,
     are_logprobs,
+    require_mask,
     spans_from_runs,
 )
 
@@ -197,14 +200,18 @@ class _Received:
         self.token_ids: list[int] = []
         self._logprobs = array("d")
         self._runs: list[tuple[int, int]] = []  # (tokens, policy version) of each chunk
+        self._masks: list[SamplingMask | None] = []  # of each chunk
 
     def add(self, chunk: Chunk) -> None:
         if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
             raise EngineContractError(f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}")
         _check_version(chunk.policy_version)
+        if chunk.sampling_mask is not None:
+            require_mask(chunk.sampling_mask, chunk.token_ids)
         self.token_ids.extend(chunk.token_ids)
         self._logprobs.extend(chunk.logprobs)
         self._runs.append((len(chunk.token_ids), chunk.policy_version))
+        self._masks.append(chunk.sampling_mask)
 
     def completion(self, prompt_tokens: int) -> Completion | None:
         """An aborted one; None where nothing was reported."""
@@ -217,6 +224,7 @@ class _Received:
             finish=Finish.ABORT,
             versions=() if [span.version for span in versions] == [UNVERSIONED] else versions,
             prompt_tokens=prompt_tokens,
+            sampling_mask=join_masks_if_whole(self._masks),
         )
 
 
