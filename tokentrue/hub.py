@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, or a hub id whose files the hub serves or its cache holds.
+"""Where a model's files are, a directory or a hub id whose files the hub serves or its cache holds; and the one place that loads them.
 
 transformers asks a hub that it cannot reach for file after file, each six times over 23 seconds. One request, sent before, tells whether
 the hub answers; where it does not, the cache is used, or the error says what to do.
@@ -14,10 +14,42 @@ from tokentrue.errors import ConfigError
 ANSWER_S = 5.0
 
 
+def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
+    """A Hugging Face causal model on the host; `options` are those of transformers. Raises ConfigError with the reason, in one line."""
+    from transformers import AutoModelForCausalLM
+
+    return _load(AutoModelForCausalLM, model, dtype=dtype, **options)
+
+
+def load_config(model: str | Path) -> Any:
+    """A model's configuration, without its weights. Raises ConfigError with the reason, in one line."""
+    from transformers import AutoConfig
+
+    return _load(AutoConfig, model)
+
+
+def _load(kind: Any, model: str | Path, **options: Any) -> Any:
+    located = locate_model(model)
+    try:
+        return kind.from_pretrained(located, **options)
+    except Exception as error:  # transformers raises many kinds; to the user they are one
+        raise ConfigError(f"model: cannot load {str(model)!r}: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, without line breaks and not too long; its type where it says nothing."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def locate_model(model: str | Path) -> str:
-    """What transformers should load: `model` itself, or the cached directory of a hub id while the hub cannot be reached."""
-    if Path(model).is_dir() or not is_hub_id(str(model)):
+    """What transformers should load: `model` itself, or the cached directory of a hub id while the hub cannot be reached.
+
+    A `Path`, and a text that is no hub id, must be a directory.
+    """
+    if Path(model).is_dir():
         return str(model)
+    if isinstance(model, Path) or not is_hub_id(model):
+        raise ConfigError(f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B")
     reason = why_unreachable()
     if reason is None:
         return str(model)
@@ -25,10 +57,10 @@ def locate_model(model: str | Path) -> str:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return str(snapshot_download(str(model), local_files_only=True))
+        return str(snapshot_download(model, local_files_only=True))
     except LocalEntryNotFoundError:
         raise ConfigError(
-            f"model: {str(model)!r} is neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason}); "
+            f"model: {model!r} is neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason}); "
             f"give a model's directory, or connect to {constants.ENDPOINT}"
         ) from None
 

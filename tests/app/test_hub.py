@@ -1,17 +1,27 @@
-"""A hub id while the hub cannot be reached: one request, then the cache, or one line that says what to do."""
+"""A hub id while the hub cannot be reached: one request, then the cache, or one line that says what to do. And the one loader."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 from huggingface_hub import constants
 
+import tokentrue
+from tests.doctor.engines import perturbed
+from tests.mismatch.test_report import make_samples
+from tokentrue.app.libraries import quiet_libraries
 from tokentrue.cli.main import run
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
-from tokentrue.hub import locate_model, why_unreachable
+from tokentrue.hub import load_causal_model, load_config, locate_model, why_unreachable
+from tokentrue.renderers import load_renderer
+from tokentrue.samples import write_samples
 
 NOBODY = "http://127.0.0.1:9"
 COMMIT = "0" * 40
@@ -25,13 +35,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def put_into(cache: Path) -> Path:
-    """The shipped model as org/name, as the hub's library lays a download out."""
-    folder = cache / "models--org--name"
+@pytest.fixture
+def offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache in offline mode; the current directory has an empty directory."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(cache)
+    (cache / "empty").mkdir()
+    return cache
+
+
+def put_into(cache: Path, model: Path = SMALL_MODEL, *, name: str = "name") -> Path:
+    """A model (the shipped one) as org/`name`, as the hub's library lays a download out."""
+    folder = cache / f"models--org--{name}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(COMMIT)
     (folder / "snapshots").mkdir()
-    (folder / "snapshots" / COMMIT).symlink_to(SMALL_MODEL)
+    (folder / "snapshots" / COMMIT).symlink_to(model)
     return folder / "snapshots" / COMMIT
 
 
@@ -67,3 +86,133 @@ def test_offline_mode_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert why_unreachable() == "HF_HUB_OFFLINE is set"
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         locate_model("org/name")
+
+
+def test_our_own_set_up_does_not_switch_the_hub_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    quiet_libraries()
+    assert "HF_HUB_OFFLINE" not in os.environ  # `train` and `doctor` could download nothing, and would name a setting that nobody made
+
+
+def test_one_function_loads_models() -> None:
+    package = Path(tokentrue.__file__).parent
+    assert [path.name for path in package.rglob("*.py") if "AutoModelForCausalLM" in path.read_text()] == ["hub.py"]
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "a/b/c", "two words", Path("org/name")])
+def test_what_cannot_be_a_hub_id_is_a_missing_directory(model: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokentrue.hub.why_unreachable", lambda: pytest.fail("no hub is asked"))
+    for load in (lambda: load_causal_model(model, dtype="float32"), lambda: load_config(model)):
+        with pytest.raises(ConfigError) as caught:
+            load()
+        wanted = f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
+        assert str(caught.value) == wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(OSError(), "OSError"), (RuntimeError("  \n"), "RuntimeError"), (RuntimeError("sizes differ:\n\t(2, 3)"), "sizes differ: (2, 3)")],
+)
+def test_every_reason_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
+    def fail(*_given: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ConfigError) as caught:
+        load_causal_model(SMALL_MODEL, dtype="float32")
+    assert str(caught.value) == f"model: cannot load {str(SMALL_MODEL)!r}: {reason}"
+
+
+def write_recorded(path: Path, *, model: str) -> Path:
+    """Samples as a gateway that serves `model` records them: its tokenizer's hash, and the exact log-probabilities of its weights."""
+    tokenizer = load_renderer(model).tokenizer_hash
+    made = make_samples(SMALL_MODEL, 0.0)[:2]
+    write_samples([replace(one, certificate=replace(one.certificate, tokenizer=tokenizer)) for one in made], path)
+    return path
+
+
+def test_diagnose_takes_hub_ids(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put_into(offline)
+    samples = write_recorded(offline / "s.jsonl", model="org/name")
+    assert run("diagnose", [str(samples), "--trainer", "org/name", "--tokenizer", "org/name", "-o", "page.html", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"].startswith("exact: all") and found["facts"]["trainer"] == "org/name"
+    assert '"has_text":true' in (offline / "page.html").read_text()
+
+
+def test_view_takes_a_hub_id(offline: Path) -> None:
+    put_into(offline)
+    samples = write_recorded(offline / "s.jsonl", model="org/name")
+    assert run("view", [str(samples), "--model", "org/name", "--export", "page.html"]) == 0
+    assert '"has_text":true' in (offline / "page.html").read_text()
+
+
+def test_doctor_takes_hub_ids(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The engine serves the weights before the last update: all three models are loaded."""
+    put_into(offline)
+    perturbed(load_causal_model(SMALL_MODEL, dtype="float32")).save_pretrained(offline / "before")
+    put_into(offline, offline / "before", name="old")
+    models = ["--model", "org/name", "--served", "org/old", "--previous", "org/old"]
+    assert run("doctor", ["--engine", "exact", *models, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "org/name" and found["facts"]["dtype expected"] == "float32"
+    assert {one["fault"] for one in found["findings"] if one["verdict"] == "fault"} == {"stale_weights"}
+
+
+def test_doctor_expects_the_dtype_that_a_hub_id_was_saved_in(offline: Path) -> None:
+    from tokentrue.doctor import Reference
+
+    load_causal_model(SMALL_MODEL, dtype="bfloat16").save_pretrained(offline / "half")
+    put_into(offline, offline / "half")
+    reference = Reference.load("org/name")
+    assert reference.dtype == "bfloat16" and str(reference.model.dtype) == "torch.float32"
+
+
+OPTIONS = [
+    "diagnose s.jsonl --trainer",
+    f"diagnose s.jsonl --trainer {SMALL_MODEL} -o page.html --tokenizer",
+    "doctor --engine hf --model",
+    f"doctor --engine hf --model {SMALL_MODEL} --served",
+    f"doctor --engine hf --model {SMALL_MODEL} --previous",
+    "view s.jsonl --export page.html --model",
+]
+MISSING = {
+    "./nowhere": "there is no directory './nowhere'; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B",
+    "org/name": "'org/name' is neither a directory here nor in the hub's cache, and the hub cannot be reached (HF_HUB_OFFLINE is set)",
+    "empty": "'empty'",
+}
+
+
+def errors_of(line: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
+    name, *rest = line.split()
+    assert run(name, rest) == 2
+    return [each for each in capfd.readouterr().err.splitlines() if each.strip()]
+
+
+@pytest.mark.parametrize("missing", MISSING)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda line: line.replace(str(SMALL_MODEL), "MODEL"))
+def test_a_missing_model_is_one_line_with_the_option(offline: Path, capfd: pytest.CaptureFixture[str], options: str, missing: str) -> None:
+    write_recorded(offline / "s.jsonl", model=str(SMALL_MODEL))
+    capfd.readouterr()
+    said = errors_of(f"{options} {missing}", capfd)
+    assert len(said) == 1, said
+    assert said[0].startswith(f"tokentrue {options.split()[0]}: {options.split()[-1]}: ") and MISSING[missing] in said[0]
+
+
+@pytest.mark.parametrize("options", ["doctor --engine hf --model MODEL --served", "doctor --engine exact --model MODEL --served",
+                                     "doctor --engine hf --model", "diagnose s.jsonl --trainer"])  # fmt: skip
+def test_a_model_without_weights_is_one_line_with_the_option(offline: Path, capfd: pytest.CaptureFixture[str], options: str) -> None:
+    write_recorded(offline / "s.jsonl", model=str(SMALL_MODEL))
+    (offline / "empty" / "config.json").write_text((SMALL_MODEL / "config.json").read_text())
+    capfd.readouterr()
+    said = errors_of(f"{options.replace('MODEL', str(SMALL_MODEL))} empty", capfd)
+    assert len(said) == 1, said
+    assert f": {options.split()[-1]}: cannot load 'empty': " in said[0] and "model.safetensors" in said[0]
+
+
+def test_previous_weights_that_a_probe_cannot_load_name_their_option(offline: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    perturbed(load_causal_model(SMALL_MODEL, dtype="float32")).save_pretrained(offline / "other")
+    (offline / "empty" / "config.json").write_text((SMALL_MODEL / "config.json").read_text())
+    capfd.readouterr()
+    said = errors_of(f"doctor --engine hf --model {SMALL_MODEL} --served other --previous empty", capfd)
+    assert len(said) == 1 and ": --previous: cannot load 'empty': " in said[0], said

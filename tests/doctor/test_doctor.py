@@ -70,7 +70,7 @@ def test_the_command_names_other_weights_and_where_they_begin(tmp_path: Path, ca
         (["--engine", "vllm", "--model", str(e.CALCULATOR)], "--url: engine 'vllm' needs one"),
         (["--engine", "hf", "--url", "http://x", "--model", str(e.CALCULATOR)], "takes none"),
         (["--engine", "mine", "--model", str(e.CALCULATOR)], "no engine 'mine'"),
-        (["--engine", "hf", "--model", "/nowhere"], "no model directory"),
+        (["--engine", "hf", "--model", "/nowhere"], "--model: there is no directory '/nowhere'"),
         (["--engine", "hf", "--model", str(e.CALCULATOR), "--dtype", "int3"], "dtype: 'int3' is not one of"),
         (["--engine", "sglang", "--url", "http://127.0.0.1:9", "--model", str(e.CALCULATOR)], "no engine is reachable"),
     ],

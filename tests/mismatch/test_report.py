@@ -223,7 +223,7 @@ def test_log_probabilities_that_are_none_are_refused_by_row(
     ("extra", "words"),
     [
         ([], "either --trainer MODEL or --trainer-logprobs"),
-        (["--trainer", "/nonexistent"], "not a directory"),
+        (["--trainer", "/nonexistent"], "--trainer: there is no directory '/nonexistent'"),
         (["--trainer-logprobs", "missing.jsonl"], "no such file"),
         (["--trainer-logprobs", "bad.jsonl"], "bad.jsonl:1"),
         (["--trainer-logprobs", "short.jsonl"], "2 trainer log-probabilities for 14 tokens"),

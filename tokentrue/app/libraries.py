@@ -8,7 +8,6 @@ import os
 def quiet_libraries(threads: int | None = None) -> None:
     """Progress bars and warnings of libraries stay out of our output."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers.utils import logging
 

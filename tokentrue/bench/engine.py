@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.bench import Report
+from tokentrue.hub import load_causal_model
 
 PROMPT, OUTPUT = 64, 64
 
@@ -36,13 +37,13 @@ def run(*, quick: bool) -> list[Report]:
 def models(quick: bool) -> list[tuple[str, Any]]:
     """The shipped small model (its shape with random weights where it is missing), and one of 100M parameters."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     shipped = Path(__file__).parent.parent / "assets" / "calculator"
     torch.manual_seed(0)
     plain = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None, "max_position_embeddings": 1024}
     if (shipped / "model.safetensors").exists():
-        small = AutoModelForCausalLM.from_pretrained(str(shipped), dtype=torch.float32)
+        small = load_causal_model(shipped, dtype="float32")
     else:
         shape = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
         small = Qwen3ForCausalLM(Qwen3Config(vocab_size=768, intermediate_size=384, **shape, **plain))

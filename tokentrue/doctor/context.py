@@ -37,7 +37,7 @@ class Examination:
     reference: Reference
     dtype: str  # what the engine is expected to compute in
     spread: Spread  # of that dtype against float32
-    previous: Path | None = None
+    previous: str | Path | None = None
     max_tokens: int = 32
     seed: int = 7
     observations: list[Observation] = field(default_factory=list[Observation])

@@ -42,14 +42,14 @@ async def examine(
     *,
     routes: EngineRoutes | None = None,
     dtype: str | None = None,
-    previous: Path | None = None,
+    previous: str | Path | None = None,
     engine_model: Any = None,
     seed: int = 7,
     samples: Sequence[Sample] = (),
     interrupt: bool = False,
     on_progress: Progress = lambda _: None,
 ) -> Report:
-    """Runs every probe. `dtype` is what the engine should compute in (the model directory's own by default).
+    """Runs every probe. `dtype` is what the engine should compute in (the dtype that the model was saved in by default).
 
     `engine_model` is the engine's torch module where it runs in this process: then the first layer that differs is looked for.
     `interrupt` pauses and preempts a running generation too, which holds up the engine's other clients for a moment.
@@ -83,7 +83,7 @@ async def examine(
     if samples:
         on_progress("samples")
         findings += probe_samples(exam, samples)
-    return Report(engine=provider.name, model=str(reference.directory or ""), facts=facts, findings=tuple(settle(findings)))
+    return Report(engine=provider.name, model=str(reference.source or ""), facts=facts, findings=tuple(settle(findings)))
 
 
 async def _facts(exam: Examination) -> dict[str, str]:

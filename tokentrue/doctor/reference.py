@@ -1,4 +1,4 @@
-"""The reference forward: the model directory in float32, and copies of it with one known fault each.
+"""The reference forward: the trainer's model in float32, and copies of it with one known fault each.
 
 A variant predicts what an engine with that fault would report. The engine's own numbers are compared with every prediction, so that a
 fault is named by what it does to the log-probabilities, not by their size alone.
@@ -7,7 +7,6 @@ fault is named by what it does to the log-probabilities, not by their size alone
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from tokentrue.doctor.observations import Observation
 from tokentrue.engine.model.adapters import merge_low_rank, read_directory, read_pairs
 from tokentrue.errors import ConfigError
+from tokentrue.hub import load_causal_model, load_config
 from tokentrue.numerics import KeptRows, remove_filtered
 
 Change: TypeAlias = Callable[[Any], Any]
@@ -41,19 +41,19 @@ class Variant:
 
 
 class Reference:
-    """The model of a directory, in float32 on the CPU."""
+    """A model in float32 on the CPU; `source` is the directory or the hub id that it was loaded from."""
 
-    def __init__(self, model: Any, *, directory: Path | None = None, adapter: Path | None = None) -> None:
+    def __init__(self, model: Any, *, source: str | Path | None = None, adapter: Path | None = None) -> None:
         self.model: Any = model.eval()
         self.config: Any = model.config
-        self.directory, self.adapter = directory, adapter
-        self.dtype = saved_dtype(self.config, directory)
+        self.source, self.adapter = source, adapter
+        self.dtype = saved_dtype(self.config if source is None else load_config(source))
 
     @staticmethod
-    def load(directory: str | Path, *, adapter: Path | None = None) -> Reference:
+    def load(source: str | Path, *, adapter: Path | None = None) -> Reference:
         """With `adapter`, the policy is the model with that adapter merged in."""
-        model = load_model(directory)
-        return Reference(model if adapter is None else merge_adapter(model, adapter), directory=Path(directory), adapter=adapter)
+        model = load_model(source)
+        return Reference(model if adapter is None else merge_adapter(model, adapter), source=source, adapter=adapter)
 
     @property
     def vocab_size(self) -> int:
@@ -77,21 +77,13 @@ class Reference:
         return score(changed, observations, kv_dtype=variant.kv_dtype)
 
 
-def saved_dtype(config: Any, directory: Path | None) -> str:
-    """The dtype that the directory was saved in, which is what engines serve by default."""
-    if directory is not None and (directory / "config.json").is_file():
-        saved: Any = json.loads((directory / "config.json").read_text())
-        return str(saved.get("dtype") or saved.get("torch_dtype") or "float32")
+def saved_dtype(config: Any) -> str:
+    """The dtype that the model was saved in, which is what engines serve by default. A loaded model's configuration has that of loading."""
     return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
 
-def load_model(directory: str | Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        return AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load model {str(directory)!r}: {str(error).splitlines()[0]}") from error
+def load_model(source: str | Path) -> Any:
+    return load_causal_model(source, dtype="float32").eval()
 
 
 def score(model: Any, observations: Sequence[Observation], *, kv_dtype: torch.dtype | None = None) -> Tensor:
@@ -143,13 +135,13 @@ def dtype_variant(name: str) -> Variant:
     return Variant(fault=f"dtype_{name}", label=name, change=lambda model: model.to(getattr(torch, name)))
 
 
-def variants_of(reference: Reference, *, previous: Path | None = None) -> Iterator[Variant]:
+def variants_of(reference: Reference, *, previous: str | Path | None = None) -> Iterator[Variant]:
     """The faults of weights that can be simulated for this model, the likeliest first."""
     model, config = reference.model, reference.config
     if previous is not None:
-        yield Variant(fault="stale_weights", label=f"weights of {previous.name}", change=lambda _: load_model(previous))
-    if reference.adapter is not None and reference.directory is not None:
-        base = reference.directory
+        yield Variant(fault="stale_weights", label=f"weights of {Path(previous).name}", change=lambda _: load_model(previous))
+    if reference.adapter is not None and reference.source is not None:
+        base = reference.source
         yield Variant(fault="adapter_missing", label=f"without adapter {reference.adapter.name}", change=lambda _: load_model(base))
     for name in ("float16", "bfloat16"):
         yield dtype_variant(name)

@@ -15,6 +15,7 @@ import torch
 from tokentrue.app.rollout.rollouts import LocalSessions, RolloutRounds, evaluate
 from tokentrue.environments import SMALL_MODEL, RolloutConfig, Sessions
 from tokentrue.errors import ConfigError
+from tokentrue.hub import load_causal_model
 from tokentrue.lab.adapters import NAME, AdapterSink, MergingSink, add_adapter
 from tokentrue.lab.rewriting import Rewriting, RewrittenRounds, TranscribedSessions
 from tokentrue.lab.routing import is_mixture, routing_flips
@@ -254,9 +255,7 @@ def sink_for(arm: Arm, provider: ExactProvider) -> WeightSink:
 
 
 def trainer_for(arm: Arm, scale: Scale) -> Trainer:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(model_of(arm, scale), dtype=getattr(torch, arm.dtype))
+    model = load_causal_model(model_of(arm, scale), dtype=arm.dtype)
     config = TrainConfig(
         steps=scale.steps,
         baseline=arm.baseline,

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tokentrue.errors import ConfigError, SamplingError
-from tokentrue.hub import locate_model
+from tokentrue.errors import SamplingError
+from tokentrue.hub import load_causal_model
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import refuse_constraints
@@ -34,7 +34,7 @@ class HFProvider:
         version: int = UNVERSIONED,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._model: Any = model if isinstance(model, torch.nn.Module) else _load(model, dtype, device)
+        self._model: Any = model if isinstance(model, torch.nn.Module) else load_causal_model(model, dtype=dtype).to(device)
         self._model.eval()
         self._decode = decode
         self._lock = asyncio.Lock()
@@ -105,17 +105,6 @@ class HFProvider:
             return None
         tail = self._decode(sampled[-max(map(len, stops)) - 8 :])
         return next((stop for stop in stops if stop in tail), None)
-
-
-def _load(model: str, dtype: str, device: str) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    models: Any = AutoModelForCausalLM
-    try:
-        loaded: Any = models.from_pretrained(locate_model(model), dtype=getattr(torch, dtype))
-        return loaded.to(device)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load model {model!r}: {str(error).splitlines()[0]}") from error
 
 
 def pick(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float, Mapping[int, float], list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
-from tokentrue.hub import locate_model
+from tokentrue.hub import locate_model, one_line
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES
 from tokentrue.renderers.extending.extender import MAX_PLANS, History
@@ -119,25 +119,19 @@ def _find_source(tokenizer: Any, chat_template: str | None) -> str:
     return own
 
 
-def _looks_like_a_path(model: str | Path) -> bool:
-    return isinstance(model, Path) or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
-
-
 def _load_tokenizer(model: str | Path) -> Any:
     from transformers import AutoTokenizer
 
-    if _looks_like_a_path(model) and not Path(model).is_dir():
-        raise TokenizerError(
-            f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
-        )
     if Path(model).is_dir() and not any((Path(model) / name).is_file() for name in _TOKENIZER_FILES):
         raise TokenizerError(f"model: directory {str(model)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:-2])}): is it a model's?")
-    located = locate_model(model)
+    try:
+        located = locate_model(model)
+    except ConfigError as error:
+        raise TokenizerError(str(error)) from error
     try:
         tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(located, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; to the user they are one
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise TokenizerError(f"model: no tokenizer could be loaded from {str(model)!r}: {reason}") from error
+        raise TokenizerError(f"model: no tokenizer could be loaded from {str(model)!r}: {one_line(error)}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise TokenizerError(f"model: {str(model)!r} has no fast tokenizer; convert it to a tokenizer.json first")
     return tokenizer

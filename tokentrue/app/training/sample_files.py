@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokentrue.errors import FileFormatError, RenderError
-from tokentrue.hub import locate_model
+from tokentrue.hub import load_config
 from tokentrue.samples.reading import read_sound_samples, require_model
 from tokentrue.types import Sample
 
@@ -25,14 +24,7 @@ def require_samples_of(samples: Sequence[Sample], model: str) -> None:
 
 def vocabulary_of(model: str) -> int:
     """How many token ids a model knows, from its configuration."""
-    from transformers import AutoConfig
-
-    configs: Any = AutoConfig
-    try:
-        return int(configs.from_pretrained(locate_model(model)).get_text_config().vocab_size)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise FileFormatError(f"model: no configuration could be loaded from {model!r}: {reason}") from error
+    return int(load_config(model).get_text_config().vocab_size)
 
 
 class SampleFile:

@@ -14,8 +14,7 @@ from tokentrue.app.training.settings import TrainRun, loss_for
 from tokentrue.app.wiring import REMOTE, EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments import RolloutConfig
 from tokentrue.environments.http import GatewaySessions
-from tokentrue.errors import ConfigError
-from tokentrue.hub import locate_model
+from tokentrue.hub import load_causal_model
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 
 
 def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from tokentrue.train import Trainer, config_hash, shard
 
     config = replace(settings.train, temperature=settings.rollout.temperature, seed=settings.rollout.seed)
@@ -36,12 +32,7 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     optim, loss = settings.optim, loss_for(settings.loss)
 
     def load() -> Any:
-        models: Any = AutoModelForCausalLM
-        try:
-            loaded: Any = models.from_pretrained(locate_model(settings.model_path), dtype=getattr(torch, settings.dtype))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: cannot load a model from {settings.model_path}: {error}") from error
-        return loaded.to(settings.device)
+        return load_causal_model(settings.model_path, dtype=settings.dtype).to(settings.device)
 
     model = load()
     if config.checkpoint_activations:

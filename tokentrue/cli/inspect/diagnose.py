@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokentrue.app.devices import require_device, require_dtype
+from tokentrue.cli.options import name_option
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, InputError, TokenContractError
 
@@ -74,7 +75,7 @@ class Comparison:
 
 def command(
     samples: Annotated[Path, typer.Argument(help="exported samples, in any of tokentrue's formats")],
-    trainer: Annotated[str | None, typer.Option("--trainer", help="the trainer's model, a directory, scored here")] = None,
+    trainer: Annotated[str | None, typer.Option("--trainer", help="the trainer's model, a directory or a hub id, scored here")] = None,
     trainer_logprobs: Annotated[
         Path | None, typer.Option("--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": [per token, null where unknown]}')
     ] = None,
@@ -82,7 +83,9 @@ def command(
     plain: Annotated[bool, typer.Option("--plain", help="with --trainer: the model's own forward pass, not the exact operators")] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="with --trainer: float32, bfloat16 or float16")] = "float32",
     device: Annotated[str, typer.Option("--device", help="with --trainer: cpu, cuda or cuda:N")] = "cpu",
-    tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="a model directory, to show tokens as text in the page")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="with -o: a model's directory or hub id, to show tokens as text")
+    ] = None,
     correction: Annotated[str, typer.Option("--correction", help="preset whose effect is shown")] = "decoupled_token_is",
     max_k3: Annotated[float, typer.Option("--max-k3", help="exit 1 where the mean K3 per token is above this")] = ALARM_K3,
     as_json: Annotated[bool, typer.Option("--json", help="print the diagnosis as JSON")] = False,
@@ -99,6 +102,7 @@ def command(
         require_dtype(dtype)
     if not max_k3 >= 0:
         raise ConfigError(f"--max-k3: {max_k3:g} must be a number >= 0")
+    renderer = None if tokenizer is None or output is None else _renderer(tokenizer)
     compared = _load(samples, trainer, trainer_logprobs, plain=plain, dtype=dtype, device=device, quiet=as_json)
     if not compared.rows:
         raise InputError(_why_nothing(samples, compared))
@@ -121,7 +125,6 @@ def command(
 
         report = diagnosis_report(whole, steps, verdict=verdict, ok=not alarm, facts=facts)
         scores = {row.name: row.scores for row in compared.rows}
-        renderer = None if tokenizer is None else _renderer(tokenizer)
         write_diagnosis(output, report, whole, samples=compared.samples, trainer=scores, renderer=renderer)
     if as_json:
         found: dict[str, Any] = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": compared.to_json()}
@@ -210,17 +213,13 @@ def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[
     distribution cannot be computed again (`why_not_scorable`).
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from tokentrue.hub import load_causal_model
+
     logging.disable_progress_bar()  # ours is enough
-    if not Path(trainer).is_dir():
-        raise ConfigError(f"--trainer: {trainer} is not a directory with a model")
-    models: Any = AutoModelForCausalLM
-    try:
-        model: Any = models.from_pretrained(trainer, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--trainer: cannot load {trainer}: {str(error).splitlines()[0]}") from error
+    with name_option("--trainer"):
+        model = load_causal_model(trainer, dtype=dtype)
     model.to(device).eval()
     tops: list[Tensor] = []
 
@@ -319,12 +318,11 @@ def _verdict_of_tokens(whole: Diagnosis, max_k3: float) -> tuple[str, bool]:
     return text, False
 
 
-def _renderer(directory: str) -> Any:
+def _renderer(model: str) -> Any:
     from tokentrue.renderers import load_renderer
 
-    if not Path(directory).is_dir():
-        raise ConfigError(f"--tokenizer: {directory} is not a directory with a tokenizer and a chat template")
-    return load_renderer(directory)
+    with name_option("--tokenizer"):
+        return load_renderer(model)
 
 
 def _show(whole: Diagnosis, verdict: str, not_scored: str | None, output: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""tokentrue doctor: compares an engine with a model directory and names what is wrong with it."""
+"""tokentrue doctor: compares an engine with the trainer's model and names what is wrong with it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokentrue.app.devices import require_dtype
+from tokentrue.app.libraries import quiet_libraries
 from tokentrue.app.wiring import ENGINE_KEY, IN_PROCESS, REMOTE, EngineConfig, connect_engine
+from tokentrue.cli.options import name_option
 from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,19 +26,25 @@ COLOURS = {"ok": "green", "fault": "bold red", "cannot_tell": "yellow"}
 
 def command(
     engine: Annotated[str, typer.Option("--engine", help="vllm, sglang, hf or exact")],
-    model: Annotated[Path, typer.Option("--model", help="the model directory that the trainer loads: the reference")],
+    model: Annotated[str, typer.Option("--model", help="the reference: the directory or the hub id that the trainer loads")],
     url: Annotated[str | None, typer.Option("--url", help="the engine's base URL (vllm, sglang)")] = None,
     samples: Annotated[Path | None, typer.Option("--samples", help="exported samples, to be judged too")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="what the engine should compute in; default: the directory's own")] = None,
-    served: Annotated[Path | None, typer.Option("--served", help="hf, exact: the directory that the engine loads, if another")] = None,
-    previous: Annotated[Path | None, typer.Option("--previous", help="the weights before the last update, to recognise stale ones")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="what the engine should compute in; default: the model's own")] = None,
+    served: Annotated[
+        str | None, typer.Option("--served", help="hf, exact: the directory or hub id that the engine loads, if another")
+    ] = None,
+    previous: Annotated[
+        str | None, typer.Option("--previous", help="the weights before the last update, a directory or a hub id, to recognise stale ones")
+    ] = None,
     adapter: Annotated[Path | None, typer.Option("--adapter", help="a PEFT adapter that belongs to the trainer's policy")] = None,
     interrupt: Annotated[bool, typer.Option("--interrupt", help="also pause and preempt a generation; others wait a moment")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the report as one HTML page")] = None,
 ) -> int:
     """Exit 0: no fault found. 1: a fault, with its likely cause and cure. 2: called wrongly, or nothing could be probed."""
-    _check(engine, url, model, dtype)
+    _check(engine, url, dtype)
+    quiet_libraries()
+    _check_models({"--model": model, "--served": served, "--previous": previous})
     report = asyncio.run(_run(engine, url, model, samples, dtype, served, previous, adapter, interrupt=interrupt, quiet=as_json))
     if output is not None:
         write_page(report, output)
@@ -46,25 +55,33 @@ def command(
     return report.exit_code
 
 
-def _check(engine: str, url: str | None, model: Path, dtype: str | None) -> None:
+def _check(engine: str, url: str | None, dtype: str | None) -> None:
     if engine not in REMOTE | IN_PROCESS:
         raise ConfigError(f"--engine: no engine {engine!r}; choose one of {', '.join(sorted(REMOTE | IN_PROCESS))}")
     if (engine in REMOTE) != (url is not None):
         raise ConfigError(f"--url: engine {engine!r} {'needs one' if engine in REMOTE else 'runs in this process and takes none'}")
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"--model: {str(model)!r} is no model directory (no config.json)")
     if dtype is not None:
         require_dtype(dtype)
+
+
+def _check_models(models: Mapping[str, str | None]) -> None:
+    """Every model is there, before the first one is loaded: `--previous` is needed only after minutes of probes."""
+    from tokentrue.hub import load_config
+
+    for option, model in models.items():
+        if model is not None:
+            with name_option(option):
+                load_config(model)
 
 
 async def _run(
     engine: str,
     url: str | None,
-    model: Path,
+    model: str,
     samples: Path | None,
     dtype: str | None,
-    served: Path | None,
-    previous: Path | None,
+    served: str | None,
+    previous: str | None,
     adapter: Path | None,
     *,
     interrupt: bool,
@@ -72,43 +89,44 @@ async def _run(
 ) -> Report:
     from rich.console import Console
 
-    from tokentrue.app.libraries import quiet_libraries
     from tokentrue.doctor import Reference, examine, routes_for
     from tokentrue.renderers import load_renderer
 
-    quiet_libraries()
     with Console(stderr=True, quiet=quiet or not sys.stderr.isatty()).status("loading") as status:
-        reference = Reference.load(model, adapter=adapter)
-        provider, module = _provider(engine, url, served or model, dtype or reference.dtype)
+        with name_option("--model"):
+            reference, renderer = Reference.load(model, adapter=adapter), load_renderer(model)
+        with name_option("--served" if served else "--model"):
+            provider, module = _provider(engine, url, served or model, dtype or reference.dtype)
         routes = routes_for(provider, url, api_key=os.environ.get(ENGINE_KEY))
         recorded = _read_samples(samples)
         try:
             await provider.health()
-            return await examine(
-                provider,
-                load_renderer(str(model)),
-                reference,
-                routes=routes,
-                dtype=dtype,
-                previous=previous,
-                engine_model=module,
-                samples=recorded,
-                interrupt=interrupt,
-                on_progress=lambda name: status.update(f"probing: {name}"),
-            )
+            with name_option("--previous"):  # the one model that is loaded for the first time by a probe
+                return await examine(
+                    provider,
+                    renderer,
+                    reference,
+                    routes=routes,
+                    dtype=dtype,
+                    previous=previous,
+                    engine_model=module,
+                    samples=recorded,
+                    interrupt=interrupt,
+                    on_progress=lambda name: status.update(f"probing: {name}"),
+                )
         finally:
             await routes.close()
             await provider.close()
 
 
-def _provider(engine: str, url: str | None, served: Path, dtype: str) -> tuple[Any, Any]:
+def _provider(engine: str, url: str | None, served: str, dtype: str) -> tuple[Any, Any]:
     """The engine, and its torch module where it can be looked into."""
     if url is not None:
         return connect_engine(EngineConfig(name=engine), url), None
     from tokentrue.providers import load
 
     if engine == "exact":
-        return load(engine, model=str(served), dtype=dtype), None
+        return load(engine, model=served, dtype=dtype), None
     import torch
 
     from tokentrue.doctor.reference import load_model
@@ -138,7 +156,7 @@ def write_page(report: Report, path: Path) -> None:
         title=f"Engine check: {report.engine}",
         verdict=report.summary,
         ok=not report.faults,
-        facts=[("model directory", report.model), *report.facts.items()],
+        facts=[("model", report.model), *report.facts.items()],
         tables=[viewer.ReportTable(title=title, columns=head, rows=rows) for title, (head, *rows) in tables.items() if rows],
     )
     viewer.write_report(path, page)

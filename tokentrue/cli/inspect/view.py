@@ -10,6 +10,7 @@ import typer
 
 from tokentrue.app.wiring import ADMIN_KEY
 from tokentrue.cli.inspect.journal import open_recorded
+from tokentrue.cli.options import name_option
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError
 
@@ -24,7 +25,9 @@ NAMES = ("127.0.0.1", "localhost")
 def command(
     source: Annotated[str, typer.Argument(help="a samples file, a store (sqlite:PATH or postgresql://…), or the URL of a running gateway")],
     port: Annotated[int, typer.Option("--port", help="port to listen on; 0 picks a free one")] = 8010,
-    model: Annotated[str | None, typer.Option("--model", help="model directory: shows tokens as text and what would have broken")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="a model's directory or hub id: shows tokens as text and what would have broken")
+    ] = None,
     trainer_logprobs: Annotated[
         Path | None, typer.Option("--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": […]}: colours and plots of δ')
     ] = None,
@@ -53,9 +56,8 @@ def load_data(source: str, *, model: str | None, trainer_logprobs: Path | None) 
 def _renderer(model: str) -> Any:
     from tokentrue.renderers import load_renderer
 
-    if not Path(model).is_dir():
-        raise ConfigError(f"--model: {model} is not a directory with a tokenizer and a chat template")
-    return load_renderer(model)
+    with name_option("--model"):
+        return load_renderer(model)
 
 
 def open_source(source: str) -> RecordSource:

@@ -54,6 +54,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
     from tokentrue.cli.progress import Costs, progress_bar
     from tokentrue.environments import SMALL_MODEL, RolloutConfig
     from tokentrue.environments.http import GatewaySessions
+    from tokentrue.hub import load_causal_model
     from tokentrue.mismatch import loss_named
     from tokentrue.train import MetricsWriter, OptimConfig, Publisher, TrainConfig, Trainer, config_hash, train
 
@@ -65,7 +66,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
     settings = ServeConfig(server=ServerConfig(port=0, store=f"sqlite:{out / 'sessions.sqlite'}"))
     async with embedded_gateway(settings) as here:
         say(f"tokentrue demo   gateway {here.base_url}, exact engine, model {SMALL_MODEL.name}")
-        trainer = Trainer(load_model(SMALL_MODEL), config=config, optim=optim, loss=loss)
+        trainer = Trainer(load_causal_model(SMALL_MODEL, dtype="float32"), config=config, optim=optim, loss=loss)
         greedy = {**replace(rollout, temperature=0.0).sampling}
         async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
             before = await mean_reward(rollout, sessions, "before", heldout, quiet=say is not print)
@@ -133,14 +134,6 @@ def fresh(out: Path) -> None:
     for name in ("sessions.sqlite", "sessions.sqlite-wal", "sessions.sqlite-shm", "metrics.jsonl", "samples.jsonl", "report.html"):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / "tensorboard", ignore_errors=True)
-
-
-def load_model(path: Path) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    models: Any = AutoModelForCausalLM
-    return models.from_pretrained(path, dtype=torch.float32)
 
 
 def show(result: DemoResult) -> None:

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tokentrue.errors import EngineError, ExactnessError, FileFormatError
-from tokentrue.hub import locate_model
+from tokentrue.errors import ConfigError, EngineError, ExactnessError, FileFormatError
+from tokentrue.hub import load_causal_model, load_config
 
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
@@ -28,30 +28,24 @@ def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: t
 
 
 def read_model(source: str | Path, dtype: torch.dtype) -> Any:
-    """The model of a directory on the host, in `dtype`. MXFP4 experts (gpt-oss) are dequantised: a 4-bit value times a power of two."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """The model of a directory or hub id on the host. MXFP4 experts (gpt-oss) are dequantised: a 4-bit value times a power of two."""
     from transformers.utils.quantization_config import Mxfp4Config
 
-    located = locate_model(source)
+    options: dict[str, Any] = {}
     try:
-        stored: Any = getattr(AutoConfig.from_pretrained(located), "quantization_config", None)
-        options: dict[str, Any] = {}
+        stored: Any = getattr(load_config(source), "quantization_config", None)
         if stored is not None:
             method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
             if method != "mxfp4":
                 raise ExactnessError(f"{source} is quantised ({method}): no exact form; give the engine the model in {dtype}, or MXFP4")
             options["quantization_config"] = Mxfp4Config(dequantize=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(located, dtype=dtype, attn_implementation="eager", **options)
-        if options:  # transformers dequantises to bfloat16, whatever the dtype
-            for name, parameter in model.named_parameters():
-                parameter.data = parameter.data.to(dtype) if ".experts." in name else parameter.data
-        return model
-    except (OSError, ValueError, KeyError) as error:
-        raise FileFormatError(f"cannot load a model from {source}: {one_line(error)}") from error
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+        model = load_causal_model(source, dtype=str(dtype).removeprefix("torch."), attn_implementation="eager", **options)
+    except ConfigError as error:
+        raise FileFormatError(str(error)) from error
+    if options:  # transformers dequantises to bfloat16, whatever the dtype
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtype) if ".experts." in name else parameter.data
+    return model
 
 
 def targets_of(model: nn.Module) -> dict[str, Tensor]:
