@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
-SHARED = {"ids", "replay", "types", "protocols", "errors", "nesting", "hub", "tracing"}  # every package may import these
+SHARED = {"ids", "replay", "types", "protocols", "errors", "nesting", "json_lines", "hub", "tracing"}  # every package may import these
 SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
 # Who may import whom, besides SHARED and itself. Imports inside functions and under TYPE_CHECKING count.
@@ -22,6 +22,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "errors": set(),
     "tracing": set(),
     "nesting": {"errors"},
+    "json_lines": set(),
     "ids": {"errors"},
     "hub": {"errors"},
     "replay": {"errors", "ids"},

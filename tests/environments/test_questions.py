@@ -44,6 +44,14 @@ def test_the_last_number_or_the_last_line_counts(text: str, answer: str, right: 
     assert is_right(text, answer) is right
 
 
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    asked = [f"{i}\u2028+\u2029one\x85=" for i in range(100)]
+    lines = [json.dumps({"question": question, "answer": "1"}, ensure_ascii=False) + "\n" for question in asked]
+    (tmp_path / "q.jsonl").write_text("".join(lines), encoding="utf-8")
+    tasks = load_environment("questions", {"path": str(tmp_path / "q.jsonl")}).tasks(50)
+    assert {task.prompt for task in tasks} <= set(asked)
+
+
 def test_an_odd_file_is_named(tmp_path: Path) -> None:
     for name, content in {"none.jsonl": "", "odd.jsonl": "[1]\n", "text.jsonl": "{no"}.items():
         (tmp_path / name).write_text(content)

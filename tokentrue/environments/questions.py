@@ -9,12 +9,12 @@ import json
 import random
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from tokentrue.environments.base import Split, Task, digest, split_of
 from tokentrue.environments.tools import last_number
 from tokentrue.errors import ConfigError
+from tokentrue.json_lines import read_numbered_lines
 
 
 class Questions:
@@ -52,7 +52,7 @@ def is_right(text: str, answer: str) -> bool:
 @cache
 def read_questions(path: str, split: Split) -> tuple[tuple[str, str], ...]:
     try:
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+        rows = [json.loads(line) for _, line in read_numbered_lines(path)]
         found = {(str(row["question"]), str(row["answer"])) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"questions: {path} is not a JSON-lines file of questions and answers: {error!r}") from error

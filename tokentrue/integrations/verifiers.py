@@ -22,6 +22,7 @@ from uuid import uuid4
 from tokentrue.client import Client
 from tokentrue.environments.base import Split, Task, digest, split_of
 from tokentrue.errors import AgentError, ConfigError
+from tokentrue.json_lines import read_numbered_lines
 
 MODEL = "policy"  # the gateway serves its one model under any name
 
@@ -94,9 +95,9 @@ def record_rewards(run: str | Path, *, url: str, admin_key: str | None = None) -
 
     A session's group is its task, so that the attempts at one task are compared. Traces that did not complete get no reward."""
     rewards: dict[str, float] = {}
-    with Client(url, admin_key) as client, (Path(run) / "traces.jsonl").open(encoding="utf-8") as lines:
-        for episode in map(json.loads, lines):
-            for trace in episode["traces"]:
+    with Client(url, admin_key) as client:
+        for _, line in read_numbered_lines(Path(run) / "traces.jsonl"):
+            for trace in json.loads(line)["traces"]:
                 if trace.get("ok"):
                     given = [reward["score"] * reward["weight"] for reward in trace["rewards"].values() if reward is not None]
                     rewards[trace["id"]] = sum(given)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import ConfigError
+from tokentrue.json_lines import read_numbered_lines
 from tokentrue.lab.arms import Scale
 from tokentrue.lab.catalog import EXPERIMENTS
 from tokentrue.lab.study import Table, run_seeds_guarded, run_study, table_of, write
@@ -63,7 +64,7 @@ def show_results(name: str, *, out: Path) -> Table:
     path = out / f"{name}.runs.jsonl"
     if not path.exists():
         raise ConfigError(f"no runs of {name} in {out}; `{EXPERIMENTS[name].command} --out {out}` makes them")
-    results = [json.loads(line) for line in path.read_text().splitlines()]
+    results = [json.loads(line) for _, line in read_numbered_lines(path)]
     names = {result["arm"] for result in results}
     arms = [arm for arm in module.arms(quick=False) if arm.name in names]
     table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=notes_of(name))

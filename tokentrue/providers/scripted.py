@@ -21,6 +21,7 @@ import orjson
 
 from tokentrue.errors import ConfigError, EngineRejected, EngineTimeout, EngineUnreachable, FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
+from tokentrue.json_lines import read_numbered_lines
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan, is_logprob
 
 KEYS = frozenset({"text", "token_ids", "logprobs", "finish_reason", "delay_s", "status"})
@@ -124,12 +125,10 @@ def invent_logprob(position: int, token_id: int) -> float:
 def read_script(path: str | Path) -> Iterator[tuple[str, Any]]:
     """The JSON of every line, with its place."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = list(read_numbered_lines(path))
     except OSError as error:
         raise FileFormatError(f"cannot read script {path}: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         try:
             yield f"{path}:{number}", orjson.loads(line)
         except orjson.JSONDecodeError as error:

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 
 from tokentrue.errors import FileFormatError, TrainingError
+from tokentrue.json_lines import read_numbered_lines
 from tokentrue.train.files.digests import digests_under, require_digests
 from tokentrue.train.files.optimizer import place, read_optimizer, write_shards, write_whole
 from tokentrue.train.files.weights import read_weights, weights_bytes, write_model_files, write_weights
@@ -156,7 +157,8 @@ def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
     state = json.loads((path / "state.json").read_text())
     require_digests(path, state.get("digests", {}), trainer.ranks)
     try:
-        rounds = {line["round"]: line["groups"] for line in map(json.loads, (path / "rounds.jsonl").read_text().splitlines())}
+        rows = [json.loads(line) for _, line in read_numbered_lines(path / "rounds.jsonl")]
+        rounds = {row["round"]: row["groups"] for row in rows}
         restore_weights(trainer, path)
         read_optimizer(trainer, path)
     except DAMAGED as error:

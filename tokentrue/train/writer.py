@@ -51,7 +51,7 @@ class MetricsWriter:
     def _move_repeated_rows(self, first_step: int) -> None:
         """Leaves the rows of earlier steps in `metrics.jsonl`; all other lines go to a file of their own first."""
         text = self.path.read_text() if self.path.exists() else ""
-        lines = text.splitlines()
+        lines = text.removesuffix("\n").split("\n") if text else []
         is_kept = [is_before(line, first_step) for line in lines]
         if all(is_kept) and (not text or text.endswith("\n")):
             return

@@ -6,13 +6,14 @@ cut off when the run goes on.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokentrue.environments import Plan, Rollout
+from tokentrue.json_lines import read_numbered_lines
+from tokentrue.sessions.plain_json import dumps, loads
 
 
 class Recorder:
@@ -31,13 +32,11 @@ class Recorder:
             self._write(sorted(self._groups.pop(rollout.plan.group), key=lambda r: r.plan.index))
 
     def _write(self, group: Sequence[Rollout]) -> None:
-        import orjson
-
         for rollout in group:
-            self._samples.writelines(orjson.dumps(sample) + b"\n" for sample in rollout.samples)
+            self._samples.writelines(dumps(sample) + b"\n" for sample in rollout.samples)
         self._samples.flush()
         for rollout in group:
-            self._rollouts.write(orjson.dumps(line_of(rollout)) + b"\n")
+            self._rollouts.write(dumps(line_of(rollout)) + b"\n")
         self._rollouts.flush()
 
     def close(self) -> None:
@@ -63,9 +62,9 @@ def line_of(rollout: Rollout) -> dict[str, Any]:
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file, up to the first that is not; nothing where there is no file."""
     found: list[dict[str, Any]] = []
-    for text in path.read_text().splitlines() if path.exists() else ():
+    for _, line in read_numbered_lines(path) if path.exists() else ():
         try:
-            found.append(json.loads(text))
+            found.append(loads(line))
         except ValueError:
             break
     return found
@@ -88,8 +87,6 @@ def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = Fals
 
 def rewrite(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """All or nothing: a crash in between leaves the file as it was."""
-    import orjson
-
     beside = path.with_suffix(".partial")
-    beside.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    beside.write_bytes(b"".join(dumps(row) + b"\n" for row in rows))
     beside.replace(path)

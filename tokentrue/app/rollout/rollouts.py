@@ -27,6 +27,7 @@ from tokentrue.errors import EngineError
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import coverage_to_json, sample_from_json, sample_to_json
 from tokentrue.sessions.client import InProcessClient
+from tokentrue.sessions.plain_json import dumps
 from tokentrue.turn import Session
 from tokentrue.types import Sample
 
@@ -226,12 +227,10 @@ def round_counts(played: Sequence[Sequence[Rollout]], kept: Sequence[Sequence[Ro
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    import orjson
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as out:
         for row in rows:
-            out.write(orjson.dumps(row) + b"\n")
+            out.write(dumps(row) + b"\n")
 
 
 async def evaluate(

@@ -50,10 +50,11 @@ def write_training_report(settings: TrainRun) -> Path | None:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The whole rows of a file. None stands for numbers that are not finite: null, or NaN and Infinity in files of older runs."""
+    from tokentrue.json_lines import read_numbered_lines
     from tokentrue.train.writer import finite_or_null
 
     rows: list[dict[str, Any]] = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for _, line in read_numbered_lines(path) if path.is_file() else ():
         try:
             row = json.loads(line)
         except ValueError:  # a crash or a full disk left half a row

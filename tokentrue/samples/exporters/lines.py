@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokentrue.errors import FileFormatError
+from tokentrue.json_lines import read_numbered_lines
 from tokentrue.samples.exporters.base import ExportedSample
 from tokentrue.samples.exporters.rows import TrainerColumns, read_trainer_row
 from tokentrue.samples.shape import head_to_json, sample_from_json, sample_to_json
@@ -60,15 +61,12 @@ def write_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path.name}:{number}"
-            try:
-                row = loads(line)
-            except (ValueError, RecursionError) as error:
-                raise FileFormatError(f"{where}: not JSON: {error}") from error
-            if not isinstance(row, Mapping):
-                raise FileFormatError(f"{where}: a line must be a JSON object")
-            yield where, cast("Mapping[str, Any]", row)
+    for number, line in read_numbered_lines(path):
+        where = f"{path.name}:{number}"
+        try:
+            row = loads(line)
+        except (ValueError, RecursionError) as error:
+            raise FileFormatError(f"{where}: not JSON: {error}") from error
+        if not isinstance(row, Mapping):
+            raise FileFormatError(f"{where}: a line must be a JSON object")
+        yield where, cast("Mapping[str, Any]", row)

@@ -1,0 +1,18 @@
+"""Files of JSON lines. A line ends at "\\n" or "\\r\\n" and nowhere else: `str.splitlines` also cuts at U+2028, U+0085 and six more
+characters, which JSON strings hold as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def read_numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, without their ends, each with its number; the first is 1.
+
+    As bytes: a line that a crash cut inside a character is that line's error, and the lines before it are whole.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line.rstrip(b"\r\n")
