@@ -26,6 +26,7 @@ from tokentrue.environments.agents.sandbox import choose_sandbox, enter_docker, 
 from tokentrue.environments.agents.score import reward_from_command
 from tokentrue.environments.agents.tasks import read_tasks
 from tokentrue.environments.agents.workspace import PREFIX, make_workspace, own_name, remove_abandoned
+from tokentrue.environments.base import digest
 from tokentrue.errors import AgentError, ConfigError
 
 CLIENT = SimpleNamespace(base_url="http://127.0.0.1:1/sessions/s1/v1/", api_key="tt-s1-secret")
@@ -303,6 +304,27 @@ async def test_what_cannot_run_is_an_error_with_its_cure(folder: Path) -> None:
         await agent.run(SimpleNamespace(), agent.tasks(1)[0])
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_only_a_line_feed_ends_a_line_of_tasks(tmp_path: Path, end: str) -> None:
+    """JSON strings may hold U+2028, U+2029 and U+0085 as they are; `str.splitlines` cuts there."""
+    prompts = ["one\u2028two", "one\u2029two", "one\x85two"]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    (tmp_path / "tasks.jsonl").write_bytes("".join(line + end for line in [*lines, ""]).encode())
+    tasks = read_tasks(tmp_path / "tasks.jsonl")
+    assert [task.prompt for task in tasks] == prompts
+    assert [task.task_id for task in tasks] == [digest(line)[:12] for line in lines], "whatever the file's line ends"
+
+
+def test_limits_of_harbor_tasks_are_numbers(tmp_path: Path) -> None:
+    task = tmp_path / "task"
+    (task / "tests").mkdir(parents=True)
+    (task / "tests" / "test.sh").touch()
+    (task / "instruction.md").write_text("do it")
+    (task / "task.toml").write_text("[verifier]\ntimeout_sec = 'long'\n")
+    with pytest.raises(ConfigError, match=r"task\.toml: verifier: timeout_sec must be a number of seconds, got 'long'"):
+        read_tasks(task)
+
+
 def test_tasks_are_read_or_refused_by_line(folder: Path) -> None:
     path = folder / "bad.jsonl"
     for text, named in {
@@ -311,6 +333,17 @@ def test_tasks_are_read_or_refused_by_line(folder: Path) -> None:
         '{"prompt": "a", "promt": 1}': "unknown field 'promt'",
         '{"prompt": "a", "dir": "none"}': "no directory",
         '{"prompt": "a", "split": "x"}': "split",
+        '{"prompt": "a", "timeout_s": "abc"}': "bad.jsonl:1: timeout_s must be a number of seconds, got 'abc'",
+        '{"prompt": "a", "timeout_s": -1}': "timeout_s must be",
+        '{"prompt": "a", "timeout_s": NaN}': "timeout_s must be",
+        '{"prompt": "a", "dir": 5}': "dir must be text, got 5",
+        '{"prompt": "a", "ref": {}}': "ref must be text",
+        '{"prompt": "a", "score": 5}': "score must be text",
+        '{"prompt": "a", "id": "\\ud800"}': r"id holds '\\ud800', which no command line can hold",
+        '{"prompt": "\\udc00"}': "prompt holds",
+        '{"prompt": "a\\u0000b"}': r"prompt holds '\\x00'",
+        '{"prompt": "a", "env": {"A": "\\u0000"}}': "env holds",
+        '{"prompt": "a"}\n{"prompt": "\x85\u2028", "score": 5}': "bad.jsonl:2: score",
         '{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}': "'1' twice",
         "": "holds no task",
     }.items():

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tokentrue.environments import Plan, Split, Task, plan_groups, run_groups, run_plans, seed_of
+from tokentrue.app.rollout.rollouts import round_counts
+from tokentrue.environments import Plan, Split, Task, plan_groups, run_groups, run_one, run_plans, seed_of
 from tokentrue.environments.http import GatewaySessions
+from tokentrue.errors import ConfigError
 
 
 class Session:
@@ -68,6 +70,77 @@ async def test_failures_and_time_outs_cost_their_own_rollout(caplog: pytest.LogC
     assert sessions.most == 5
     assert caplog.text.count("Traceback") == 3, "time-outs have none"
     assert all(f"rollout t{i}/1 failed\nTraceback" in caplog.text for i in range(3))
+
+
+class Raising:
+    """Does what the task's id says, and then waits for long."""
+
+    name = "raising"
+
+    def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
+        return []
+
+    async def run(self, client: Any, task: Task) -> float:
+        if task.task_id == "cancels its helper":
+            helper = asyncio.create_task(asyncio.sleep(30))
+            await asyncio.sleep(0)
+            helper.cancel()
+            await helper
+        if task.task_id == "has its own limit":
+            await asyncio.wait_for(asyncio.sleep(30), 0.01)
+        if task.task_id == "exits":
+            raise SystemExit(3)
+        if task.task_id == "names a file":
+            raise FileNotFoundError(b"caf\xe9".decode("utf-8", "surrogateescape"))
+        await asyncio.sleep(0.05 if task.task_id == "is fine" else 30)
+        return 1.0
+
+
+def plan_tasks(*names: str) -> list[Plan]:
+    return plan_groups([Task(task_id=name, prompt="") for name in names], n=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("cancels its helper", "CancelledError"),
+        ("has its own limit", "TimeoutError"),
+        ("exits", "SystemExit: 3"),
+        ("names a file", "FileNotFoundError: caf\\udce9"),
+    ],
+)
+async def test_whatever_an_agent_raises_of_its_own_costs_its_own_rollout(name: str, error: str) -> None:
+    groups = await run_groups(Raising(), plan_tasks(name, "hangs", "is fine"), Sessions(), timeout_s=0.5)
+    own, hung, fine = [group[0] for group in groups]
+    assert (own.error, hung.error, fine.error) == (error, "timed out after 0.5 s", None)
+    assert own.trace.encode("utf-8").startswith(b"Traceback") and not hung.trace
+    assert round_counts(groups, groups)["rollouts/timed_out"] == 1, "a limit of the agent's own is no time-out of ours"
+
+
+async def test_a_cancelled_rollout_is_no_failure() -> None:
+    """Neither by Ctrl-C nor by a task group, and not where the time limit ends at the same moment."""
+    sessions = Sessions()
+    for timeout_s in (60.0, 0.05):
+        rollout = asyncio.create_task(run_one(Raising(), plan_tasks("hangs")[0], sessions, timeout_s=timeout_s))
+        asyncio.get_running_loop().call_later(0.05, rollout.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+    running: list[asyncio.Task[Any]] = []
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            running.append(group.create_task(run_one(Raising(), plan_tasks("hangs")[0], sessions, timeout_s=60)))
+            group.create_task(raise_soon(ValueError("another task")))
+    assert running[0].cancelled() and sessions.open_now == 0
+
+
+async def raise_soon(error: Exception) -> None:
+    await asyncio.sleep(0.01)
+    raise error
+
+
+def test_an_id_that_no_file_can_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the id '\\ud800' holds a lone surrogate"):
+        plan_tasks("\ud800")
 
 
 async def test_closing_early_cancels_what_still_runs() -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from tokentrue.environments.base import Environment, Task
 from tokentrue.environments.registry import LOG
+from tokentrue.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
     """`tag` tells rounds apart: the same task in another round has another group and other seeds."""
     plans: list[Plan] = []
     for task in tasks:
+        if escape_surrogates(task.task_id) != task.task_id:
+            raise ConfigError(f"tasks: the id {task.task_id!r} holds a lone surrogate, which UTF-8 cannot hold; choose another id")
         group = f"{tag}/{task.task_id}" if tag else task.task_id
         plans += [Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=seed_of(seed, group, i)) for i in range(n)]
     return plans
@@ -94,17 +97,25 @@ async def run_one(
     timeout_s: float,
     is_raised: Callable[[Exception], bool] = lambda _: False,
 ) -> Rollout:
-    """An agent may raise anything; it costs this rollout alone. Errors of which `is_raised` holds are left to the caller."""
+    """An agent may raise anything, SystemExit and the CancelledError of a task of its own included; it costs this rollout alone.
+
+    A cancellation of the rollout itself, and errors of which `is_raised` holds, are left to the caller.
+    """
     began = time.perf_counter()
     session_id = ""
+    limit, cancellations = asyncio.timeout(timeout_s), count_cancellations()
     try:
-        async with asyncio.timeout(timeout_s), sessions.open(plan) as session:
+        async with limit, sessions.open(plan) as session:
             session_id = session.session_id
             reward = float(await environment.run(session.client, plan.task))
             samples, coverage = await session.finish(reward)
-    except TimeoutError:
-        return failed_rollout(plan, f"timed out after {timeout_s:g} s", began, session_id=session_id)
+    except (asyncio.CancelledError, SystemExit) as error:
+        if count_cancellations() > cancellations:  # Ctrl-C, or the run was closed
+            raise
+        return failed_rollout(plan, error, began, session_id=session_id)
     except Exception as error:
+        if isinstance(error, TimeoutError) and limit.expired():  # any other TimeoutError is the agent's own
+            return failed_rollout(plan, f"timed out after {timeout_s:g} s", began, session_id=session_id)
         if is_raised(error):
             raise
         return failed_rollout(plan, error, began, session_id=session_id)
@@ -113,11 +124,24 @@ async def run_one(
     )
 
 
-def failed_rollout(plan: Plan, error: Exception | str, began: float, *, session_id: str) -> Rollout:
+def count_cancellations() -> int:
+    """How often somebody asked to cancel the current task and did not take it back."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def failed_rollout(plan: Plan, error: BaseException | str, began: float, *, session_id: str) -> Rollout:
     said, trace = error, ""
-    if isinstance(error, Exception):
-        said, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)).rstrip()
-    return Rollout(plan=plan, session_id=session_id, reward=None, error=str(said), seconds=time.perf_counter() - began, trace=trace)
+    if isinstance(error, BaseException):
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        trace = escape_surrogates("".join(traceback.format_exception(error)).rstrip())
+    seconds = time.perf_counter() - began
+    return Rollout(plan=plan, session_id=session_id, reward=None, error=escape_surrogates(str(said)), seconds=seconds, trace=trace)
+
+
+def escape_surrogates(text: str) -> str:
+    """Lone surrogates as `\\udce9`: files, logs and terminals take UTF-8. An error that names such a file holds them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def log_failure(rollout: Rollout) -> None:

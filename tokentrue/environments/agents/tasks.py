@@ -7,6 +7,8 @@ is needed. `dir` is copied (or checked out) for every rollout and is relative to
 from __future__ import annotations
 
 import json
+import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +17,11 @@ from typing import Any, cast
 
 from tokentrue.environments.base import Split, Task, digest
 from tokentrue.errors import ConfigError
+from tokentrue.json_lines import read_numbered_lines
 
 FIELDS = ("id", "prompt", "dir", "ref", "score", "split", "env", "timeout_s")
+TEXTS = ("id", "prompt", "dir", "ref", "score")
+NO_ARGUMENT = re.compile(r"[\x00\ud800-\udfff]")  # NUL ends an argument, and UTF-8 has no lone surrogates
 HARBOR_SCORE = "sh /tests/test.sh"
 
 
@@ -45,10 +50,10 @@ def read_tasks(path: Path) -> list[AgentTask]:
         found = read_harbor(path)
     else:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = [(number, line.decode("utf-8")) for number, line in read_numbered_lines(path)]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"tasks: cannot read {path}: {error}") from error
-        found = [task_from_line(line, f"{path}:{number}", path.parent) for number, line in enumerate(lines, 1) if line.strip()]
+        found = [task_from_line(line, f"{path}:{number}", path.parent) for number, line in lines]
     if not found:
         raise ConfigError(f"tasks: {path} holds no task")
     seen: set[str] = set()
@@ -70,6 +75,10 @@ def task_from_line(line: str, where: str, folder: Path) -> AgentTask:
     unknown = sorted(set(fields) - set(FIELDS))
     if unknown:
         raise ConfigError(f"tasks: {where}: unknown field {unknown[0]!r}; known: {', '.join(FIELDS)}")
+    for name in TEXTS:
+        check_text(fields.get(name), name, where)
+    env = {str(name): str(value) for name, value in section(fields, "env").items()}
+    check_text(" ".join([*env, *env.values()]), "env", where)
     source = (folder / fields["dir"]).resolve() if fields.get("dir") else None
     if source is not None and not source.is_dir():
         raise ConfigError(f"tasks: {where}: no directory {source}")
@@ -82,9 +91,27 @@ def task_from_line(line: str, where: str, folder: Path) -> AgentTask:
         ref=fields.get("ref"),
         score=fields.get("score"),
         split=fields.get("split", "train"),
-        env={str(name): str(value) for name, value in section(fields, "env").items()},
-        timeout_s=fields.get("timeout_s"),
+        env=env,
+        timeout_s=read_limit(fields, "timeout_s", where),
     )
+
+
+def check_text(value: Any, name: str, where: str) -> None:
+    """A task's text becomes an argument of a command, or a path: neither can hold what is refused here."""
+    if value is None or (name == "id" and isinstance(value, int | float)):
+        return
+    if not isinstance(value, str):
+        raise ConfigError(f"tasks: {where}: {name} must be text, got {value!r}")
+    if found := NO_ARGUMENT.search(value):
+        raise ConfigError(f"tasks: {where}: {name} holds {found[0]!r}, which no command line can hold")
+
+
+def read_limit(fields: Mapping[str, Any], name: str, where: str) -> float | None:
+    """A number of seconds above 0; None, and 0, leave it to the environment's own limit."""
+    value = fields.get(name)
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf):
+        return value
+    raise ConfigError(f"tasks: {where}: {name} must be a number of seconds, got {value!r}")
 
 
 def read_harbor(path: Path) -> list[AgentTask]:
@@ -108,8 +135,8 @@ def harbor_task(folder: Path) -> AgentTask:
         source=environment if environment.is_dir() else None,
         score=HARBOR_SCORE,
         env={str(name): str(value) for name, value in section(settings, "environment").get("env", {}).items()},
-        timeout_s=section(settings, "agent").get("timeout_sec"),
-        score_timeout_s=section(settings, "verifier").get("timeout_sec"),
+        timeout_s=read_limit(section(settings, "agent"), "timeout_sec", f"{folder / 'task.toml'}: agent"),
+        score_timeout_s=read_limit(section(settings, "verifier"), "timeout_sec", f"{folder / 'task.toml'}: verifier"),
         tests=folder / "tests",
     )
 
