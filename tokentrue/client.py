@@ -23,8 +23,9 @@ from urllib.parse import quote
 import httpx
 import orjson
 
-from tokentrue.errors import ConfigError, GatewayError, GatewayUnreachable, SessionConflict, SessionNotFound
+from tokentrue.errors import ConfigError, GatewayError, GatewayUnreachable, MessageError, SessionConflict, SessionNotFound
 from tokentrue.samples.shape import decode, sample_from_json
+from tokentrue.sessions.plain_json import dumps, freeze
 from tokentrue.types import Coverage, Sample
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class _Connection:
 def _encode_body(request: _Request) -> dict[str, Any]:
     if request.body is None:
         return {}
-    return {"content": orjson.dumps(request.body), "headers": {"content-type": "application/json"}}
+    body = {name: freeze(value, name) for name, value in request.body.items()}
+    return {"content": dumps(body), "headers": {"content-type": "application/json"}}
 
 
 def _decode_answer(request: _Request, response: httpx.Response) -> Any:
@@ -94,25 +96,40 @@ def _open_request(**fields: Any) -> _Request:
     return _Request(method="POST", path="/sessions", body=_without_none(fields))
 
 
-def _list_request(limit: int, offset: int, group: str | None) -> _Request:
-    path = f"/sessions?limit={limit}&offset={offset}" + (f"&group={quote(group, safe='')}" if group else "")
+def _list_request(limit: int, offset: int, group: str | None, after: Mapping[str, Any] | None) -> _Request:
+    path = f"/sessions?limit={limit}&offset={offset}"
+    if group:
+        path += f"&group={_quote(group, 'group')}"
+    if after is not None:
+        path += f"&after={after['created']!r},{_quote(after['session_id'], 'after')}"
     return _Request(method="GET", path=path)
 
 
 def _state_request(session_id: str) -> _Request:
-    return _Request(method="GET", path=f"/sessions/{session_id}")
+    return _Request(method="GET", path=_path_of(session_id))
 
 
 def _samples_request(session_id: str) -> _Request:
-    return _Request(method="GET", path=f"/sessions/{session_id}/samples")
+    return _Request(method="GET", path=f"{_path_of(session_id)}/samples")
 
 
 def _reward_request(session_id: str, **fields: Any) -> _Request:
-    return _Request(method="POST", path=f"/sessions/{session_id}/reward", body=_without_none(fields))
+    return _Request(method="POST", path=f"{_path_of(session_id)}/reward", body=_without_none(fields))
 
 
 def _end_request(session_id: str, *, purge: bool) -> _Request:
-    return _Request(method="DELETE", path=f"/sessions/{session_id}" + ("?purge=true" if purge else ""))
+    return _Request(method="DELETE", path=_path_of(session_id) + ("?purge=true" if purge else ""))
+
+
+def _path_of(session_id: str) -> str:
+    return f"/sessions/{_quote(session_id, 'session_id')}"
+
+
+def _quote(text: str, field: str) -> str:
+    try:
+        return quote(text, safe="")
+    except UnicodeEncodeError:
+        raise MessageError(f"must be Unicode text without lone surrogates, got {text!r}", field=field) from None
 
 
 _READY = _Request(method="GET", path="/ready")
@@ -239,8 +256,12 @@ class Client:
             session.close()
         session.end()
 
-    def sessions(self, *, limit: int = 100, offset: int = 0, group: str | None = None) -> list[dict[str, Any]]:
-        answer = self.call(_list_request(limit, offset, group))
+    def sessions(
+        self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Newest first. `after`, an item of an earlier list: those behind it. Unlike `offset` it leaves none out and gives none twice
+        while sessions are opened and purged."""
+        answer = self.call(_list_request(limit, offset, group, after))
         return cast("list[dict[str, Any]]", answer["sessions"])
 
     def session_state(self, session_id: str) -> dict[str, Any]:
@@ -371,8 +392,11 @@ class AsyncClient:
             await session.close()
         await session.end()
 
-    async def sessions(self, *, limit: int = 100, offset: int = 0, group: str | None = None) -> list[dict[str, Any]]:
-        answer = await self.call(_list_request(limit, offset, group))
+    async def sessions(
+        self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """See `Client.sessions`."""
+        answer = await self.call(_list_request(limit, offset, group, after))
         return cast("list[dict[str, Any]]", answer["sessions"])
 
     async def session_state(self, session_id: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import tokentrue as tt
 from tests.gateway.world import Server, model_dir, scripted_server, write_script
 from tokentrue.cli.inspect.sessions import show_list
 from tokentrue.cli.main import run
+from tokentrue.errors import SessionNotFound
+from tokentrue.sessions import Journal
+from tokentrue.viewer import StoreSource
 
 KEY = "a-long-admin-key"
 
@@ -57,6 +61,41 @@ def test_list_show_and_delete(server: Server, tmp_path: Path, capsys: pytest.Cap
     assert run("sessions", [store, "delete", "one"]) == 0
     capsys.readouterr()
     assert run("sessions", [store, "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"sessions": []}
+
+
+@pytest.mark.parametrize("reader", ["sessions", "samples", "samples of a gateway", "view", "view of a group"])
+def test_what_is_purged_while_others_are_read_is_left_out(
+    reader: str, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, out = f"sqlite:{tmp_path / 'journal.sqlite'}", tmp_path / "samples.jsonl"
+
+    def purge_after(owner: Any, name: str) -> None:
+        listing = getattr(owner, name)
+
+        def list_then_purge(self: Any, **settings: Any) -> Any:
+            found = list(listing(self, **settings))
+            with tt.Client(server.url, KEY) as client, suppress(SessionNotFound):
+                client.delete_session("one")
+            return found
+
+        monkeypatch.setattr(owner, name, list_then_purge)
+
+    if reader == "sessions":
+        purge_after(Journal, "sessions")
+        assert run("sessions", [store, "--json"]) == 0
+        left = [entry["session_id"] for entry in json.loads(capsys.readouterr().out)["sessions"]]
+    elif reader.startswith("samples"):
+        of_gateway = reader.endswith("gateway")
+        purge_after(tt.Client if of_gateway else Journal, "sessions" if of_gateway else "all_sessions")
+        assert run("samples", [server.url if of_gateway else store, "-o", str(out)]) == 0
+        left = [json.loads(line)["session_id"] for line in out.read_text().split("\n") if line]
+    else:
+        purge_after(Journal, "all_sessions" if reader.endswith("group") else "sessions")
+        source = StoreSource(Journal(store, read_only=True), name="store")
+        views = source.load_group("g") if reader.endswith("group") else []
+        left = [view.summary.session_id for view in views] or [source.list_sessions(offset=0, limit=9)[0][0].session_id]
+        source.close()
+    assert left == ["two"]
 
 
 def test_ids_are_shown_whole_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 import tokentrue as tt
 from tests.gateway.world import Server, sampled_by, scripted_server
-from tokentrue.client import AsyncClientSession, ClientSession
-from tokentrue.errors import ConfigError, GatewayUnreachable, SessionConflict, SessionNotFound
+from tokentrue.cli.inspect.samples import _session_names
+from tokentrue.client import AsyncClientSession, ClientSession, _Request
+from tokentrue.errors import ConfigError, GatewayError, GatewayUnreachable, MessageError, SessionConflict, SessionNotFound
 
 TEXTS = ["It is 4.", "It is 5."]
 
@@ -160,3 +161,50 @@ def test_a_session_named_by_a_header_is_opened_by_its_first_request(server: Serv
             with other:  # a session's own key opens that session alone
                 other.chat.completions.create(model="policy", messages=asked)  # pyright: ignore[reportArgumentType]
             assert len(s.samples()) == 1 and len(client.session_samples("rollout-2").samples) == 1
+
+
+def test_a_list_that_is_read_page_by_page_gives_each_session_once_while_others_come_and_go(server: Server) -> None:
+    with tt.Client(server.url, "a-long-admin-key") as client:
+        opened = [client.open(session_id=f"s{i:03}").id for i in range(7)]
+        listed = client.sessions(limit=3)
+        client.open(session_id="later")
+        client.delete_session(opened[6])  # the first of the page
+        client.delete_session(opened[4])  # the last of it, where the next page begins
+        while page := client.sessions(limit=3, after=listed[-1]):
+            listed += page
+        assert [item["session_id"] for item in listed] == opened[::-1]
+        with pytest.raises(GatewayError, match="after: must be"):
+            client.call(_Request(method="GET", path="/sessions?after=x"))
+
+
+def test_an_export_leaves_out_what_is_purged_meanwhile_and_nothing_else(server: Server) -> None:
+    with tt.Client(server.url, "a-long-admin-key") as client:
+        opened = [client.open(session_id=f"s{i:03}").id for i in range(103)]
+        names = _session_names(client, None)
+        first = [next(names) for _ in range(50)]
+        for session_id in opened[100:102]:
+            client.delete_session(session_id)
+        client.open(session_id="later")
+        assert [*first, *names] == opened[::-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"metadata": {"x": float("nan")}}, "metadata: must be a JSON value; nan"),
+        ({"metadata": {1: 2}}, "metadata: an object's keys must be strings"),
+        ({"sampling": {"seed": {1}}}, "sampling: must be a JSON value; set"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_before_it_is_sent(settings: dict[str, Any], words: str) -> None:
+    with tt.Client("http://127.0.0.1:9") as client, pytest.raises(MessageError, match=words):
+        client.open(**settings)
+
+
+def test_ids_of_any_spelling_reach_the_gateway_as_they_are(server: Server) -> None:
+    with tt.Client(server.url, "a-long-admin-key") as client:
+        for odd in ("a\nb", "a/b?c#d", "ä", ".."):
+            with pytest.raises(SessionNotFound):
+                client.session_state(odd)
+        with pytest.raises(MessageError, match="lone surrogates"):
+            client.session_state("\ud800")

@@ -87,7 +87,12 @@ def _from_journal(
     journal = open_recorded(source)
     try:
         for name in names or [record.id for record in journal.all_sessions(group=group)]:
-            record, tree = load_tree(journal, name)
+            try:
+                record, tree = load_tree(journal, name)
+            except SessionNotFound:
+                if names:
+                    raise
+                continue  # it was purged since it was listed
             made = assemble(tree, record, max_tokens=max_tokens, include_abandoned=abandoned)
             total.add(made.coverage)
             yield from made.samples
@@ -100,16 +105,21 @@ def _from_url(url: str, names: list[str] | None, group: str | None, total: Total
 
     with Client(url.rstrip("/").removesuffix("/v1")) as client:
         for name in names or _session_names(client, group):
-            made = client.session_samples(name)
+            try:
+                made = client.session_samples(name)
+            except SessionNotFound:
+                if names:
+                    raise
+                continue  # it was purged since it was listed
             total.add(made.coverage)
             yield from made.samples
 
 
 def _session_names(client: Client, group: str | None) -> Iterator[str]:
-    offset = 0
-    while page := client.sessions(offset=offset, group=group):
-        offset += len(page)
-        yield from (item["session_id"] for item in page if group is None or item.get("group") == group)
+    last: dict[str, Any] | None = None
+    while page := client.sessions(after=last, group=group):
+        yield from (item["session_id"] for item in page)
+        last = page[-1]
 
 
 def _report(total: Totals, count: int, out: Path, *, as_json: bool) -> None:

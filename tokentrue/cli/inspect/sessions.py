@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from tokentrue.cli.inspect.journal import require_store
 from tokentrue.cli.words import count_of
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, SessionNotFound
 
 if TYPE_CHECKING:
     from tokentrue.sessions.journal import SessionRecord
@@ -78,7 +79,11 @@ class JournalSource:
     def list_sessions(self, limit: int) -> list[dict[str, Any]]:
         from tokentrue.sessions.description import summarise_session
 
-        return [summarise_session(*self._load(record.id)) for record in self._journal.sessions(limit=limit)]
+        found: list[dict[str, Any]] = []
+        for record in self._journal.sessions(limit=limit):
+            with suppress(SessionNotFound):  # it was purged since it was listed
+                found.append(summarise_session(*self._load(record.id)))
+        return found
 
     def read_session(self, session_id: str) -> dict[str, Any]:
         from tokentrue.sessions.description import describe_session

@@ -186,6 +186,7 @@ def _session_paths() -> Json:
         "limit": {"type": "integer", "minimum": 0, "maximum": MOST_LISTED},
         "state": {"enum": ["open", "ended"]},
         "group": TEXT,
+        "after": {"type": "string", "description": "`created,session_id` of a listed session: those behind it"},
     }
     query = tuple({"name": name, "in": "query", "schema": schema} for name, schema in filters.items())
     purge: Json = {"name": "purge", "in": "query", "schema": {"type": "boolean"}}

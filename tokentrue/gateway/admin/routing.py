@@ -70,6 +70,15 @@ def true_or_false(text: str, name: str) -> bool:
     return known[text.lower()]
 
 
+def read_place(text: str) -> tuple[float, str]:
+    """`created,session_id` of a listed session."""
+    created, _, session_id = text.partition(",")
+    try:
+        return float(created), session_id
+    except ValueError:
+        raise InputError(f"after: must be `created,session_id` of a listed session, got {text!r}") from None
+
+
 def whole_number(text: str, name: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 12:
         raise InputError(f"{name}: must be a whole number from 0 up")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tokentrue.errors import InputError
 from tokentrue.gateway.admin.bodies import CreateSession, GiveReward, decode_admin
-from tokentrue.gateway.admin.routing import forward_to_owner, json_response, request_body, true_or_false, whole_number
+from tokentrue.gateway.admin.routing import forward_to_owner, json_response, read_place, request_body, true_or_false, whole_number
 from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
 from tokentrue.gateway.services import Services
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
@@ -74,7 +74,8 @@ class SessionHandlers:
         state, group = query.get("state"), query.get("group")
         if state not in (None, "open", "ended"):
             raise InputError(f"state: must be open or ended, got {state!r}")
-        records = await asyncio.to_thread(lambda: journal.sessions(offset=offset, limit=limit, state=state, group=group))
+        after = read_place(query["after"]) if "after" in query else None
+        records = await asyncio.to_thread(lambda: journal.sessions(offset=offset, limit=limit, state=state, group=group, after=after))
         total = await asyncio.to_thread(lambda: journal.count(state=state, group=group))
         listed = [describe_record(record) for record in records]
         return json_response(200, {"sessions": listed, "total": total, "offset": offset, "limit": limit})

@@ -23,7 +23,15 @@ from weakref import WeakValueDictionary
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound
 from tokentrue.sessions.journal.database import Database, DuplicateKey
 from tokentrue.sessions.journal.lock import StoreLock, WorkerLock
-from tokentrue.sessions.journal.records import COLUMNS, SessionRecord, load_record, record_from_values, row_digest, values_from_record
+from tokentrue.sessions.journal.records import (
+    COLUMNS,
+    RECORD,
+    SessionRecord,
+    load_record,
+    record_from_values,
+    row_digest,
+    values_from_record,
+)
 from tokentrue.sessions.journal.rows import Row
 from tokentrue.sessions.journal.schema import NODE_COLUMNS, VERSION, migrate, read_version, refuse_foreign
 from tokentrue.sessions.journal.writer import Writer
@@ -273,20 +281,31 @@ class Journal:
     def get(self, session_id: str) -> SessionRecord:
         return self.read(lambda db: load_record(db, session_id))
 
-    def sessions(self, *, offset: int = 0, limit: int = 100, state: str | None = None, group: str | None = None) -> list[SessionRecord]:
-        """Newest first."""
+    def sessions(
+        self,
+        *,
+        offset: int = 0,
+        limit: int = 100,
+        state: str | None = None,
+        group: str | None = None,
+        after: tuple[float, str] | None = None,
+    ) -> list[SessionRecord]:
+        """Newest first. `after`: those that come after the session that was created then with this id, which may be gone by now."""
         where, values = _filter_sessions(state, group)
-        sql = f"SELECT id FROM sessions WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
-        return self.read(lambda db: [load_record(db, row[0]) for row in db.execute(sql, (*values, limit, offset)).fetchall()])
+        if after is not None:
+            where, values = f"{where} AND (created < ? OR (created = ? AND id > ?))", (*values, after[0], *after)
+        sql = f"SELECT {RECORD} FROM sessions WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
+        return self.read(lambda db: list(map(record_from_values, db.execute(sql, (*values, limit, offset)).fetchall())))
 
     def all_sessions(self, *, group: str | None = None) -> Iterator[SessionRecord]:
-        """Oldest first, page by page: sessions that are added meanwhile do not disturb it."""
+        """Oldest first, page by page: sessions that are added or removed meanwhile do not disturb it."""
         last = (0.0, "")
         clause = "" if group is None else "AND grp=?"
-        sql = f"SELECT created, id FROM sessions WHERE (created, id) > (?, ?) {clause} ORDER BY created, id LIMIT 100"
+        sql = f"SELECT {RECORD} FROM sessions WHERE (created, id) > (?, ?) {clause} ORDER BY created, id LIMIT 100"
         while page := self.read(lambda db: db.execute(sql, last if group is None else (*last, group)).fetchall()):  # noqa: B023
-            yield from (self.get(name) for _, name in page)
-            last = page[-1]
+            records = list(map(record_from_values, page))
+            yield from records
+            last = (records[-1].created, records[-1].id)
 
     def count(self, *, state: str | None = None, group: str | None = None) -> int:
         where, values = _filter_sessions(state, group)
@@ -350,7 +369,7 @@ def _delete_sessions(db: Database, session_ids: Sequence[str]) -> None:
     _count_sessions(db, -len(session_ids))
 
 
-def _filter_sessions(state: str | None, group: str | None) -> tuple[str, tuple[str, ...]]:
+def _filter_sessions(state: str | None, group: str | None) -> tuple[str, tuple[Any, ...]]:
     """The condition of a query, and its values."""
     given = [(column, value) for column, value in (("state", state), ("grp", group)) if value is not None]
     return " AND ".join(["1=1", *(f"{column}=?" for column, _ in given)]), tuple(value for _, value in given)

@@ -13,6 +13,7 @@ from tokentrue.sessions.journal.database import Database
 from tokentrue.sessions.plain_json import dumps, freeze, loads
 
 COLUMNS = ("id", "grp", "state", "key_hash", "created", "ended", "body")
+RECORD = f"{', '.join(COLUMNS)}, digest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +101,14 @@ def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
 
 
 def load_record(db: Database, session_id: str) -> SessionRecord:
-    row = db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM sessions WHERE id=?", (session_id,)).fetchone()
+    row = db.execute(f"SELECT {RECORD} FROM sessions WHERE id=?", (session_id,)).fetchone()
     if row is None:
         raise SessionNotFound(f"no session {session_id!r}")
     return record_from_values(row)
 
 
 def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
-    """From the `COLUMNS` and the digest after them."""
+    """From what `RECORD` selects."""
     *values, digest = row
     if digest != row_digest(tuple(values)):
         raise JournalError(f"the journal is damaged: the row of session {values[0]!r} does not fit its digest; restore it from a backup")

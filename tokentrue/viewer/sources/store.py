@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from tokentrue.errors import SessionNotFound
 from tokentrue.samples import assemble
 from tokentrue.sessions import Journal, Node, SessionRecord, Tree
 from tokentrue.sessions.description import describe_node
@@ -44,7 +46,8 @@ class StoreSource:
         deadline = time.monotonic() + BUDGET_S[self.kind]
         stale = [record for record in records if not self._is_settled(record)]
         for record in sorted(stale, key=lambda record: self._summaries[record.id][0] if record.id in self._summaries else 0.0):
-            self._summaries[record.id] = (time.monotonic(), record, self._view(record.id).summary)
+            with suppress(SessionNotFound):  # it was purged since it was listed
+                self._summaries[record.id] = (time.monotonic(), record, self._view(record.id).summary)
             if time.monotonic() > deadline:
                 return
 
@@ -55,7 +58,11 @@ class StoreSource:
         return self._view(session_id)
 
     def load_group(self, group: str) -> list[SessionView]:
-        return [self._view(record.id) for record in self._journal.all_sessions(group=group)]
+        found: list[SessionView] = []
+        for record in self._journal.all_sessions(group=group):
+            with suppress(SessionNotFound):
+                found.append(self._view(record.id))
+        return found
 
     def _view(self, session_id: str) -> SessionView:
         record, tree = load_tree(self._journal, session_id)
