@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -213,6 +214,27 @@ def test_version_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
     asked = "COMP_WORDS=(tokentrue serve --du); COMP_CWORD=2; _tokentrue; echo ${COMPREPLY[@]}"
     done = subprocess.run(["bash", "-c", script + asked], capture_output=True, text=True, timeout=30)
     assert done.stdout == "--durability\n", done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], [], ["completion", "bash"]])
+def test_a_full_standard_output_is_one_line(arguments: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        command, env = [sys.executable, "-m", "tokentrue", *arguments], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=env)
+    assert done.returncode == 2 and "No space left on device" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["completion", "bash"]])
+def test_a_reader_that_stops_early_sees_no_traceback(arguments: list[str], unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command, env = [sys.executable, "-m", "tokentrue", *arguments], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, env=env)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_counted_nouns() -> None:

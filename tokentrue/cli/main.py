@@ -44,19 +44,30 @@ def usage() -> str:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in COMMANDS:
+        raise SystemExit(flush_output(run(arguments[0], arguments[1:])))
     if not arguments or arguments[0] in {"-h", "--help"}:
-        print(usage())
-        raise SystemExit(0 if arguments else 2)
+        raise SystemExit(flush_output(0 if arguments else 2, usage() + "\n"))
     if arguments[0] in {"-V", "--version"}:
         from tokentrue import __version__
 
-        print(f"tokentrue {__version__}")
-        raise SystemExit(0)
-    name, *rest = arguments
-    if name not in COMMANDS:
-        print(f"tokentrue: no command {name!r}; `tokentrue --help` lists them", file=sys.stderr)
-        raise SystemExit(2)
-    raise SystemExit(run(name, rest))
+        raise SystemExit(flush_output(0, f"tokentrue {__version__}\n"))
+    print(f"tokentrue: no command {arguments[0]!r}; `tokentrue --help` lists them", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def flush_output(code: int, text: str = "") -> int:
+    """Prints `text` and writes out whatever was printed before; returns the exit code. A full disk is one line, not a traceback at exit."""
+    try:
+        print(text, end="", flush=True)
+        return code
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it ends
+        if isinstance(error, BrokenPipeError):  # the reader stopped, as in `| head -1`
+            return 1
+        if text or code != 2:  # else the command has said on stderr what is wrong
+            print(f"tokentrue: standard output: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def run(name: str, rest: list[str]) -> int:
