@@ -12,6 +12,7 @@ from typing import Any
 from tokentrue.errors import ConfigError
 
 ANSWER_S = 5.0
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # tokenizer, templates and configurations: everything but weights
 
 
 def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
@@ -42,27 +43,43 @@ def one_line(error: Exception) -> str:
 
 
 def locate_model(model: str | Path) -> str:
-    """What transformers should load: `model` itself, or the cached directory of a hub id while the hub cannot be reached.
-
-    A `Path`, and a text that is no hub id, must be a directory.
-    """
-    if Path(model).is_dir():
+    """What transformers should load: `model` itself, or the cached directory of a hub id while the hub cannot be reached."""
+    if _is_directory(model):
         return str(model)
+    reason = why_unreachable()
+    return str(model) if reason is None else _download(str(model), reason)
+
+
+def locate_small_files(model: str | Path) -> Path:
+    """The directory of a model's tokenizer, template and configurations; those of a hub id are downloaded where the hub can be reached."""
+    if _is_directory(model):
+        return Path(model)
+    return Path(_download(str(model), why_unreachable(), allow_patterns=list(SMALL_FILES)))
+
+
+def _is_directory(model: str | Path) -> bool:
+    """False for a hub id. A `Path`, and a text that is no hub id, must be a directory."""
+    if Path(model).is_dir():
+        return True
     if isinstance(model, Path) or not is_hub_id(model):
         raise ConfigError(f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B")
-    reason = why_unreachable()
-    if reason is None:
-        return str(model)
+    return False
+
+
+def _download(model: str, reason: str | None, **options: Any) -> str:
+    """The directory in the hub's cache. `reason` is why the hub cannot be reached, None where it can."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return str(snapshot_download(model, local_files_only=True))
-    except LocalEntryNotFoundError:
-        raise ConfigError(
-            f"model: {model!r} is neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason}); "
-            f"give a model's directory, or connect to {constants.ENDPOINT}"
-        ) from None
+        return str(snapshot_download(model, local_files_only=reason is not None, **options))
+    except Exception as error:  # the library raises many kinds; to the user they are one
+        if reason is not None and isinstance(error, LocalEntryNotFoundError):
+            raise ConfigError(
+                f"model: {model!r} is neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason}); "
+                f"give a model's directory, or connect to {constants.ENDPOINT}"
+            ) from None
+        raise ConfigError(f"model: cannot download {model!r}: {one_line(error)}") from error
 
 
 def is_hub_id(model: str) -> bool:

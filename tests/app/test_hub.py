@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,7 @@ import transformers
 from huggingface_hub import constants
 
 import tokentrue
+from tests.app.hub_standin import serve_model
 from tests.doctor.engines import perturbed
 from tests.mismatch.test_report import make_samples
 from tokentrue.app.libraries import quiet_libraries
@@ -216,3 +220,31 @@ def test_previous_weights_that_a_probe_cannot_load_name_their_option(offline: Pa
     capfd.readouterr()
     said = errors_of(f"doctor --engine hf --model {SMALL_MODEL} --served other --previous empty", capfd)
     assert len(said) == 1 and ": --previous: cannot load 'empty': " in said[0], said
+
+
+SHOW = """
+import json, sys
+from tokentrue.renderers import load_renderer
+renderer = load_renderer(sys.argv[1])
+print(json.dumps([renderer.tokenizer_hash, renderer.template_hash, sorted(renderer.stop_token_ids)]))
+"""
+
+
+def test_a_hub_id_is_read_as_the_directory_of_its_files_is(tmp_path: Path) -> None:
+    """Its hash and its stops, those of generation_config.json among them; the weights are not downloaded."""
+    model = tmp_path / "model"
+    shutil.copytree(SMALL_MODEL, model)
+    stops = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
+    extra = next(i for i in range(300) if i not in {stops} if i not in load_renderer(SMALL_MODEL).stop_token_ids)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [stops, extra]}))
+
+    def show(name: str, **env: str) -> list[object]:
+        done = subprocess.run([sys.executable, "-c", SHOW, name], env={**os.environ, **env}, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)
+
+    expected = show(str(model))
+    assert extra in expected[2]  # type: ignore[operator]
+    with serve_model(model, "org/served") as (url, downloaded):
+        assert show("org/served", HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home")) == expected
+    assert "tokenizer.json" in downloaded and not any(name.endswith(".safetensors") for name in downloaded)
+    assert show("org/served", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home")) == expected, "the cache holds what was downloaded"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
-from tokentrue.hub import locate_model, one_line
+from tokentrue.hub import locate_small_files, one_line
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES
 from tokentrue.renderers.extending.extender import MAX_PLANS, History
@@ -37,10 +37,13 @@ def load_renderer(
     for name, value, choices in (("history", history, ("keep", "template")), ("injection", injection, ("safe", "engine"))):
         if value not in choices:
             raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
-    tokenizer = _load_tokenizer(model)
+    try:
+        directory = locate_small_files(model)
+    except ConfigError as error:
+        raise TokenizerError(str(error)) from error
     return renderer_of(
-        tokenizer,
-        directory=Path(model) if Path(model).is_dir() else None,
+        _load_tokenizer(model, directory),
+        directory=directory,
         chat_template=chat_template,
         template_kwargs=template_kwargs,
         history=history,
@@ -119,17 +122,13 @@ def _find_source(tokenizer: Any, chat_template: str | None) -> str:
     return own
 
 
-def _load_tokenizer(model: str | Path) -> Any:
+def _load_tokenizer(model: str | Path, directory: Path) -> Any:
     from transformers import AutoTokenizer
 
-    if Path(model).is_dir() and not any((Path(model) / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise TokenizerError(f"model: directory {str(model)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:-2])}): is it a model's?")
     try:
-        located = locate_model(model)
-    except ConfigError as error:
-        raise TokenizerError(str(error)) from error
-    try:
-        tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(located, trust_remote_code=False)
+        tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(str(directory), trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; to the user they are one
         raise TokenizerError(f"model: no tokenizer could be loaded from {str(model)!r}: {one_line(error)}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
