@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402
 
 from tokentrue.app.background import BackgroundGateway  # noqa: E402
+from tokentrue.cli.main import run  # noqa: E402
 from tokentrue.environments import SMALL_MODEL  # noqa: E402
 
 ASK = [{"role": "user", "content": "What is 2+2?"}]
@@ -78,3 +80,27 @@ def test_an_adapter_is_a_model_name(folder: Path) -> None:
         assert refused.status_code == 400 and "adapter 'pirate' is not loaded; loaded: poet" in refused.text
         models = http.get("/v1/models", headers=key).json()
         assert [model["id"] for model in models["data"]] == ["tokentrue", "tokentrue:poet"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("adapter_config.json", "{nope", "is not JSON"),
+        ("adapter_config.json", "[]", "holds a list"),
+        ("adapter_config.json", '{"r": 4}', "lora_alpha is missing"),
+        ("adapter_config.json", '{"r": 4, "lora_alpha": NaN}', "lora_alpha is nan"),
+        ("adapter_config.json", '{"r": 4, "lora_alpha": 8, "init_lora_weights": "pissa"}', "path_initial_model_for_weight_conversion"),
+        ("adapter_config.json", '{"r": 4, "lora_alpha": 8, "alora_invocation_tokens": [5]}', "aLoRA"),
+        ("adapter_model.safetensors", "xx", "is damaged"),
+    ],
+)
+def test_serve_says_in_one_line_which_file_of_an_adapter_it_refuses(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str, words: str
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(folder, bad)
+    (bad / file).write_text(content)
+    code = run("serve", ["--engine", "exact", "--port", "0", "--store", "memory", "--adapter", f"good={folder}", "--adapter", f"bad={bad}"])
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokentrue serve:")]
+    assert code == 2 and len(said) == 1
+    assert str(bad / file) in said[0] and words in said[0]

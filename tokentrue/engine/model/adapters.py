@@ -17,19 +17,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tokentrue.engine.model.adapter_config import AdapterConfig, check_config, scale_of
 from tokentrue.engine.model.decoder import Attention, Decoder, Dense
-from tokentrue.errors import EngineError, ExactnessError, FileFormatError
+from tokentrue.errors import ConfigError, EngineError, ExactnessError, FileFormatError
 from tokentrue.numerics import LowRank, Ops
 from tokentrue.numerics.functions import unguard
 
 TARGETS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp",
            "down_proj": "mlp"}  # fmt: skip
-NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
-PLACE = re.compile(r"(?:^|\.)layers\.(\d+)\.(self_attn|mlp)\.(\w+)$")
-REFUSED = {"use_dora": "DoRA", "lora_bias": "biases in B", "layer_replication": "replicated layers", "fan_in_fan_out": "transposed weights"}
+NAME = re.compile(r"(?:(?:.+\.)?base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
+PLACE = re.compile(r"(?:(?:model|language_model|_orig_mod|_fsdp_wrapped_module|module)\.)*layers\.(\d+)\.(self_attn|mlp)\.(\w+)$")
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 AdapterSource = str | Path | Mapping[str, Any]
-AdapterConfig = Mapping[str, Any]
 _loads = itertools.count(1)
 
 
@@ -44,62 +45,95 @@ class Adapter:
     prefix: bytes
 
 
-def read_adapter(
-    name: str, source: AdapterSource, config: AdapterConfig | None, *, version: int | None, device: torch.device
-) -> Adapter:
+def read_adapter(name: str, source: AdapterSource, config: AdapterConfig | None, *, version: int | None, device: torch.device) -> Adapter:
     """From a directory that peft saved, or from a state dict with `config` (r, lora_alpha, …: a dict or a peft LoraConfig)."""
-    if isinstance(source, str | Path):
-        state, config = read_directory(Path(source))
+    folder = Path(source) if isinstance(source, str | Path) else None
+    if folder is not None:
+        state, config = read_directory(folder)
     else:
-        state = source
+        state = cast("Mapping[str, Any]", source)
     if config is None:
         raise EngineError(f"adapter {name!r}: a state dict needs config= with r and lora_alpha the first time it is loaded")
-    config = cast("AdapterConfig", config if isinstance(config, Mapping) else cast(Any, config).to_dict())
+    config = mapping_from_config(name, config)
     weights: dict[tuple[int, str], LowRank] = {}
-    for module, low in read_pairs(name, state, config).items():
-        found = PLACE.search(module)
+    for module, low in read_pairs(name, state, config, folder).items():
+        found = PLACE.match(module)
         if found is None or TARGETS.get(found[3]) != found[2]:
             raise ExactnessError(f"adapter {name!r}: {module} has no exact form; adapters may change {', '.join(TARGETS)} of a layer")
-        a, b = (factor.to(device).contiguous() for factor in (low.a, low.b))
-        weights[int(found[1]), found[3]] = LowRank(a=a, b=b, scale=low.scale)
+        at = int(found[1]), found[3]
+        if at in weights:
+            raise EngineError(f"adapter {name!r}: two names stand for {at[1]} of layer {at[0]}, one of them {module}")
+        weights[at] = LowRank(a=low.a.to(device).contiguous(), b=low.b.to(device).contiguous(), scale=low.scale)
     return Adapter(name=name, config=config, weights=weights, version=version, prefix=f"adapter {next(_loads)}".encode())
 
 
+def mapping_from_config(name: str, config: Any) -> AdapterConfig:
+    found = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"adapter {name!r}: config= is a {type(found).__name__}; give a dict or a peft LoraConfig")
+    return cast("AdapterConfig", found)
+
+
 def read_directory(path: Path) -> tuple[Mapping[str, Any], AdapterConfig]:
+    if not (path / CONFIG).is_file() or not (path / WEIGHTS).is_file():
+        raise FileFormatError(f"{path} holds no {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes them")
+    config = read_config(path / CONFIG)
+    return read_tensors(path / WEIGHTS), config
+
+
+def read_config(path: Path) -> AdapterConfig:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise FileFormatError(f"{path} holds a {type(found).__name__}; an object with r, lora_alpha, … expected, as peft writes it")
+    return cast("AdapterConfig", found)
+
+
+def read_tensors(path: Path) -> Mapping[str, Any]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not (path / "adapter_config.json").is_file() or not (path / "adapter_model.safetensors").is_file():
-        raise FileFormatError(f"{path} holds no adapter_config.json and adapter_model.safetensors, as peft's save_pretrained writes them")
-    return load_file(path / "adapter_model.safetensors"), json.loads((path / "adapter_config.json").read_text())
+    try:
+        return load_file(path)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise FileFormatError(f"{path} is not a safetensors file, or is damaged: {error}") from error
 
 
-def read_pairs(name: str, state: Mapping[str, Any], config: AdapterConfig) -> dict[str, LowRank]:
-    """A and B of each adapted linear layer, by the layer's name in the model without the adapter."""
-    for key, what in REFUSED.items():
-        if config.get(key):
-            raise ExactnessError(f"adapter {name!r} uses {what} ({key}), which has no exact form")
+def read_pairs(name: str, state: Mapping[str, Any], config: AdapterConfig, folder: Path | None = None) -> dict[str, LowRank]:
+    """A and B of each adapted linear layer, by the layer's name in the model without the adapter. `folder` is named in errors."""
+    settings, tensors = (f"adapter {name!r}" if folder is None else f"adapter {name!r} ({folder / file})" for file in (CONFIG, WEIGHTS))
+    check_config(settings, config)
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         found = NAME.match(key)
         if found is None:
-            raise ExactnessError(f"adapter {name!r}: {key} has no exact form; it is not lora_A or lora_B of a linear layer")
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        pairs.setdefault(found[1], {})[found[2]] = value.detach()
+            raise ExactnessError(f"{tensors}: {key} has no exact form; it is not lora_A or lora_B of a linear layer")
+        pair = pairs.setdefault(found[1], {})
+        if found[2] in pair:
+            raise EngineError(f"{tensors}: {key} is the second lora_{found[2]} of {found[1]}; give one adapter")
+        pair[found[2]] = factor_from(f"{tensors}: {key}", value)
     if not pairs:
-        raise EngineError(f"adapter {name!r} holds no weights")
+        raise EngineError(f"{tensors} holds no weights")
     for module, pair in pairs.items():
         if pair.keys() != {"A", "B"}:
-            raise EngineError(f"adapter {name!r}: {module} has lora_{'/'.join(pair)} alone; send A and B")
+            raise EngineError(f"{tensors}: {module} has lora_{'/'.join(pair)} alone; send A and B")
     return {
-        module: LowRank(a=pair["A"], b=pair["B"], scale=adapter_scale(config, module, pair["A"].shape[0])) for module, pair in pairs.items()
+        module: LowRank(a=pair["A"], b=pair["B"], scale=scale_of(settings, config, module, pair["A"].shape[0]))
+        for module, pair in pairs.items()
     }
 
 
-def adapter_scale(config: AdapterConfig, module: str, rank: int) -> float:
-    """alpha / rank, or alpha / sqrt(rank) under rslora; alpha by the first key of peft's alpha_pattern that matches the module's name."""
-    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
-    alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), config["lora_alpha"])
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+def factor_from(where: str, value: Any) -> Tensor:
+    """A or B as a plain matrix of finite numbers. One NaN would spread to the cache, and from there to other requests."""
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    if not isinstance(value, Tensor) or value.dim() != 2 or not value.numel() or value.dtype not in DTYPES:
+        found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise EngineError(f"{where} is {found}; a matrix of float32, bfloat16 or float16 expected")
+    if not torch.isfinite(value).all():
+        raise EngineError(f"{where} holds NaN or infinity; save the adapter from a run whose weights are finite")
+    return value.detach()
 
 
 def merge_low_rank(weight: Tensor, low: LowRank) -> Tensor:

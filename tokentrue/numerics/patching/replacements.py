@@ -21,6 +21,7 @@ from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, LowRank, NormFo
 Replacement = tuple[nn.Module, str, Forward]
 """Module, which of SWITCHES it belongs to, its exact forward."""
 HARMLESS = (nn.Embedding, nn.Dropout, nn.Identity)
+PLAIN_VARIANT = "MiCALinearVariant"  # of peft's variants of LoRA the one whose forward is the plain one
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -57,7 +58,8 @@ def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
     """base(x) + B(A(x)) * scale for the one active adapter, in the engine's order of operations."""
     base = module.base_layer
     other = (*module.lora_magnitude_vector, *module.lora_embedding_A, *(name for name, bias in module.lora_bias.items() if bias))
-    if not isinstance(base, nn.Linear) or other:
+    variants = {type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()}  # of DoRA, aLoRA, KaSA, …
+    if not isinstance(base, nn.Linear) or other or variants - {PLAIN_VARIANT}:
         raise ExactnessError(f"{name} ({type(base).__name__} with an adapter) has no exact form: plain LoRA of linears alone")
 
     def forward(x: Tensor) -> Tensor:
