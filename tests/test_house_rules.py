@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
-SHARED = {"ids", "replay", "types", "protocols", "errors", "nesting", "json_lines", "hub", "tracing"}  # every package may import these
+# Every package may import these.
+SHARED = {"ids", "replay", "types", "protocols", "errors", "nesting", "plain_json", "json_lines", "hub", "tracing"}
 SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
 # Who may import whom, besides SHARED and itself. Imports inside functions and under TYPE_CHECKING count.
@@ -22,6 +23,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "errors": set(),
     "tracing": set(),
     "nesting": {"errors"},
+    "plain_json": {"errors", "nesting"},
     "json_lines": set(),
     "ids": {"errors"},
     "hub": {"errors"},

@@ -24,8 +24,8 @@ import httpx
 import orjson
 
 from tokentrue.errors import ConfigError, GatewayError, GatewayUnreachable, MessageError, SessionConflict, SessionNotFound
+from tokentrue.plain_json import dumps, freeze
 from tokentrue.samples.shape import decode, sample_from_json
-from tokentrue.sessions.plain_json import dumps, freeze
 from tokentrue.types import Coverage, Sample
 
 if TYPE_CHECKING:

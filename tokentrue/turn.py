@@ -29,6 +29,7 @@ from secrets import token_hex
 from typing import Any, Literal
 
 from tokentrue.errors import ConfigError, KeyConflict, SessionConflict
+from tokentrue.plain_json import freeze
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import InProcessClient
@@ -36,7 +37,6 @@ from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, copy_met
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.conversations import ConversationReader
 from tokentrue.sessions.matching.matcher import Conversation, Matcher
-from tokentrue.sessions.plain_json import freeze
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
 from tokentrue.sessions.stages.commits import PreparedTurn, replies_from_record, reply_from_node, reserve_nodes, rows_from_nodes
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all

@@ -33,9 +33,9 @@ from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, Google, 
 from tokentrue.gateway.dialects.base import Json
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 from tokentrue.gateway.problems import HttpError
+from tokentrue.plain_json import dumps
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.limits import SessionLimits
-from tokentrue.sessions.plain_json import dumps
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal, Tool
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import SessionConflict, TokenContractError
 from tokentrue.ids import EMPTY, HashState, TokenIds
+from tokentrue.plain_json import digest
 from tokentrue.sessions.certificate import next_link, start_link
-from tokentrue.sessions.plain_json import digest
 from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, TemplateKwargs, Tools, VersionSpan
 
 Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokentrue.environments import Plan, Rollout
 from tokentrue.json_lines import read_numbered_lines
-from tokentrue.sessions.plain_json import dumps, loads
+from tokentrue.plain_json import dumps, loads
 
 
 class Recorder:

@@ -24,10 +24,10 @@ from tokentrue.environments import (
 )
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import EngineError
+from tokentrue.plain_json import dumps
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import coverage_to_json, sample_from_json, sample_to_json
 from tokentrue.sessions.client import InProcessClient
-from tokentrue.sessions.plain_json import dumps
 from tokentrue.turn import Session
 from tokentrue.types import Sample
 

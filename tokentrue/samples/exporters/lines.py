@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from tokentrue.errors import FileFormatError
 from tokentrue.json_lines import read_numbered_lines
+from tokentrue.plain_json import dumps, loads
 from tokentrue.samples.exporters.base import ExportedSample
 from tokentrue.samples.exporters.rows import TrainerColumns, read_trainer_row
 from tokentrue.samples.shape import head_to_json, sample_from_json, sample_to_json
-from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
 
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from tokentrue.errors import FileFormatError
+from tokentrue.plain_json import dumps, loads
 from tokentrue.samples.exporters.base import ExportedSample
 from tokentrue.samples.shape import decode, head_to_json, sample_from_json
-from tokentrue.sessions.plain_json import dumps, loads
 from tokentrue.types import Sample
 
 _DTYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs": "float64", "offsets": "int64"}

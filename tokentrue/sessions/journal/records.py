@@ -9,8 +9,8 @@ from hashlib import sha256
 from typing import Any, Literal
 
 from tokentrue.errors import InputError, JournalError, MessageError, SessionNotFound
+from tokentrue.plain_json import dumps, freeze, loads
 from tokentrue.sessions.journal.database import Database
-from tokentrue.sessions.plain_json import dumps, freeze, loads
 
 COLUMNS = ("id", "grp", "state", "key_hash", "created", "ended", "body")
 RECORD = f"{', '.join(COLUMNS)}, digest"

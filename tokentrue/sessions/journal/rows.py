@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from tokentrue.errors import JournalError, TokenContractError
 from tokentrue.ids import TokenIds
+from tokentrue.plain_json import digest, dumps, loads
 from tokentrue.sessions.certificate import float_bytes
-from tokentrue.sessions.plain_json import digest, dumps, loads
 from tokentrue.sessions.tree import Given, Node, ServedRef
 from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, Status, VersionSpan
 

@@ -17,8 +17,8 @@ from operator import attrgetter, is_
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
+from tokentrue.plain_json import digest, dumps, freeze
 from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, call_ids_of, candidate_key, chain_key, note_calls, read_role
-from tokentrue.sessions.plain_json import digest, dumps, freeze
 from tokentrue.types import Message, Messages, Tools
 
 _KEPT = 8  # conversations of one session: parallel branches

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tokentrue.errors import RenderError
+from tokentrue.plain_json import digest
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.matching.candidates import CandidateIndex
 from tokentrue.sessions.matching.conversations import Conversation, ConversationReader, MessageFacts, PathFit
 from tokentrue.sessions.matching.match_keys import CallRef, calls_of, tools_key
 from tokentrue.sessions.matching.projections import find_changes, format_changes
 from tokentrue.sessions.offload import count_chars, run_by_size
-from tokentrue.sessions.plain_json import digest
 from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
 from tokentrue.tracing import traced
 from tokentrue.types import Message, Messages, Tools

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tokentrue.errors import EngineContractError, MessageError, TokenContractError
+from tokentrue.plain_json import freeze, loads
 from tokentrue.protocols import Renderer
 from tokentrue.replay import own_routing
 from tokentrue.sessions.certificate import next_link
 from tokentrue.sessions.journal.rows import Row, body_from_node, row_from_body
 from tokentrue.sessions.offload import INLINE_IDS, run_inline_or_thread
-from tokentrue.sessions.plain_json import freeze, loads
 from tokentrue.sessions.stages.generation import Draft
 from tokentrue.sessions.stages.prompts import Prompt
 from tokentrue.sessions.tree import Node, Tree

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
 from tokentrue.errors import ConfigError
+from tokentrue.plain_json import digest, freeze
 from tokentrue.sessions.matching.conversations import check_list
 from tokentrue.sessions.matching.match_keys import message_key
-from tokentrue.sessions.plain_json import digest, freeze
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Message, Messages, Tools
 

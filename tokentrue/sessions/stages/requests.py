@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tokentrue.errors import SamplingError
+from tokentrue.plain_json import digest, dumps, freeze
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.sessions.journal.rows import sampling_from_json, sampling_to_json
 from tokentrue.sessions.matching.matcher import Conversation
-from tokentrue.sessions.plain_json import digest, dumps, freeze
 from tokentrue.types import PENALTIES, Sampling, TurnRequest
 
 _FIELDS = frozenset(f.name for f in fields(Sampling))
