@@ -52,6 +52,7 @@ def test_list_show_and_delete(server: Server, tmp_path: Path, capsys: pytest.Cap
         assert shown["session_id"] == "one" and len(shown["nodes"]) == 1 and shown["coverage"]["ratio"] == 1.0
         assert run("sessions", [source]) == run("sessions", [source, "show", "one"]) == 0
         assert "2 sessions" in capsys.readouterr().out
+    assert run("sessions", [store, "--limit", "9" * 20]) == 0 and "2 sessions" in capsys.readouterr().out
     assert told[0] == told[1] and told[0]["sampling"] == {"temperature": 0.5} and told[0]["state"] == "open"
     assert run("sessions", [store, "delete", "two"]) == 2, "a server uses the store"
     assert "in use" in capsys.readouterr().err
@@ -111,6 +112,11 @@ def test_what_is_called_wrong_is_one_line(server: Server, tmp_path: Path, capsys
     wrong = [
         ("sessions", [store, "burn"], "no action 'burn'"),
         ("sessions", [store, "show"], "needs a session id"),
+        ("sessions", [store, "show", "\udcff"], "the session id: '\\udcff' is not UTF-8 text"),
+        ("sessions", [store, "delete", "\udcff"], "the session id: '\\udcff' is not UTF-8 text"),
+        ("sessions", [server.url, "show", "\udcff"], "the session id: '\\udcff' is not UTF-8 text"),
+        ("sessions", [store, "--limit", "-1"], "--limit: -1 must be at least 0"),
+        ("sessions", [server.url, "--limit", "9" * 20], "limit: "),
         ("sessions", [str(tmp_path / "none.sqlite")], "no journal"),
         ("samples", [store, "--group", "TYPO", "-o", out], "no session of group 'TYPO'"),
         ("samples", [server.url, "--group", "TYPO", "-o", out], "no session of group 'TYPO'"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -283,6 +285,36 @@ def test_a_report_is_one_file_that_asks_for_nothing(samples: list[Sample], tmp_p
     text = path.read_text(encoding="utf-8")
     assert "default-src 'none'" in text and 'src="' not in text.replace('type="module"', "") and "</script><b>" not in text
     assert key_of("report").replace('"', '\\"') in text
+
+
+@pytest.mark.parametrize("value", ["née", "a\u2028b", "\U0001f600", '"\\', "\x00\x1f\x7f", "lone \ud800", "\udfff/", 'née "\udc00"'])
+def test_an_export_spells_its_keys_as_the_page_does(value: str) -> None:
+    script = "process.stdin.on('data', text => process.stdout.write(JSON.stringify(JSON.parse(text))))"
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node here")
+    asked = json.dumps(["session", value])
+    spelled = subprocess.run([node, "-e", script], input=asked, capture_output=True, text=True, encoding="utf-8", timeout=60, check=True)
+    assert key_of("session", value) == spelled.stdout
+
+
+def test_text_that_utf8_cannot_hold_is_answered_as_an_escape(samples: list[Sample]) -> None:
+    metadata = {**samples[0].metadata, "said": "cut \udcc3, née", "rate": math.nan, "long": 10**30}
+    client = TestClient(create_app(ViewerData(SampleList([replace(samples[0], metadata=metadata)], name="caf\udce9.jsonl"))))
+    assert client.get("/data/index?offset=0").json()["source"]["name"] == "caf\udce9.jsonl"
+    shown = client.get(f"/data/session?session={samples[0].session_id}").json()["metadata"]
+    assert (shown["said"], shown["rate"], shown["long"]) == ("cut \udcc3, née", None, 10**30)
+
+
+@pytest.mark.parametrize("field", ["session_id", "sample_id", "group"])
+def test_a_name_that_no_address_can_hold_is_refused(samples: list[Sample], tmp_path: Path, field: str) -> None:
+    odd: Any = {field: "\ud800"}
+    write_samples([replace(samples[0], **odd)], tmp_path / "s.jsonl")
+    done = run_cli(str(tmp_path / "s.jsonl"), "--export", str(tmp_path / "page.html"))
+    assert done.returncode == 2 and f"{field} '\\ud800' holds a lone surrogate" in done.stderr and done.stderr.count("\n") == 1
+    if field != "sample_id":  # which the list does not name
+        client = TestClient(create_app(ViewerData(FileSource(tmp_path / "s.jsonl"))))
+        assert client.get("/data/index?offset=0").status_code == 422
 
 
 def test_a_long_branch_is_answered_in_time() -> None:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 from tokentrue.cli.extras import extra_with
 from tokentrue.errors import TokenTrueError
@@ -74,6 +76,7 @@ def run(name: str, rest: list[str]) -> int:
     """The command's exit code. What a user can correct (a TokenTrueError, a file, a missing extra) is one line, without a stack trace."""
     import typer
 
+    escape_in_output()
     try:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         app.command(name)(load_command(name))
@@ -89,6 +92,13 @@ def run(name: str, rest: list[str]) -> int:
     if code == 130:
         print(f"\ntokentrue {name}: interrupted{INTERRUPTED.get(name, '')}", file=sys.stderr)
     return code
+
+
+def escape_in_output() -> None:
+    """What standard output cannot encode is printed as an escape: lone surrogates in damaged files, other scripts on an ASCII terminal."""
+    out: Any = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
+        out.reconfigure(errors="backslashreplace")
 
 
 def load_command(name: str) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""Errors about what an option names."""
+"""Errors about what an option names or holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from contextlib import contextmanager
 from tokentrue.errors import ConfigError, InputError, RenderError
 
 SUBJECT = "model: "  # what `tokentrue.hub` and `load_renderer` begin with
+
+
+def require_utf8(option: str, text: str) -> None:
+    """Bytes of the command line that are not UTF-8 arrive as lone surrogates; no name of a session or a group holds any."""
+    if text.encode("utf-8", "replace").decode() != text:
+        raise ConfigError(f"{option}: {text!r} is not UTF-8 text")
 
 
 @contextmanager

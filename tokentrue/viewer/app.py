@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentrue.errors import InputError, SessionNotFound, TokenTrueError
 from tokentrue.viewer.data import PAGE, ViewerData
+from tokentrue.viewer.page_json import encode_json
 
 STATIC = Path(__file__).parent / "static"
 POLICY = "; ".join(
@@ -77,7 +77,7 @@ def create_app(data: ViewerData) -> ASGIApp:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+    return Response(encode_json(value), status_code=status, media_type="application/json")
 
 
 def _text(request: Request, name: str) -> str:

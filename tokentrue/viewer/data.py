@@ -23,6 +23,7 @@ from tokentrue.types import Ids, Sample
 from tokentrue.viewer.advantages import advantages_of
 from tokentrue.viewer.blocks import cut_blocks, messages_from_tokens
 from tokentrue.viewer.breaks import breaks_to_json
+from tokentrue.viewer.page_json import check_names
 from tokentrue.viewer.plots import compare_tokens, plots_to_json
 from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer
 
@@ -209,11 +210,13 @@ def _advantages(views: Sequence[SessionView]) -> dict[str, float]:
 
 
 def _row(summary: SessionSummary) -> dict[str, Any]:
+    check_names(summary)
     return {name: getattr(summary, name) for name in summary.__slots__}
 
 
 def _head(branch: Branch, advantage: float | None) -> dict[str, Any]:
     sample = branch.sample
+    check_names(sample)
     return {
         "sample_id": sample.sample_id,
         "leaf": branch.leaf,

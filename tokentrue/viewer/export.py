@@ -10,11 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from tokentrue.errors import ConfigError, FileFormatError
 from tokentrue.viewer.app import STATIC
 from tokentrue.viewer.data import PAGE, ViewerData
+from tokentrue.viewer.page_json import encode_json
 
 MOST_TOKENS = 1_000_000
 _IMPORT = re.compile(r"""((?:from|import)\s*)(["'])\.{1,2}/([\w./-]+)\2""")
@@ -70,7 +69,7 @@ def _add_session(data: ViewerData, session_id: str, answers: dict[str, Any], *, 
 
 def key_of(view: str, *arguments: str) -> str:
     """The same text that the page builds with JSON.stringify."""
-    return orjson.dumps([view, *arguments]).decode()
+    return encode_json([view, *arguments]).decode()
 
 
 def page_with(answers: dict[str, Any]) -> str:
@@ -79,8 +78,8 @@ def page_with(answers: dict[str, Any]) -> str:
     if entry is None:
         raise ConfigError("the viewer's index.html has no module script")
     modules = {file.relative_to(STATIC).as_posix(): _module(file) for file in sorted(STATIC.rglob("*.js"))}
-    imports = orjson.dumps({"imports": {f"tokentrue/{name}": url for name, url in modules.items()}}).decode()
-    values = orjson.dumps(answers).decode().replace("<", "\\u003c")
+    imports = encode_json({"imports": {f"tokentrue/{name}": url for name, url in modules.items()}}).decode()
+    values = encode_json(answers).decode().replace("<", "\\u003c")
     scripts = (
         f'<script type="importmap">{imports}</script>\n<script type="application/json" id="answers">{values}</script>\n'
         f'<script type="module">import "tokentrue/{entry[1]}"</script>'

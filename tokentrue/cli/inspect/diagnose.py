@@ -103,7 +103,8 @@ def command(
     if not max_k3 >= 0:
         raise ConfigError(f"--max-k3: {max_k3:g} must be a number >= 0")
     renderer = None if tokenizer is None or output is None else _renderer(tokenizer)
-    compared = _load(samples, trainer, trainer_logprobs, plain=plain, dtype=dtype, device=device, quiet=as_json)
+    found = _read_samples(samples, for_page=output is not None)
+    compared = _compare(found, trainer, trainer_logprobs, plain=plain, dtype=dtype, device=device, quiet=as_json)
     if not compared.rows:
         raise InputError(_why_nothing(samples, compared))
     whole, steps = _diagnose(compared, correction)
@@ -127,10 +128,10 @@ def command(
         scores = {row.name: row.scores for row in compared.rows}
         write_diagnosis(output, report, whole, samples=compared.samples, trainer=scores, renderer=renderer)
     if as_json:
-        found: dict[str, Any] = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": compared.to_json()}
+        head: dict[str, Any] = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": compared.to_json()}
         worst = [asdict(row) for row in whole.worst]
         metrics = {key: value if _is_measured(whole, key) else None for key, value in whole.metrics.items()}
-        print(json.dumps({**found, "metrics": metrics, "worst": worst}, indent=1))
+        print(json.dumps({**head, "metrics": metrics, "worst": worst}, indent=1))
     else:
         _show(whole, verdict, facts.get("not scored"), output)
     return 1 if alarm else 0
@@ -142,12 +143,25 @@ def _why_nothing(samples: Path, compared: Comparison) -> str:
     return f"{samples}: no sample has trained tokens with log-probabilities of both sides"
 
 
-def _load(samples: Path, trainer: str | None, logprobs: Path | None, *, plain: bool, dtype: str, device: str, quiet: bool) -> Comparison:
-    from tokentrue.app.training.sample_files import require_samples_of
+def _read_samples(path: Path, *, for_page: bool) -> list[Sample]:
+    """`for_page`: names that the report's page cannot hold are refused now, not after minutes of scoring."""
     from tokentrue.samples import read_samples
+
+    found = list(read_samples(path))
+    if for_page:
+        from tokentrue.viewer.page_json import check_names
+
+        for sample in found:
+            check_names(sample)
+    return found
+
+
+def _compare(
+    found: Sequence[Sample], trainer: str | None, logprobs: Path | None, *, plain: bool, dtype: str, device: str, quiet: bool
+) -> Comparison:
+    from tokentrue.app.training.sample_files import require_samples_of
     from tokentrue.samples.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
 
-    found = list(read_samples(samples))
     given = {} if logprobs is None else read_trainer_logprobs(logprobs)
     scorer = None if trainer is None else _scorer(trainer, plain=plain, dtype=dtype, device=device)
     if trainer is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from tokentrue.cli.inspect.journal import require_store
+from tokentrue.cli.options import require_utf8
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, SessionNotFound
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tokentrue.sessions.tree import Tree
 
 ACTIONS = ("list", "show", "delete")
+MOST_ROWS = 2**63 - 1  # of a statement, in SQLite and PostgreSQL
 
 
 def command(
@@ -32,6 +34,9 @@ def command(
         raise ConfigError(f"no action {action!r}; choose one of {', '.join(ACTIONS)}")
     if action != "list" and session_id is None:
         raise ConfigError(f"`{action}` needs a session id; `tokentrue sessions {source}` lists them")
+    if limit < 0:
+        raise ConfigError(f"--limit: {limit} must be at least 0")
+    require_utf8("the session id", session_id or "")
     opened = GatewaySessions(source) if source.startswith(("http://", "https://")) else JournalSource(source)
     try:
         if action == "list":
@@ -80,7 +85,7 @@ class JournalSource:
         from tokentrue.sessions.description import summarise_session
 
         found: list[dict[str, Any]] = []
-        for record in self._journal.sessions(limit=limit):
+        for record in self._journal.sessions(limit=min(limit, MOST_ROWS)):
             with suppress(SessionNotFound):  # it was purged since it was listed
                 found.append(summarise_session(*self._load(record.id)))
         return found
