@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from tokentrue.providers import load
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.providers.hf import HFProvider
 from tokentrue.renderers import load_renderer
+from tokentrue.samples import write_samples
 from tokentrue.types import Certificate, Completion, Finish, Sample, Sampling, SamplingMask, Span
 
 
@@ -257,6 +259,23 @@ async def test_samples_whose_kept_ids_were_not_recorded_are_not_judged() -> None
     whole = await sampled(e.calculator(), Sampling(), recorded=True)
     first, second, *_ = await judged([*filtered, *whole])
     assert first.verdict is Verdict.OK and second.detail.startswith("6 of 12 samples"), (first, second)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "beyond", "words"),
+    [(None, True, "holds token id 999999, beyond the vocabulary"), ("other", False, "was recorded with another tokenizer (other)")],
+)
+async def test_samples_of_another_model_are_refused_before_any_probe(
+    tokenizer: str | None, beyond: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sample, *_) = await sampled(e.calculator(), Sampling())
+    name = tokenizer or load_renderer(str(e.CALCULATOR)).tokenizer_hash
+    ids = [999_999 if beyond else sample.token_ids[0], *sample.token_ids[1:]]
+    write_samples([replace(sample, token_ids=TokenIds(ids), certificate=replace(sample.certificate, tokenizer=name))], tmp_path / "s.jsonl")
+    arguments = ["--engine", "hf", "--model", str(e.CALCULATOR), "--samples", str(tmp_path / "s.jsonl")]
+    assert await asyncio.to_thread(run, "doctor", arguments) == 2
+    said = capsys.readouterr().err.strip()
+    assert words in said and len(said.splitlines()) == 1, said
 
 
 async def test_samples_of_one_version_that_differ_are_stale() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from tokentrue.app.devices import DTYPES
 from tokentrue.cli.main import run
+from tokentrue.ids import TokenIds
 from tokentrue.samples import write_samples
 from tokentrue.types import Certificate, Sample, SamplingMask, Span
 
@@ -247,6 +248,39 @@ def test_called_wrong(
     (tmp_path / "short.jsonl").write_text('{"sample_id": "s0", "logprobs": [null, -1.0]}\n')
     assert run("diagnose", ["s.jsonl", *(str(model_dir) if one == "MODEL" else one for one in extra)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["session_id", "sample_id", "group"])
+def test_a_name_that_utf8_cannot_hold_is_shown_and_refused_for_a_page(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    odd: Any = {field: "odd\ud800"}
+    path, page = tmp_path / "s.jsonl", tmp_path / "page.html"
+    write_samples([replace(sample, **odd) for sample in make_samples(model_dir, 0.1)[:1]], path)
+    assert run("diagnose", [str(path), "--trainer", str(model_dir)]) in {0, 1}
+    assert field != "sample_id" or "worst: odd\\ud800" in capsys.readouterr().out
+    monkeypatch.setattr("tokentrue.cli.inspect.diagnose._scorer", lambda *_, **__: pytest.fail("it is refused before any scoring"))
+    assert run("diagnose", [str(path), "--trainer", str(model_dir), "-o", str(page)]) == 2
+    said = capsys.readouterr().err
+    assert f"{field} 'odd\\ud800' holds a lone surrogate" in said and said.count("\n") == 1 and not page.exists()
+
+
+def test_text_that_utf8_cannot_hold_is_in_the_page_as_an_escape(model_dir: Path, tmp_path: Path) -> None:
+    path, page = tmp_path / "s.jsonl", tmp_path / "page.html"
+    (sample,) = make_samples(model_dir, 0.0)[:1]
+    write_samples([replace(sample, metadata={**sample.metadata, "said": "cut \udcc3, née, \u2028", "long": 10**30})], path)
+    assert run("diagnose", [str(path), "--trainer", str(model_dir), "-o", str(page)]) == 0
+    held = page.read_text(encoding="utf-8").partition('id="answers">')[2].partition("</script>")[0]
+    assert json.loads(held)['["session","s0"]']["metadata"] == {"said": "cut \udcc3, née, \u2028", "long": 10**30}
+
+
+def test_kept_ids_beyond_the_vocabulary_are_refused(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sample,) = make_samples(model_dir, 0.0, top_k=3)[:1]
+    assert sample.sampling_mask is not None
+    mask = replace(sample.sampling_mask, token_ids=TokenIds([*sample.sampling_mask.token_ids[:-1], 97]))
+    write_samples([replace(sample, sampling_mask=mask)], tmp_path / "s.jsonl")
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir)]) == 2
+    assert "sample s0 holds token id 97, beyond the vocabulary" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -49,7 +49,8 @@ def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | Non
                 f"sample {sample.sample_id} was recorded with another tokenizer ({short(recorded)}) than {model} has ({short(tokenizer)}); "
                 "use the model that it was sampled from"
             )
-        largest = max(sample.token_ids, default=0)
+        kept = () if sample.sampling_mask is None else sample.sampling_mask.token_ids
+        largest = max(max(sample.token_ids, default=0), max(kept, default=0))
         if largest >= vocabulary:
             raise FileFormatError(
                 f"sample {sample.sample_id} holds token id {largest}, beyond the vocabulary of {model} ({vocabulary}); "

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokentrue.doctor import Report
+    from tokentrue.types import Sample
 
 COLOURS = {"ok": "green", "fault": "bold red", "cannot_tell": "yellow"}
 
@@ -45,7 +46,8 @@ def command(
     _check(engine, url, dtype)
     quiet_libraries()
     _check_models({"--model": model, "--served": served, "--previous": previous})
-    report = asyncio.run(_run(engine, url, model, samples, dtype, served, previous, adapter, interrupt=interrupt, quiet=as_json))
+    recorded = _read_samples(samples, model)
+    report = asyncio.run(_run(engine, url, model, recorded, dtype, served, previous, adapter, interrupt=interrupt, quiet=as_json))
     if output is not None:
         write_page(report, output)
     if as_json:
@@ -78,7 +80,7 @@ async def _run(
     engine: str,
     url: str | None,
     model: str,
-    samples: Path | None,
+    samples: Sequence[Sample],
     dtype: str | None,
     served: str | None,
     previous: str | None,
@@ -98,7 +100,6 @@ async def _run(
         with name_option("--served" if served else "--model"):
             provider, module = _provider(engine, url, served or model, dtype or reference.dtype)
         routes = routes_for(provider, url, api_key=os.environ.get(ENGINE_KEY))
-        recorded = _read_samples(samples)
         try:
             await provider.health()
             with name_option("--previous"):  # the one model that is loaded for the first time by a probe
@@ -110,7 +111,7 @@ async def _run(
                     dtype=dtype,
                     previous=previous,
                     engine_model=module,
-                    samples=recorded,
+                    samples=samples,
                     interrupt=interrupt,
                     on_progress=lambda name: status.update(f"probing: {name}"),
                 )
@@ -135,12 +136,16 @@ def _provider(engine: str, url: str | None, served: str, dtype: str) -> tuple[An
     return load(engine, model=module), module
 
 
-def _read_samples(path: Path | None) -> list[Any]:
+def _read_samples(path: Path | None, model: str) -> list[Sample]:
+    """Samples of another model would accuse the engine, or hold token ids that the reference has no logits for."""
     if path is None:
         return []
+    from tokentrue.app.training.sample_files import require_samples_of
     from tokentrue.samples import read_samples
 
-    return list(read_samples(path))
+    samples = list(read_samples(path))
+    require_samples_of(samples, model)
+    return samples
 
 
 def write_page(report: Report, path: Path) -> None:
