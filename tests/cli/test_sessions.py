@@ -115,6 +115,8 @@ def test_what_is_called_wrong_is_one_line(server: Server, tmp_path: Path, capsys
         ("sessions", [store, "show", "\udcff"], "the session id: '\\udcff' is not UTF-8 text"),
         ("sessions", [store, "delete", "\udcff"], "the session id: '\\udcff' is not UTF-8 text"),
         ("sessions", [server.url, "show", "\udcff"], "the session id: '\\udcff' is not UTF-8 text"),
+        ("samples", [store, "-o", "s.jsonl", "--session", "\udcff"], "--session: '\\udcff' is not UTF-8 text"),
+        ("samples", [store, "-o", "s.jsonl", "--group", "\udcff"], "--group: '\\udcff' is not UTF-8 text"),
         ("sessions", [store, "--limit", "-1"], "--limit: -1 must be at least 0"),
         ("sessions", [server.url, "--limit", "9" * 20], "limit: "),
         ("sessions", [str(tmp_path / "none.sqlite")], "no journal"),

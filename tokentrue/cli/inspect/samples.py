@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokentrue.cli.inspect.journal import open_recorded
+from tokentrue.cli.options import require_utf8
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, SessionNotFound
 
@@ -35,6 +36,9 @@ def command(
 
     if format not in EXPORTERS:
         raise ConfigError(f"no format {format!r}; choose one of {', '.join(EXPORTERS)}")
+    for name in session or ():
+        require_utf8("--session", name)
+    require_utf8("--group", group or "")
     total = Totals()
     samples = _from_url(source, session, group, total) if source.startswith(("http://", "https://")) else None
     if samples is None:
