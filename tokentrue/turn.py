@@ -256,7 +256,7 @@ class Session:
         await self.ready()
         if self.record.training:
             await check_truthful(sampling, self.provider)
-        resolution = await self._matcher.resolve(conversation, self._turns_in_flight)
+        resolution = await self._matcher.resolve(conversation, self._turns_in_flight, named=request.continues)
         started = self.tree.committed_seq
         self._turns_in_flight[resolution.turn_key] += 1
         try:

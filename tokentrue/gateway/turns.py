@@ -115,6 +115,7 @@ class TurnHandler:
             n=head.n,
             dialect=dialect.name,
             request_key=request_key,
+            continues=None if head.continues is None else head.continues.node,
             messages_are_final=True,  # they are the message cache's
         )
         return head, request

@@ -5,8 +5,8 @@ The whole list of messages is matched against the tree as it is now, in four ste
 2. every served turn on a candidate's path must be replayed exactly or with a known loss (`projections`);
 3. every given message and the tools must be equal as JSON, or else render to the same ids;
 4. among those that fit, the one is chosen that was served whole, has the fewest given messages spelled otherwise, then the fewest
-   changes, was not asked again since, was not continued by this very request before, and is the newest, in this order; where several have
-   equally few of both, the match is marked ambiguous.
+   changes, is named by the request, was not asked again since, was not continued by this very request before, and is the newest, in this
+   order; where several have equally few of both and none is named, the match is marked ambiguous.
 Nothing is remembered from one request to the next but pure facts about its messages and the paths they replay (`conversations`).
 """
 
@@ -77,10 +77,10 @@ class Matcher:
         return self._reader.read(messages, tools, are_final=are_final)
 
     @traced("resolve")
-    async def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Resolution:
-        """`in_flight` counts the turns that are being generated. Waits only where long histories must be rendered to be compared; turns
-        that are committed meanwhile are not candidates."""
-        found = await _Search(self._tree, self._index, self._renderer, conversation, in_flight).find_deepest()
+    async def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int], *, named: str | None = None) -> Resolution:
+        """`in_flight` counts the turns that are being generated; `named` is the node that the request says it continues. Waits only where
+        long histories must be rendered to be compared; turns that are committed meanwhile are not candidates."""
+        found = await _Search(self._tree, self._index, self._renderer, conversation, in_flight, named).find_deepest()
         if found is None:
             return self._start_root(conversation, in_flight)
         node, fit, ambiguous, same_tools = found
@@ -136,10 +136,16 @@ class _Search:
     """One request against every candidate."""
 
     def __init__(
-        self, tree: Tree, index: CandidateIndex, renderer: Renderer, conversation: Conversation, in_flight: Mapping[TurnKey, int]
+        self,
+        tree: Tree,
+        index: CandidateIndex,
+        renderer: Renderer,
+        conversation: Conversation,
+        in_flight: Mapping[TurnKey, int],
+        named: str | None,
     ) -> None:
         self._tree, self._index, self._renderer = tree, index, renderer
-        self._conversation, self._in_flight = conversation, in_flight
+        self._conversation, self._in_flight, self._named = conversation, in_flight, named
 
     async def find_deepest(self) -> tuple[Node, PathFit, bool, bool] | None:
         """The node to continue, its fit, whether others fit as well, and whether the tools are the same."""
@@ -160,6 +166,7 @@ class _Search:
         fits = [(node, fit) for node, fit in fits if fit.num_respelled == fewest]
         best = min(fit.num_changes for _, fit in fits)
         equal = [(node, fit) for node, fit in fits if fit.num_changes == best]
+        equal = [(node, fit) for node, fit in equal if node.id == self._named] or equal
         node, fit = equal[0] if len(equal) == 1 else min(equal, key=self._rank)  # ranking restores and hashes the new messages
         return node, fit, len(equal) > 1
 

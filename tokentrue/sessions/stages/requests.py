@@ -63,12 +63,13 @@ async def check_truthful(sampling: Sampling, provider: Provider) -> None:
 
 
 def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
-    """Equal for equal requests only: messages, tools, sampling, template settings, n and dialect, exactly."""
+    """Equal for equal requests only: messages, tools, sampling, template settings, n, dialect and the named node, exactly."""
     try:
         settings = dumps([sampling_to_json(sampling), request.template_kwargs])
     except (TypeError, ValueError) as error:
         raise SamplingError(f"sampling.extra and template_kwargs must be plain JSON values: {error}") from error
-    return digest(conversation.digest, settings, b"%d" % request.n, request.dialect.encode())
+    named = () if request.continues is None else (request.continues.encode(),)
+    return digest(conversation.digest, settings, b"%d" % request.n, request.dialect.encode(), *named)
 
 
 def format_identity(identity: bytes) -> str:
