@@ -143,17 +143,21 @@ def test_an_id_that_is_no_string_names_nothing(item_id: Any) -> None:
     assert message == {"role": "assistant", "content": "1"}
 
 
-async def test_a_named_response_is_continued_whatever_else_has_its_text() -> None:
+@pytest.mark.parametrize("by", ["previous_response_id", "item ids"])
+async def test_a_named_response_is_continued_whatever_else_has_its_text(by: str) -> None:
     script = [{"text": "Same."}] * 6
     app = gateway(ScriptedProvider(script, encode=renderer().encode_sampled, stop_id=renderer().stop_token_ids[0]))
     session = await new_session(app)
     twice = [await post(app, session, "/v1/responses", {"input": "q"}) for _ in range(2)]
 
     async def continue_it(earlier: Any) -> Any:
+        if by == "item ids":
+            items = [{"role": "user", "content": "q"}, *earlier["output"], {"role": "user", "content": "more"}]
+            return await post(app, session, "/v1/responses", {"input": items})
         return await post(app, session, "/v1/responses", {"input": "more", "previous_response_id": earlier["id"]})
 
     await continue_it(twice[0])
-    await asyncio.gather(*map(continue_it, twice))  # equal in all but the response that they name
+    await asyncio.gather(*map(continue_it, twice))  # equal in all but the answer that they name
     nodes = await nodes_of(app, session)
     first, second = nodes[0]["id"], nodes[1]["id"]
     assert sorted(node["parent"] for node in nodes[2:]) == sorted([first, first, second])

@@ -115,7 +115,7 @@ class TurnHandler:
             n=head.n,
             dialect=dialect.name,
             request_key=request_key,
-            continues=None if head.continues is None else head.continues.node,
+            continues=head.last_node,
             messages_are_final=True,  # they are the message cache's
         )
         return head, request

@@ -53,7 +53,8 @@ class RequestHead:
     """A request without its conversation.
 
     `leading_messages` come before the conversation (a system prompt outside of it). `options` is what the shape of the answer depends on,
-    in the dialect's own terms. `continues` names an earlier answer whose conversation goes on.
+    in the dialect's own terms. `continues` names an earlier answer whose conversation goes on; `last_node` is the last recorded turn that
+    the request names by an id.
     """
 
     model: str
@@ -65,6 +66,7 @@ class RequestHead:
     leading_messages: tuple[Message, ...] = ()
     options: Any = None
     continues: ContinuedResponse | None = None
+    last_node: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

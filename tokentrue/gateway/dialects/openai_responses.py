@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -26,6 +27,7 @@ from tokentrue.gateway.dialects.base import (
     encode,
     is_cut,
     object_of,
+    parse_json,
     raw_items,
 )
 from tokentrue.gateway.dialects.chat_answers import build_error
@@ -33,6 +35,7 @@ from tokentrue.gateway.dialects.responses_events import ResponsesEncoder
 from tokentrue.gateway.dialects.responses_items import (
     OutputItem,
     ServedTool,
+    is_given,
     logprobs_for,
     node_from_item_id,
     served_tool,
@@ -130,7 +133,21 @@ class OpenAIResponses:
             items: Sequence[msgspec.Raw] = [msgspec.Raw(encode({"role": "user", "content": decoded.input}))]
         else:
             items = raw_items(decoded.input, self.items_key)
-        return DecodedBody(head=head_from_responses(decoded), items=items)
+        head = head_from_responses(decoded)
+        last_node = self._find_last_node(items) or (head.continues.node if head.continues is not None else None)
+        return DecodedBody(head=replace(head, last_node=last_node), items=items)
+
+    def _find_last_node(self, items: Sequence[msgspec.Raw]) -> str | None:
+        """Of the last item that a model wrote; None where it has no id of this session."""
+        for raw in reversed(items):
+            item = parse_json(bytes(raw), self.items_key)
+            if not isinstance(item, dict):
+                return None
+            fields = cast("dict[str, Any]", item)
+            if not is_given(fields):
+                node = node_from_item_id(fields.get("id"))
+                return node if node is not None and self._is_node(node) else None
+        return None
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         fields = object_of(item, path)

@@ -59,6 +59,11 @@ class OutputItem:
         return call_item(self.tool, self.call_id, self.suffix, "", status="in_progress")
 
 
+def is_given(item: Json) -> bool:
+    """False for what a model wrote."""
+    return item.get("role", "assistant") != "assistant" or str(item.get("type")).endswith("_output")
+
+
 def node_from_item_id(item_id: object) -> str | None:
     """The node that an item's id names, if it has the form of ours."""
     found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
