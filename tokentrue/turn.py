@@ -87,7 +87,8 @@ class Session:
     ) -> None:
         self.renderer, self.provider, self.journal = renderer, provider, journal
         self.limits = limits or SessionLimits()
-        self._pinned_sampling = PinnedSampling.of(sampling)
+        # A recorded session opens whatever it pinned; values that are refused now are refused at its next turn.
+        self._pinned_sampling = PinnedSampling.of(sampling) if _record is None else PinnedSampling(values=_record.sampling)
         follows: History = getattr(renderer, "history", "keep")
         if history not in (None, follows):
             raise ConfigError(f"history={history!r}, but the renderer was loaded with history={follows!r}: load it with the same one")
@@ -134,7 +135,6 @@ class Session:
             renderer=renderer,
             provider=provider,
             journal=journal,
-            sampling=record.sampling,
             limits=limits,
             _record=record,
             _tree=tree,

@@ -27,6 +27,8 @@ Tools: TypeAlias = Sequence[Tool]
 TemplateKwargs: TypeAlias = Mapping[str, Any]
 
 MAX_CHOICES = 128  # answers to one request
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
 UNVERSIONED = 0
 """Policy version of an engine that has not been told one."""
 
@@ -34,6 +36,16 @@ UNVERSIONED = 0
 def is_temperature(value: float) -> bool:
     """0 is greedy; others must divide logits in float32."""
     return value == 0 or 1e-30 <= value <= 1e30  # false for NaN, too
+
+
+def is_seed(value: int) -> bool:
+    """A signed 64-bit integer: what vLLM and SGLang take. torch and the exact engine take every one."""
+    return -MAX_INT64 - 1 <= value <= MAX_INT64
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`: `seed + index`, which wraps around after the largest seed. No two choices of a request share one."""
+    return (seed + index + MAX_INT64 + 1) % 2**64 - MAX_INT64 - 1
 
 
 def is_logprob(value: float) -> bool:
@@ -84,7 +96,7 @@ class Sampling:
     """What the sampler was asked to do. `top_k=0`, `top_p=1`, `min_p=0` and penalties at rest mean "off".
 
     `stop_token_ids` are added to the renderer's own. `extra` holds engine-specific settings (structured output, say) that a
-    provider either understands by name or refuses. Lists become tuples.
+    provider either understands by name or refuses. Lists become tuples. What an engine's integers and float32 cannot hold is refused.
     """
 
     temperature: float = 1.0
@@ -106,15 +118,27 @@ class Sampling:
         checks: tuple[tuple[bool, str, object], ...] = (
             (is_temperature(self.temperature), "temperature must be 0, or from 1e-30 to 1e30", self.temperature),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
-            (self.top_k >= 0, "top_k must be >= 0 (0 is off)", self.top_k),
+            (0 <= self.top_k <= MAX_INT32, "top_k must be from 0 (off) to 2^31 - 1", self.top_k),
             (0 <= self.min_p < 1, "min_p must be in [0, 1)", self.min_p),
-            (self.max_tokens is None or self.max_tokens > 0, "max_tokens must be positive", self.max_tokens),
-            (self.repetition_penalty > 0, "repetition_penalty must be > 0", self.repetition_penalty),
-            (self.top_logprobs >= 0, "top_logprobs must be >= 0", self.top_logprobs),
+            (self.max_tokens is None or 0 < self.max_tokens <= MAX_INT32, "max_tokens must be from 1 to 2^31 - 1", self.max_tokens),
+            (self.seed is None or is_seed(self.seed), "seed must be a signed 64-bit integer", self.seed),
+            (abs(self.presence_penalty) <= 1e30, "presence_penalty must be from -1e30 to 1e30", self.presence_penalty),
+            (abs(self.frequency_penalty) <= 1e30, "frequency_penalty must be from -1e30 to 1e30", self.frequency_penalty),
+            (0 < self.repetition_penalty <= 1e30, "repetition_penalty must be > 0, and at most 1e30", self.repetition_penalty),
+            (0 <= self.top_logprobs <= MAX_INT32, "top_logprobs must be from 0 to 2^31 - 1", self.top_logprobs),
+            *((0 <= token <= MAX_INT32, "stop_token_ids must be from 0 to 2^31 - 1", token) for token in self.stop_token_ids),
         )
         for holds, rule, value in checks:
             if not holds:
-                raise SamplingError(f"{rule}, got {value!r}")
+                raise SamplingError(f"{rule}, got {_show(value)}")
+        self._write_large_integers_as_floats()
+
+    def _write_large_integers_as_floats(self) -> None:
+        """10**20 is a temperature, but no integer that the JSON of a request to an engine can hold."""
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, int) and abs(value) > MAX_INT64:
+                object.__setattr__(self, name, float(value))
 
     def _check_types(self) -> None:
         for name, kinds, word in _SAMPLING_TYPES:
@@ -138,6 +162,11 @@ class Sampling:
         """The settings that make the sampled distribution differ from softmax(logits / temperature)."""
         at_rest = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
         return tuple(name for name, rest in at_rest.items() if getattr(self, name) != rest)
+
+
+def _show(value: object) -> str:
+    """Python writes no integer of more than 4,300 digits."""
+    return f"an integer of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else repr(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

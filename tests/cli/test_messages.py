@@ -65,6 +65,8 @@ WRONG = [
     ("train --set threads=0", "threads: 0", "at least 1"),
     ("rollout --set rollout.temperature=-1", "rollout.temperature: -1.0", "finite and >= 0"),
     ("rollout --set rollout.temperature=nan", "rollout.temperature: nan", "finite"),
+    ("rollout --set rollout.max_tokens=18446744073709551616", "rollout.max_tokens must be from 1 to 2^31 - 1", "got 18446744073709551616"),
+    ("train --set rollout.temperature=1e39", "rollout.temperature must be 0, or from 1e-30 to 1e30", "got 1e+39"),
     ("rollout --out file/out", "file", "Not a directory"),
     ("rollout --url http://127.0.0.1:9", "no gateway is reachable at http://127.0.0.1:9", "is `tokentrue serve` running?"),
     ("rollout --url http://127.0.0.1:9 --model empty", "--url names a gateway that has its own model", "leave --model out"),

@@ -124,6 +124,8 @@ WRONG_SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1e39}, {"temperature": 1e-50},
     {"top_p": "0.5"}, {"top_k": 1.5}, {"top_k": True}, {"max_tokens": 2.5}, {"max_tokens": "5"}, {"max_tokens": True}, {"seed": "abc"},
     {"seed": 1.5}, {"top_logprobs": True}, {"extra": 5}, {"extra": []}, {"extra": None},
+    {"seed": 2**63}, {"seed": -(2**63) - 1}, {"max_tokens": 2**31}, {"top_k": 2**31}, {"top_logprobs": 2**31}, {"stop_token_ids": [2**31]},
+    {"stop_token_ids": [7, -1]}, {"presence_penalty": 1e31}, {"frequency_penalty": -(10**40)}, {"repetition_penalty": 10**40},
 ]  # fmt: skip
 
 
@@ -136,6 +138,42 @@ async def test_sampling_values_of_another_type_are_refused_at_once(values: dict[
     status, answer = await ask(app, "POST", "/sessions", json.dumps({"sampling": values}).encode())
     assert status == 400 and name in json.loads(answer)["error"]["message"]
     await app.close()
+
+
+def requests_beyond(value: int) -> list[tuple[str, dict[str, Any], str]]:
+    """Where a client sends it, and the name under which it is refused."""
+    chat = ("seed", "max_tokens", "max_completion_tokens", "top_k")
+    return [
+        *((CHAT, {"messages": [SAID], name: value}, "max_tokens" if "max" in name else name) for name in chat),
+        (CHAT, {"messages": [SAID], "seed": -value}, "seed"),
+        (CHAT, {"messages": [SAID], "seed": value, "stream": True}, "seed"),
+        (CHAT, {"messages": [SAID], "logprobs": True, "top_logprobs": value}, "top_logprobs"),
+        (CHAT, {"messages": [SAID], "stop_token_ids": [value]}, "stop_token_ids"),
+        (MESSAGES, {"messages": [SAID], "max_tokens": value}, "max_tokens"),
+        (MESSAGES, {"messages": [SAID], "max_tokens": 9, "top_k": value}, "top_k"),
+        (RESPONSES, {"input": [SAID], "max_output_tokens": value}, "max_tokens"),
+        (GOOGLE, {"contents": [ASKED], "generationConfig": {"seed": value}}, "seed"),
+        (GOOGLE, {"contents": [ASKED], "generationConfig": {"maxOutputTokens": value}}, "max"),
+    ]
+
+
+@pytest.mark.parametrize("value", [2**63 + 1, 2**64, 10**30])
+async def test_integers_that_no_engine_holds_are_the_clients_mistake_in_every_dialect(value: int) -> None:
+    app = gateway()
+    session = await new_session(app)
+    for path, body, name in requests_beyond(value):
+        body = body if path == GOOGLE else {"model": "m", **body}
+        status, answer = await ask(app, "POST", path, json.dumps(body).encode(), key=session["api_key"])
+        assert (status, name in answer.decode()) == (400, True), (body, answer)
+    await app.close()
+
+
+def test_the_largest_values_are_taken_and_an_endless_integer_is_refused_by_name() -> None:
+    ends = tt.Sampling(seed=2**63 - 1, max_tokens=2**31 - 1, top_k=2**31 - 1, top_logprobs=2**31 - 1, stop_token_ids=(0, 2**31 - 1))
+    assert (ends.seed, ends.max_tokens) == (2**63 - 1, 2**31 - 1) and tt.Sampling(seed=-(2**63)).seed == -(2**63)
+    assert type(tt.Sampling(temperature=10**20).temperature) is float, "JSON has no integer of this size for an engine"
+    with pytest.raises(SamplingError, match="seed must be a signed 64-bit integer, got an integer of 16610 bits"):
+        tt.Sampling(seed=10**5000)
 
 
 def test_lists_of_sampling_values_become_tuples() -> None:

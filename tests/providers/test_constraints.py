@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests import parts
 from tokentrue.errors import SamplingError
 from tokentrue.providers import sglang, vllm
 from tokentrue.providers.hf import HFProvider
+from tokentrue.providers.transport.constraints import dump_settings
 from tokentrue.types import Sampling
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -79,6 +81,14 @@ def test_formats_that_cannot_be_enforced_say_so(name: str) -> None:
 def test_what_cannot_be_enforced_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(SamplingError):
         sglang.sampling_params(Sampling(extra=extra))
+
+
+@pytest.mark.parametrize("value", [2**64, "\ud800"])
+@pytest.mark.parametrize("params", [sglang.sampling_params, vllm.sampling_params])
+def test_schemas_that_json_cannot_hold_are_the_clients_mistake(params: Callable[[Sampling], Any], value: Any) -> None:
+    asked = {"type": "json_schema", "json_schema": {"schema": {"const": value}}}
+    with pytest.raises(SamplingError, match="cannot be sent to an engine"):
+        dump_settings(params(Sampling(extra={"response_format": asked})))
 
 
 @pytest.mark.parametrize("name", ["response_format", "tool_choice"])

@@ -35,8 +35,8 @@ def stream_key(seed: int, position: int) -> int:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of a group; index 0 keeps the seed itself."""
-    return seed if index == 0 else mix((seed ^ (index * GOLDEN)) & MASK)
+    """The seed of sample `index` of a group; index 0 keeps the seed itself. Seeds that are equal modulo 2^64 sample alike."""
+    return seed if index == 0 else to_signed(mix((seed ^ (index * GOLDEN)) & MASK))
 
 
 def to_signed(value: int) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokentrue.environments.base import Split
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, SamplingError
+from tokentrue.types import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,10 @@ class RolloutConfig:
             raise ConfigError(f"rollout.timeout_s: {self.timeout_s!r} must be > 0")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"rollout.temperature: {self.temperature!r} must be finite and >= 0")
+        try:
+            Sampling(**self.sampling)
+        except SamplingError as error:
+            raise ConfigError(f"rollout.{error}") from error
 
     @property
     def sampling(self) -> Mapping[str, Any]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
@@ -32,7 +31,7 @@ from tokentrue.providers.transport.answers import (
     version_from,
 )
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
-from tokentrue.providers.transport.constraints import CONSTRAINTS, for_sglang, plain
+from tokentrue.providers.transport.constraints import CONSTRAINTS, dump_settings, for_sglang, plain
 from tokentrue.providers.transport.http import EngineHttp, rejected
 from tokentrue.providers.transport.publishing import DiskPublisher
 from tokentrue.providers.transport.running import RunningRequests
@@ -170,7 +169,7 @@ class SGLangProvider:
             fields["routing_key"] = session
         if self._routed is not None:
             fields |= {"return_routed_experts": True, "routed_experts_start_len": 0}
-        return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+        return dump_settings(fields)
 
     def _decode(self, data: bytes) -> SGLangMeta:
         answer = decode_answer(data, SGLangAnswer, where=f"{self._http.url}/generate")

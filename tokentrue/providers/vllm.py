@@ -39,7 +39,7 @@ from tokentrue.providers.transport.answers import (
     version_from,
 )
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
-from tokentrue.providers.transport.constraints import CONSTRAINTS, for_vllm, plain
+from tokentrue.providers.transport.constraints import CONSTRAINTS, dump_settings, for_vllm, plain
 from tokentrue.providers.transport.http import EngineHttp
 from tokentrue.providers.transport.publishing import DiskPublisher
 from tokentrue.providers.transport.running import RunningRequests
@@ -248,7 +248,7 @@ class VLLMProvider:
         if abilities.token_route:
             params = {**sampling_params(sampling), "logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
             fields |= {"token_ids": prompt, "sampling_params": params}
-            return "/inference/v1/generate", orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+            return "/inference/v1/generate", dump_settings(fields)
         fields |= {
             **sampling_params(sampling),
             "prompt": prompt,
@@ -258,7 +258,7 @@ class VLLMProvider:
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
         }
-        return "/v1/completions", orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+        return "/v1/completions", dump_settings(fields)
 
     def _decode(self, data: bytes) -> VLLMAnswer:
         answer = decode_answer(data, VLLMAnswer, where=self._http.url)

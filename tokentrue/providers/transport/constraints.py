@@ -83,4 +83,12 @@ def _schema(format_: Any) -> Mapping[str, Any] | None:
 
 
 def _text(value: Any) -> str:
-    return orjson.dumps(value).decode()
+    return dump_settings(value).decode()
+
+
+def dump_settings(value: Any) -> bytes:
+    """The JSON that an engine is sent. Schemas and strings come from the client: what JSON cannot hold in them is its mistake."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise SamplingError(f"the sampling settings cannot be sent to an engine: {error}") from error

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from typing import Any, cast
 
-from tokentrue.errors import JournalError, TokenContractError
+from tokentrue.errors import JournalError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.plain_json import digest, dumps, loads
 from tokentrue.sessions.certificate import float_bytes
@@ -132,7 +132,7 @@ def _node(row: Row, body: dict[str, Any], parent: Node | None, prompt_digest: by
         outcome=body.get("outcome", "served"),
         tools=body.get("tools", None if parent is None else parent.tools),
         template_kwargs=body["template_kwargs"],
-        sampling=sampling_from_json(body["sampling"]),
+        sampling=_recorded_sampling(body["sampling"]),
         request_key=body.get("request_key"),
         joined_keys=tuple(body.get("joined_keys", ())),
         request_digest=body.get("request_digest"),
@@ -206,3 +206,19 @@ def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
 
 def sampling_from_json(values: Mapping[str, Any]) -> Sampling:
     return Sampling(**values)
+
+
+class _OldSampling(Sampling):
+    """Values that a release before this one took and recorded, and that are refused now."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        self._check_types()
+
+
+def _recorded_sampling(values: Mapping[str, Any]) -> Sampling:
+    try:
+        return sampling_from_json(values)
+    except SamplingError:
+        return _OldSampling(**values)

@@ -34,6 +34,7 @@ from tokentrue.types import (
     Tools,
     TurnEvent,
     are_logprobs,
+    choice_seed,
     require_mask,
     spans_from_runs,
 )
@@ -71,7 +72,7 @@ class Choice:
     ) -> None:
         self.index, self.node = index, node
         self._prompt, self._tools, self._renderer, self._emit = prompt, tools, renderer, emit
-        self.sampling = sampling if sampling.seed is None or index == 0 else replace(sampling, seed=sampling.seed + index)
+        self.sampling = sampling if sampling.seed is None or index == 0 else replace(sampling, seed=choice_seed(sampling.seed, index))
         self._received = _Received()
         self._completion: Completion | None = None
         self._streamed: tuple[Parsed, Message] | None = None
