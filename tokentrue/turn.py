@@ -213,7 +213,7 @@ class Session:
         answered before."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
-        pinned = self._pinned_prompts.apply(request.messages, request.tools)
+        pinned = self._pinned_prompts.apply(request, self._single_flight.turns)
         conversation = self._matcher.read(pinned.messages, request.tools, are_final=request.messages_are_final)
         sampling = resolve_sampling(request.sampling, self._pinned_sampling, renderer=self.renderer, training=self.record.training)
         identity = identify_request(request, conversation, sampling)
@@ -223,7 +223,7 @@ class Session:
         is_first = turn is None
         if turn is None:
             self.limits.check_turn(n=request.n, nodes=len(self.tree), tokens=self._recorded_tokens, in_flight=len(self._single_flight))
-            turn = InFlightTurn(identity, streamed=streamed)
+            turn = InFlightTurn(identity, streamed=streamed, conversation=pinned.conversation, prompt=pinned.prompt)
             self._single_flight.start(turn, self._run_turn(turn, request, pinned, conversation, sampling))
         else:
             self.counters["joined"] += 1

@@ -9,22 +9,24 @@ to its callers, wherever it was.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Collection, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from tokentrue.errors import SessionConflict
 from tokentrue.sessions.tree import Outcome
-from tokentrue.types import Reply, TurnEvent
+from tokentrue.types import Message, Reply, TurnEvent
 
 T = TypeVar("T")
 
 
 class InFlightTurn:
-    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` puts events into a queue."""
+    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` puts events into a queue.
+    `conversation` and `prompt` are those of a `PinnedRequest`."""
 
-    def __init__(self, identity: bytes, *, streamed: bool) -> None:
+    def __init__(self, identity: bytes, *, streamed: bool, conversation: bytes = b"", prompt: tuple[Message, ...] = ()) -> None:
         self.identity, self.streamed = identity, streamed
+        self.conversation, self.prompt = conversation, prompt
         self.request_keys: list[str] = []  # of its callers, the first caller's first
         self.outcome_if_cancelled: Outcome = "disconnected"
         self.is_complete = False  # sampled and parsed: what is left is to write it
@@ -105,6 +107,11 @@ class SingleFlight:
 
     def __len__(self) -> int:
         return len(self._running)
+
+    @property
+    def turns(self) -> Collection[InFlightTurn]:
+        """Those that can be joined."""
+        return self._turns.values()
 
     def find(self, identity: bytes) -> InFlightTurn | None:
         return self._turns.get(identity)
