@@ -12,7 +12,52 @@ import pytest
 
 from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.world import TOOLS
+from tokentrue.errors import SessionElsewhere, SessionNotFound
+from tokentrue.gateway import Gateway
+from tokentrue.gateway.sessions import SessionRegistry
+from tokentrue.turn import Session
 from tokentrue.types import Completion, Ids, Sampling
+
+
+def open_late(app: Gateway, found: Session | Exception) -> SessionRegistry:
+    """A registry that finds no session when it first looks, and `found` when it looks again."""
+    answers: list[Session | Exception] = [SessionNotFound("no session 'new'"), found]
+
+    async def open_session(session_id: str) -> Session:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return SessionRegistry(open_session, app.config.limits)
+
+
+async def test_a_session_that_was_created_meanwhile_is_opened() -> None:
+    app = gateway()
+    made = app.services.new_default_session("new")
+    await made.ready()
+    handle = await open_late(app, made).find("new", app.services.new_default_session)
+    assert handle.session is made
+    elsewhere = SessionElsewhere("session 'new' is owned by gateway 'b'", url="http://b:8000")
+    with pytest.raises(SessionElsewhere):  # so that the request is forwarded
+        await open_late(app, elsewhere).find("new", app.services.new_default_session)
+    await app.close()
+
+
+async def test_a_session_that_was_added_meanwhile_is_not_opened_a_second_time() -> None:
+    """POST /sessions with the same id came first."""
+    app = gateway()
+    made = app.services.new_default_session("new")
+
+    async def open_session(session_id: str) -> Session:
+        await made.ready()
+        registry.add(made)
+        raise SessionNotFound(f"no session {session_id!r}")
+
+    registry = SessionRegistry(open_session, app.config.limits)
+    handle = await registry.find("new", app.services.new_default_session)
+    assert handle.session is made and registry.known("new") is handle
+    await app.close()
 
 
 async def test_ended_sessions_are_purged_by_age(caplog: pytest.LogCaptureFixture) -> None:

@@ -275,14 +275,23 @@ class SessionRegistry:
     async def _load(self, session_id: str, create: NewSession | None) -> SessionHandle:
         lease_number = self._lease_number()
         try:
-            session = await self._open_session(session_id)
-            self._evicted_coverage.add(await asyncio.to_thread(session.coverage), -1)
+            session = await self._reopen(session_id)
         except SessionNotFound:
             if create is None:
                 raise
             session = create(session_id)
-            await session.ready()
+            try:
+                await session.ready()
+            except SessionConflict:  # created since, by another gateway or by POST /sessions
+                if (live := self._live.get(session_id)) is not None:
+                    return live
+                session = await self._reopen(session_id)
         return self.add(session, lease_number)
+
+    async def _reopen(self, session_id: str) -> Session:
+        session = await self._open_session(session_id)
+        self._evicted_coverage.add(await asyncio.to_thread(session.coverage), -1)
+        return session
 
     def add(self, session: Session, lease_number: int | None = None) -> SessionHandle:
         handle = self._live[session.id] = SessionHandle(session, self._limits, self._cache_budget)
