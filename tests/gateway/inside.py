@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.gateway.world import renderer
 from tokentrue.gateway import Gateway, GatewayConfig, GatewayLimits
+from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling
@@ -63,9 +64,10 @@ class Parrot:
         pass
 
 
-def gateway(provider: Any = None, *, store: str = "memory", **limits: Any) -> Gateway:
+def gateway(provider: Any = None, *, store: str = "memory", workers: WorkerLinks | None = None, **limits: Any) -> Gateway:
     config = GatewayConfig(model="m", admin_key="boss", limits=GatewayLimits(**limits))
-    return Gateway(config=config, renderer_for=lambda _: renderer(), provider=provider or Parrot(), journal=Journal(store))
+    parts = {"provider": provider or Parrot(), "journal": Journal(store), "workers": workers}
+    return Gateway(config=config, renderer_for=lambda _: renderer(), **parts)
 
 
 async def ask(app: Gateway, method: str, path: str, body: bytes = b"", *, key: str | None = "boss", **headers: str) -> tuple[int, bytes]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,8 @@ def test_any_gateway_takes_any_request_and_a_dead_ones_sessions_go_on(pair: tupl
     before = a.samples(session.session_id)
     assert b.samples(session.session_id) == before
     a.kill()
+    status, answer = b.ask("GET", f"/sessions/{session.session_id}")
+    assert (status, answer["error"]["code"]) == (503, "owner_unreachable"), answer
     wait_until(lambda: b.ask("GET", f"/sessions/{session.session_id}")[0] == 200)
     assert b.samples(session.session_id) == before
     message = turn(b, session, messages)
@@ -62,3 +67,23 @@ def test_any_gateway_takes_any_request_and_a_dead_ones_sessions_go_on(pair: tupl
     assert b.samples(session.session_id)["coverage"]["ratio"] == 1.0
     status, answer = b.ask("GET", "/ready")
     assert status == 200, answer
+
+
+def test_a_new_name_at_two_gateways_at_once_is_one_session(pair: tuple[Server, Server]) -> None:
+    def ask(server: Server, name: str) -> tuple[int, bytes]:
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "go"}]})
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {KEY}", "x-session-id": name})
+        response = connection.getresponse()
+        answer = response.status, response.read()
+        connection.close()
+        return answer
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(8):
+            name = f"new{number}"
+            asked = [pool.submit(ask, server, name) for server in (*pair, *pair)]
+            for one in asked:
+                assert one.result()[0] == 200, one.result()
+            assert pair[0].samples(name)["coverage"]["sampled"] > 0
+    assert pair[0].ask("GET", "/sessions")[1]["total"] == 8

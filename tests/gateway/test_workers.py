@@ -16,9 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.inside import gateway
 from tests.gateway.world import ROOT, Made, Server, model_dir, wait_until
 from tokentrue.bench.gateway import standin_settings
 from tokentrue.gateway import owner_of
+from tokentrue.gateway.workers.admin_state import AdminState
+from tokentrue.gateway.workers.forwarding import WorkerLinks
 
 
 class Engine:
@@ -135,6 +138,43 @@ def test_a_worker_that_dies_comes_back_with_its_sessions(pair: Server) -> None:
         turn(pair, session, [*history[session.session_id], {"role": "user", "content": "on"}])
         answer = pair.samples(session.session_id)
         assert (len(answer["samples"]), answer["coverage"]["ratio"]) == (1, 1.0)
+
+
+def test_workers_that_die_come_back_paused_and_with_the_version(pair: Server) -> None:
+    sessions = [pair.session(session_id=f"held{n}") for n in range(4)]
+    assert {owner_of(session.session_id, 2) for session in sessions} == {0, 1}
+    assert pair.ask("POST", "/admin/version", {"version": 7})[0] == 200
+    assert pair.ask("POST", "/admin/pause", {"drain": True})[0] == 200
+    before = worker_pids(pair)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: len(worker_pids(pair)) == 2 and not set(before) & set(worker_pids(pair)))
+    wait_until(lambda: pair.ask("GET", "/ready")[0] == 200, seconds=60)
+    asked = [{"role": "user", "content": "go"}]
+    answers: list[Any] = []
+    asking = [threading.Thread(target=lambda session=session: answers.append(turn(pair, session, asked))) for session in sessions]
+    for thread in asking:
+        thread.start()
+    wait_until(lambda: answers or all(pair.ask("GET", f"/sessions/{one.session_id}")[1]["in_flight"] for one in sessions))
+    page = pair.ask("GET", "/metrics")[1]
+    assert "tokentrue_policy_version 7.0" in page and "tokentrue_paused 1.0" in page
+    assert not answers, "no worker generates during the pause"
+    assert pair.ask("POST", "/admin/resume", {})[0] == 200
+    for thread in asking:
+        thread.join(60)
+    assert len(answers) == 4
+
+
+def test_a_worker_that_starts_takes_what_was_set_before(tmp_path: Path) -> None:
+    state = AdminState()
+    apps = [gateway(workers=WorkerLinks(me=me, workers=2, folder=str(tmp_path), state=state)) for me in (0, 1)]
+    apps[0].services.set_version(7)
+    apps[0].services.set_paused(True)
+    apps[1].services.restore_admin_state()
+    assert (apps[1].provider.version, apps[1].services.admission.paused) == (7, True)
+    apps[0].services.set_paused(False)
+    apps[1].services.restore_admin_state()
+    assert (apps[1].provider.version, apps[1].services.admission.paused) == (7, False)
 
 
 def test_workers_of_a_killed_supervisor_keep_the_next_server_waiting(tmp_path: Path) -> None:

@@ -49,6 +49,37 @@ class Services:
         limits = self.config.session_limits
         return Session(renderer=renderer, provider=self.provider, journal=self.journal, limits=limits, **settings)
 
+    # What the administrator sets.
+    def set_paused(self, paused: bool) -> None:
+        """On this worker, and on workers that start later."""
+        if self.workers is not None:
+            self.workers.state.paused = paused
+        self._apply_pause(paused)
+
+    def set_version(self, version: int) -> None:
+        """On this worker, and on workers that start later."""
+        if self.workers is not None:
+            self.workers.state.version = version
+        self._apply_version(version)
+
+    def restore_admin_state(self) -> None:
+        """A worker that starts takes what is set. It writes nothing: an administrator may set something else meanwhile."""
+        if self.workers is not None:
+            self._apply_pause(self.workers.state.paused)
+            self._apply_version(self.workers.state.version)
+
+    def _apply_pause(self, paused: bool) -> None:
+        for gate in (self.admission, self.provider.inner):
+            if paused:
+                gate.pause()
+            else:
+                gate.resume()
+        self.metrics.paused.set(paused)
+
+    def _apply_version(self, version: int) -> None:
+        self.provider.version = version
+        self.metrics.version.set(version)
+
 
 def build_services(
     *, config: GatewayConfig, renderer_for: RendererFor, provider: EngineControl, journal: Journal, workers: WorkerLinks | None

@@ -116,7 +116,7 @@ def check(settings: ServeConfig) -> None:
             raise ConfigError("--workers needs --store sqlite:PATH: workers share the journal")
 
 
-def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers: int, folder: str, up: Any) -> None:
+def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers: int, folder: str, state: Any, up: Any) -> None:
     """The main function of a worker process."""
     from tokentrue.gateway.workers.forwarding import WorkerLinks, socket_path
     from tokentrue.gateway.workers.server import log_to_stderr, run_worker
@@ -125,7 +125,7 @@ def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers:
     end_with_supervisor(settings.server.drain_s)
     log_to_stderr(enabled=settings.server.log == "json")
     try:
-        links = WorkerLinks(me=me, workers=workers, folder=folder)
+        links = WorkerLinks(me=me, workers=workers, folder=folder, state=state)
         with without_torch(settings.engine.name):
             gateway = gateway_for(settings, admin_key=os.environ[ADMIN_KEY], workers=links)
     except TokenTrueError as error:

@@ -32,9 +32,7 @@ class OperationHandlers:
         if body.drain and body.abort:
             raise InputError("drain and abort: what is broken off stays in flight until resume; choose one")
         services, admission = self._services, self._services.admission
-        admission.pause()
-        services.provider.inner.pause()
-        services.metrics.paused.set(1)
+        services.set_paused(True)
         aborted = await services.provider.inner.interrupt() if body.abort else 0
         drain_s = min(max(body.timeout_s, 0.0), LONGEST_DRAIN_S)
         drained = await admission.drain(drain_s) if body.drain else admission.in_flight == 0
@@ -50,17 +48,14 @@ class OperationHandlers:
 
     async def resume(self, request: Request) -> Response:
         services = self._services
-        services.provider.inner.resume()
-        services.admission.resume()
-        services.metrics.paused.set(0)
+        services.set_paused(False)
         await self._ask_others(request)
         return json_response(200, {"paused": False, "in_flight": services.admission.in_flight})
 
     async def note_version(self, request: Request) -> Response:
         body = decode_admin(await request_body(self._services, request), Version)
         body.check()
-        self._services.provider.version = body.version
-        self._services.metrics.version.set(body.version)
+        self._services.set_version(body.version)
         await self._ask_others(request)
         return json_response(200, {"version": body.version})
 

@@ -16,6 +16,7 @@ import aiohttp
 
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send
 from tokentrue.gateway.problems import HttpError
+from tokentrue.gateway.workers.admin_state import AdminState
 
 FROM_WORKER = "tokentrue.from_worker"
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te", b"trailer", b"expect"}
@@ -34,8 +35,8 @@ def socket_path(folder: str | Path, worker: int) -> Path:
 class WorkerLinks:
     """The other workers, as worker `me` sees them."""
 
-    def __init__(self, *, me: int, workers: int, folder: str) -> None:
-        self.me, self.workers, self._folder = me, workers, folder
+    def __init__(self, *, me: int, workers: int, folder: str, state: AdminState) -> None:
+        self.me, self.workers, self.state, self._folder = me, workers, state, folder
         self._clients: dict[int, aiohttp.ClientSession] = {}
 
     def owner(self, session_id: str) -> int:
@@ -55,7 +56,8 @@ class WorkerLinks:
     async def forward(self, session_id: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
         """Forwards a request to its owner and the answer back. `body` is given where this worker has read it already."""
         client = self._client(self.owner(session_id))
-        await forward_request(client, "http://worker", scope, receive, send, body)
+        restarting = HttpError(503, "worker_restarting", "the worker of this session restarts; send this again", retry_after_s=1.0)
+        await forward_request(client, "http://worker", scope, receive, send, body, unreachable=restarting)
 
     async def ask(self, worker: int, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Any:
         """A question to one worker; None where it does not answer in time."""
@@ -77,8 +79,16 @@ class WorkerLinks:
 
 
 async def forward_request(
-    client: aiohttp.ClientSession, base: str, scope: Scope, receive: Receive, send: Send, body: bytes | None, *headers: tuple[str, str]
+    client: aiohttp.ClientSession,
+    base: str,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    body: bytes | None,
+    *headers: tuple[str, str],
+    unreachable: HttpError,
 ) -> None:
+    """Raises `unreachable` where the owner does not answer."""
     body_sent = asyncio.Event()
     parts = whole_part(body, body_sent) if body is not None else body_parts(receive, body_sent)
 
@@ -88,7 +98,7 @@ async def forward_request(
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    relay = asyncio.create_task(relay_request(client, base, scope, parts, send, *headers))
+    relay = asyncio.create_task(relay_request(client, base, scope, parts, send, *headers, unreachable=unreachable))
     gone = asyncio.create_task(watch())
     try:
         await asyncio.wait({relay, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -102,7 +112,13 @@ async def forward_request(
 
 
 async def relay_request(
-    client: aiohttp.ClientSession, base: str, scope: Scope, parts: AsyncIterator[bytes], send: Send, *more: tuple[str, str]
+    client: aiohttp.ClientSession,
+    base: str,
+    scope: Scope,
+    parts: AsyncIterator[bytes],
+    send: Send,
+    *more: tuple[str, str],
+    unreachable: HttpError,
 ) -> None:
     headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in HOP_BY_HOP]
     query = scope.get("query_string", b"").decode("latin-1")
@@ -116,7 +132,7 @@ async def relay_request(
     try:
         response = await client.request(scope["method"], url, **settings)
     except aiohttp.ClientConnectionError:
-        raise HttpError(503, "worker_restarting", "the worker of this session restarts; send this again", retry_after_s=1.0) from None
+        raise unreachable from None
     async with response:
         kept = [(k.lower(), v) for k, v in response.raw_headers if k.lower() not in HOP_BY_HOP or k.lower() == b"content-length"]
         await send({"type": "http.response.start", "status": response.status, "headers": kept})

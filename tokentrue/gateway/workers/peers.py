@@ -7,6 +7,7 @@ import aiohttp
 
 from tokentrue.errors import SessionElsewhere
 from tokentrue.gateway.asgi import Receive, Scope, Send, read_header
+from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.workers.forwarding import forward_request
 
 FORWARDED = "x-tokentrue-forwarded"
@@ -23,7 +24,9 @@ class PeerLinks:
         if self._client is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
             self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False)
-        await forward_request(self._client, elsewhere.url, scope, receive, send, body, (FORWARDED, "1"))
+        message = "the gateway that owns this session does not answer; another takes over when its lease has expired: send this again"
+        dead = HttpError(503, "owner_unreachable", message, retry_after_s=1.0)
+        await forward_request(self._client, elsewhere.url, scope, receive, send, body, (FORWARDED, "1"), unreachable=dead)
 
     async def close(self) -> None:
         if self._client is not None:

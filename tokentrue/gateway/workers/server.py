@@ -126,6 +126,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         if worker_socket is not None:
             inside = listen_to_workers(worker_socket)
+            gateway.services.restore_admin_state()  # now: what is set from here on arrives at this socket
             inner = EmbeddedServer(server_config(FromWorker(gateway), gateway, drain_s=drain_s, lifespan="off"))
             await stack.enter_async_context(run_server(inner, inside))
         server = SignalledServer(server_config(gateway, gateway, drain_s=drain_s))

@@ -1,7 +1,8 @@
 """The supervisor of several workers: starts them, starts one again that died, and ends them with itself.
 
 Workers share one listening socket, and each listens to the others on a Unix socket in a private folder. The sessions of a worker that
-was started again come back from the journal. Workers whose supervisor is killed end themselves.
+was started again come back from the journal, and what the administrator set (`AdminState`) from the supervisor. Workers whose supervisor
+is killed end themselves.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tokentrue.gateway.workers.admin_state import AdminState
+
 RESTARTS_PER_MINUTE = 10
 LOG = logging.getLogger("tokentrue.gateway")
 
 
 def supervise(start: Callable[..., None], settings: Any, public: socket.socket, workers: int, *, ready: Callable[[], None]) -> int:
-    """Starts `start(settings, public, me, workers, folder, up)` once per worker, and again when one dies."""
+    """Starts `start(settings, public, me, workers, folder, state, up)` once per worker, and again when one dies."""
     context = multiprocessing.get_context("spawn")
     folder = tempfile.mkdtemp(prefix="tokentrue-")
-    up = context.Semaphore(0)
+    state, up = AdminState(), context.Semaphore(0)
     running: dict[int, Any] = {}
     stopping = False
 
     def launch(me: int) -> None:
-        running[me] = context.Process(target=start, args=(settings, public, me, workers, folder, up), name=f"tokentrue-worker-{me}")
+        arguments = (settings, public, me, workers, folder, state, up)
+        running[me] = context.Process(target=start, args=arguments, name=f"tokentrue-worker-{me}")
         running[me].start()
 
     def stop(*_: Any) -> None:
