@@ -40,7 +40,7 @@ from tokentrue.sessions.matching.matcher import Conversation, Matcher
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
 from tokentrue.sessions.stages.commits import PreparedTurn, replies_from_record, reply_from_node, reserve_nodes, rows_from_nodes
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
-from tokentrue.sessions.stages.pinning import PinnedPrompts, PinnedRequest, check_pin
+from tokentrue.sessions.stages.pinning import PinnedPrompts, check_pin
 from tokentrue.sessions.stages.prompts import build_prompt
 from tokentrue.sessions.stages.requests import (
     PinnedSampling,
@@ -213,7 +213,7 @@ class Session:
         answered before."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
-        pinned = self._pinned_prompts.apply(request, self._single_flight.turns)
+        pinned = self._pinned_prompts.apply(request.messages, request.tools, self._single_flight.pinned)
         conversation = self._matcher.read(pinned.messages, request.tools, are_final=request.messages_are_final)
         sampling = resolve_sampling(request.sampling, self._pinned_sampling, renderer=self.renderer, training=self.record.training)
         identity = identify_request(request, conversation, sampling)
@@ -223,8 +223,8 @@ class Session:
         is_first = turn is None
         if turn is None:
             self.limits.check_turn(n=request.n, nodes=len(self.tree), tokens=self._recorded_tokens, in_flight=len(self._single_flight))
-            turn = InFlightTurn(identity, streamed=streamed, conversation=pinned.conversation, prompt=pinned.prompt)
-            self._single_flight.start(turn, self._run_turn(turn, request, pinned, conversation, sampling))
+            turn = InFlightTurn(identity, streamed=streamed, pinned=pinned)
+            self._single_flight.start(turn, self._run_turn(turn, request, conversation, sampling))
         else:
             self.counters["joined"] += 1
         turn.add_caller(request.request_key)
@@ -250,7 +250,7 @@ class Session:
             self._claim.check()
 
     async def _run_turn(
-        self, turn: InFlightTurn, request: TurnRequest, pinned: PinnedRequest, conversation: Conversation, sampling: Sampling
+        self, turn: InFlightTurn, request: TurnRequest, conversation: Conversation, sampling: Sampling
     ) -> tuple[Reply, ...]:
         """Resolve, prompt, generate, parse, commit."""
         await self.ready()
@@ -278,7 +278,7 @@ class Session:
                 started=started,
                 identity=format_identity(turn.identity),
                 request_keys=turn.request_keys,
-                replaced=pinned.replaced,
+                replaced=turn.pinned.replaced,
             )
             drafts = await self._generate(turn, prepared)
             turn.is_complete = True

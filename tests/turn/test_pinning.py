@@ -84,74 +84,39 @@ def key_request(key: str | None, clock: int, *more: Message) -> TurnRequest:
     return TurnRequest(messages=[told(clock), TASK, *more], tools=TOOLS, request_key=key)
 
 
-async def race_openings(session: tt.Session, engine: Engine) -> list[tt.Reply]:
-    """Two openings under different clocks, in flight together; that of clock 0 is committed first."""
-    engine.hold = asyncio.Event()
-    turns = [asyncio.create_task(session.turn(key_request(f"K{clock}", clock))) for clock in range(2)]
-    while len(engine.prompts) < 2:
-        await asyncio.sleep(0)
-    engine.hold.set()
-    replies = [(await turn)[0] for turn in turns]
-    engine.hold = None
-    return replies
-
-
 @pytest.mark.parametrize("reopened", [False, True])
-async def test_openings_in_flight_together_keep_their_own_prompts(reopened: bool, tmp_path: Path) -> None:
+async def test_openings_in_flight_together_have_the_first_one_s_prompt(reopened: bool, tmp_path: Path) -> None:
+    """They are then the same request, and one turn."""
     with closing(Journal(f"sqlite:{tmp_path / 'journal.db'}")) as journal:
-        session, engine = new_session(8, journal=journal)
-        replies = await race_openings(session, engine)
+        session, engine = new_session(4, journal=journal)
+        engine.hold = asyncio.Event()
+        turns = [asyncio.create_task(session.turn(key_request(f"K{clock}", clock))) for clock in range(2)]
+        while not engine.prompts:
+            await asyncio.sleep(0)
+        engine.hold.set()
+        (first,), (second,) = [await turn for turn in turns]
+        assert first.node == second.node and second.replayed and len(engine.prompts) == 1
         if reopened:
             session = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
-        for clock, reply in enumerate(replies):
-            for now in (clock, 7):
-                (again,) = await session.turn(key_request(f"K{clock}", now))
-                assert again.replayed and again.node == reply.node, "a retry gets its answer, whatever the time is"
-        for turn in range(2):
-            for clock, reply in enumerate(replies):
-                history = [*session.tree.messages(session.tree.nodes[reply.node])[1:], *answer_to(reply.message, turn)]
-                (replies[clock],) = await session.turn(
-                    TurnRequest(messages=[told(9 - turn), *history], tools=TOOLS, request_key=f"{turn}/{clock}")
-                )
-                assert session.tree.nodes[replies[clock].node].parent == reply.node, "a later turn continues what it was served"
-        assert len(session.samples()) == 2 and session.coverage().ratio == 1.0
-        await session.chat([told(5), TASK], TOOLS)
-        assert engine.prompts[-1] == engine.prompts[0], "an opening that comes later gets the prompt that was committed first"
+        for key in ("K0", "K1"):
+            for clock in (0, 1, 7):
+                (again,) = await session.turn(key_request(key, clock))
+                assert again.replayed and again.node == first.node, "a retry gets its answer, whatever the time is"
+        later = await session.chat([told(9), TASK, first.message, *answer_to(first.message, 0)], TOOLS)
+        assert session.tree.nodes[later.node].parent == first.node and session.coverage().ratio == 1.0
 
 
-async def test_equal_replies_are_told_apart_by_the_clock_and_by_what_follows() -> None:
-    same = sampled_turn(0, tokens=200, name="own")
-    engine = Engine([same, same, *(sampled_turn(turn, tokens=200, name="own") for turn in range(1, 4))])
-    session = tt.Session(renderer=renderer("own"), provider=engine, pin=("system",))
-    _, second = await race_openings(session, engine)
-    history = [TASK, second.message, *answer_to(second.message, 0)]
-    third = await session.chat([told(1), *history], TOOLS)
-    assert session.tree.nodes[third.node].parent == second.node
-    fourth = await session.chat([told(6), *history, third.message, *answer_to(third.message, 1)], TOOLS)
-    assert session.tree.nodes[fourth.node].parent == third.node
-
-
-async def test_an_opening_in_flight_is_joined_after_another_one_has_pinned_its_prompt() -> None:
+async def test_an_opening_that_fails_leaves_no_prompt_behind() -> None:
     session, engine = new_session(3)
     engine.hold = asyncio.Event()
-    slow = asyncio.create_task(session.turn(key_request("slow", 1)))
+    opening = asyncio.create_task(session.turn(key_request("K", 0)))
     while not engine.prompts:
         await asyncio.sleep(0)
-    held, engine.hold = engine.hold, None
-    (first,) = await session.turn(key_request("first", 0))
-    joined = [asyncio.create_task(session.turn(key_request(key, clock))) for key, clock in (("slow", 1), (None, 1), ("slow", 4))]
-    later = await session.turn(key_request(None, 1, first.message, *answer_to(first.message, 0)))
-    assert session.tree.nodes[later[0].node].parent == first.node, "although an opening with this clock is in flight"
-    held.set()
-    (reply,) = await slow
-    assert [(await turn)[0].node for turn in joined] == [reply.node] * 3 and len(engine.prompts) == 3
-
-
-async def test_a_malformed_message_after_openings_in_flight_together_is_refused_by_its_place() -> None:
-    session, engine = new_session(2)
-    await race_openings(session, engine)
-    with pytest.raises(MessageError, match=r"messages\[2\]: a message needs a role"):
-        await session.chat([told(3), TASK, {"content": "x"}], TOOLS)
+    opening.cancel()
+    await asyncio.wait([opening])
+    engine.hold = None
+    await session.chat([told(4), TASK], TOOLS)
+    assert session.tree.in_order()[-1].given[0] == told(4)
 
 
 async def test_a_request_that_was_refused_or_failed_pins_nothing() -> None:

@@ -9,24 +9,23 @@ to its callers, wherever it was.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from tokentrue.errors import SessionConflict
+from tokentrue.sessions.stages.pinning import PinnedRequest
 from tokentrue.sessions.tree import Outcome
-from tokentrue.types import Message, Reply, TurnEvent
+from tokentrue.types import Reply, TurnEvent
 
 T = TypeVar("T")
 
 
 class InFlightTurn:
-    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` puts events into a queue.
-    `conversation` and `prompt` are those of a `PinnedRequest`."""
+    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` puts events into a queue."""
 
-    def __init__(self, identity: bytes, *, streamed: bool, conversation: bytes = b"", prompt: tuple[Message, ...] = ()) -> None:
-        self.identity, self.streamed = identity, streamed
-        self.conversation, self.prompt = conversation, prompt
+    def __init__(self, identity: bytes, *, streamed: bool, pinned: PinnedRequest) -> None:
+        self.identity, self.streamed, self.pinned = identity, streamed, pinned
         self.request_keys: list[str] = []  # of its callers, the first caller's first
         self.outcome_if_cancelled: Outcome = "disconnected"
         self.is_complete = False  # sampled and parsed: what is left is to write it
@@ -109,9 +108,9 @@ class SingleFlight:
         return len(self._running)
 
     @property
-    def turns(self) -> Collection[InFlightTurn]:
-        """Those that can be joined."""
-        return self._turns.values()
+    def pinned(self) -> list[PinnedRequest]:
+        """The requests that are being answered, oldest first."""
+        return [turn.pinned for turn in self._turns.values()]
 
     def find(self, identity: bytes) -> InFlightTurn | None:
         return self._turns.get(identity)
