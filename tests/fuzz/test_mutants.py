@@ -44,8 +44,8 @@ MUTANTS = (
         changes=[
             (
                 "turn.py",
-                "        resolution = await self._matcher.resolve(conversation, self._turns_in_flight)\n",
-                "        resolution = await self._matcher.resolve(conversation, self._turns_in_flight)\n"
+                "        resolution = await self._matcher.resolve(conversation, self._turns_in_flight, named=request.continues)\n",
+                "        resolution = await self._matcher.resolve(conversation, self._turns_in_flight, named=request.continues)\n"
                 '        remembered = self.__dict__.setdefault("_remembered", {})\n'
                 "        older = remembered.get(repr(request.sampling))\n"
                 '        if older is not None and hasattr(resolution, "node") and older in self.tree.path(resolution.node)[:-1]:\n'

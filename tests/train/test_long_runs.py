@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -207,18 +208,22 @@ def test_versions_of_another_run_are_refused_live_and_train_from_a_file() -> Non
 
 
 class Half:
-    """Sessions of which every second one fails."""
+    """Sessions of which every second one fails, and the others hang."""
 
     def __init__(self) -> None:
         self.opened = 0
 
-    def open(self, plan: Any) -> Any:
+    @asynccontextmanager
+    async def open(self, plan: Any) -> AsyncIterator[Any]:
         self.opened += 1
-        raise RuntimeError("the environment broke") if self.opened % 2 else TimeoutError
+        if self.opened % 2:
+            raise RuntimeError("the environment broke")
+        await asyncio.sleep(60)
+        yield None
 
 
 async def test_too_many_failed_rollouts_stop_the_run_and_are_counted() -> None:
-    config = RolloutConfig(tasks=1, group_size=4, options={"stream": False})
+    config = RolloutConfig(tasks=1, group_size=4, options={"stream": False}, timeout_s=0.2)
     rounds = RolloutRounds(config, Half())
     with pytest.raises(EngineError, match=r"4 of 4 rollouts failed .* the first said: RuntimeError: the environment broke"):
         await rounds.play(0)
