@@ -24,7 +24,7 @@ import httpx
 import orjson
 
 from tokentrue.errors import ConfigError, GatewayError, GatewayUnreachable, MessageError, SessionConflict, SessionNotFound
-from tokentrue.plain_json import dumps, freeze
+from tokentrue.plain_json import dumps, freeze, is_utf8
 from tokentrue.samples.shape import decode, sample_from_json
 from tokentrue.types import Coverage, Sample
 
@@ -126,10 +126,9 @@ def _path_of(session_id: str) -> str:
 
 
 def _quote(text: str, field: str) -> str:
-    try:
-        return quote(text, safe="")
-    except UnicodeEncodeError:
-        raise MessageError(f"must be Unicode text without lone surrogates, got {text!r}", field=field) from None
+    if not is_utf8(text):
+        raise MessageError(f"must be Unicode text without lone surrogates, got {text!r}", field=field)
+    return quote(text, safe="")
 
 
 _READY = _Request(method="GET", path="/ready")

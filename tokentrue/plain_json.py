@@ -38,6 +38,15 @@ def loads(data: bytes) -> Any:
         return json.loads(data)
 
 
+def is_utf8(text: str) -> bool:
+    """False for text with lone surrogates: JSON can spell them, and UTF-8 cannot hold them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def freeze(value: Any, field: str) -> Any:
     """A copy of `value` made of plain dicts, lists, strings and numbers, so that a later change by the caller reaches nothing recorded."""
     return _copy(value, field, MAX_DEPTH)

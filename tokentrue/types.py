@@ -257,6 +257,8 @@ class Chunk:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
+        if self.sampling_mask is not None:
+            require_mask(self.sampling_mask, self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from tokentrue.errors import ConfigError, InputError, RenderError
+from tokentrue.plain_json import is_utf8
 
 SUBJECT = "model: "  # what `tokentrue.hub` and `load_renderer` begin with
 
 
 def require_utf8(option: str, text: str) -> None:
     """Bytes of the command line that are not UTF-8 arrive as lone surrogates; no name of a session or a group holds any."""
-    if text.encode("utf-8", "replace").decode() != text:
+    if not is_utf8(text):
         raise ConfigError(f"{option}: {text!r} is not UTF-8 text")
 
 

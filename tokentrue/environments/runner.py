@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from tokentrue.environments.base import Environment, Task
 from tokentrue.environments.registry import LOG
 from tokentrue.errors import ConfigError
+from tokentrue.plain_json import is_utf8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
     """`tag` tells rounds apart: the same task in another round has another group and other seeds."""
     plans: list[Plan] = []
     for task in tasks:
-        if escape_surrogates(task.task_id) != task.task_id:
+        if not is_utf8(task.task_id):
             raise ConfigError(f"tasks: the id {task.task_id!r} holds a lone surrogate, which UTF-8 cannot hold; choose another id")
         group = f"{tag}/{task.task_id}" if tag else task.task_id
         plans += [Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=seed_of(seed, group, i)) for i in range(n)]

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from tokentrue.errors import FileFormatError
+from tokentrue.plain_json import is_utf8
 
 NAMES = ("session_id", "sample_id", "group")
 
@@ -25,5 +26,5 @@ def check_names(record: Any) -> None:
     """Refuses a sample, or the summary of a session, with a name that no address of the page can hold: they are UTF-8."""
     for field in NAMES:
         name = getattr(record, field, None) or ""
-        if name.encode("utf-8", "replace").decode() != name:
+        if not is_utf8(name):
             raise FileFormatError(f"{field} {name!r} holds a lone surrogate, which no page address can hold; rename it")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -18,6 +18,8 @@ from tokentrue.errors import ConfigError, SessionNotFound
 if TYPE_CHECKING:
     from tokentrue.client import Client
     from tokentrue.types import Coverage
+
+T = TypeVar("T")
 
 
 def command(
@@ -90,13 +92,8 @@ def _from_journal(
 
     journal = open_recorded(source)
     try:
-        for name in names or [record.id for record in journal.all_sessions(group=group)]:
-            try:
-                record, tree = load_tree(journal, name)
-            except SessionNotFound:
-                if names:
-                    raise
-                continue  # it was purged since it was listed
+        chosen = names or [record.id for record in journal.all_sessions(group=group)]
+        for record, tree in _load_each(lambda name: load_tree(journal, name), chosen, must_exist=bool(names)):
             made = assemble(tree, record, max_tokens=max_tokens, include_abandoned=abandoned)
             total.add(made.coverage)
             yield from made.samples
@@ -108,15 +105,19 @@ def _from_url(url: str, names: list[str] | None, group: str | None, total: Total
     from tokentrue.client import Client
 
     with Client(url.rstrip("/").removesuffix("/v1")) as client:
-        for name in names or _session_names(client, group):
-            try:
-                made = client.session_samples(name)
-            except SessionNotFound:
-                if names:
-                    raise
-                continue  # it was purged since it was listed
+        for made in _load_each(client.session_samples, names or _session_names(client, group), must_exist=bool(names)):
             total.add(made.coverage)
             yield from made.samples
+
+
+def _load_each(load: Callable[[str], T], names: Iterable[str], *, must_exist: bool) -> Iterator[T]:
+    """The sessions of these names. One that was listed, and not asked for, may have been purged since: it is left out."""
+    for name in names:
+        try:
+            yield load(name)
+        except SessionNotFound:
+            if must_exist:
+                raise
 
 
 def _session_names(client: Client, group: str | None) -> Iterator[str]:

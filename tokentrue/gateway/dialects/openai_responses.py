@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,15 +27,14 @@ from tokentrue.gateway.dialects.base import (
     encode,
     is_cut,
     object_of,
-    parse_json,
     raw_items,
 )
 from tokentrue.gateway.dialects.chat_answers import build_error
 from tokentrue.gateway.dialects.responses_events import ResponsesEncoder
 from tokentrue.gateway.dialects.responses_items import (
+    ItemName,
     OutputItem,
     ServedTool,
-    is_given,
     logprobs_for,
     node_from_item_id,
     served_tool,
@@ -140,12 +139,12 @@ class OpenAIResponses:
     def _find_last_node(self, items: Sequence[msgspec.Raw]) -> str | None:
         """Of the last item that a model wrote; None where it has no id of this session."""
         for raw in reversed(items):
-            item = parse_json(bytes(raw), self.items_key)
-            if not isinstance(item, dict):
+            try:
+                item = msgspec.json.decode(raw, type=ItemName)
+            except msgspec.DecodeError:  # what is wrong with it is said where it is parsed
                 return None
-            fields = cast("dict[str, Any]", item)
-            if not is_given(fields):
-                node = node_from_item_id(fields.get("id"))
+            if not item.is_given:
+                node = node_from_item_id(item.id)
                 return node if node is not None and self._is_node(node) else None
         return None
 

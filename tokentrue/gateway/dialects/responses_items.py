@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import orjson
 
 from tokentrue.gateway.dialects.base import Json, RequestHead, TextOf, is_cut
@@ -59,9 +61,17 @@ class OutputItem:
         return call_item(self.tool, self.call_id, self.suffix, "", status="in_progress")
 
 
-def is_given(item: Json) -> bool:
-    """False for what a model wrote."""
-    return item.get("role", "assistant") != "assistant" or str(item.get("type")).endswith("_output")
+class ItemName(msgspec.Struct):
+    """What of an item says who wrote it; the rest, which may be long, is skipped."""
+
+    id: Any = None
+    role: Any = "assistant"
+    type: Any = None
+
+    @property
+    def is_given(self) -> bool:
+        """False for what a model wrote."""
+        return self.role != "assistant" or str(self.type).endswith("_output")
 
 
 def node_from_item_id(item_id: object) -> str | None:

@@ -18,7 +18,6 @@ from tokentrue.types import (
     VersionSpan,
     are_logprobs,
     is_logprob,
-    require_mask,
     spans_from_runs,
 )
 
@@ -46,8 +45,6 @@ class CompletionBuilder:
         try:
             mask = None if kept is None else SamplingMask.from_rows([sorted(row) for row in kept])
             chunk = Chunk(token_ids=TokenIds(ids), logprobs=checked, policy_version=version, sampling_mask=mask)
-            if mask is not None:
-                require_mask(mask, chunk.token_ids)
         except TokenContractError as error:
             raise EngineContractError(f"{self.engine}: {error}") from error
         self.ids += ids

@@ -35,7 +35,6 @@ from tokentrue.types import (
     TurnEvent,
     are_logprobs,
     choice_seed,
-    require_mask,
     spans_from_runs,
 )
 
@@ -207,8 +206,6 @@ class _Received:
         if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
             raise EngineContractError(f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}")
         _check_version(chunk.policy_version)
-        if chunk.sampling_mask is not None:
-            require_mask(chunk.sampling_mask, chunk.token_ids)
         self.token_ids.extend(chunk.token_ids)
         self._logprobs.extend(chunk.logprobs)
         self._runs.append((len(chunk.token_ids), chunk.policy_version))
