@@ -1,4 +1,5 @@
-"""The Anthropic SDK against the same gateway: Messages, streamed, with a tool; thinking blocks may be sent back or dropped.
+"""The Anthropic SDK against the same gateway: Messages, streamed, with a tool; thinking blocks may be sent back or
+dropped.
 
 Run: TOKENTRUE_URL=http://127.0.0.1:8000 TOKENTRUE_ADMIN_KEY=… python examples/anthropic_sdk.py
 """
@@ -17,7 +18,9 @@ with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group="exa
     for _ in range(4):
         with anthropic.messages.stream(model="policy", messages=messages, tools=[TOOL], max_tokens=64) as stream:
             reply = stream.get_final_message()
-        messages.append({"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in reply.content]})
+        messages.append(
+            {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in reply.content]}
+        )
         calls = [block for block in reply.content if block.type == "tool_use"]
         if not calls:
             break

@@ -1,6 +1,7 @@
 """An environment of your own: tasks, an agent with an OpenAI client in hand, a reward. It knows nothing about tokens.
 
-Run: tokentrue rollout --set rollout.environment=custom_environment:Sums --set rollout.tasks=4 --out out/sums    (in this directory)
+Run: tokentrue rollout --set rollout.environment=custom_environment:Sums --set rollout.tasks=4 --out out/sums    (in
+this directory)
 """
 
 import random
@@ -21,14 +22,20 @@ class Sums:
     def tasks(self, count: int, *, seed: int = 0, split: str = "train") -> list[Task]:
         draw = random.Random(f"{split}/{seed}")
         pairs = [(draw.randint(1, self.largest), draw.randint(1, self.largest)) for _ in range(count)]
-        return [Task(task_id=f"sums/{a}+{b}/{i}", prompt=f"what is {a} plus {b}?", answer=a + b) for i, (a, b) in enumerate(pairs)]
+        return [
+            Task(task_id=f"sums/{a}+{b}/{i}", prompt=f"what is {a} plus {b}?", answer=a + b)
+            for i, (a, b) in enumerate(pairs)
+        ]
 
     async def run(self, client: Any, task: Task) -> float:
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
         answers = [await self.ask(client, messages)]
         messages.append({"role": "user", "content": "are you sure?"})
         answers.append(await self.ask(client, messages))
-        right = [bool(found) and int(found[-1]) == task.answer for found in (re.findall(r"\d+", answer) for answer in answers)]
+        right = [
+            bool(found) and int(found[-1]) == task.answer
+            for found in (re.findall(r"\d+", answer) for answer in answers)
+        ]
         return 1.0 if right[1] else 0.5 if right[0] else 0.0
 
     async def ask(self, client: Any, messages: list[dict[str, Any]]) -> str:

@@ -1,4 +1,5 @@
-"""A model that writes tool calls in a way of its own: a response template in its tokenizer_config.json teaches the parser.
+"""A model that writes tool calls in a way of its own: a response template in its tokenizer_config.json teaches the
+parser.
 
 The stop tokens and the boundaries between turns come out of the chat template; only the grammar of a call is added.
 Run: python examples/custom_family.py
@@ -32,5 +33,7 @@ with tempfile.TemporaryDirectory() as folder:
     renderer = tt.load_renderer(model)
     sampled = [*renderer.encode_sampled('<call calculator>{"expression": "2+2"}</call>'), renderer.stop_token_ids[0]]
     parsed = renderer.parse(sampled, prompt_ids=renderer.render([{"role": "user", "content": "2+2?"}]).token_ids)
-    print(parsed.message["tool_calls"][0]["function"], {role: tt.verify(model).roles[role] for role in ("user", "tool")})
+    print(
+        parsed.message["tool_calls"][0]["function"], {role: tt.verify(model).roles[role] for role in ("user", "tool")}
+    )
     assert parsed.message["tool_calls"][0]["function"] == {"name": "calculator", "arguments": '{"expression": "2+2"}'}

@@ -14,9 +14,21 @@ task = sys.argv[1] if len(sys.argv) > 1 else "write the sum of 2 and 2 into sum.
 QUIET = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group=task) as session:
-    command = [Path(sys.executable).with_name("mini"), "-m", "openai/policy", "-t", task, "-y", "--exit-immediately", "-l", "0"]
+    command = [
+        Path(sys.executable).with_name("mini"),
+        "-m",
+        "openai/policy",
+        "-t",
+        task,
+        "-y",
+        "--exit-immediately",
+        "-l",
+        "0",
+    ]
     command += ["-c", "mini.yaml", "-c", f"model.model_kwargs.api_base={session.base_url}", "-c", "agent.step_limit=8"]
-    subprocess.run(command, env={**os.environ, **QUIET, "OPENAI_API_KEY": session.api_key}, check=True, stdin=subprocess.DEVNULL)
+    subprocess.run(
+        command, env={**os.environ, **QUIET, "OPENAI_API_KEY": session.api_key}, check=True, stdin=subprocess.DEVNULL
+    )
     written = Path("sum.txt")
     session.reward(float(written.exists() and written.read_text().strip() == "4"))
     samples, coverage = session.samples(), session.coverage()

@@ -13,7 +13,9 @@ with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group="exa
     openai = session.openai()  # an openai.OpenAI with this session's base URL and key
     messages = [{"role": "user", "content": "Tom has 12 pens. Tom gets 5 more. How many now?"}]
     for _ in range(4):
-        with openai.chat.completions.stream(model="policy", messages=messages, tools=[CALCULATOR], max_tokens=64) as stream:
+        with openai.chat.completions.stream(
+            model="policy", messages=messages, tools=[CALCULATOR], max_tokens=64
+        ) as stream:
             message = stream.get_final_completion().choices[0].message
         messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
         if not message.tool_calls:
@@ -24,4 +26,6 @@ with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group="exa
     session.reward(float("17" in (message.content or "")))
     samples, coverage = session.samples(), session.coverage()
 
-print(f"{len(samples)} sample, {len(samples[0].token_ids)} tokens, {coverage.sampled} sampled, coverage {coverage.ratio:.0%}")
+print(
+    f"{len(samples)} sample, {len(samples[0].token_ids)} tokens, {coverage.sampled} sampled, coverage {coverage.ratio:.0%}"
+)

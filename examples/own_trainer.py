@@ -32,7 +32,9 @@ async def main() -> None:
                     (-advantage * logprobs.mean() / len(group)).backward()
             optimizer.step()
             engine.load_weights(model.state_dict(), version=step + 1)
-            print(f"step {step}: {sum(len(each.token_ids) for each in group)} tokens, 0 differ, weights {engine.version} published")
+            print(
+                f"step {step}: {sum(len(each.token_ids) for each in group)} tokens, 0 differ, weights {engine.version} published"
+            )
 
 
 asyncio.run(main())

@@ -9,8 +9,12 @@ import tokentrue as tt
 
 with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group="example", sampling={"seed": 1}) as session:
     openai = session.openai()
-    first = openai.responses.create(model="policy", input="Tom has 12 pens. Tom gets 5 more. How many now?", max_output_tokens=64)
-    second = openai.responses.create(model="policy", input="and plus 3?", previous_response_id=first.id, max_output_tokens=64)
+    first = openai.responses.create(
+        model="policy", input="Tom has 12 pens. Tom gets 5 more. How many now?", max_output_tokens=64
+    )
+    second = openai.responses.create(
+        model="policy", input="and plus 3?", previous_response_id=first.id, max_output_tokens=64
+    )
     (sample,) = session.samples()  # both turns in one sequence
     coverage = session.coverage()
 

@@ -1,4 +1,5 @@
-"""GRPO with TRL's own trainer, on rows that a gateway recorded: an agent with a calculator tool, the shipped model, a CPU.
+"""GRPO with TRL's own trainer, on rows that a gateway recorded: an agent with a calculator tool, the shipped model, a
+CPU.
 
 Run: python examples/trl_grpo.py [STEPS]
 """
@@ -31,7 +32,10 @@ def train(steps: int, out: str = "out/trl") -> list[dict[str, float]]:
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in tasks]),
             args=settings,
             rollout_func=rollout_func(
-                lambda client, prompt: environment.run(client, tasks[prompt]), url=gateway.url, admin_key=gateway.admin_key, seed=1
+                lambda client, prompt: environment.run(client, tasks[prompt]),
+                url=gateway.url,
+                admin_key=gateway.admin_key,
+                seed=1,
             ),
         )
         correct_with_gateway_logprobs(trainer, lambda model, step: gateway.publish(model.state_dict(), version=step))

@@ -1,4 +1,5 @@
-"""check_prose.py: exits 1 if a page or a command's help has a phrase of banned_phrases.txt; prints file, line, phrase and the advice."""
+"""check_prose.py: exits 1 if a page or a command's help has a phrase of banned_phrases.txt; prints file, line, phrase
+and the advice."""
 
 from __future__ import annotations
 

@@ -1,13 +1,17 @@
 """Every experiment of the lab, every arm, every seed, on one device by a deadline; what is done by then is on file.
 
-    python scripts/lab_all.py --device cuda --out out/lab --jobs 14 --deadline 560        # makes its models first (32M parameters)
+    python scripts/lab_all.py --device cuda --out out/lab --jobs 14 --deadline 560        # makes its models first (32M
+    parameters)
     python scripts/lab_all.py --device cpu --tiny --out out/lab --jobs 2 --deadline 200   # does the whole thing work?
-    python scripts/lab_all.py --pretrained DIR --tasks FILE --steps 100 --lr 2e-5 --jobs 12 --out out/lab    # `pretrained`, and
-                                      # `routing-replay` where --models DIR-moe is there; --only takes arms whose name holds a text
-    tokentrue lab show tim-grpo --out out/lab                                             # table and figure of what is on file
+    python scripts/lab_all.py --pretrained DIR --tasks FILE --steps 100 --lr 2e-5 --jobs 12 --out out/lab    #
+    `pretrained`, and
+                                      # `routing-replay` where --models DIR-moe is there; --only takes arms whose name
+                                      # holds a text
+    tokentrue lab show tim-grpo --out out/lab                                             # table and figure of what is
+    on file
 
-Needs torch, transformers, tokenizers, safetensors and numpy alone. On a CUDA device the runs share it through the multi-process service
-where that is installed; otherwise they take turns, and fewer steps are made (`--steps-alone`).
+Needs torch, transformers, tokenizers, safetensors and numpy alone. On a CUDA device the runs share it through the
+multi-process service where that is installed; otherwise they take turns, and fewer steps are made (`--steps-alone`).
 Runs are handed out in the order of `PLAN`, an arm's seeds together, so that a cut-off leaves whole arms.
 """
 
@@ -99,7 +103,9 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", type=Path, default=Path("/tmp/lab-models/calculator-32m"), help="made where they are not there")
+    parser.add_argument(
+        "--models", type=Path, default=Path("/tmp/lab-models/calculator-32m"), help="made where they are not there"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--deadline", type=float, default=560.0, help="seconds from the start, all included")
@@ -111,7 +117,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=4, help="pretrained: tasks per step, 8 rollouts each")
     parser.add_argument("--only", help="pretrained: arms whose name holds one of these texts, with commas between them")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--compiled", action="store_true", help="pretrained: the kernels are in the compiler's cache already")
+    parser.add_argument(
+        "--compiled", action="store_true", help="pretrained: the kernels are in the compiler's cache already"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny models and batches: a look at whether it works")
     return parser.parse_args()
 
@@ -122,7 +130,8 @@ def say(began: float, text: str) -> None:
 
 # ---- the device ------------------------------------------------------------------------------------------------------------------------
 def start_sharing(out: Path) -> bool:
-    """CUDA's multi-process service, so that kernels of several runs are on the device at once. True if a program runs under it."""
+    """CUDA's multi-process service, so that kernels of several runs are on the device at once. True if a program runs
+    under it."""
     if shutil.which("nvidia-cuda-mps-control") is None:
         return False
     for name in ("PIPE", "LOG"):
@@ -151,7 +160,18 @@ def make_models(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     for ending, more in VARIANTS.items():
         target = Path(f"{options.models}{ending}")
         if not (target / "training_curve.json").exists():
-            command = [sys.executable, script, "--out", str(target), "--device", options.device, "--judged", "0", *size, *more]
+            command = [
+                sys.executable,
+                script,
+                "--out",
+                str(target),
+                "--device",
+                options.device,
+                "--judged",
+                "0",
+                *size,
+                *more,
+            ]
             with Path(f"{target}.txt").open("wb") as log:
                 makers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
     return makers
@@ -173,7 +193,9 @@ def planned(options: argparse.Namespace, steps: int) -> list[Job]:
         together = hasattr(module, "run_arms")
         scale = replace(base, lr=options.lr * share, seeds=tuple(range(options.seeds)))
         for parts in [tuple(arms)] if together else [(arm,) for arm in arms]:
-            jobs += [Job(experiment=name, arms=parts, together=together, scale=scale, seed=seed) for seed in scale.seeds]
+            jobs += [
+                Job(experiment=name, arms=parts, together=together, scale=scale, seed=seed) for seed in scale.seeds
+            ]
     return jobs
 
 
@@ -275,7 +297,10 @@ def record(out: Path, experiment: str, results: list[dict[str, Any]], began: flo
         with (out / f"{experiment}.runs.jsonl").open("a") as file:
             file.writelines(json.dumps(result) + "\n" for result in results)
     last = results[-1]
-    shown = last.get("error") or f"{last.get('before', 0):.2f} -> {last.get('after', last.get('cosine', 0)):.2f} in {last['seconds']:.0f} s"
+    shown = (
+        last.get("error")
+        or f"{last.get('before', 0):.2f} -> {last.get('after', last.get('cosine', 0)):.2f} in {last['seconds']:.0f} s"
+    )
     say(began, f"{experiment}: {last['arm']}, seed {last['seed']}: {shown}"[:300])
 
 

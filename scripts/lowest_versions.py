@@ -1,6 +1,7 @@
 """Prints the lowest version of every dependency that pyproject.toml allows for a gateway, as pip constraints.
 
-`python scripts/lowest_versions.py > constraints-lowest.txt`; `make test-lowest` installs them and runs the tests that need no torch.
+`python scripts/lowest_versions.py > constraints-lowest.txt`; `make test-lowest` installs them and runs the tests that
+need no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 EXTRAS = ("gateway", "postgres", "otel")
-TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")  # of the dev extra: what those tests run on
+TOOLS = (
+    "hypothesis",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "pytest-xdist",
+)  # of the dev extra: what those tests run on
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
@@ -32,7 +39,9 @@ def lowest(requirement: str) -> str:
 
 
 def main() -> None:
-    print("# Made by scripts/lowest_versions.py: the lower bounds in pyproject.toml. `make test-lowest` runs the tests with them.")
+    print(
+        "# Made by scripts/lowest_versions.py: the lower bounds in pyproject.toml. `make test-lowest` runs the tests with them."
+    )
     print("\n".join(sorted(map(lowest, list_requirements()))))
 
 

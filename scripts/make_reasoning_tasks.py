@@ -1,7 +1,8 @@
 """Questions and answers of a `reasoning-gym` task as JSON lines, for the environment `questions`.
 
-    pip install reasoning-gym
-    python scripts/make_reasoning_tasks.py chain_sum --set min_terms=2 --set max_terms=3 --set min_digits=1 --set max_digits=1 -o OUT.jsonl
+pip install reasoning-gym
+python scripts/make_reasoning_tasks.py chain_sum --set min_terms=2 --set max_terms=3 --set min_digits=1 --set
+max_digits=1 -o OUT.jsonl
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def main() -> None:
     given = parser.parse_args()
     settings = {name: int(value) for name, _, value in (text.partition("=") for text in given.set)}
     gym: Any = import_module("reasoning_gym")
-    rows = {(item["question"], item["answer"]) for item in gym.create_dataset(given.task, size=given.size, seed=given.seed, **settings)}
+    rows = {
+        (item["question"], item["answer"])
+        for item in gym.create_dataset(given.task, size=given.size, seed=given.seed, **settings)
+    }
     given.out.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in sorted(rows)))
     print(f"{len(rows)} different questions in {given.out}")
 

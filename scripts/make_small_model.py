@@ -1,15 +1,18 @@
 """Makes the small model that ships in tokentrue/assets/calculator: data, tokenizer, supervised training, export, curve.
 
-    python scripts/make_small_model.py                      # 6 to 15 minutes on two cores; writes over the shipped directory
+    python scripts/make_small_model.py                      # 6 to 15 minutes on two cores; writes over the shipped
+    directory
     python scripts/make_small_model.py --device cuda        # 36 s on one H200: so the shipped one was made
     python scripts/make_small_model.py --out DIR --steps 50 # a quick look
-    python scripts/make_small_model.py --out DIR --hidden 512 --layers 10 --lr 5e-4 --device cuda   # 32M parameters, for the lab
+    python scripts/make_small_model.py --out DIR --hidden 512 --layers 10 --lr 5e-4 --device cuda   # 32M parameters,
+    for the lab
 
-The lab's `regimes` wants relatives of that model beside it: DIR-moe (--experts 8), DIR-long (--longest 5), DIR-vocab (--pad-vocab 32768).
+The lab's `regimes` wants relatives of that model beside it: DIR-moe (--experts 8), DIR-long (--longest 5), DIR-vocab
+(--pad-vocab 32768).
 
-Fluent in the format, mediocre at the task on purpose: the last part of the training uses wrong solutions where reinforcement
-learning can find right ones (a wrong operator on one phrasing of each, stopping after the first of two steps).
-Held-out texts never appear here: the generator draws from the training split alone.
+Fluent in the format, mediocre at the task on purpose: the last part of the training uses wrong solutions where
+reinforcement learning can find right ones (a wrong operator on one phrasing of each, stopping after the first of two
+steps). Held-out texts never appear here: the generator draws from the training split alone.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class Faults:
 
 CLEAN = Faults()
 FAULTY = Faults(operator=0.12, hard_operator=0.62, operand=0.08, early_stop=0.52, answer=0.05)
-FAULTY_LONG = Faults(operator=0.04, hard_operator=0.30, operand=0.03, early_stop=0.25, answer=0.03)  # errors of five steps multiply
+FAULTY_LONG = Faults(
+    operator=0.04, hard_operator=0.30, operand=0.03, early_stop=0.25, answer=0.03
+)  # errors of five steps multiply
 
 
 def user(text: str) -> tuple[str, bool]:
@@ -109,7 +114,11 @@ def shop(rng: random.Random, faults: Faults) -> Segments:
         user(prices.text),
         call("look up", "prices", {}),
         tool(prices.listing),
-        call(f"{prices.wanted[0]} {first} {prices.wanted[1]} {second}", "calculator", {"expression": f"{first} + {second}"}),
+        call(
+            f"{prices.wanted[0]} {first} {prices.wanted[1]} {second}",
+            "calculator",
+            {"expression": f"{first} + {second}"},
+        ),
         tool(str(first + second)),
         say("done", f"The answer is {first + second}."),
     ]
@@ -137,7 +146,9 @@ def ledger(rng: random.Random, faults: Faults) -> Segments:
 def conversation(rng: random.Random, faults: Faults, longest: int = 2) -> Segments:
     """Mostly the calculator: it is the task of the demo."""
     kind = rng.random()
-    return calculator(rng, faults, longest) if kind < 0.78 else shop(rng, faults) if kind < 0.88 else ledger(rng, faults)
+    return (
+        calculator(rng, faults, longest) if kind < 0.78 else shop(rng, faults) if kind < 0.88 else ledger(rng, faults)
+    )
 
 
 def make_tokenizer(rng: random.Random, vocab: int, padded: int = 0) -> PreTrainedTokenizerFast:
@@ -184,7 +195,8 @@ def with_plain_markers(tokenizer: Tokenizer, padded: int) -> Tokenizer:
 
 
 def make_model(vocab: int, hidden: int = 128, layers: int = 3, experts: int = 0) -> Any:
-    """`experts` makes it a mixture: two of them a token, each half as wide as the dense layer, so that a token costs the same."""
+    """`experts` makes it a mixture: two of them a token, each half as wide as the dense layer, so that a token costs
+    the same."""
     size = 32 if hidden < 256 else 64
     mixture = {
         "num_experts": experts,
@@ -237,7 +249,9 @@ def batches(
     done = 0
     faulty = FAULTY if longest == 2 else FAULTY_LONG
     while done < steps:
-        pool = [encoded(tokenizer, conversation(rng, CLEAN if done < clean else faulty, longest)) for _ in range(size * 8)]
+        pool = [
+            encoded(tokenizer, conversation(rng, CLEAN if done < clean else faulty, longest)) for _ in range(size * 8)
+        ]
         pool.sort(key=lambda pair: len(pair[0]))
         blocks = [pool[i : i + size] for i in range(0, len(pool), size)]
         rng.shuffle(blocks)
@@ -278,7 +292,9 @@ def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: argparse.Name
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 25 == 0 or step == options.steps - 1:
-            curve.append({"step": step, "loss": round(loss.item(), 4), "seconds": round(time.perf_counter() - began, 1)})
+            curve.append(
+                {"step": step, "loss": round(loss.item(), 4), "seconds": round(time.perf_counter() - began, 1)}
+            )
             print(curve[-1], "faulty" if step >= clean else "clean", flush=True)
     return curve
 
@@ -336,7 +352,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--experts", type=int, default=0, help="a mixture of that many experts, two a token")
     parser.add_argument("--longest", type=int, default=2, help="steps of the longest problem")
-    parser.add_argument("--pad-vocab", type=int, default=0, help="size of the vocabulary, filled up with words that no text needs")
+    parser.add_argument(
+        "--pad-vocab", type=int, default=0, help="size of the vocabulary, filled up with words that no text needs"
+    )
     parser.add_argument("--judged", type=int, default=256, help="held-out tasks to judge the result by; 0 for none")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)

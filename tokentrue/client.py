@@ -5,7 +5,8 @@
         s.reward(1.0)
         samples = s.samples()
 
-`AsyncClient` is the same with `await`. Neither imports torch or transformers, so both work inside any trainer's environment.
+`AsyncClient` is the same with `await`. Neither imports torch or transformers, so both work inside any trainer's
+environment.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from urllib.parse import quote
 import httpx
 import orjson
 
-from tokentrue.errors import ConfigError, GatewayError, GatewayUnreachable, MessageError, SessionConflict, SessionNotFound
+from tokentrue.errors import (
+    ConfigError,
+    GatewayError,
+    GatewayUnreachable,
+    MessageError,
+    SessionConflict,
+    SessionNotFound,
+)
 from tokentrue.plain_json import dumps, freeze, is_utf8
 from tokentrue.samples.shape import decode, sample_from_json
 from tokentrue.types import Coverage, Sample
@@ -59,7 +67,9 @@ class _Connection:
     def __init__(self, url: str, admin_key: str | None, timeout_s: float) -> None:
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is not the URL of a gateway; `tokentrue serve` prints one such as http://127.0.0.1:8000")
+            raise ConfigError(
+                f"{url!r} is not the URL of a gateway; `tokentrue serve` prints one such as http://127.0.0.1:8000"
+            )
         key = admin_key or os.environ.get(ADMIN_KEY)
         self.options: dict[str, Any] = {
             "base_url": self.url,
@@ -68,7 +78,9 @@ class _Connection:
         }
 
     def unreachable(self, error: httpx.TransportError) -> GatewayUnreachable:
-        return GatewayUnreachable(f"no gateway is reachable at {self.url}: {error or type(error).__name__}; is `tokentrue serve` running?")
+        return GatewayUnreachable(
+            f"no gateway is reachable at {self.url}: {error or type(error).__name__}; is `tokentrue serve` running?"
+        )
 
 
 def _encode_body(request: _Request) -> dict[str, Any]:
@@ -232,8 +244,8 @@ class Client:
         training: bool | None = None,
         pin: Sequence[str] | None = None,
     ) -> ClientSession:
-        """A new session, which stays open until `end`. `training=False` admits sampling that no trainer can score; `pin=["system"]` keeps
-        the first system prompt of each conversation."""
+        """A new session, which stays open until `end`. `training=False` admits sampling that no trainer can score;
+        `pin=["system"]` keeps the first system prompt of each conversation."""
         settings = {
             "session_id": session_id,
             "group": group,
@@ -247,7 +259,8 @@ class Client:
 
     @contextmanager
     def session(self, **settings: Any) -> Generator[ClientSession, None, None]:
-        """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""
+        """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be
+        inspected or resumed."""
         session = self.open(**settings)
         try:
             yield session
@@ -258,8 +271,8 @@ class Client:
     def sessions(
         self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Newest first. `after`, an item of an earlier list: those behind it. Unlike `offset` it leaves none out and gives none twice
-        while sessions are opened and purged."""
+        """Newest first. `after`, an item of an earlier list: those behind it. Unlike `offset` it leaves none out and
+        gives none twice while sessions are opened and purged."""
         answer = self.call(_list_request(limit, offset, group, after))
         return cast("list[dict[str, Any]]", answer["sessions"])
 
@@ -314,7 +327,9 @@ class AsyncClientSession(_SessionAddress):
     def anthropic(self, **options: Any) -> AsyncAnthropic:
         return self._sdk("anthropic", "AsyncAnthropic", options)
 
-    async def reward(self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
+    async def reward(
+        self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> None:
         await self._client.call(_reward_request(self.id, reward=reward, leaf=leaf, metadata=metadata))
 
     async def samples(self) -> list[Sample]:
@@ -368,8 +383,8 @@ class AsyncClient:
         training: bool | None = None,
         pin: Sequence[str] | None = None,
     ) -> AsyncClientSession:
-        """A new session, which stays open until `end`. `training=False` admits sampling that no trainer can score; `pin=["system"]` keeps
-        the first system prompt of each conversation."""
+        """A new session, which stays open until `end`. `training=False` admits sampling that no trainer can score;
+        `pin=["system"]` keeps the first system prompt of each conversation."""
         settings = {
             "session_id": session_id,
             "group": group,
@@ -383,7 +398,8 @@ class AsyncClient:
 
     @asynccontextmanager
     async def session(self, **settings: Any) -> AsyncGenerator[AsyncClientSession, None]:
-        """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be inspected or resumed."""
+        """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be
+        inspected or resumed."""
         session = await self.open(**settings)
         try:
             yield session
@@ -431,6 +447,8 @@ class AsyncClient:
 
     async def call(self, request: _Request) -> Any:
         try:
-            return _decode_answer(request, await self._http.request(request.method, request.path, **_encode_body(request)))
+            return _decode_answer(
+                request, await self._http.request(request.method, request.path, **_encode_body(request))
+            )
         except httpx.TransportError as error:
             raise self._connection.unreachable(error) from error

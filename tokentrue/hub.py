@@ -1,7 +1,8 @@
-"""Where a model's files are, a directory or a hub id whose files the hub serves or its cache holds; and the one place that loads them.
+"""Where a model's files are, a directory or a hub id whose files the hub serves or its cache holds; and the one place
+that loads them.
 
-transformers asks a hub that it cannot reach for file after file, each six times over 23 seconds. One request, sent before, tells whether
-the hub answers; where it does not, the cache is used, or the error says what to do.
+transformers asks a hub that it cannot reach for file after file, each six times over 23 seconds. One request, sent
+before, tells whether the hub answers; where it does not, the cache is used, or the error says what to do.
 """
 
 from __future__ import annotations
@@ -12,11 +13,18 @@ from typing import Any
 from tokentrue.errors import ConfigError
 
 ANSWER_S = 5.0
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # tokenizer, templates and configurations: everything but weights
+SMALL_FILES = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+)  # tokenizer, templates and configurations: everything but weights
 
 
 def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
-    """A Hugging Face causal model on the host; `options` are those of transformers. Raises ConfigError with the reason, in one line."""
+    """A Hugging Face causal model on the host; `options` are those of transformers. Raises ConfigError with the reason,
+    in one line."""
     from transformers import AutoModelForCausalLM
 
     return _load(AutoModelForCausalLM, model, dtype=dtype, **options)
@@ -43,7 +51,8 @@ def one_line(error: Exception) -> str:
 
 
 def locate_model(model: str | Path) -> str:
-    """What transformers should load: `model` itself, or the cached directory of a hub id while the hub cannot be reached."""
+    """What transformers should load: `model` itself, or the cached directory of a hub id while the hub cannot be
+    reached."""
     if _is_directory(model):
         return str(model)
     reason = why_unreachable()
@@ -51,7 +60,8 @@ def locate_model(model: str | Path) -> str:
 
 
 def locate_small_files(model: str | Path) -> Path:
-    """The directory of a model's tokenizer, template and configurations; those of a hub id are downloaded where the hub can be reached."""
+    """The directory of a model's tokenizer, template and configurations; those of a hub id are downloaded where the hub
+    can be reached."""
     if _is_directory(model):
         return Path(model)
     return Path(_download(str(model), why_unreachable(), allow_patterns=list(SMALL_FILES)))
@@ -62,7 +72,9 @@ def _is_directory(model: str | Path) -> bool:
     if Path(model).is_dir():
         return True
     if isinstance(model, Path) or not is_hub_id(model):
-        raise ConfigError(f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B")
+        raise ConfigError(
+            f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
+        )
     return False
 
 

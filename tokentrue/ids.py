@@ -1,7 +1,8 @@
 """TokenIds: the one form of token ids outside tensors.
 
-An immutable sequence of int32 over `bytes`. A slice is a view of the same bytes; prefix test, equality and hash are operations on
-bytes; the journal stores `tobytes()` as it is. Because nothing can change ids after they were made, whoever holds the same object holds
+An immutable sequence of int32 over `bytes`. A slice is a view of the same bytes; prefix test, equality and hash are
+operations on bytes; the journal stores `tobytes()` as it is. Because nothing can change ids after they were made,
+whoever holds the same object holds
 the same content: what was checked is what is sent, and what was sent is what is recorded.
 
     >>> ids = TokenIds([151644, 872, 198, 17])
@@ -41,7 +42,9 @@ class TokenIds(Sequence[int]):
 
     __slots__ = ("_hash", "_view")
     _view: memoryview  # read-only, format "i", over bytes
-    _hash: HashState | None  # SHA-256 over the ids, once it was asked for; ids that are made by appending to these go on from it
+    _hash: (
+        HashState | None
+    )  # SHA-256 over the ids, once it was asked for; ids that are made by appending to these go on from it
 
     def __new__(cls, ids: Iterable[int] = ()) -> TokenIds:
         """`TokenIds(ids)` of ids that are TokenIds already is the same object."""
@@ -103,7 +106,9 @@ class TokenIds(Sequence[int]):
 
     def startswith(self, prefix: Sequence[int]) -> bool:
         """Bit for bit."""
-        return _bytes_of(self._view).startswith(prefix._view if isinstance(prefix, TokenIds) else TokenIds(prefix)._view)
+        return _bytes_of(self._view).startswith(
+            prefix._view if isinstance(prefix, TokenIds) else TokenIds(prefix)._view
+        )
 
     def __len__(self) -> int:
         return len(self._view)
@@ -143,7 +148,9 @@ class TokenIds(Sequence[int]):
         """Equal to another TokenIds with the same bytes, and to a tuple or list of the same integers."""
         if isinstance(other, TokenIds):
             # bytes compare by memcmp; two memoryviews would be compared item by item.
-            return self._view is other._view or (len(self) == len(other) and _bytes_of(self._view).startswith(other._view))
+            return self._view is other._view or (
+                len(self) == len(other) and _bytes_of(self._view).startswith(other._view)
+            )
         if isinstance(other, (tuple, list)):
             return len(self) == len(other) and self._view.tolist() == list(other)  # pyright: ignore[reportUnknownArgumentType]
         return NotImplemented

@@ -1,5 +1,5 @@
-"""Files of JSON lines. A line ends at "\\n" or "\\r\\n" and nowhere else: `str.splitlines` also cuts at U+2028, U+0085 and six more
-characters, which JSON strings hold as they are."""
+"""Files of JSON lines. A line ends at "\\n" or "\\r\\n" and nowhere else: `str.splitlines` also cuts at U+2028, U+0085
+and six more characters, which JSON strings hold as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How deeply JSON may be nested. What clients, callers and models write is checked where it enters, because readers down the line fail on
+"""How deeply JSON may be nested. What clients, callers and models write is checked where it enters, because readers
+down the line fail on
 deep values in ways of their own: orjson writes 254 levels, and Python's recursion ends at about a thousand calls.
 """
 

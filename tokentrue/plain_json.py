@@ -1,7 +1,8 @@
-"""JSON values as the record keeps them: `freeze` copies and checks them, `dumps` and `loads` give back exactly what went in.
+"""JSON values as the record keeps them: `freeze` copies and checks them, `dumps` and `loads` give back exactly what
+went in.
 
-What JSON cannot hold exactly (NaN, a set, a key that is no string), and what is nested too deeply, is refused here, before anything is
-generated or committed.
+What JSON cannot hold exactly (NaN, a set, a key that is no string), and what is nested too deeply, is refused here,
+before anything is generated or committed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _EXACT_MARK = b" "
 
 
 def dumps(value: Any) -> bytes:
-    """JSON in the order of the keys. orjson writes it where it can; the rest goes through the standard library, marked as such."""
+    """JSON in the order of the keys. orjson writes it where it can; the rest goes through the standard library, marked
+    as such."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
     except TypeError:
@@ -48,7 +50,8 @@ def is_utf8(text: str) -> bool:
 
 
 def freeze(value: Any, field: str) -> Any:
-    """A copy of `value` made of plain dicts, lists, strings and numbers, so that a later change by the caller reaches nothing recorded."""
+    """A copy of `value` made of plain dicts, lists, strings and numbers, so that a later change by the caller reaches
+    nothing recorded."""
     return _copy(value, field, MAX_DEPTH)
 
 
@@ -73,7 +76,8 @@ def _copy(value: Any, field: str, levels: int) -> Any:
 
 
 def digest(*values: Any) -> bytes:
-    """16 bytes that name these values exactly: `true` is not `1`, and the order of keys counts, because templates print both."""
+    """16 bytes that name these values exactly: `true` is not `1`, and the order of keys counts, because templates print
+    both."""
     parts: list[bytes] = []
     for value in values:
         data = value if isinstance(value, bytes) else dumps(value)

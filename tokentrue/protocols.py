@@ -47,7 +47,9 @@ class Renderer(Protocol):
     @property
     def tokenizer_hash(self) -> str: ...
 
-    def render(self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None) -> Rendered: ...
+    def render(
+        self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
+    ) -> Rendered: ...
 
     def extend(
         self,
@@ -58,7 +60,8 @@ class Renderer(Protocol):
         *,
         template_kwargs: TemplateKwargs | None = None,
     ) -> Extension | Refusal:
-        """`prefix_ids` is the recorded prompt and sampled ids of `messages`, whose last one is the sampled assistant turn."""
+        """`prefix_ids` is the recorded prompt and sampled ids of `messages`, whose last one is the sampled assistant
+        turn."""
         ...
 
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed: ...
@@ -75,21 +78,23 @@ class Renderer(Protocol):
 
 
 class Provider(Protocol):
-    """An engine: ids in, ids and log-probabilities out. Each completion carries `prompt_digest`, the digest of the ids that were sent."""
+    """An engine: ids in, ids and log-probabilities out. Each completion carries `prompt_digest`, the digest of the ids
+    that were sent."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        """The sampling filters under which the reported log-probabilities are those of the distribution sampled from. None while the
-        engine has not said; `health()` asks it."""
+        """The sampling filters under which the reported log-probabilities are those of the distribution sampled from.
+        None while the engine has not said; `health()` asks it."""
         ...
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion: ...
 
     def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        """Closing the iterator early cancels the generation in the engine. `session` is a stickiness hint for prefix caches."""
+        """Closing the iterator early cancels the generation in the engine. `session` is a stickiness hint for prefix
+        caches."""
         ...
 
     async def health(self) -> Mapping[str, Any]:
@@ -142,7 +147,8 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Adapting(Protocol):
-    """An engine that serves LoRA adapters beside its base weights; a request names one in `Sampling.extra["adapter"]`."""
+    """An engine that serves LoRA adapters beside its base weights; a request names one in
+    `Sampling.extra["adapter"]`."""
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -160,7 +166,8 @@ class Tokenizing(Protocol):
 
 
 class EngineControl(Provider, Measured, Protocol):
-    """What a gateway does with its engines besides generating: hold generations back, abort them, take weights, watch replicas."""
+    """What a gateway does with its engines besides generating: hold generations back, abort them, take weights, watch
+    replicas."""
 
     def pause(self) -> None:
         """New and aborted generations wait until `resume`."""

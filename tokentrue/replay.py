@@ -1,6 +1,8 @@
-"""What a trainer must replay to compute the rollout's distribution: the experts of a mixture, and the ids that sampling filters kept.
+"""What a trainer must replay to compute the rollout's distribution: the experts of a mixture, and the ids that sampling
+filters kept.
 
-Both are raw little-endian bytes, so that they are recorded, hashed and exported without a change of any bit. Standard library only.
+Both are raw little-endian bytes, so that they are recorded, hashed and exported without a change of any bit. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ _ZERO_WEIGHT = bytes(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """Experts of a mixture by position. `data` is little-endian int16 of `shape` `[positions, layers, top_k]`, experts in slot order.
+    """Experts of a mixture by position. `data` is little-endian int16 of `shape` `[positions, layers, top_k]`, experts
+    in slot order.
 
-    Row i belongs to position `start + i` of prompt and sampled ids. The last sampled token is never an input, so it has no row.
-    `weights`, little-endian float32 of the same shape, are what the experts' outputs were multiplied by; None where the engine does not
-    report them.
+    Row i belongs to position `start + i` of prompt and sampled ids. The last sampled token is never an input, so it has
+    no row. `weights`, little-endian float32 of the same shape, are what the experts' outputs were multiplied by; None
+    where the engine does not report them.
     """
 
     shape: tuple[int, int, int]
@@ -37,7 +40,9 @@ class RoutedExperts:
         if len(self.data) != 2 * count:
             raise TokenContractError(f"routed experts: {len(self.data)} bytes do not make int16 of shape {self.shape}")
         if self.weights is not None and len(self.weights) != 4 * count:
-            raise TokenContractError(f"routed experts: {len(self.weights)} bytes do not make float32 weights of shape {self.shape}")
+            raise TokenContractError(
+                f"routed experts: {len(self.weights)} bytes do not make float32 weights of shape {self.shape}"
+            )
         if self.start < 0:
             raise TokenContractError(f"routed experts: start at position {self.start}")
 
@@ -76,14 +81,18 @@ def join_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
         weights += _ZERO_WEIGHT * gap + (part.weights or b"")
         at = part.end
     shape = (at - parts[0].start, layers, top_k)
-    return RoutedExperts(shape=shape, data=bytes(data), start=parts[0].start, weights=bytes(weights) if has_weights else None)
+    return RoutedExperts(
+        shape=shape, data=bytes(data), start=parts[0].start, weights=bytes(weights) if has_weights else None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMask:
-    """The ids that top-p, top-k and min-p kept, as compressed sparse rows: row i is `token_ids[offsets[i]:offsets[i + 1]]`.
+    """The ids that top-p, top-k and min-p kept, as compressed sparse rows: row i is `token_ids[offsets[i]:offsets[i +
+    1]]`.
 
-    In a completion row i belongs to sampled token i, in a sample to token i. An empty row: nothing was removed, or nothing was sampled.
+    In a completion row i belongs to sampled token i, in a sample to token i. An empty row: nothing was removed, or
+    nothing was sampled.
 
         >>> mask = SamplingMask.from_rows([[5, 9], [], [7]])
         >>> mask.offsets, mask.row(0)
@@ -160,4 +169,3 @@ def own_routing(routing: RoutedExperts | None, *, parent_length: int, length: in
     if routing.end > max(0, length - 1):
         raise TokenContractError(f"routed experts end at position {routing.end - 1}, the last input is at {length - 2}")
     return routing.cut(max(0, parent_length - 1), length - 1)
-

@@ -1,7 +1,9 @@
-"""OpenTelemetry traces: a span for each model request and for each stage of its turn (resolve, prompt, generate, parse, commit).
+"""OpenTelemetry traces: a span for each model request and for each stage of its turn (resolve, prompt, generate, parse,
+commit).
 
-Off unless `start_tracing` was called, which `serve` does where `server.trace_url` names a collector; then the `otel` extra is needed. Off,
-a stage costs one comparison. Spans hold ids, counts and times; no key and no text of a conversation.
+Off unless `start_tracing` was called, which `serve` does where `server.trace_url` names a collector; then the `otel`
+extra is needed. Off, a stage costs one comparison. Spans hold ids, counts and times; no key and no text of a
+conversation.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class _Tracing:
 
 
 def start_tracing(url: str, *, exporter: Any = None) -> None:
-    """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318); `exporter` replaces it in tests. Once for a process."""
+    """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318); `exporter` replaces it in tests. Once for a
+    process."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -53,7 +56,9 @@ def _span(name: str, **settings: Any) -> Generator[None, None, None]:
     """An error is marked by its type alone: its message may quote a conversation."""
     from opentelemetry.trace import StatusCode
 
-    with _Tracing.tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False, **settings) as span:
+    with _Tracing.tracer.start_as_current_span(
+        name, record_exception=False, set_status_on_exception=False, **settings
+    ) as span:
         try:
             yield
         except BaseException as error:
@@ -91,11 +96,16 @@ def is_traced() -> bool:
 
 @contextmanager
 def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generator[None, None, None]:
-    """The span of an HTTP request; the child of the caller's where the headers carry a `traceparent`. Only while `is_traced()`."""
+    """The span of an HTTP request; the child of the caller's where the headers carry a `traceparent`. Only while
+    `is_traced()`."""
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers if key in (b"traceparent", b"tracestate")}
+    carrier = {
+        key.decode("latin-1"): value.decode("latin-1")
+        for key, value in headers
+        if key in (b"traceparent", b"tracestate")
+    }
     parent = TraceContextTextMapPropagator().extract(carrier)
     with _span(name, context=parent, kind=SpanKind.SERVER):
         yield

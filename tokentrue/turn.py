@@ -1,18 +1,21 @@
 """One turn of an agent, and the first file to read: resolve → prompt → generate → parse → commit.
 
-Over HTTP, `gateway/turns.TurnHandler` calls `Session.turn` or `Session.stream`; `gateway/dialects` convert to and from the client's JSON.
-A `Session` is the record of a conversation, with an engine to continue it. Messages come in, a reply goes out, and everything between
-is kept as exact token ids. `Session._start_or_join` reads the request and finds out whether it is a retry of a recorded turn or equal to
-one in flight; if not, `Session._run_turn` runs it:
+Over HTTP, `gateway/turns.TurnHandler` calls `Session.turn` or `Session.stream`; `gateway/dialects` convert to and from
+the client's JSON. A `Session` is the record of a conversation, with an engine to continue it. Messages come in, a reply
+goes out, and everything between is kept as exact token ids. `Session._start_or_join` reads the request and finds out
+whether it is a retry of a recorded turn or equal to one in flight; if not, `Session._run_turn` runs it:
 1. resolve  (`sessions/matching`)           which recorded turn do these messages continue?
-2. prompt   (`sessions/stages/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new messages
+2. prompt   (`sessions/stages/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new
+   messages
 3. generate (`sessions/stages/generation`)  the engine samples n choices; a stream emits events as tokens come
-4. parse    (`sessions/stages/generation`)  sampled ids become the message that is served; a stream is parsed while it is generated
-5. commit   (`sessions/stages/commits`)     nodes are checked, written to the journal and added to the tree; then the keys of equal requests
+4. parse    (`sessions/stages/generation`)  sampled ids become the message that is served; a stream is parsed while it
+   is generated
+5. commit   (`sessions/stages/commits`)     nodes are checked, written to the journal and added to the tree; then the
+   keys of equal requests
                                             that joined meanwhile are recorded; only then is the reply returned
-A streamed turn that ends early is committed with its reason and the tokens received so far. A turn that is not streamed leaves no record
-when it ends early, except for choices that were complete. A generation that breaks off at one engine is resumed by `providers/pool`;
-here arrive only failures that it gave up on.
+A streamed turn that ends early is committed with its reason and the tokens received so far. A turn that is not streamed
+leaves no record when it ends early, except for choices that were complete. A generation that breaks off at one engine
+is resumed by `providers/pool`; here arrive only failures that it gave up on.
 Everything runs on the event loop, except: rendering above 16,000 characters and parsing above 4,000 ids run in a thread
 (`sessions/offload`), and the journal has a writer thread of its own.
 """
@@ -38,7 +41,13 @@ from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.conversations import ConversationReader
 from tokentrue.sessions.matching.matcher import Conversation, Matcher
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
-from tokentrue.sessions.stages.commits import PreparedTurn, replies_from_record, reply_from_node, reserve_nodes, rows_from_nodes
+from tokentrue.sessions.stages.commits import (
+    PreparedTurn,
+    replies_from_record,
+    reply_from_node,
+    reserve_nodes,
+    rows_from_nodes,
+)
 from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
 from tokentrue.sessions.stages.pinning import PinnedPrompts, check_pin
 from tokentrue.sessions.stages.prompts import build_prompt
@@ -57,12 +66,13 @@ from tokentrue.tracing import traced
 from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest
 
 History = Literal["keep", "template"]
-"""keep: recorded tokens stay as they are. template: a new root is begun where the template would rewrite earlier turns."""
+"""keep: recorded tokens stay as they are. template: a new root is begun where the template would rewrite earlier
+turns."""
 
 
 class Session:
-    """One record of conversations: a tree, since histories are edited and sub-agents share a session. `sampling` pins values over
-    the client's; `training=False` allows settings that no trainer can score.
+    """One record of conversations: a tree, since histories are edited and sub-agents share a session. `sampling` pins
+    values over the client's; `training=False` allows settings that no trainer can score.
     `pin=("system",)` keeps the first system prompt of each conversation (`sessions/stages/pinning`).
     """
 
@@ -88,10 +98,14 @@ class Session:
         self.renderer, self.provider, self.journal = renderer, provider, journal
         self.limits = limits or SessionLimits()
         # A recorded session opens whatever it pinned; values that are refused now are refused at its next turn.
-        self._pinned_sampling = PinnedSampling.of(sampling) if _record is None else PinnedSampling(values=_record.sampling)
+        self._pinned_sampling = (
+            PinnedSampling.of(sampling) if _record is None else PinnedSampling(values=_record.sampling)
+        )
         follows: History = getattr(renderer, "history", "keep")
         if history not in (None, follows):
-            raise ConfigError(f"history={history!r}, but the renderer was loaded with history={follows!r}: load it with the same one")
+            raise ConfigError(
+                f"history={history!r}, but the renderer was loaded with history={follows!r}: load it with the same one"
+            )
         self.record = _record or SessionRecord(
             id=session_id or uuid.uuid4().hex,
             group=group,
@@ -115,21 +129,30 @@ class Session:
         self._turns_in_flight: Counter[TurnKey] = Counter()
         self._is_ending = False
         self._created = journal.create(self.record) if journal is not None and _record is None else None
-        # A new session is claimed when it is in the journal: an id that is taken must not revoke the session that has it.
+        # A new session is claimed when it is in the journal: an id that is taken must not revoke the session that has
+        # it.
         self._claim = None
         if journal is not None and self._created is None:
             self._claim = journal.claim(self.record.id, self._single_flight, _fencing_token)
 
     @classmethod
     async def open(
-        cls, journal: Journal, session_id: str, *, renderer: Renderer, provider: Provider, limits: SessionLimits | None = None
+        cls,
+        journal: Journal,
+        session_id: str,
+        *,
+        renderer: Renderer,
+        provider: Provider,
+        limits: SessionLimits | None = None,
     ) -> Session:
         """Resumes a recorded session, bit for bit. An older object of the same session can write no more."""
         fencing_token, record, rows = await asyncio.to_thread(
             lambda: (journal.acquire(session_id), journal.get(session_id), journal.rows(session_id))
         )
         if (record.template, record.tokenizer) != (renderer.template_hash, renderer.tokenizer_hash):
-            raise SessionConflict(f"session {session_id!r} was recorded with another template or tokenizer; open it with that one")
+            raise SessionConflict(
+                f"session {session_id!r} was recorded with another template or tokenizer; open it with that one"
+            )
         tree = await asyncio.to_thread(tree_from_rows, record, rows)
         return cls(
             renderer=renderer,
@@ -173,22 +196,27 @@ class Session:
         sampling: Sampling | None = None,
         template_kwargs: TemplateKwargs | None = None,
     ) -> Reply:
-        """An agent's next model call: the whole conversation in, the model's turn out. Several answers at once: `turn` with `n`."""
+        """An agent's next model call: the whole conversation in, the model's turn out. Several answers at once: `turn`
+        with `n`."""
         kwargs: TemplateKwargs = {} if template_kwargs is None else template_kwargs
-        (reply,) = await self.turn(TurnRequest(messages=messages, tools=tools, sampling=sampling or Sampling(), template_kwargs=kwargs))
+        (reply,) = await self.turn(
+            TurnRequest(messages=messages, tools=tools, sampling=sampling or Sampling(), template_kwargs=kwargs)
+        )
         return reply
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
-        """The n replies to one request. Equal requests in flight share one turn; use `n` or different seeds for several samples. Where the
-        request key was answered before, the recorded replies are returned. A turn that failed or was cancelled is generated again."""
+        """The n replies to one request. Equal requests in flight share one turn; use `n` or different seeds for several
+        samples. Where the request key was answered before, the recorded replies are returned. A turn that failed or was
+        cancelled is generated again."""
         turn, is_first = self._start_or_join(request, streamed=False)
         if not isinstance(turn, InFlightTurn):
             return await replies_from_record(turn, tree=self.tree, renderer=self.renderer)
         return await turn.wait() if is_first else mark_replayed(await turn.wait())
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the whole message once it is
-        committed. Closing the iterator cancels the turn if no other caller waits; its tokens are recorded as "disconnected"."""
+        """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the
+        whole message once it is committed. Closing the iterator cancels the turn if no other caller waits; its tokens
+        are recorded as "disconnected"."""
         turn, is_first = self._start_or_join(request, streamed=True)
         if isinstance(turn, InFlightTurn) and is_first:
             events = turn.events()
@@ -209,20 +237,24 @@ class Session:
             yield TurnEvent(index=index, node=reply.node, reply=reply)
 
     def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | Sequence[Node], bool]:
-        """(turn, True) where one was started, (turn, False) where one in flight was joined, (nodes, False) where the request key was
-        answered before."""
+        """(turn, True) where one was started, (turn, False) where one in flight was joined, (nodes, False) where the
+        request key was answered before."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         pinned = self._pinned_prompts.apply(request.messages, request.tools, self._single_flight.pinned)
         conversation = self._matcher.read(pinned.messages, request.tools, are_final=request.messages_are_final)
-        sampling = resolve_sampling(request.sampling, self._pinned_sampling, renderer=self.renderer, training=self.record.training)
+        sampling = resolve_sampling(
+            request.sampling, self._pinned_sampling, renderer=self.renderer, training=self.record.training
+        )
         identity = identify_request(request, conversation, sampling)
         if request.request_key is not None and (recorded := self._find_recorded(request.request_key, identity)):
             return recorded, False
         turn = self._single_flight.find(identity)
         is_first = turn is None
         if turn is None:
-            self.limits.check_turn(n=request.n, nodes=len(self.tree), tokens=self._recorded_tokens, in_flight=len(self._single_flight))
+            self.limits.check_turn(
+                n=request.n, nodes=len(self.tree), tokens=self._recorded_tokens, in_flight=len(self._single_flight)
+            )
             turn = InFlightTurn(identity, streamed=streamed, pinned=pinned)
             self._single_flight.start(turn, self._run_turn(turn, request, conversation, sampling))
         else:
@@ -231,7 +263,8 @@ class Session:
         return turn, is_first
 
     def _find_recorded(self, request_key: str, identity: bytes) -> Sequence[Node]:
-        """The nodes that answered a request with this key; refused where the key names another request, recorded or in flight."""
+        """The nodes that answered a request with this key; refused where the key names another request, recorded or in
+        flight."""
         recorded = self.tree.nodes_by_key.get(request_key, ())
         if recorded:
             is_same = is_same_request(recorded[0].request_digest, identity)
@@ -298,8 +331,8 @@ class Session:
         return replies
 
     async def _generate(self, turn: InFlightTurn, prepared: PreparedTurn) -> list[Draft]:
-        """The engine's n answers, parsed. If one fails or the turn is cancelled, all of them end, and what was received is committed: of a
-        stream the tokens so far, otherwise the choices that were complete."""
+        """The engine's n answers, parsed. If one fails or the turn is cancelled, all of them end, and what was received
+        is committed: of a stream the tokens so far, otherwise the choices that were complete."""
         choices = [
             Choice(
                 index=index,
@@ -316,7 +349,9 @@ class Session:
             await generate_all(choices, self.provider, self.id)
             return [await choice.parse() for choice in choices]
         except BaseException as error:
-            outcome: Outcome = turn.outcome_if_cancelled if isinstance(error, asyncio.CancelledError) else "engine_failed"
+            outcome: Outcome = (
+                turn.outcome_if_cancelled if isinstance(error, asyncio.CancelledError) else "engine_failed"
+            )
             await run_to_completion(self._commit_partial(choices, prepared, outcome))
             raise
 
@@ -327,18 +362,21 @@ class Session:
 
     @traced("commit")
     async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:
-        """All or nothing: the journal first, then the tree. A turn that is complete is not cancelled any more. Where the journal fails, the
-        tree is unchanged and the callers get the error; `SessionRegistry.hold` then drops the session, and the next request reads it from
-        the journal, since the write may have happened."""
+        """All or nothing: the journal first, then the tree. A turn that is complete is not cancelled any more. Where
+        the journal fails, the tree is unchanged and the callers get the error; `SessionRegistry.hold` then drops the
+        session, and the next request reads it from the journal, since the write may have happened."""
         nodes = reserve_nodes(drafts, prepared, self.tree)
         try:
             await self._append(nodes, prepared.prompt.parent)
         finally:
             self.tree.release(nodes)
-        return tuple(reply_from_node(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True))
+        return tuple(
+            reply_from_node(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True)
+        )
 
     async def _close_turn(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
-        """Records the keys that joined during the commit, then removes the turn, so that nobody can join it. A crash before this loses the
+        """Records the keys that joined during the commit, then removes the turn, so that nobody can join it. A crash
+        before this loses the
         late keys alone: their retries are generated again."""
         while late := [key for key in turn.request_keys if key not in self.tree.nodes_by_key]:
             await self._record_late_keys(late, node_ids)
@@ -346,7 +384,9 @@ class Session:
 
     async def _record_late_keys(self, keys: Sequence[str], node_ids: Sequence[str]) -> None:
         added = dict.fromkeys(keys, node_ids)
-        await run_to_completion(self._update_record(lambda record: replace(record, late_keys={**record.late_keys, **added})))
+        await run_to_completion(
+            self._update_record(lambda record: replace(record, late_keys={**record.late_keys, **added}))
+        )
         for key in keys:
             self.tree.add_key(key, node_ids)
 
@@ -366,11 +406,17 @@ class Session:
 
     # What comes out.
     def samples(
-        self, *, max_tokens: int | None = None, include_abandoned: bool = False, metadata: Mapping[str, Any] | None = None
+        self,
+        *,
+        max_tokens: int | None = None,
+        include_abandoned: bool = False,
+        metadata: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """One contiguous sample per leaf that was not replaced (`samples/survivors`); every sampled token is trained once or
-        accounted for in `coverage`."""
-        return assemble(self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned, metadata=metadata).samples
+        """One contiguous sample per leaf that was not replaced (`samples/survivors`); every sampled token is trained
+        once or accounted for in `coverage`."""
+        return assemble(
+            self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned, metadata=metadata
+        ).samples
 
     async def assembly(self) -> Assembly:
         """`samples` and `coverage` as they are now, built in a thread: other sessions' turns do not wait for it."""
@@ -380,9 +426,15 @@ class Session:
         return coverage_of(self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned)
 
     async def reward(
-        self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None, group: str | None = None
+        self,
+        reward: float,
+        *,
+        leaf: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        group: str | None = None,
     ) -> None:
-        """Of the whole session, or of one node (`leaf` is its id). `group` names the group of a session that was opened without one."""
+        """Of the whole session, or of one node (`leaf` is its id). `group` names the group of a session that was opened
+        without one."""
         if group is not None and self.record.group not in (None, group):
             raise SessionConflict(f"session {self.id!r} is of group {self.record.group!r}, not {group!r}")
         if leaf is not None:
@@ -405,8 +457,8 @@ class Session:
         )
 
     async def end(self) -> None:
-        """No further turn is admitted, and turns in flight end here: tokens received are recorded as "deleted", and their callers get
-        `SessionConflict`. The record stays readable."""
+        """No further turn is admitted, and turns in flight end here: tokens received are recorded as "deleted", and
+        their callers get `SessionConflict`. The record stays readable."""
         self._is_ending = True
         try:
             await self._single_flight.cancel_all("deleted")
@@ -418,14 +470,18 @@ class Session:
         await self.ready()
         if self._claim is not None:
             self._claim.check()
-        self.record = change(self.record) if self.journal is None else await self.journal.update(self.id, change, self._claim)
+        self.record = (
+            change(self.record) if self.journal is None else await self.journal.update(self.id, change, self._claim)
+        )
         self.revision += 1
 
 
 async def rollout(agent: Callable[[InProcessClient, Any], Awaitable[Any]], task: Any, session: Session) -> Sample:
-    """Run an agent function on a task and return what it did as a training sample (of the newest leaf, where there are several).
+    """Run an agent function on a task and return what it did as a training sample (of the newest leaf, where there are
+    several).
 
-    The agent gets one object that is both a chat callable and an OpenAI-like client. A number that it returns is the reward.
+    The agent gets one object that is both a chat callable and an OpenAI-like client. A number that it returns is the
+    reward.
     """
     outcome = await agent(InProcessClient(session), task)
     if isinstance(outcome, (int, float)):

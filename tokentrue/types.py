@@ -1,8 +1,8 @@
 """The data types that every package shares: frozen records, standard library only.
 
-Glossary: `token_ids` any ids; `prompt_ids` what the engine was given; `sampled_ids` what the model chose (its stop token included);
-`rollout_logprobs` what the sampler reported; `trainer_logprobs` what the trainer recomputed. A session has turns, and a turn has one
-node per choice.
+Glossary: `token_ids` any ids; `prompt_ids` what the engine was given; `sampled_ids` what the model chose (its stop
+token included); `rollout_logprobs` what the sampler reported; `trainer_logprobs` what the trainer recomputed. A session
+has turns, and a turn has one node per choice.
 Messages and tools are plain mappings in the OpenAI Chat Completions shape: `role`, `content` (string, parts or None),
 `reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool_call_id`, `name`.
 """
@@ -44,7 +44,8 @@ def is_seed(value: int) -> bool:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`: `seed + index`, which wraps around after the largest seed. No two choices of a request share one."""
+    """The seed of choice `index`: `seed + index`, which wraps around after the largest seed. No two choices of a
+    request share one."""
     return (seed + index + MAX_INT64 + 1) % 2**64 - MAX_INT64 - 1
 
 
@@ -62,7 +63,9 @@ def require_mask(mask: SamplingMask, token_ids: Sequence[int]) -> None:
     if len(mask) != len(token_ids):
         raise TokenContractError(f"the sampling mask has {len(mask)} rows for {len(token_ids)} tokens")
     if (index := mask.first_missing(token_ids)) is not None:
-        raise TokenContractError(f"token {token_ids[index]} at {index} is not among the ids that its sampling mask kept")
+        raise TokenContractError(
+            f"token {token_ids[index]} at {index} is not among the ids that its sampling mask kept"
+        )
 
 
 class Finish(StrEnum):
@@ -95,8 +98,9 @@ _SAMPLING_TYPES: tuple[tuple[str, Any, str], ...] = (
 class Sampling:
     """What the sampler was asked to do. `top_k=0`, `top_p=1`, `min_p=0` and penalties at rest mean "off".
 
-    `stop_token_ids` are added to the renderer's own. `extra` holds engine-specific settings (structured output, say) that a
-    provider either understands by name or refuses. Lists become tuples. What an engine's integers and float32 cannot hold is refused.
+    `stop_token_ids` are added to the renderer's own. `extra` holds engine-specific settings (structured output, say)
+    that a provider either understands by name or refuses. Lists become tuples. What an engine's integers and float32
+    cannot hold is refused.
     """
 
     temperature: float = 1.0
@@ -120,13 +124,28 @@ class Sampling:
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (0 <= self.top_k <= MAX_INT32, "top_k must be from 0 (off) to 2^31 - 1", self.top_k),
             (0 <= self.min_p < 1, "min_p must be in [0, 1)", self.min_p),
-            (self.max_tokens is None or 0 < self.max_tokens <= MAX_INT32, "max_tokens must be from 1 to 2^31 - 1", self.max_tokens),
+            (
+                self.max_tokens is None or 0 < self.max_tokens <= MAX_INT32,
+                "max_tokens must be from 1 to 2^31 - 1",
+                self.max_tokens,
+            ),
             (self.seed is None or is_seed(self.seed), "seed must be a signed 64-bit integer", self.seed),
             (abs(self.presence_penalty) <= 1e30, "presence_penalty must be from -1e30 to 1e30", self.presence_penalty),
-            (abs(self.frequency_penalty) <= 1e30, "frequency_penalty must be from -1e30 to 1e30", self.frequency_penalty),
-            (0 < self.repetition_penalty <= 1e30, "repetition_penalty must be > 0, and at most 1e30", self.repetition_penalty),
+            (
+                abs(self.frequency_penalty) <= 1e30,
+                "frequency_penalty must be from -1e30 to 1e30",
+                self.frequency_penalty,
+            ),
+            (
+                0 < self.repetition_penalty <= 1e30,
+                "repetition_penalty must be > 0, and at most 1e30",
+                self.repetition_penalty,
+            ),
             (0 <= self.top_logprobs <= MAX_INT32, "top_logprobs must be from 0 to 2^31 - 1", self.top_logprobs),
-            *((0 <= token <= MAX_INT32, "stop_token_ids must be from 0 to 2^31 - 1", token) for token in self.stop_token_ids),
+            *(
+                (0 <= token <= MAX_INT32, "stop_token_ids must be from 0 to 2^31 - 1", token)
+                for token in self.stop_token_ids
+            ),
         )
         for holds, rule, value in checks:
             if not holds:
@@ -160,13 +179,24 @@ class Sampling:
     @property
     def filters(self) -> tuple[str, ...]:
         """The settings that make the sampled distribution differ from softmax(logits / temperature)."""
-        at_rest = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+        at_rest = {
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+        }
         return tuple(name for name, rest in at_rest.items() if getattr(self, name) != rest)
 
 
 def _show(value: object) -> str:
     """Python writes no integer of more than 4,300 digits."""
-    return f"an integer of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else repr(value)
+    return (
+        f"an integer of {value.bit_length()} bits"
+        if isinstance(value, int) and value.bit_length() > 128
+        else repr(value)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +209,8 @@ class VersionSpan:
 
 
 def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
-    """`(number of tokens, version)` in their order, as spans; neighbours of one version are one span, empty runs are left out."""
+    """`(number of tokens, version)` in their order, as spans; neighbours of one version are one span, empty runs are
+    left out."""
     spans: list[VersionSpan] = []
     end = 0
     for count, version in runs:
@@ -195,9 +226,9 @@ def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
 class Completion:
     """One generation, as the engine reported it; nothing in it is invented, padded or trimmed.
 
-    `logprobs` are those of the distribution sampled from. `stopped_by` is the id or the string that ended it, where the engine says.
-    `prompt_tokens` is the prompt's length; a provider has compared it with the engine's own count, where there is one. `versions` covers
-    the tokens without gap or overlap.
+    `logprobs` are those of the distribution sampled from. `stopped_by` is the id or the string that ended it, where the
+    engine says. `prompt_tokens` is the prompt's length; a provider has compared it with the engine's own count, where
+    there is one. `versions` covers the tokens without gap or overlap.
     """
 
     token_ids: TokenIds
@@ -207,11 +238,17 @@ class Completion:
     prompt_tokens: int | None = None
     stopped_by: int | str | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
-    raw_logprobs: tuple[float, ...] | None = None  # of softmax(logits / temperature) before filters, where the engine has them
+    raw_logprobs: tuple[float, ...] | None = (
+        None  # of softmax(logits / temperature) before filters, where the engine has them
+    )
     routed_experts: RoutedExperts | None = None  # rows for positions of prompt and sampled ids, up to the last input
-    sampling_mask: SamplingMask | None = None  # a row for each sampled token, where filters removed ids and the engine says which it kept
+    sampling_mask: SamplingMask | None = (
+        None  # a row for each sampled token, where filters removed ids and the engine says which it kept
+    )
     fingerprint: str | None = None  # of the exact engine's numerics
-    prompt_logprobs: tuple[float, ...] | None = None  # of prompt_ids[1:], where they were asked for and the engine has them
+    prompt_logprobs: tuple[float, ...] | None = (
+        None  # of prompt_ids[1:], where they were asked for and the engine has them
+    )
     prompt_digest: bytes | None = None  # sha256 of the prompt ids, taken where the request to the engine was built
 
     def __post_init__(self) -> None:
@@ -263,7 +300,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpan:
-    """Prompt tokens `[start, end)` come from message `message` (an index) of role `role`; structure has `message=None`."""
+    """Prompt tokens `[start, end)` come from message `message` (an index) of role `role`; structure has
+    `message=None`."""
 
     start: int
     end: int
@@ -286,9 +324,11 @@ class Rendered:
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all of them given, none sampled.
 
-    `spans` count from the start of `added_ids`. `context` says what the cut was found on: "dummy" or "history". `join` says how the
-    recorded turn had ended: at the template's own stop; at an alias of it that only ends a conversation (harmony's <|return|>); at a
-    foreign stop token or at none (open), where `added_ids` begins with the template's own closing of the turn.
+    `spans` count from the start of `added_ids`. `context` says what the cut was found on: "dummy" or "history". `join`
+    says how the
+    recorded turn had ended: at the template's own stop; at an alias of it that only ends a conversation (harmony's
+    <|return|>); at a foreign stop token or at none (open), where `added_ids` begins with the template's own closing of
+    the turn.
     """
 
     prefix_ids: TokenIds
@@ -308,7 +348,8 @@ class Extension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An extension that cannot be proven. `why` is a stable code, `detail` a sentence that names the place and the cure."""
+    """An extension that cannot be proven. `why` is a stable code, `detail` a sentence that names the place and the
+    cure."""
 
     why: str
     detail: str = ""
@@ -327,7 +368,8 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One tool call that the model tried to write: its exact text and its place `[start, end)` among the sampled tokens."""
+    """One tool call that the model tried to write: its exact text and its place `[start, end)` among the sampled
+    tokens."""
 
     status: Status
     raw: str
@@ -347,7 +389,8 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A sampled turn as an OpenAI message. `raw` is its whole text, byte for byte (`errors="surrogateescape"` where UTF-8 is cut).
+    """A sampled turn as an OpenAI message. `raw` is its whole text, byte for byte (`errors="surrogateescape"` where
+    UTF-8 is cut).
 
     `reasoning_tokens` counts the sampled tokens between the markers of reasoning.
     """
@@ -379,10 +422,11 @@ class Delta:
 class TurnRequest:
     """An agent's next model call, in any dialect, already in the OpenAI shape: the whole conversation, every time.
 
-    `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the same turn. Over HTTP
-    it is the `Idempotency-Key`, or the body's digest where the client counts its retries.
-    `continues` is the node whose answer the caller says it continues: where several answers have the same text, that one is meant.
-    `messages_are_final`: the caller never changes these message objects, so those of an earlier request are not compared again.
+    `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the
+    same turn. Over HTTP it is the `Idempotency-Key`, or the body's digest where the client counts its retries.
+    `continues` is the node whose answer the caller says it continues: where several answers have the same text, that
+    one is meant. `messages_are_final`: the caller never changes these message objects, so those of an earlier request
+    are not compared again.
     """
 
     messages: Messages
@@ -413,7 +457,9 @@ class Reply:
     prompt_tokens: int
     given_tokens: int  # of the prompt, how many this turn added
     projection: str  # how the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" where nothing was continued
-    root: str | None = None  # why a new root or fork was begun; None where a turn that nothing had continued before was continued
+    root: str | None = (
+        None  # why a new root or fork was begun; None where a turn that nothing had continued before was continued
+    )
     replayed: bool = False  # a retry: this is the recorded answer, nothing was added
 
 
@@ -476,7 +522,9 @@ class Sample:
             raise TokenContractError(f"sample {self.sample_id}: ids, mask and logprobs differ in length: {lengths}")
         if self.sampling_mask is not None and len(self.sampling_mask) != lengths[0]:
             rows = len(self.sampling_mask)
-            raise TokenContractError(f"sample {self.sample_id}: the sampling mask has {rows} rows for {lengths[0]} tokens")
+            raise TokenContractError(
+                f"sample {self.sample_id}: the sampling mask has {rows} rows for {lengths[0]} tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,7 +538,8 @@ class Untrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Trained sampled tokens over sampled tokens. `pinned_turns` were sampled under a pinned system prompt in place of the client's."""
+    """Trained sampled tokens over sampled tokens. `pinned_turns` were sampled under a pinned system prompt in place of
+    the client's."""
 
     sampled: int
     trained: int

@@ -1,5 +1,5 @@
-"""What the trainers' examples share: an agent, which is any program that takes an OpenAI client and returns a reward; and two groups of
-four rollouts, for trainers that take samples instead of asking for rollouts."""
+"""What the trainers' examples share: an agent, which is any program that takes an OpenAI client and returns a reward;
+and two groups of four rollouts, for trainers that take samples instead of asking for rollouts."""
 
 import os
 
@@ -9,7 +9,9 @@ QUESTIONS = {"What is 12 + 7?": "19", "What is 30 - 4?": "26"}
 
 
 async def answer(client, question: str, expected: str) -> float:
-    reply = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": question}], max_tokens=64)
+    reply = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": question}], max_tokens=64
+    )
     return float(expected in (reply.choices[0].message.content or ""))
 
 

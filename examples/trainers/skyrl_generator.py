@@ -1,4 +1,5 @@
-"""SkyRL: return this from `BasePPOExp.get_generator`. `reward_spec` is the column of the dataset with the expected answer."""
+"""SkyRL: return this from `BasePPOExp.get_generator`. `reward_spec` is the column of the dataset with the expected
+answer."""
 
 import os
 

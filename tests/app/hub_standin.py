@@ -1,7 +1,8 @@
-"""A hub stand-in: what `snapshot_download` asks of the Hugging Face hub for one public model, as its HTTP API documents it.
+"""A hub stand-in: what `snapshot_download` asks of the Hugging Face hub for one public model, as its HTTP API documents
+it.
 
-GET /api/models/ID/revision/main names the commit and lists the files, as GET /api/models/ID/tree/COMMIT does, which later versions ask.
-HEAD and GET /ID/resolve/COMMIT/FILE give one, with its commit, size and ETag.
+GET /api/models/ID/revision/main names the commit and lists the files, as GET /api/models/ID/tree/COMMIT does, which
+later versions ask. HEAD and GET /ID/resolve/COMMIT/FILE give one, with its commit, size and ETag.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def serve_model(directory: Path, model: str) -> Iterator[tuple[str, list[str]]]:
                 files = [{"rfilename": each.name} for each in sorted(directory.iterdir())]
                 self._send(200, json.dumps({"id": model, "sha": COMMIT, "siblings": files}).encode(), with_body=True)
             elif path.startswith(f"/api/models/{model}/tree/"):
-                tree = [{"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "0" * 40} for each in directory.iterdir()]
+                tree = [
+                    {"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "0" * 40}
+                    for each in directory.iterdir()
+                ]
                 self._send(200, json.dumps(tree).encode(), with_body=True)
             elif path.startswith(f"/{model}/resolve/{COMMIT}/") and file.is_file():
                 if with_body:

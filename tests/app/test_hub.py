@@ -1,4 +1,5 @@
-"""A hub id while the hub cannot be reached: one request, then the cache, or one line that says what to do. And the one loader."""
+"""A hub id while the hub cannot be reached: one request, then the cache, or one line that says what to do. And the one
+loader."""
 
 from __future__ import annotations
 
@@ -58,12 +59,18 @@ def put_into(cache: Path, model: Path = SMALL_MODEL, *, name: str = "name") -> P
     return folder / "snapshots" / COMMIT
 
 
-@pytest.mark.parametrize("line", ["serve --port 0 --store memory --model org/name", "verify org/name", "train --model org/name --out o"])
-def test_one_line_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ["serve --port 0 --store memory --model org/name", "verify org/name", "train --model org/name --out o"]
+)
+def test_one_line_says_what_to_do(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], line: str
+) -> None:
     monkeypatch.chdir(cache)
     name, *rest = line.split()
     assert run(name, rest) == 2
-    said = [each for each in capfd.readouterr().err.splitlines() if each.strip() and not each.strip().startswith("loading")]
+    said = [
+        each for each in capfd.readouterr().err.splitlines() if each.strip() and not each.strip().startswith("loading")
+    ]
     assert len(said) == 1, said  # the library's own retries are not heard
     assert (
         "'org/name' is neither a directory here nor in the hub's cache" in said[0]
@@ -95,7 +102,9 @@ def test_offline_mode_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_our_own_set_up_does_not_switch_the_hub_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     quiet_libraries()
-    assert "HF_HUB_OFFLINE" not in os.environ  # `train` and `doctor` could download nothing, and would name a setting that nobody made
+    assert (
+        "HF_HUB_OFFLINE" not in os.environ
+    )  # `train` and `doctor` could download nothing, and would name a setting that nobody made
 
 
 def test_one_function_loads_models() -> None:
@@ -103,7 +112,9 @@ def test_one_function_loads_models() -> None:
     assert [path.name for path in package.rglob("*.py") if "AutoModelForCausalLM" in path.read_text()] == ["hub.py"]
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "a/b/c", "two words", Path("org/name")])
+@pytest.mark.parametrize(
+    "model", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "a/b/c", "two words", Path("org/name")]
+)
 def test_what_cannot_be_a_hub_id_is_a_missing_directory(model: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokentrue.hub.why_unreachable", lambda: pytest.fail("no hub is asked"))
     for load in (lambda: load_causal_model(model, dtype="float32"), lambda: load_config(model)):
@@ -115,7 +126,11 @@ def test_what_cannot_be_a_hub_id_is_a_missing_directory(model: str | Path, monke
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(OSError(), "OSError"), (RuntimeError("  \n"), "RuntimeError"), (RuntimeError("sizes differ:\n\t(2, 3)"), "sizes differ: (2, 3)")],
+    [
+        (OSError(), "OSError"),
+        (RuntimeError("  \n"), "RuntimeError"),
+        (RuntimeError("sizes differ:\n\t(2, 3)"), "sizes differ: (2, 3)"),
+    ],
 )
 def test_every_reason_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
     def fail(*_given: object, **_options: object) -> None:
@@ -128,7 +143,8 @@ def test_every_reason_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Except
 
 
 def write_recorded(path: Path, *, model: str) -> Path:
-    """Samples as a gateway that serves `model` records them: its tokenizer's hash, and the exact log-probabilities of its weights."""
+    """Samples as a gateway that serves `model` records them: its tokenizer's hash, and the exact log-probabilities of
+    its weights."""
     tokenizer = load_renderer(model).tokenizer_hash
     made = make_samples(SMALL_MODEL, 0.0)[:2]
     write_samples([replace(one, certificate=replace(one.certificate, tokenizer=tokenizer)) for one in made], path)
@@ -138,7 +154,10 @@ def write_recorded(path: Path, *, model: str) -> Path:
 def test_diagnose_takes_hub_ids(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put_into(offline)
     samples = write_recorded(offline / "s.jsonl", model="org/name")
-    assert run("diagnose", [str(samples), "--trainer", "org/name", "--tokenizer", "org/name", "-o", "page.html", "--json"]) == 0
+    assert (
+        run("diagnose", [str(samples), "--trainer", "org/name", "--tokenizer", "org/name", "-o", "page.html", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"].startswith("exact: all") and found["facts"]["trainer"] == "org/name"
     assert '"has_text":true' in (offline / "page.html").read_text()
@@ -195,17 +214,23 @@ def errors_of(line: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.parametrize("missing", MISSING)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda line: line.replace(str(SMALL_MODEL), "MODEL"))
-def test_a_missing_model_is_one_line_with_the_option(offline: Path, capfd: pytest.CaptureFixture[str], options: str, missing: str) -> None:
+def test_a_missing_model_is_one_line_with_the_option(
+    offline: Path, capfd: pytest.CaptureFixture[str], options: str, missing: str
+) -> None:
     write_recorded(offline / "s.jsonl", model=str(SMALL_MODEL))
     capfd.readouterr()
     said = errors_of(f"{options} {missing}", capfd)
     assert len(said) == 1, said
-    assert said[0].startswith(f"tokentrue {options.split()[0]}: {options.split()[-1]}: ") and MISSING[missing] in said[0]
+    assert (
+        said[0].startswith(f"tokentrue {options.split()[0]}: {options.split()[-1]}: ") and MISSING[missing] in said[0]
+    )
 
 
 @pytest.mark.parametrize("options", ["doctor --engine hf --model MODEL --served", "doctor --engine exact --model MODEL --served",
                                      "doctor --engine hf --model", "diagnose s.jsonl --trainer"])  # fmt: skip
-def test_a_model_without_weights_is_one_line_with_the_option(offline: Path, capfd: pytest.CaptureFixture[str], options: str) -> None:
+def test_a_model_without_weights_is_one_line_with_the_option(
+    offline: Path, capfd: pytest.CaptureFixture[str], options: str
+) -> None:
     write_recorded(offline / "s.jsonl", model=str(SMALL_MODEL))
     (offline / "empty" / "config.json").write_text((SMALL_MODEL / "config.json").read_text())
     capfd.readouterr()
@@ -214,7 +239,9 @@ def test_a_model_without_weights_is_one_line_with_the_option(offline: Path, capf
     assert f": {options.split()[-1]}: cannot load 'empty': " in said[0] and "model.safetensors" in said[0]
 
 
-def test_previous_weights_that_a_probe_cannot_load_name_their_option(offline: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_previous_weights_that_a_probe_cannot_load_name_their_option(
+    offline: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     perturbed(load_causal_model(SMALL_MODEL, dtype="float32")).save_pretrained(offline / "other")
     (offline / "empty" / "config.json").write_text((SMALL_MODEL / "config.json").read_text())
     capfd.readouterr()
@@ -239,7 +266,9 @@ def test_a_hub_id_is_read_as_the_directory_of_its_files_is(tmp_path: Path) -> No
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [stops, extra]}))
 
     def show(name: str, **env: str) -> list[object]:
-        done = subprocess.run([sys.executable, "-c", SHOW, name], env={**os.environ, **env}, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", SHOW, name], env={**os.environ, **env}, capture_output=True, text=True, check=True
+        )
         return json.loads(done.stdout)
 
     expected = show(str(model))
@@ -247,4 +276,6 @@ def test_a_hub_id_is_read_as_the_directory_of_its_files_is(tmp_path: Path) -> No
     with serve_model(model, "org/served") as (url, downloaded):
         assert show("org/served", HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home")) == expected
     assert "tokenizer.json" in downloaded and not any(name.endswith(".safetensors") for name in downloaded)
-    assert show("org/served", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home")) == expected, "the cache holds what was downloaded"
+    assert show("org/served", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home")) == expected, (
+        "the cache holds what was downloaded"
+    )

@@ -59,7 +59,9 @@ def engine() -> Iterator[tuple[type[SGLang], str]]:
 
 
 def config(url: str, model: str | None) -> ServeConfig:
-    return ServeConfig(model=ModelConfig(path=model), engine=EngineConfig(name="sglang", urls=(url,), options={"retries": 0}))
+    return ServeConfig(
+        model=ModelConfig(path=model), engine=EngineConfig(name="sglang", urls=(url,), options={"retries": 0})
+    )
 
 
 def test_without_a_model_the_engines_own_must_be_here(engine: tuple[type[SGLang], str]) -> None:
@@ -86,7 +88,9 @@ def test_an_engine_that_cannot_tokenise_is_believed(engine: tuple[type[SGLang], 
         assert identify_model(config(url, str(SMALL_MODEL))).model.path == str(SMALL_MODEL)
 
 
-def test_the_key_is_the_environments_unless_the_options_have_one(engine: tuple[type[SGLang], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_the_environments_unless_the_options_have_one(
+    engine: tuple[type[SGLang], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     handler, url = engine
     asked = config(url, str(SMALL_MODEL))
     monkeypatch.setenv("TOKENTRUE_ENGINE_KEY", "from-environment")

@@ -12,7 +12,17 @@ import pytest
 from tokentrue.app.configuration import read
 from tokentrue.app.training.settings import LossSpec, TrainRun, loss_for
 from tokentrue.errors import ConfigError
-from tokentrue.mismatch import LOSSES, PRESETS, AdaptiveMix, Correction, LossConfig, Penalty, Reject, Weights, loss_named
+from tokentrue.mismatch import (
+    LOSSES,
+    PRESETS,
+    AdaptiveMix,
+    Correction,
+    LossConfig,
+    Penalty,
+    Reject,
+    Weights,
+    loss_named,
+)
 from tokentrue.train.update.divergence import KlCoefficient
 
 
@@ -75,7 +85,11 @@ upper = 0.001
 """)
     run = read(TrainRun, path)
     made = loss_for(run.loss)
-    assert run.train.advantages.epsilon == 1e-4 and run.train.overlong.buffer == 20 and run.train.kl.reward_coefficient == 0.001
+    assert (
+        run.train.advantages.epsilon == 1e-4
+        and run.train.overlong.buffer == 20
+        and run.train.kl.reward_coefficient == 0.001
+    )
     assert made.clip_high == 0.3 and made.penalty == Penalty(coefficient=0.02, ceiling=10.0, clamp=None)
     assert made.correction.loss_counts == "kept"
     assert made.correction.weights == dataclasses.replace(
@@ -98,9 +112,17 @@ def test_a_table_without_preset_changes_the_losss_own_correction() -> None:
     made = loss_for(LossSpec(name="m2po", correction={"second_moment": {"threshold": 0.1}}))
     own = loss_named("m2po").correction
     assert own.second_moment is not None
-    assert made.correction == dataclasses.replace(own, second_moment=dataclasses.replace(own.second_moment, threshold=0.1))
+    assert made.correction == dataclasses.replace(
+        own, second_moment=dataclasses.replace(own.second_moment, threshold=0.1)
+    )
     weights = {"mode": "clip", "upper": 2.0, "lower": 0.5}
-    both = loss_for(LossSpec(name="dapo", options={"surrogate": "reinforce"}, correction={"weights": {**weights, "signal": "ppo_rollout"}}))
+    both = loss_for(
+        LossSpec(
+            name="dapo",
+            options={"surrogate": "reinforce"},
+            correction={"weights": {**weights, "signal": "ppo_rollout"}},
+        )
+    )
     assert both == LossConfig(
         correction=Correction(surrogate="reinforce", weights=Weights(mode="clip", upper=2.0, lower=0.5, signal="ppo_rollout")),
         surrogate="reinforce", clip_low=0.2, clip_high=0.28,

@@ -1,4 +1,5 @@
-"""Dynamic sampling: groups whose rewards are all equal are replaced by groups of other tasks, up to a limit, and counted."""
+"""Dynamic sampling: groups whose rewards are all equal are replaced by groups of other tasks, up to a limit, and
+counted."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ class StandInSessions:
 
 def rounds(resample: int, chance: float = 0.5, share: Share | None = None) -> RolloutRounds:
     config = RolloutConfig(
-        environment="tests.app.test_resampling:Coin", options={"chance": chance}, tasks=8, group_size=2, resample=resample
+        environment="tests.app.test_resampling:Coin",
+        options={"chance": chance},
+        tasks=8,
+        group_size=2,
+        resample=resample,
     )
     return RolloutRounds(config, StandInSessions(), share=share)
 
@@ -86,7 +91,9 @@ async def test_a_limit_that_is_reached_keeps_the_flat_groups() -> None:
 
 async def test_a_round_is_the_same_when_it_is_played_again() -> None:
     first, second = [await rounds(4).play(5) for _ in range(2)]
-    assert [[sample.session_id for sample in group] for group in first] == [[sample.session_id for sample in group] for group in second]
+    assert [[sample.session_id for sample in group] for group in first] == [
+        [sample.session_id for sample in group] for group in second
+    ]
     ids = [sample.session_id for group in first for sample in group]
     assert len(set(ids)) == len(ids) and any("round-00005-1/" in each for each in ids)
 

@@ -15,7 +15,9 @@ PLANS = plan_groups([Task(task_id=name, prompt="") for name in ("a", "b", "c")],
 def rollout_of(plan: Plan, error: str | None) -> Rollout:
     session = f"s-{plan.key}"
     samples = [{"session_id": session, "metadata": {"text": "né"}}] if error is None else []
-    return Rollout(plan=plan, session_id=session, reward=None if error else 1.0, error=error, seconds=0.1, samples=samples)
+    return Rollout(
+        plan=plan, session_id=session, reward=None if error else 1.0, error=error, seconds=0.1, samples=samples
+    )
 
 
 def record(out: Path, error: str | None) -> None:

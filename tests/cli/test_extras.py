@@ -1,4 +1,5 @@
-"""A command in an install without what it needs says which extra to install; the base needs neither torch nor transformers."""
+"""A command in an install without what it needs says which extra to install; the base needs neither torch nor
+transformers."""
 
 from __future__ import annotations
 
@@ -60,6 +61,11 @@ def test_the_table_names_what_the_extras_install() -> None:
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = subprocess.run(
-        [sys.executable, "-m", "tokentrue", "demo", "--out", str(tmp_path / "file" / "out")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tokentrue", "demo", "--out", str(tmp_path / "file" / "out")],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
+        done.stderr
+    )

@@ -1,7 +1,9 @@
-"""Every command under random wrong arguments and files: an exit code of the contract, one line or a usage text, never a traceback.
+"""Every command under random wrong arguments and files: an exit code of the contract, one line or a usage text, never a
+traceback.
 
-Commands run in this process, so that a slice of 260 calls fits into `make test`; `pytest -m slow tests/cli/test_fuzz.py` runs 4,000.
-A call that would start long work is given at least one wrong argument; a call that goes through anyway is stopped after its time limit.
+Commands run in this process, so that a slice of 260 calls fits into `make test`; `pytest -m slow
+tests/cli/test_fuzz.py` runs 4,000. A call that would start long work is given at least one wrong argument; a call that
+goes through anyway is stopped after its time limit.
 """
 
 from __future__ import annotations
@@ -21,14 +23,38 @@ from typer import Typer
 from typer.main import get_command
 
 import tokentrue.engine  # before any time limit: an import that is broken off half-way cannot be made again
-import tokentrue.train  # noqa: F401
+import tokentrue.train
 from tokentrue.cli.main import COMMANDS, load_command, main
 from tokentrue.environments import SMALL_MODEL
 
 LIMIT_S = 12.0
-WORDS = ["", " ", "-", "--", "-1", "0", "nan", "inf", "1e999", "9" * 40, "äöü🙂", "a=b", "=", "a.b.c=1", "x" * 300, "null"]
+WORDS = [
+    "",
+    " ",
+    "-",
+    "--",
+    "-1",
+    "0",
+    "nan",
+    "inf",
+    "1e999",
+    "9" * 40,
+    "äöü🙂",
+    "a=b",
+    "=",
+    "a.b.c=1",
+    "x" * 300,
+    "null",
+]
 WORDS += ["[1,", "%s", "..", "~"]
-URLS = ["http://127.0.0.1:9", "http://", "https://[", "http://127.0.0.1:999999", "ftp://x", "postgresql://127.0.0.1:9/x"]
+URLS = [
+    "http://127.0.0.1:9",
+    "http://",
+    "https://[",
+    "http://127.0.0.1:999999",
+    "ftp://x",
+    "postgresql://127.0.0.1:9/x",
+]
 SETS = ["server.port=x", "train.steps=-1", "rollout.tasks=0", "rollout=1", "rollout.temperature=nan", "model.path=", "engine.name=",
         "loss.name=none", "optim.lr=abc", "limits.in_flight=[1]", "a..b=1", "rollout.environment=os:getcwd",
         "rollout.options.x=1"]  # fmt: skip
@@ -40,9 +66,21 @@ FITTING = {
 
 
 GUARDS = {  # at least one of these stops a call that would otherwise work for long
-    "serve": [["--set", "server.port=x"], ["--engine", "none"], ["--model", "./nowhere"], ["--store", "here"], ["--set", "a..b=1"]],
-    "train": [["--set", each] for each in ("train.steps=-1", "rollout.tasks=0", "optim.lr=abc", "loss.name=none", "model.path=./nowhere")],
-    "rollout": [["--set", each] for each in ("rollout.tasks=0", "rollout.environment=boom:Env", "rollout.temperature=nan", "a..b=1")],
+    "serve": [
+        ["--set", "server.port=x"],
+        ["--engine", "none"],
+        ["--model", "./nowhere"],
+        ["--store", "here"],
+        ["--set", "a..b=1"],
+    ],
+    "train": [
+        ["--set", each]
+        for each in ("train.steps=-1", "rollout.tasks=0", "optim.lr=abc", "loss.name=none", "model.path=./nowhere")
+    ],
+    "rollout": [
+        ["--set", each]
+        for each in ("rollout.tasks=0", "rollout.environment=boom:Env", "rollout.temperature=nan", "a..b=1")
+    ],
     "demo": [["--threads", "0"], ["--out", "/dev/null/x"]],
     "lab": [["--device", "tpu"], ["--device", "cuda:99"]],
     "view": [["--port", "-1"], ["--port", "99999"]],
@@ -102,7 +140,11 @@ def make_call(draw: random.Random, name: str, files: list[str]) -> list[str]:
         if draw.random() > (0.95 if parameter.required else 0.15 if is_option else 0.6):
             continue
         words += [parameter.opts[-1]] if is_option else []
-        words += [] if getattr(parameter, "is_flag", False) else [make_value(draw, parameter, values, is_number=parameter.name in numbers)]
+        words += (
+            []
+            if getattr(parameter, "is_flag", False)
+            else [make_value(draw, parameter, values, is_number=parameter.name in numbers)]
+        )
     words += ["--nothing"] if draw.random() < 0.02 else []
     return words + draw.choice(GUARDS.get(name, [[]]))
 
@@ -144,12 +186,16 @@ def check_calls(seed: int, count: int, files: list[str]) -> None:
 
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # a refused call may leave a socket or a file to the collector; its process ends
+    pytest.mark.filterwarnings(
+        "ignore"
+    ),  # a refused call may leave a socket or a file to the collector; its process ends
 ]
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_call_prints_a_traceback(seed: int, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_call_prints_a_traceback(
+    seed: int, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     check_calls(seed, 130, files)
@@ -158,7 +204,9 @@ def test_no_call_prints_a_traceback(seed: int, files: list[str], tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_many_calls_print_no_traceback(seed: int, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_calls_print_no_traceback(
+    seed: int, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     check_calls(seed, 400, files)

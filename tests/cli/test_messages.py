@@ -25,7 +25,8 @@ NO_CUDA = "is built without CUDA|finds no GPU"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory: a file, an empty directory, files that are not what their names say, an environment that cannot be loaded."""
+    """The current directory: a file, an empty directory, files that are not what their names say, an environment that
+    cannot be loaded."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TOKENTRUE_ADMIN_KEY", raising=False)
     (tmp_path / "file").write_text("x")
@@ -49,7 +50,11 @@ WRONG = [
     ("serve --port 0 --store memory --device tpu9", "'tpu9'", "use cpu, cuda"),
     ("serve --port 0 --store memory --dtype int8", "dtype: 'int8'", "one of float32"),
     ("serve --port 0 --store memory --engine warp", "no engine 'warp'", "choose one of"),
-    ("serve --port 0 --engine scripted --script f --device cpu --store memory", "not run in this process", "--device is for exact and hf"),
+    (
+        "serve --port 0 --engine scripted --script f --device cpu --store memory",
+        "not run in this process",
+        "--device is for exact and hf",
+    ),
     ("verify empty", "has no tokenizer", "is it a model's?"),
     ("demo --out file/out", "file", "Not a directory"),
     ("demo --threads 0", "--threads", "greater than or equal to 1"),
@@ -65,11 +70,23 @@ WRONG = [
     ("train --set threads=0", "threads: 0", "at least 1"),
     ("rollout --set rollout.temperature=-1", "rollout.temperature: -1.0", "finite and >= 0"),
     ("rollout --set rollout.temperature=nan", "rollout.temperature: nan", "finite"),
-    ("rollout --set rollout.max_tokens=18446744073709551616", "rollout.max_tokens must be from 1 to 2^31 - 1", "got 18446744073709551616"),
+    (
+        "rollout --set rollout.max_tokens=18446744073709551616",
+        "rollout.max_tokens must be from 1 to 2^31 - 1",
+        "got 18446744073709551616",
+    ),
     ("train --set rollout.temperature=1e39", "rollout.temperature must be 0, or from 1e-30 to 1e30", "got 1e+39"),
     ("rollout --out file/out", "file", "Not a directory"),
-    ("rollout --url http://127.0.0.1:9", "no gateway is reachable at http://127.0.0.1:9", "is `tokentrue serve` running?"),
-    ("rollout --url http://127.0.0.1:9 --model empty", "--url names a gateway that has its own model", "leave --model out"),
+    (
+        "rollout --url http://127.0.0.1:9",
+        "no gateway is reachable at http://127.0.0.1:9",
+        "is `tokentrue serve` running?",
+    ),
+    (
+        "rollout --url http://127.0.0.1:9 --model empty",
+        "--url names a gateway that has its own model",
+        "leave --model out",
+    ),
     ("rollout --device cuda", "device: 'cuda' is not available", "use cpu"),
     ("rollout --set rollout.environment=nowhere", "no 'nowhere'", "package.module:Class"),
     ("rollout --set rollout.environment=broken_env:Env", "broken_env:Env cannot be loaded", "JSONDecodeError"),
@@ -95,7 +112,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "wrong", "advice"), WRONG, ids=[line for line, *_ in WRONG])
-def test_one_line_names_it(folder: Path, capsys: pytest.CaptureFixture[str], line: str, wrong: str, advice: str) -> None:
+def test_one_line_names_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: str, wrong: str, advice: str
+) -> None:
     name, *rest = line.split()
     assert run(name, rest) == 2
     said = capsys.readouterr()
@@ -107,8 +126,13 @@ def test_one_line_names_it(folder: Path, capsys: pytest.CaptureFixture[str], lin
 
 def test_the_traceback_of_an_environment_is_in_the_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("rollout", ["--set", "rollout.environment=broken_env:Env", "--out", "out"]) == 2
-    assert "(broken_env.py:3)" in capsys.readouterr().err or "decoder.py" in (folder / "out" / "rollouts.log").read_text()
-    assert "Traceback" in (folder / "out" / "rollouts.log").read_text() and "broken_env.py" in (folder / "out" / "rollouts.log").read_text()
+    assert (
+        "(broken_env.py:3)" in capsys.readouterr().err or "decoder.py" in (folder / "out" / "rollouts.log").read_text()
+    )
+    assert (
+        "Traceback" in (folder / "out" / "rollouts.log").read_text()
+        and "broken_env.py" in (folder / "out" / "rollouts.log").read_text()
+    )
 
 
 AN_AGENT = """
@@ -134,14 +158,24 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.stop()
 
 
-def test_an_environment_of_the_current_directory(server: Server, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_environment_of_the_current_directory(
+    server: Server, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "my_own_env.py").write_text(AN_AGENT)
     size = ["--set", "rollout.tasks=2", "--set", "rollout.group_size=1", "--set", "rollout.environment=my_own_env:Mine"]
     assert run("rollout", ["--url", server.url, "--out", "out", *size]) == 1
     said = capsys.readouterr().out
-    assert "2 rollouts in 2 groups, 1 failed" in said and "KeyError: 'a mistake of the agent'" in said and "Traceback" not in said
+    assert (
+        "2 rollouts in 2 groups, 1 failed" in said
+        and "KeyError: 'a mistake of the agent'" in said
+        and "Traceback" not in said
+    )
     log = (folder / "out" / "rollouts.log").read_text()
-    assert "tracebacks in out/rollouts.log" in said and "Traceback" in log and 'raise KeyError("a mistake of the agent")' in log
+    assert (
+        "tracebacks in out/rollouts.log" in said
+        and "Traceback" in log
+        and 'raise KeyError("a mistake of the agent")' in log
+    )
 
 
 def test_the_gateways_own_words_are_shown(
@@ -152,11 +186,16 @@ def test_the_gateways_own_words_are_shown(
         address = ["--url", server.url] if name == "rollout" else [server.url]
         assert run(name, [*address, *rest]) == 2
         said = capsys.readouterr().err
-        assert "the gateway answered 401" in said and "TOKENTRUE_ADMIN_KEY" in said and len(said.strip().splitlines()) == 1, said
+        assert (
+            "the gateway answered 401" in said and "TOKENTRUE_ADMIN_KEY" in said and len(said.strip().splitlines()) == 1
+        ), said
 
 
-def test_the_default_journal_of_another_model(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first start records a session with the model of these tests; the second would serve the shipped one from the same file."""
+def test_the_default_journal_of_another_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start records a session with the model of these tests; the second would serve the shipped one from the
+    same file."""
     from tokentrue.app.wiring import DEFAULT_STORE
 
     path = folder / DEFAULT_STORE.removeprefix("sqlite:")
@@ -225,7 +264,9 @@ def test_a_full_standard_output_is_one_line(arguments: list[str], unbuffered: st
     with open("/dev/full", "w") as full:
         command, env = [sys.executable, "-m", "tokentrue", *arguments], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=env)
-    assert done.returncode == 2 and "No space left on device" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.returncode == 2 and "No space left on device" in done.stderr and len(done.stderr.splitlines()) == 1, (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -243,26 +284,37 @@ def test_counted_nouns() -> None:
     assert [count_of(n, "sample") for n in (0, 1, 2, 1024)] == ["0 samples", "1 sample", "2 samples", "1,024 samples"]
 
 
-@pytest.mark.parametrize("arguments", [["-c", "import tokentrue"], ["-m", "tokentrue", "--help"], ["-m", "tokentrue", "lab", "list"]])
+@pytest.mark.parametrize(
+    "arguments", [["-c", "import tokentrue"], ["-m", "tokentrue", "--help"], ["-m", "tokentrue", "lab", "list"]]
+)
 def test_quick_starts_load_neither_torch_nor_transformers(arguments: list[str]) -> None:
     """Under one second of processor time; what would make it slow is named."""
     began = time.perf_counter()
     done = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, timeout=120)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert done.returncode == 0 and not loaded & {"torch", "transformers", "pyarrow", "starlette"}, json.dumps(sorted(loaded)[:5])
+    assert done.returncode == 0 and not loaded & {"torch", "transformers", "pyarrow", "starlette"}, json.dumps(
+        sorted(loaded)[:5]
+    )
     assert time.perf_counter() - began < 20
 
 
 def test_rollouts_that_sampled_nothing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"rollout": "a/0", "group": "a", "reward": 0.0, "error": None, "samples": 0, "sampled": 0, "trained": 0}
-    (tmp_path / "rollouts.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps({**row, 'rollout': 'a/1', 'samples': 1})}\n")
+    (tmp_path / "rollouts.jsonl").write_text(
+        f"{json.dumps(row)}\n{json.dumps({**row, 'rollout': 'a/1', 'samples': 1})}\n"
+    )
     (tmp_path / "transcripts").mkdir()
     print_summary(tmp_path, [], tmp_path / "rollouts.log", as_json=False)
-    assert f"1 rollout sampled nothing: the model was not asked; agents' output in {tmp_path / 'transcripts'}" in capsys.readouterr().out
+    assert (
+        f"1 rollout sampled nothing: the model was not asked; agents' output in {tmp_path / 'transcripts'}"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(("name", "said"), [("train", "the same command resumes"), ("audit", "interrupted")])
-def test_an_interrupted_command_says_so(name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_command_says_so(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def command() -> int:
         raise KeyboardInterrupt
 

@@ -24,7 +24,9 @@ KEY = "a-long-admin-key"
 def play_two_sessions(server: Server) -> None:
     with tt.Client(server.url, KEY) as client:
         for name in ("one", "two"):
-            session = client.open(session_id=name, group="g", metadata={"task": {"deep": [1]}}, sampling={"temperature": 0.5})
+            session = client.open(
+                session_id=name, group="g", metadata={"task": {"deep": [1]}}, sampling={"temperature": 0.5}
+            )
             session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
             session.close()
 
@@ -99,10 +101,15 @@ def test_what_is_purged_while_others_are_read_is_left_out(
     assert left == ["two"]
 
 
-def test_ids_are_shown_whole_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_shown_whole_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     ids = [f"{number:032x}" for number in range(3)]
-    show_list([{"session_id": name, "group": "a-long-name-of-a-group", "state": "ended", "turns": 3} for name in ids], as_json=False)
+    show_list(
+        [{"session_id": name, "group": "a-long-name-of-a-group", "state": "ended", "turns": 3} for name in ids],
+        as_json=False,
+    )
     shown = capsys.readouterr().out
     assert all(name in shown for name in ids), shown
 
@@ -134,7 +141,9 @@ def test_what_is_called_wrong_is_one_line(server: Server, tmp_path: Path, capsys
 
 
 @pytest.mark.postgres
-def test_a_store_on_postgresql(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_on_postgresql(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
     assert run("sessions", [database]) == 2
     assert "no journal at" in capsys.readouterr().err, "a database without tables"

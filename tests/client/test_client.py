@@ -15,7 +15,14 @@ import tokentrue as tt
 from tests.gateway.world import Server, sampled_by, scripted_server
 from tokentrue.cli.inspect.samples import _session_names
 from tokentrue.client import AsyncClientSession, ClientSession, _Request
-from tokentrue.errors import ConfigError, GatewayError, GatewayUnreachable, MessageError, SessionConflict, SessionNotFound
+from tokentrue.errors import (
+    ConfigError,
+    GatewayError,
+    GatewayUnreachable,
+    MessageError,
+    SessionConflict,
+    SessionNotFound,
+)
 
 TEXTS = ["It is 4.", "It is 5."]
 
@@ -31,7 +38,10 @@ def ask(client: tt.Client) -> tuple[list[tt.Sample], str]:
     with client.session(group="task-7", metadata={"task": 7}) as s:
         history = [{"role": "user", "content": "2+2?"}]
         first = s.openai().chat.completions.create(model="policy", messages=history)  # pyright: ignore[reportArgumentType]
-        history += [{"role": "assistant", "content": first.choices[0].message.content or ""}, {"role": "user", "content": "+1?"}]
+        history += [
+            {"role": "assistant", "content": first.choices[0].message.content or ""},
+            {"role": "user", "content": "+1?"},
+        ]
         second = s.anthropic().messages.create(model="policy", max_tokens=64, messages=history)  # pyright: ignore[reportArgumentType]
         assert (first.choices[0].message.content, second.content[0].text) == tuple(TEXTS)  # pyright: ignore
         s.reward(0.5, metadata={"judge": "exact"})
@@ -80,7 +90,11 @@ async def test_sessions_that_another_program_opened_with_await(server: Server) -
 
 def test_a_session_that_is_not_for_training_admits_penalties(server: Server) -> None:
     with tt.Client(server.url, "a-long-admin-key") as client:
-        asked: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "2+2?"}], "presence_penalty": 0.5}
+        asked: dict[str, Any] = {
+            "model": "policy",
+            "messages": [{"role": "user", "content": "2+2?"}],
+            "presence_penalty": 0.5,
+        }
         with client.session(training=False) as free:
             assert free.openai().chat.completions.create(**asked).choices[0].message.content in TEXTS
         with client.session() as trained, pytest.raises(openai.BadRequestError, match="training=False"):
@@ -126,7 +140,10 @@ def test_a_pinned_system_prompt_over_http(server: Server) -> None:
                 for turn in range(2):
                     asked = [{"role": "system", "content": f"It is 10:0{turn}."}, *history]
                     reply = s.openai().chat.completions.create(model="policy", messages=asked)  # pyright: ignore[reportArgumentType]
-                    history += [{"role": "assistant", "content": reply.choices[0].message.content}, {"role": "user", "content": "+1?"}]
+                    history += [
+                        {"role": "assistant", "content": reply.choices[0].message.content},
+                        {"role": "user", "content": "+1?"},
+                    ]
                 assert len(s.samples()) == samples and s.coverage().pinned_turns == (1 if pin else 0)
                 state = s.state()
                 assert state["pin"] == (pin or [])
@@ -152,12 +169,16 @@ def test_a_session_named_by_a_header_is_opened_by_its_first_request(server: Serv
                 sdk.chat.completions.create(model="policy", messages=asked, extra_headers={"X-Session-ID": "../x"})  # pyright: ignore[reportArgumentType]
         client.reward_session("rollout-1", 0.5, group="task-7")
         client.end_session("rollout-1")
-        assert {(sample.group, sample.reward) for sample in client.session_samples("rollout-1").samples} == {("task-7", 0.5)}
+        assert {(sample.group, sample.reward) for sample in client.session_samples("rollout-1").samples} == {
+            ("task-7", 0.5)
+        }
         assert len(client.session_samples("rollout-2").samples) == 1
         with pytest.raises(SessionConflict, match="is of group 'task-7'"):
             client.reward_session("rollout-1", 0.5, group="task-8")
         with client.session() as s:
-            other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=s.api_key, default_headers={"X-Session-ID": "rollout-2"})
+            other = openai.OpenAI(
+                base_url=f"{server.url}/v1", api_key=s.api_key, default_headers={"X-Session-ID": "rollout-2"}
+            )
             with other:  # a session's own key opens that session alone
                 other.chat.completions.create(model="policy", messages=asked)  # pyright: ignore[reportArgumentType]
             assert len(s.samples()) == 1 and len(client.session_samples("rollout-2").samples) == 1

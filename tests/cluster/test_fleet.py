@@ -94,7 +94,11 @@ async def address() -> str:
 
 @pytest.mark.parametrize(
     ("absent", "error", "opened", "said"),
-    [(2, None, 3, None), (0, ValueError("the agent broke"), 1, "ValueError: the agent broke"), (0, ConnectionError("reset"), 99, "away")],
+    [
+        (2, None, 3, None),
+        (0, ValueError("the agent broke"), 1, "ValueError: the agent broke"),
+        (0, ConnectionError("reset"), 99, "away"),
+    ],
 )
 async def test_an_absence_is_waited_for_and_an_agent_s_failure_is_not(
     absent: int, error: Exception | None, opened: int, said: str | None, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +154,9 @@ def test_a_gateway_that_cannot_start_says_why_and_is_not_waited_for(monkeypatch:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_an_agent_is_given_a_key_of_its_session_and_never_the_admin_key(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_is_given_a_key_of_its_session_and_never_the_admin_key(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def call(self: GatewaySessions, method: str, path: str, body: Any = None) -> Any:
         if path == "/sessions" and begun:
             raise SessionConflict("this session exists")

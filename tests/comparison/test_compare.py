@@ -52,7 +52,9 @@ def test_sampled_splits_are_no_difference_but_given_ones_are() -> None:
     assert kinds(CHAT, [*CHAT[:8], 8, *CHAT[9:]]) == []
     given_7 = [START, USER, 7, END]
     found = tt.compare(given_7, [START, USER, 8, END], renderer=TOY)
-    assert [(one.kind, one.severity, one.detail) for one in found] == [("non_assistant_text", "hard", "the same text from other ids")]
+    assert [(one.kind, one.severity, one.detail) for one in found] == [
+        ("non_assistant_text", "hard", "the same text from other ids")
+    ]
 
 
 def test_assistant_text_is_soft_and_given_text_hard() -> None:
@@ -137,11 +139,16 @@ def test_every_change_to_a_record_is_found(data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["qwen3-like", "k2v3-like"])
 def test_on_a_real_renderer(name: str) -> None:
     renderer = tt.load_renderer(str(parts.own_dir(name)))
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is four.", "reasoning_content": "add"}]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "It is four.", "reasoning_content": "add"},
+    ]
     follow = [{"role": "user", "content": "and one?"}]
     ids = list(renderer.render([*chat, *follow]).token_ids)
     other = list(renderer.render([chat[0], {**chat[1], "content": "It is for."}, *follow]).token_ids)
-    assert [(one.kind, one.turn, one.message) for one in tt.compare(ids, other, renderer=renderer)] == [("assistant_text", 0, 1)]
+    assert [(one.kind, one.turn, one.message) for one in tt.compare(ids, other, renderer=renderer)] == [
+        ("assistant_text", 0, 1)
+    ]
     newline = ids.index(renderer.stop_token_ids[0]) + 1
     lost = tt.compare(ids, ids[:newline] + ids[newline + 1 :], renderer=renderer)
     assert [(one.kind, one.severity, one.expected.text) for one in lost] == [("non_assistant_text", "hard", "\n")]

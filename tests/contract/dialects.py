@@ -1,6 +1,8 @@
-"""How the models of each family write a turn: the text that they sample after their generation prompt, its stop token included.
+"""How the models of each family write a turn: the text that they sample after their generation prompt, its stop token
+included.
 
-Written by hand from the formats, independent of both the templates and the parser: the contract suite plays a model with it.
+Written by hand from the formats, independent of both the templates and the parser: the contract suite plays a model
+with it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def _parameters(call: Call) -> str:
 def arg_pairs(calls: Sequence[Call], *, gap: str = "\n") -> str:
     return gap.join(
         f"<tool_call>{c['name']}{gap}"
-        + "".join(f"<arg_key>{k}</arg_key>{gap}<arg_value>{_plain(v)}</arg_value>{gap}" for k, v in c["arguments"].items())
+        + "".join(
+            f"<arg_key>{k}</arg_key>{gap}<arg_value>{_plain(v)}</arg_value>{gap}" for k, v in c["arguments"].items()
+        )
         + "</tool_call>"
         for c in calls
     )
@@ -41,7 +45,8 @@ def tight_pairs(calls: Sequence[Call]) -> str:
 
 def kimi(calls: Sequence[Call]) -> str:
     inner = "".join(
-        f"<|tool_call_begin|>functions.{c['name']}:{n}<|tool_call_argument_begin|>{dumps(c)}<|tool_call_end|>" for n, c in enumerate(calls)
+        f"<|tool_call_begin|>functions.{c['name']}:{n}<|tool_call_argument_begin|>{dumps(c)}<|tool_call_end|>"
+        for n, c in enumerate(calls)
     )
     return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
 
@@ -60,7 +65,10 @@ def _invokes(calls: Sequence[Call]) -> str:
 
 
 def deepseek_fenced(calls: Sequence[Call]) -> str:
-    inner = "\n".join(f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c['name']}\n```json\n{dumps(c)}\n```<｜tool▁call▁end｜>" for c in calls)
+    inner = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c['name']}\n```json\n{dumps(c)}\n```<｜tool▁call▁end｜>"
+        for c in calls
+    )
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
@@ -112,7 +120,8 @@ def _plain(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """`think`: what the model writes around its reasoning; where the prompt has already opened it, the model goes on inside.
+    """`think`: what the model writes around its reasoning; where the prompt has already opened it, the model goes on
+    inside.
 
     `closes`: what the template writes, in history, where the model sampled its stop; differs for harmony only.
     """

@@ -1,7 +1,8 @@
-"""Why a cell of the suite of `renderers` differs from ours: reasons that count only where they are seen to hold on that very cell.
+"""Why a cell of the suite of `renderers` differs from ours: reasons that count only where they are seen to hold on that
+very cell.
 
-Runs inside that suite's process (see renderers_adapter.py), where `tests` is its own folder. A reason is a sentence and a check; a failing
-test that no check explains is a failure of ours.
+Runs inside that suite's process (see renderers_adapter.py), where `tests` is its own folder. A reason is a sentence and
+a check; a failing test that no check explains is a failure of ours.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def _reference(parameters: Mapping[str, Any], adapter: Any, messages: Sequence[M
     from tests.reference_rendering import render_reference
 
     case, scenario = parameters["case"], parameters["scenario"]
-    given = {key: value for key, value in {**dict(case.oracle_defaults), **parameters["kwargs"]}.items() if value is not None}
+    given = {
+        key: value for key, value in {**dict(case.oracle_defaults), **parameters["kwargs"]}.items() if value is not None
+    }
     copies = [dict(message) for message in messages]
     return render_reference(adapter.tokenizer, copies, oracle=case.oracle, **given, **scenario.render_kwargs)
 
@@ -58,15 +61,22 @@ def _as_the_library(parameters: Mapping[str, Any], adapter: Any) -> bool:
     scenario, kwargs = parameters["scenario"], parameters["kwargs"]
     date = kwargs.get("conversation_start_date") or datetime.now().strftime("%Y-%m-%d")
     effort = kwargs.get("reasoning_effort") or "medium"
-    said = harmony_ids(scenario.messages, list(scenario.tools), effort=effort, date=date, generate=scenario.add_generation_prompt)
+    said = harmony_ids(
+        scenario.messages, list(scenario.tools), effort=effort, date=date, generate=scenario.add_generation_prompt
+    )
     return said == _ours(parameters, adapter)
 
 
 def _as_the_template(parameters: Mapping[str, Any], adapter: Any) -> bool:
     """Where the suite's reference is no template: the template that we were given is what we follow."""
-    scenario, given = parameters["scenario"], {key: value for key, value in parameters["kwargs"].items() if value is not None}
+    scenario, given = (
+        parameters["scenario"],
+        {key: value for key, value in parameters["kwargs"].items() if value is not None},
+    )
     said = [{**message, "content": message.get("content") or ""} for message in scenario.messages]
-    found = adapter.tokenizer.apply_chat_template(said, tokenize=True, return_dict=False, **given, **scenario.render_kwargs)
+    found = adapter.tokenizer.apply_chat_template(
+        said, tokenize=True, return_dict=False, **given, **scenario.render_kwargs
+    )
     return parameters["case"].oracle == "deepseek-v4" and list(found) == _ours(parameters, adapter)
 
 
@@ -82,12 +92,17 @@ def _refused_by_name(parameters: Mapping[str, Any], adapter: Any) -> bool:
 
 
 def harmony_ids(messages: Sequence[Message], tools: list[Any], *, effort: str, date: str, generate: bool) -> list[int]:
-    """openai-harmony's own encoding: calls typed as the model types them, text before a call in the commentary channel, results under
-    their tool's name, the reasoning that the format keeps, and the library's own beginning of the next turn."""
+    """openai-harmony's own encoding: calls typed as the model types them, text before a call in the commentary channel,
+    results under their tool's name, the reasoning that the format keeps, and the library's own beginning of the next
+    turn."""
     import openai_harmony as oh
 
     encoder = oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)
-    system = oh.SystemContent.new().with_reasoning_effort(oh.ReasoningEffort(effort.capitalize())).with_conversation_start_date(date)
+    system = (
+        oh.SystemContent.new()
+        .with_reasoning_effort(oh.ReasoningEffort(effort.capitalize()))
+        .with_conversation_start_date(date)
+    )
     out = [oh.Message.from_role_and_content(oh.Role.SYSTEM, system)]
     lead = messages[0] if messages[0]["role"] == "system" else None
     if (lead and lead["content"]) or tools:
@@ -96,7 +111,10 @@ def harmony_ids(messages: Sequence[Message], tools: list[Any], *, effort: str, d
             developer = developer.with_instructions(lead["content"])
         if tools:
             said = [tool["function"] for tool in tools]
-            described = [oh.ToolDescription.new(tool["name"], tool["description"], parameters=tool["parameters"]) for tool in said]
+            described = [
+                oh.ToolDescription.new(tool["name"], tool["description"], parameters=tool["parameters"])
+                for tool in said
+            ]
             developer = developer.with_function_tools(described)
         out.append(oh.Message.from_role_and_content(oh.Role.DEVELOPER, developer))
     rest = messages[1:] if lead else messages
@@ -109,14 +127,18 @@ def harmony_ids(messages: Sequence[Message], tools: list[Any], *, effort: str, d
     return encoder.render_conversation_for_training(talk, config=as_given)
 
 
-def _harmony_message(oh: Any, message: Message, before: Sequence[Message], after: Sequence[Message], *, generate: bool) -> list[Any]:
+def _harmony_message(
+    oh: Any, message: Message, before: Sequence[Message], after: Sequence[Message], *, generate: bool
+) -> list[Any]:
     import json
 
     role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or []
     if role == "user":
         return [oh.Message.from_role_and_content(oh.Role.USER, content)]
     if role in {"system", "developer"}:
-        return [oh.Message.from_role_and_content(oh.Role.DEVELOPER, oh.DeveloperContent.new().with_instructions(content))]
+        return [
+            oh.Message.from_role_and_content(oh.Role.DEVELOPER, oh.DeveloperContent.new().with_instructions(content))
+        ]
     if role == "tool":
         asked = {call.get("id"): call["function"]["name"] for said in before for call in said.get("tool_calls") or ()}
         name = message.get("name") or asked.get(message.get("tool_call_id")) or list(asked.values())[-1]
@@ -143,7 +165,11 @@ def _harmony_message(oh: Any, message: Message, before: Sequence[Message], after
 
 def _rendered(adapter: Any, messages: Sequence[Message]) -> list[int]:
     result = adapter.tokenizer.apply_chat_template(
-        [_as_objects(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False, **adapter.variables
+        [_as_objects(message) for message in messages],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        **adapter.variables,
     )
     return list(result)
 
@@ -157,7 +183,9 @@ def _as_objects(message: Message) -> dict[str, Any]:
     if message.get("tool_calls"):
         functions = [call["function"] for call in message["tool_calls"]]
         objects = [{**function, "arguments": json.loads(function["arguments"])} for function in functions]
-        out["tool_calls"] = [{**call, "function": function} for call, function in zip(message["tool_calls"], objects, strict=True)]
+        out["tool_calls"] = [
+            {**call, "function": function} for call, function in zip(message["tool_calls"], objects, strict=True)
+        ]
     return out
 
 

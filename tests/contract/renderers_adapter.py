@@ -1,7 +1,8 @@
 """A pytest plugin: lets the tests of the PyPI package `renderers` examine our renderer instead of its own.
 
-Loaded with `-p renderers_adapter` into a process of its own (see test_outside_renderers.py), where `tests` is that package's folder.
-Tokenizers come from `PARTS`, a JSON file: model name to folder and template; models that are not in it are skipped.
+Loaded with `-p renderers_adapter` into a process of its own (see test_outside_renderers.py), where `tests` is that
+package's folder. Tokenizers come from `PARTS`, a JSON file: model name to folder and template; models that are not in
+it are skipped.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Adapter:
         self.last_bridge: tuple[list[int], list[Any], list[Any], Any] = ([], [], [], None)
         self.config = Config(**kwargs, thinking_retention=getattr(config, "thinking_retention", None))
         keep = self.config.thinking_retention == "all"
-        self.variables = _defaults(tokenizer.name_or_path) | {name: value for name, value in kwargs.items() if value is not None}
+        self.variables = _defaults(tokenizer.name_or_path) | {
+            name: value for name, value in kwargs.items() if value is not None
+        }
         self._renderer = renderer_of(
             tokenizer,
             directory=Path(PARTS[tokenizer.name_or_path]["folder"]),
@@ -83,7 +86,9 @@ class Adapter:
     def get_stop_token_ids(self) -> list[int]:
         return list(self._renderer.stop_token_ids)
 
-    def bridge_to_next_turn(self, previous_prompt_ids: Any, previous_completion_ids: Any, new_messages: Any, *, tools: Any = None) -> Any:
+    def bridge_to_next_turn(
+        self, previous_prompt_ids: Any, previous_completion_ids: Any, new_messages: Any, *, tools: Any = None
+    ) -> Any:
         prefix = [*previous_prompt_ids, *previous_completion_ids]
         if not previous_prompt_ids:
             return None
@@ -113,7 +118,9 @@ def _set_fields(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names if name in config.model_fields_set}
 
 
-def create_renderer(tokenizer: Any, config: Any = None, *, chat_template_kwargs: dict[str, Any] | None = None, **_: Any) -> Adapter:
+def create_renderer(
+    tokenizer: Any, config: Any = None, *, chat_template_kwargs: dict[str, Any] | None = None, **_: Any
+) -> Adapter:
     if tokenizer.name_or_path not in PARTS:
         pytest.skip(f"no tokenizer for {tokenizer.name_or_path}")
     try:

@@ -1,7 +1,8 @@
 """Whom the contract suite examines: a tokenizer, a template and the dialect of the models that use them.
 
-`own` subjects use this repository's fixtures and run on any machine. `real` ones use real tokenizers and templates where they can be had
-(see tests/parts.py); a template whose own tokenizer cannot be had runs on our BPE with exactly the tokens that it uses.
+`own` subjects use this repository's fixtures and run on any machine. `real` ones use real tokenizers and templates
+where they can be had (see tests/parts.py); a template whose own tokenizer cannot be had runs on our BPE with exactly
+the tokens that it uses.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from tokentrue.renderers.families.token_calls.harmony import correct_template
 from tokentrue.renderers.load import renderer_of
 
 CHATML = "<|im_end|>"
-_short = lambda name, turn, place: f"c{turn:04d}{place:04d}"  # noqa: E731
-_kimi = lambda name, turn, place: f"functions.{name}:{place}"  # noqa: E731
+_short = lambda name, turn, place: f"c{turn:04d}{place:04d}"
+_kimi = lambda name, turn, place: f"functions.{name}:{place}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """`tokenizer`: `own:NAME`, `real:NAME` or `standin`; `template`: a key of `carriers.all_templates()`, or "" for the tokenizer's own."""
+    """`tokenizer`: `own:NAME`, `real:NAME` or `standin`; `template`: a key of `carriers.all_templates()`, or "" for the
+    tokenizer's own."""
 
     name: str
     family: str
@@ -57,7 +59,8 @@ class Subject:
         return _renderer(self.name)
 
     def judge(self) -> Any:
-        """transformers' own tokenizer: the truth that our renders are held to, with `truth` for its render of the same template."""
+        """transformers' own tokenizer: the truth that our renders are held to, with `truth` for its render of the same
+        template."""
         return _tokenizer(self.folder())
 
     def truth(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -99,7 +102,9 @@ _coder = Dialect(calls=d.function_xml, stop=CHATML, think=None)
 _qwen35 = Dialect(calls=d.function_xml, stop=CHATML, before_calls="\n\n")
 _k2v3 = Dialect(calls=d.hermes, stop=CHATML, think=("<think>\n", "\n</think>\n"))
 _glm45 = Dialect(calls=d.arg_pairs, stop="<|user|>", call_stop="<|observation|>", think=("\n<think>", "</think>\n"))
-_glm47 = Dialect(calls=d.tight_pairs, stop="<|user|>", call_stop="<|observation|>", think=("<think>", "</think>"), before_calls="")
+_glm47 = Dialect(
+    calls=d.tight_pairs, stop="<|user|>", call_stop="<|observation|>", think=("<think>", "</think>"), before_calls=""
+)
 _kimi2 = Dialect(calls=d.kimi, stop=CHATML, think=None, before_calls="", ids=_kimi)
 _kimi25 = Dialect(calls=d.kimi, stop=CHATML, think=("<think>", "</think>"), before_calls="", ids=_kimi)
 _minimax = Dialect(calls=d.minimax, stop="[e~[")
@@ -108,7 +113,9 @@ _ds3 = Dialect(calls=d.deepseek_fenced, stop=_EOS, think=None, before_calls="")
 _ds31 = Dialect(calls=d.deepseek_bare, stop=_EOS, think=None, before_calls="")
 _ds31_thinking = Dialect(calls=d.deepseek_bare, stop=_EOS, think=("<think>", "</think>"), before_calls="")
 _r1 = Dialect(calls=d.deepseek_fenced, stop=_EOS, think=("<think>\n", "\n</think>\n\n"), before_calls="")
-_ds32 = Dialect(calls=partial(d.dsml, block="function_calls"), stop=_EOS, think=("<think>", "</think>"), before_calls="\n\n")
+_ds32 = Dialect(
+    calls=partial(d.dsml, block="function_calls"), stop=_EOS, think=("<think>", "</think>"), before_calls="\n\n"
+)
 _ds4 = Dialect(calls=partial(d.dsml, block="tool_calls"), stop=_EOS, think=("<think>", "</think>"), before_calls="\n\n")
 _nemotron = Dialect(calls=d.function_xml, stop=CHATML, think=("<think>\n", "\n</think>\n"))
 _harmony = Harmony(calls=d.harmony_call, stop="<|return|>", call_stop="<|call|>", parallel=False, text_with_calls=False,

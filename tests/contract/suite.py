@@ -1,8 +1,9 @@
 """The contract of one subject, as cases: trajectories, append shapes, round trips, long flows, defence and wiring.
 
-A model is played by its dialect: prefixes end at the stop token that it sampled, not where a render ends. The truth for an extension is
-transformers' own render of the real history with the new messages, cut after the stop of the last assistant turn; the place is found by
-the words that the turn ends with, without any help from the renderer under test. Compared are ids.
+A model is played by its dialect: prefixes end at the stop token that it sampled, not where a render ends. The truth for
+an extension is transformers' own render of the real history with the new messages, cut after the stop of the last
+assistant turn; the place is found by the words that the turn ends with, without any help from the renderer under test.
+Compared are ids.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ TOOLS: list[dict[str, Any]] = [
             "description": f"The tool {name}.",
             "parameters": {
                 "type": "object",
-                "properties": {"count": {"type": "integer", "description": "n"}, "query": {"type": "string", "description": "q"}},
+                "properties": {
+                    "count": {"type": "integer", "description": "n"},
+                    "query": {"type": "string", "description": "q"},
+                },
                 "required": ["query"],
             },
         },
@@ -48,7 +52,9 @@ def cases(subject: Subject) -> Iterator[Case]:
     for name in trajectory_names(subject):
         yield Case(name=f"trajectory-{name}", check=lambda name=name: check_trajectory(subject, name))
         for shape in SHAPES:
-            yield Case(name=f"append-{shape}-{name}", check=lambda name=name, shape=shape: check_append(subject, name, shape))
+            yield Case(
+                name=f"append-{shape}-{name}", check=lambda name=name, shape=shape: check_append(subject, name, shape)
+            )
         yield Case(name=f"roundtrip-{name}", check=lambda name=name: check_round_trip(subject, name))
     for shape in FLOWS:
         yield Case(name=f"flow-{shape}", check=lambda shape=shape: check_flow(subject, shape))
@@ -65,7 +71,11 @@ def trajectory_names(subject: Subject) -> list[str]:
     plans = [name for name, plan in _PLANS.items() if subject.dialect.parallel or max(plan) == 1]
     if subject.dialect.calls is None:
         plans = ["single_tool", "multi_turn"]  # the same walk with plain text turns
-    return [f"{plan}-{mode}" for plan in plans for mode in (("plain", "thinking") if subject.dialect.think is not None else ("plain",))]
+    return [
+        f"{plan}-{mode}"
+        for plan in plans
+        for mode in (("plain", "thinking") if subject.dialect.think is not None else ("plain",))
+    ]
 
 
 def opening(subject: Subject) -> list[Message]:
@@ -85,7 +95,9 @@ def assistant(subject: Subject, turn: int, calls: int, *, thinking: bool) -> Mes
                 "type": "function",
                 "function": {
                     "name": name,
-                    "arguments": json.dumps({"count": 3 + place, "query": f"{place} <é> end{turn}q"}, ensure_ascii=False),
+                    "arguments": json.dumps(
+                        {"count": 3 + place, "query": f"{place} <é> end{turn}q"}, ensure_ascii=False
+                    ),
                 },
             }
             for place, name in enumerate(("search", "fetch")[:calls])
@@ -102,7 +114,12 @@ def results(message: Message, place: int = 0) -> list[Message]:
     if not calls:
         return [{"role": "user", "content": f"go on new{place}q"}]
     return [
-        {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": f'{{"found": {n}}} new{place + n}q'}
+        {
+            "role": "tool",
+            "tool_call_id": call["id"],
+            "name": call["function"]["name"],
+            "content": f'{{"found": {n}}} new{place + n}q',
+        }
         for n, call in enumerate(calls)
     ]
 
@@ -118,7 +135,8 @@ class Walk:
         self.turns = 0
 
     def sample(self, message: Message, *, through_parser: bool = False) -> Message:
-        """The model writes `message`; with `through_parser` the history gets what the parser made of it, as a client would."""
+        """The model writes `message`; with `through_parser` the history gets what the parser made of it, as a client
+        would."""
         text = self.subject.dialect.write(message, prompt=self.subject.judge().decode(self.ids[-24:]))
         sampled = self.subject.judge().encode(text, add_special_tokens=False)
         stop = self.subject.judge().convert_ids_to_tokens(sampled[-1])
@@ -127,7 +145,11 @@ class Walk:
             parsed = self.renderer.parse(sampled, prompt_ids=self.ids, tools=self.tools)
             assert parsed.raw == text
             assert_same(parsed.message, message)
-            message = {**parsed.message, "tool_calls": message["tool_calls"]} if message.get("tool_calls") else dict(parsed.message)
+            message = (
+                {**parsed.message, "tool_calls": message["tool_calls"]}
+                if message.get("tool_calls")
+                else dict(parsed.message)
+            )
         self.stop, self.last = stop, self.turns
         self.turns += 1
         self.ids += sampled
@@ -140,7 +162,10 @@ class Walk:
             truth = self.truth(new)
         except NoTruth as reason:
             if isinstance(extension, tt.Extension) and not self._renders(self.messages):
-                self.ids, self.messages = list(extension.token_ids), [*self.messages, *new]  # it is the past that the template rejects
+                self.ids, self.messages = (
+                    list(extension.token_ids),
+                    [*self.messages, *new],
+                )  # it is the past that the template rejects
                 return
             assert isinstance(extension, tt.Refusal), f"extended though the template cannot: {reason}"
             assert extension.why and extension.detail
@@ -167,12 +192,17 @@ class Walk:
         return judge.encode(text[cut:], add_special_tokens=False)
 
     def _cut(self, text: str, end: int, stop: str, first: str) -> int:
-        """Right after the stop that was sampled. A stop that opens another role than the one that follows is no part of the render:
+        """Right after the stop that was sampled. A stop that opens another role than the one that follows is no part of
+        the render:
         then right before the opener that is."""
         found = text.find(stop, end)
         if 0 <= found < text.find(first, end):
             return found + len(stop)
-        others = [text.find(other, end) for other in (self.subject.dialect.stop, self.subject.dialect.call_stop) if other and other != stop]
+        others = [
+            text.find(other, end)
+            for other in (self.subject.dialect.stop, self.subject.dialect.call_stop)
+            if other and other != stop
+        ]
         return max(others, default=-1)
 
     def _renders(self, messages: list[Message]) -> bool:
@@ -225,7 +255,10 @@ def assert_same(parsed: Any, message: Message) -> None:
 
 
 def calls_of(message: Any) -> list[tuple[str, Any]]:
-    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
+    return [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
+    ]
 
 
 def walk(subject: Subject, name: str, *, until_calls: bool = False, through_parser: bool = False) -> Walk:
@@ -246,7 +279,8 @@ def walk(subject: Subject, name: str, *, until_calls: bool = False, through_pars
 
 
 def check_trajectory(subject: Subject, name: str) -> None:
-    """Every extension on the way is exact, and one more after the end, so that a missing boundary cannot hide at the tail."""
+    """Every extension on the way is exact, and one more after the end, so that a missing boundary cannot hide at the
+    tail."""
     on = walk(subject, name)
     on.append([{"role": "user", "content": "One more. new90q"}])
 
@@ -287,7 +321,12 @@ def check_round_trip(subject: Subject, name: str) -> None:
     on.sample(assistant(subject, 0, _PLANS[plan][0], thinking=mode == "thinking"), through_parser=True)
 
 
-FLOWS: dict[str, tuple[str, ...]] = {"tool": ("t",), "tutu": ("t", "u", "t", "u"), "system": ("s",), "tutst": ("t", "u", "t", "s", "t")}
+FLOWS: dict[str, tuple[str, ...]] = {
+    "tool": ("t",),
+    "tutu": ("t", "u", "t", "u"),
+    "system": ("s",),
+    "tutst": ("t", "u", "t", "s", "t"),
+}
 
 
 def check_flow(subject: Subject, shape: str) -> None:

@@ -1,6 +1,8 @@
-"""The cases of verl's continuous-token suite that a renderer answers, as cases: each boundary kept, inserted or refused, in ids.
+"""The cases of verl's continuous-token suite that a renderer answers, as cases: each boundary kept, inserted or
+refused, in ids.
 
-Theirs edit the recorded prefix where a stop token does not fit (GLM); ours never does: what the next role needs is added, as given.
+Theirs edit the recorded prefix where a stop token does not fit (GLM); ours never does: what the next role needs is
+added, as given.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ def renderer(name: str) -> Any:
     return tt.load_renderer(str(parts.own_dir(name)))
 
 
-def extended(name: str, sampled: str, new: list[dict[str, Any]], *, past: list[dict[str, Any]] | None = None) -> tuple[str, Any]:
+def extended(
+    name: str, sampled: str, new: list[dict[str, Any]], *, past: list[dict[str, Any]] | None = None
+) -> tuple[str, Any]:
     """The text that is added after `sampled`, and the extension."""
     r = renderer(name)
     history = past or [USER]
@@ -183,12 +187,19 @@ def test_gemma_4_opens_results_once(sampled: str) -> None:
 
 def test_gemma_4_names_a_result_by_place() -> None:
     r = gemma_4()
-    found = r.extend([7, *r.encode_sampled("<|tool_call>call:lookup{}<tool_call|>")], [USER, calling("lookup")], [tool("answer")])
+    found = r.extend(
+        [7, *r.encode_sampled("<|tool_call>call:lookup{}<tool_call|>")], [USER, calling("lookup")], [tool("answer")]
+    )
     assert 'response:lookup{value:<|"|>answer<|"|>}' in r.decode(found.added_ids)
 
 
 def test_variables_and_tools_reach_the_first_prompt() -> None:
     r = gpt_oss()
-    tools = [{"type": "function", "function": {"name": "lookup", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "lookup", "description": "d", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
     text = r.decode(r.render([USER], tools, template_kwargs={"reasoning_effort": "high"}).token_ids)
     assert "Reasoning: high" in text and "type lookup" in text and text.endswith("<|start|>assistant")

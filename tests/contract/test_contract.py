@@ -1,4 +1,5 @@
-"""The contract suite for every family; suite.py says what a case is. Own subjects run anywhere, real ones where their parts are."""
+"""The contract suite for every family; suite.py says what a case is. Own subjects run anywhere, real ones where their
+parts are."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ def test_contract(subject: Subject) -> None:
     assert not failed, f"{len(failed)} of {count} cases failed:\n" + "\n".join(failed)
 
 
-@pytest.mark.parametrize("subject", [one for one in (*OWN, *REAL) if one.dialect.calls is not None], ids=lambda subject: subject.name)
+@pytest.mark.parametrize(
+    "subject", [one for one in (*OWN, *REAL) if one.dialect.calls is not None], ids=lambda subject: subject.name
+)
 def test_a_late_result_is_rendered_from_the_real_history(subject: Subject) -> None:
-    """A result that answers an older call, after the model has gone on: what a dummy context cannot know, the history does."""
+    """A result that answers an older call, after the model has gone on: what a dummy context cannot know, the history
+    does."""
     on = Walk(subject)
     asked = on.sample(assistant(subject, 0, 1, thinking=False))
     try:

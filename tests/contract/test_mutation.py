@@ -1,6 +1,8 @@
-"""The suite must be able to fail: with the derivation of boundaries switched off it does, wherever there is a boundary to derive.
+"""The suite must be able to fail: with the derivation of boundaries switched off it does, wherever there is a boundary
+to derive.
 
-Switched off means what a text diff of two renders gives: what the template writes after the rendered turn, as if the recorded ids ended
+Switched off means what a text diff of two renders gives: what the template writes after the rendered turn, as if the
+recorded ids ended
 where that render ends. They do not: a model stops at its stop token, and the newline behind it was never sampled.
 """
 
@@ -53,7 +55,13 @@ def failing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Cas
 
 
 # how many cases of the suite fail once boundaries are not derived, of how many; docs/evidence.md prints the same
-FAIL = {"own-k2v3": (45, 54), "own-qwen3": (45, 54), "own-glm": (45, 54), "own-minimax": (41, 54), "own-harmony": (13, 30)}
+FAIL = {
+    "own-k2v3": (45, 54),
+    "own-qwen3": (45, 54),
+    "own-glm": (45, 54),
+    "own-minimax": (41, 54),
+    "own-harmony": (13, 30),
+}
 
 
 @pytest.mark.parametrize("name", FAIL)

@@ -1,4 +1,5 @@
-"""Outside evidence: the parity and bridge suites of the PyPI sdist `renderers` 0.1.12, run against our renderer through an adapter.
+"""Outside evidence: the parity and bridge suites of the PyPI sdist `renderers` 0.1.12, run against our renderer through
+an adapter.
 
 They run in a process of their own, since their folder is called `tests` too. A cell that differs must have a
 reason that is seen to hold on that cell (outside_reasons.py); docs/evidence.md has the counts.
@@ -23,12 +24,14 @@ from tests.renderers.standins import standin_dir
 
 VERSION = "0.1.12"
 HERE = Path(__file__).parent
-# what is counted where all of MODELS can be had; "failed" are those that a reason explains. docs/evidence.md prints the same numbers
+# what is counted where all of MODELS can be had; "failed" are those that a reason explains. docs/evidence.md prints the
+# same numbers
 EXPECTED = {
     "test_bridge.py": {"passed": 96, "failed": 23, "skipped": 37},
     "test_parity.py": {"passed": 7165, "failed": 231, "skipped": 151},
 }
-# model of their catalogue -> (tokenizer, template of tests/carriers.py); "standin" is our BPE with the template's own tokens
+# model of their catalogue -> (tokenizer, template of tests/carriers.py); "standin" is our BPE with the template's own
+# tokens
 MODELS = {
     "Qwen/Qwen3-8B": ("qwen3", ""),
     **{f"Qwen/Qwen3.5-{size}": ("qwen3.5", "trl/qwen3_5_nothink.jinja") for size in ("0.8B", "2B")},
@@ -39,7 +42,9 @@ MODELS = {
     "Qwen/Qwen3-VL-4B-Instruct": ("qwen3", "trl/qwen3_vl.jinja"),
     "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2.5", ""),
     **{f"google/gemma-4-{size}-it": ("standin", "trl/gemma4.jinja") for size in ("E2B", "E4B")},
-    **{f"google/gemma-4-{size}-it": ("standin", "llama.cpp/google-gemma-4-31B-it.jinja") for size in ("26B-A4B", "31B")},
+    **{
+        f"google/gemma-4-{size}-it": ("standin", "llama.cpp/google-gemma-4-31B-it.jinja") for size in ("26B-A4B", "31B")
+    },
     "zai-org/GLM-5": ("glm-4.6", "xinference/glm-5"),
     "zai-org/GLM-5.1": ("glm-4.6", "xinference/glm-5.1"),
     "zai-org/GLM-5.3": ("glm-4.6", "xinference/glm-5.3"),
@@ -74,13 +79,32 @@ def suite() -> Path:
         parts.CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=parts.CACHE) as scratch:
             pip = [sys.executable, "-m", "pip"]
-            fetch = [*pip, "download", "--quiet", "--no-deps", "--no-binary", "renderers", "-d", scratch, f"renderers=={VERSION}"]
+            fetch = [
+                *pip,
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--no-binary",
+                "renderers",
+                "-d",
+                scratch,
+                f"renderers=={VERSION}",
+            ]
             if not parts.succeeds(fetch, cwd=Path(scratch)):
                 pytest.skip("the sdist of `renderers` cannot be downloaded")
             with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as opened:
                 opened.extractall(folder.parent, filter="data")
             (folder / "tests" / "__init__.py").touch()
-            install = [*pip, "install", "--quiet", "--no-deps", "--target", str(folder / "deps"), "prime-pydantic-config", "tomli"]
+            install = [
+                *pip,
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                str(folder / "deps"),
+                "prime-pydantic-config",
+                "tomli",
+            ]
             if not parts.succeeds(install, cwd=Path(scratch)):
                 pytest.skip("prime-pydantic-config cannot be installed")
     return folder
@@ -110,8 +134,26 @@ def run(suite: Path, file: str, tmp_path: Path, known: dict[str, dict[str, str]]
         "TIKTOKEN_ENCODINGS_BASE": str(parts.harmony_vocabulary()),
         "PYTHONPATH": os.pathsep.join(map(str, (suite, suite / "tests", HERE, parts.ROOT, suite / "deps"))),
     }
-    command = [sys.executable, "-m", "pytest", "-p", "renderers_adapter", "-q", "--tb=line", "-c", os.devnull, "--rootdir", str(suite)]
-    subprocess.run([*command, "-p", "no:cacheprovider", f"tests/{file}"], cwd=suite, env=environment, capture_output=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "renderers_adapter",
+        "-q",
+        "--tb=line",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(suite),
+    ]
+    subprocess.run(
+        [*command, "-p", "no:cacheprovider", f"tests/{file}"],
+        cwd=suite,
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
     return json.loads((tmp_path / "report.json").read_text())
 
 
@@ -132,4 +174,7 @@ def test_their_suite(suite: Path, file: str, tmp_path: Path, record_property: An
 def test_the_page_has_these_numbers() -> None:
     page = (parts.ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
     for file, counts in EXPECTED.items():
-        assert f"| `{file}` | {sum(counts.values())} | {counts['passed']} | {counts['failed']} | {counts['skipped']} |" in page
+        assert (
+            f"| `{file}` | {sum(counts.values())} | {counts['passed']} | {counts['failed']} | {counts['skipped']} |"
+            in page
+        )

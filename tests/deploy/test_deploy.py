@@ -37,9 +37,15 @@ def test_a_misspelled_field_is_found() -> None:
 
 
 def test_services_select_pods_that_exist_and_the_gateway_takes_its_arguments() -> None:
-    pods = [item["spec"]["template"]["metadata"]["labels"] for item in objects() if item["kind"] in ("StatefulSet", "Deployment")]
+    pods = [
+        item["spec"]["template"]["metadata"]["labels"]
+        for item in objects()
+        if item["kind"] in ("StatefulSet", "Deployment")
+    ]
     assert all(item["spec"]["selector"] in pods for item in objects() if item["kind"] == "Service")
-    gateway = next(item for item in objects() if item["metadata"]["name"] == "tokentrue-gateway" and item["kind"] == "StatefulSet")
+    gateway = next(
+        item for item in objects() if item["metadata"]["name"] == "tokentrue-gateway" and item["kind"] == "StatefulSet"
+    )
     arguments = gateway["spec"]["template"]["spec"]["containers"][0]["args"]
     sets = [flag.removeprefix("--set=") for flag in arguments if flag.startswith("--set=")]
     assert read(ServeConfig, None, sets, {}).server.address.endswith(".tokentrue-gateways:8000")
@@ -47,7 +53,12 @@ def test_services_select_pods_that_exist_and_the_gateway_takes_its_arguments() -
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "tokentrue.json").read_text())
-    asked = {name for panel in dashboard["panels"] for target in panel["targets"] for name in re.findall(r"tokentrue_\w+", target["expr"])}
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"tokentrue_\w+", target["expr"])
+    }
     page = build_page([Metrics().snapshot()])
     text = page.decode() if isinstance(page, bytes) else page
     known = set(re.findall(r"^# TYPE (\w+)", text, re.M))

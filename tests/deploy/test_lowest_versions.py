@@ -11,5 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_the_file_has_the_lower_bounds_of_pyproject() -> None:
     made = subprocess.check_output([sys.executable, "scripts/lowest_versions.py"], cwd=ROOT, text=True)
-    assert made == (ROOT / "constraints-lowest.txt").read_text(), "run python scripts/lowest_versions.py > constraints-lowest.txt"
+    assert made == (ROOT / "constraints-lowest.txt").read_text(), (
+        "run python scripts/lowest_versions.py > constraints-lowest.txt"
+    )
     assert "starlette==" in made and "torch" not in made

@@ -1,11 +1,13 @@
-"""Runs the commands of a console block as its reader would: in one directory, with the environment that earlier commands of the block left.
+"""Runs the commands of a console block as its reader would: in one directory, with the environment that earlier
+commands of the block left.
 
-* A server (`tokentrue serve`, `tokentrue view` without `--export`) takes a free port and runs until the next server of the block or the
-  block's end; it must print its address and answer there. Later commands reach it under the address that the page gives.
+* A server (`tokentrue serve`, `tokentrue view` without `--export`) takes a free port and runs until the next server of
+  the block or the block's end; it must print its address and answer there. Later commands reach it under the address
+  that the page gives.
 * `tokentrue diagnose` and `tokentrue doctor` may find a fault in what the reader has: exit code 1 is an answer.
 * `make TARGET` is `make -n TARGET`: what a target runs has tests of its own.
-* `pip`, `docker` and `python -m pytest` are checked by dry.py: nothing is installed, no daemon runs where the tests do, and the tests that
-  a page names are run by `make test` or `make test-slow`.
+* `pip`, `docker` and `python -m pytest` are checked by dry.py: nothing is installed, no daemon runs where the tests do,
+  and the tests that a page names are run by `make test` or `make test-slow`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Shell:
 
     def run(self, command: str) -> None:
         words = shlex.split(command, comments=True)
-        command = self._record.at_real_addresses(command.replace("http://127.0.0.1:8000", self._gateway or self._record.url))
+        command = self._record.at_real_addresses(
+            command.replace("http://127.0.0.1:8000", self._gateway or self._record.url)
+        )
         if words[0] in ("docker", "pip") or words[:3] == ["python", "-m", "pytest"]:
             dry.check(command, cwd=self._folder, env=self._env)
         elif words[0] == "make":
@@ -83,7 +87,9 @@ class Shell:
         log = self._folder / "server.log"
         with log.open("w") as err:
             words = ["bash", "-c", f"exec {command}"]
-            self._server = subprocess.Popen(words, cwd=self._folder, env=self._env, stdout=subprocess.PIPE, stderr=err, text=True)
+            self._server = subprocess.Popen(
+                words, cwd=self._folder, env=self._env, stdout=subprocess.PIPE, stderr=err, text=True
+            )
         assert self._server.stdout is not None
         for line in self._server.stdout:
             if found := ADDRESS.search(line):
@@ -117,6 +123,11 @@ def wait_for_answer(url: str) -> None:
 
 def run_python(code: str, folder: Path, record: Record) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment(folder, record), capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment(folder, record),
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]

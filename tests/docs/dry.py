@@ -1,12 +1,17 @@
-"""Checks a command line without running it: its program reads every option and argument, and refuses those that it does not know.
+"""Checks a command line without running it: its program reads every option and argument, and refuses those that it does
+not know.
 
 * `tokentrue …`, also under `torchrun`: parsed by the command's own parser, in this process.
-* `python -m MODULE …`, `python FILE.py …`: parsed by the `add_argument` calls that stand in the program's source, without importing it:
+* `python -m MODULE …`, `python FILE.py …`: parsed by the `add_argument` calls that stand in the program's source,
+  without importing it:
   some programs need a GPU's libraries. A program without any takes no options.
-* `python -m pytest …`: the files are there, and hold what `-m` and `-k` select; `make test` or `make test-slow` runs them.
+* `python -m pytest …`: the files are there, and hold what `-m` and `-k` select; `make test` or `make test-slow` runs
+  them.
 * `pip install [-e] .[…]`, run in a clone, and `pip install tokentrue[…]`: the extras are those of this package.
-* `docker compose …`: the service, its profile and its variables are in compose.yaml, and its `command` is parsed as above.
-* Another project's program (`claude`, `codex`, `vf-eval` …): its options and variables are those with which our presets and tests start it.
+* `docker compose …`: the service, its profile and its variables are in compose.yaml, and its `command` is parsed as
+  above.
+* Another project's program (`claude`, `codex`, `vf-eval` …): its options and variables are those with which our presets
+  and tests start it.
 * `python -m vllm…`: its options are those with which tests/providers/test_vllm_real.py starts a real server.
 """
 
@@ -88,7 +93,9 @@ def check_program(path: Path, words: Sequence[str]) -> None:
     added = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
     for call in added:
         named = {word.arg: word.value for word in call.keywords if word.arg is not None}
-        options: dict[str, Any] = {name: ast.literal_eval(named[name]) for name in KEPT if isinstance(named.get(name), ast.Constant)}
+        options: dict[str, Any] = {
+            name: ast.literal_eval(named[name]) for name in KEPT if isinstance(named.get(name), ast.Constant)
+        }
         kind = named.get("type")
         if isinstance(kind, ast.Name) and kind.id in TYPES:
             options["type"] = TYPES[kind.id]
@@ -121,7 +128,9 @@ def check_pytest(words: Sequence[str]) -> None:
 def check_pip(words: Sequence[str]) -> None:
     extras = metadata("tokentrue").get_all("Provides-Extra") or []
     for requirement in (Requirement(re.sub(r"^\.", "tokentrue", word)) for word in words if word != "-e"):
-        assert requirement.name == "tokentrue" and requirement.extras <= set(extras), f"{requirement}: tokentrue has {extras}"
+        assert requirement.name == "tokentrue" and requirement.extras <= set(extras), (
+            f"{requirement}: tokentrue has {extras}"
+        )
 
 
 def check_compose(words: Sequence[str], env: Mapping[str, str]) -> None:
@@ -132,7 +141,9 @@ def check_compose(words: Sequence[str], env: Mapping[str, str]) -> None:
     asked = parser.parse_args(list(words))
     service: Any = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"][asked.service]
     profiles = service.get("profiles", [])
-    assert asked.profile in profiles if profiles else asked.profile is None, f"{asked.service} is in the profiles {profiles}"
+    assert asked.profile in profiles if profiles else asked.profile is None, (
+        f"{asked.service} is in the profiles {profiles}"
+    )
     for value in service["environment"].values():
         with_variables(value, env)
     check_tokentrue([with_variables(word, env) for word in service["command"]])
@@ -150,8 +161,14 @@ def with_variables(text: str, env: Mapping[str, str]) -> str:
 
 
 def check_agent(words: Sequence[str]) -> None:
-    folders = (ROOT / "tokentrue" / "environments" / "agents" / "presets", ROOT / "tests" / "harness", ROOT / "tests" / "gateway")
-    files = [path for folder in (*folders, ROOT / "tests" / "integrations" / "frameworks") for path in folder.glob("*.py")]
+    folders = (
+        ROOT / "tokentrue" / "environments" / "agents" / "presets",
+        ROOT / "tests" / "harness",
+        ROOT / "tests" / "gateway",
+    )
+    files = [
+        path for folder in (*folders, ROOT / "tests" / "integrations" / "frameworks") for path in folder.glob("*.py")
+    ]
     used = "".join(path.read_text(encoding="utf-8") for path in files)
     for word in words:
         name = word.partition("=")[0] if VARIABLE.match(word) else word

@@ -5,7 +5,8 @@
 | `python` | run, page by page in one namespace |
 | `console` | run, command by command (commands.py) |
 | `console slow` | run by `make test-slow`; `make test` parses its command lines |
-| `console gpu`, `vllm`, `harness`, `cluster` | parsed: every option is one that the program, or a test that runs it, knows |
+| `console gpu`, `vllm`, `harness`, `cluster` | parsed: every option is one that the program, or a test that runs it,
+knows |
 | `toml`, `json` | parsed; with `title="NAME"` it is the file NAME of its page's commands |
 | `text` | no code: output, a drawing |
 """
@@ -20,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONSOLE = ("console", "console slow", "console gpu", "console vllm", "console harness", "console cluster")
 KNOWN = ("python", "toml", "json", "text", *CONSOLE)
-FENCE = re.compile(r"^```(?P<kind>[^\n`]*?)(?: title=\"(?P<title>[^\"\n]+)\")?\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^```(?P<kind>[^\n`]*?)(?: title=\"(?P<title>[^\"\n]+)\")?\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,9 @@ class Block:
     @property
     def commands(self) -> list[str]:
         joined = self.body.replace("\\\n", " ")
-        return [line[2:].strip() for line in joined.splitlines() if line.startswith("$ ")] if self.kind in CONSOLE else []
+        return (
+            [line[2:].strip() for line in joined.splitlines() if line.startswith("$ ")] if self.kind in CONSOLE else []
+        )
 
 
 def blocks_of(page: Path) -> list[Block]:

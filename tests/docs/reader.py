@@ -1,8 +1,11 @@
-"""What the reader of a page has: a directory with the files and models that pages name, a gateway, and engines at the usual addresses.
+"""What the reader of a page has: a directory with the files and models that pages name, a gateway, and engines at the
+usual addresses.
 
-The gateway at http://127.0.0.1:8000 is a real one, with the scripted engine. The engines at 8001, 30000 and so on are a stand-in that
-answers the health checks of SGLang and vLLM: neither runs on the machines of `make test` (`make test-vllm` has the real vLLM).
-`codex` and `claude` on the PATH are stand-ins, too: one request, one file. `make test-harness` runs the real ones.
+The gateway at http://127.0.0.1:8000 is a real one, with the scripted engine. The engines at 8001, 30000 and so on are a
+stand-in that
+answers the health checks of SGLang and vLLM: neither runs on the machines of `make test` (`make test-vllm` has the real
+vLLM). `codex` and `claude` on the PATH are stand-ins, too: one request, one file. `make test-harness` runs the real
+ones.
 """
 
 from __future__ import annotations
@@ -109,7 +112,16 @@ def engine_standin() -> Iterator[str]:
 def recorded(folder: Path) -> Iterator[Record]:
     store, samples = folder / "gateway.sqlite", folder / "samples.jsonl"
     (folder / "answers.jsonl").write_text('{"text": "It is 17."}\n' * 2000)
-    flags = ("--engine", "scripted", "--script", str(folder / "answers.jsonl"), "--model", str(SMALL_MODEL), "--store", f"sqlite:{store}")
+    flags = (
+        "--engine",
+        "scripted",
+        "--script",
+        str(folder / "answers.jsonl"),
+        "--model",
+        str(SMALL_MODEL),
+        "--store",
+        f"sqlite:{store}",
+    )
     server = Server(*flags, folder=folder, admin_key=KEY)
     try:
         with engine_standin() as engine, tt.Client(server.url, KEY) as client:
@@ -161,7 +173,8 @@ def furnish_adapter(folder: Path) -> None:
     module = "base_model.model.model.layers.0.self_attn.q_proj"
     shapes = {"lora_A": (2, model["hidden_size"]), "lora_B": (model["num_attention_heads"] * model["head_dim"], 2)}
     save_file(
-        {f"{module}.{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "adapter_model.safetensors"
+        {f"{module}.{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()},
+        folder / "adapter_model.safetensors",
     )
     config = {
         "peft_type": "LORA",

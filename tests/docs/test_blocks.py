@@ -1,5 +1,6 @@
-"""Every code block of README.md and docs/ is run or, where its program cannot run here, parsed: fences.py says which is which, commands.py
-and dry.py how, and reader.py what stands in for what. `make test` runs the blocks of the first pages, `make test-slow` the others."""
+"""Every code block of README.md and docs/ is run or, where its program cannot run here, parsed: fences.py says which is
+which, commands.py and dry.py how, and reader.py what stands in for what. `make test` runs the blocks of the first
+pages, `make test-slow` the others."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_fences_are_of_a_known_kind(page: Path) -> None:
     for block in blocks_of(page):
         assert block.kind in KNOWN, f"{page.name}: fence {block.kind!r}; one of {KNOWN}"
         assert bool(block.commands) == (block.kind in CONSOLE), f"{page.name}: a console block without a `$ ` command"
-        assert not (block.kind == "text" and block.body.startswith("$ ")), f"{page.name}: commands belong into a console block"
+        assert not (block.kind == "text" and block.body.startswith("$ ")), (
+            f"{page.name}: commands belong into a console block"
+        )
 
 
 @pytest.mark.parametrize("page", pages_with("toml", "json"), ids=name_of)
@@ -112,16 +115,25 @@ def test_a_wrong_command_line_is_found(command: str) -> None:
 
 
 def slow_blocks() -> list[tuple[Path, int, Block]]:
-    return [(page, index, block) for page in PAGES for index, block in enumerate(blocks_of(page)) if block.kind == "console slow"]
+    return [
+        (page, index, block)
+        for page in PAGES
+        for index, block in enumerate(blocks_of(page))
+        if block.kind == "console slow"
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("page", "index", "block"), slow_blocks(), ids=lambda each: name_of(each) if isinstance(each, Path) else "")
+@pytest.mark.parametrize(
+    ("page", "index", "block"), slow_blocks(), ids=lambda each: name_of(each) if isinstance(each, Path) else ""
+)
 def test_slow_console_blocks_run(page: Path, index: int, block: Block, folder: Path, record: Record) -> None:
     write_titled(page, folder, record)
     with Shell(folder, record, timeout_s=1200.0) as shell:
         for command in block.commands:
             shell.run(command)
     for rollouts in folder.glob("out/*/rollouts.jsonl"):
-        assert all(json.loads(line)["samples"] for line in rollouts.read_text().splitlines()), f"{rollouts}: the model was not asked"
+        assert all(json.loads(line)["samples"] for line in rollouts.read_text().splitlines()), (
+            f"{rollouts}: the model was not asked"
+        )

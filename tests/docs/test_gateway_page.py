@@ -29,7 +29,9 @@ def test_every_error_code_is_listed_with_its_status() -> None:
     for kind in {each for parent, _ in STATUS for each in kinds_below(parent)} - UNLISTED:
         known.add((next(status for parent, status in STATUS if issubclass(kind, parent)), kind.code))
     known |= {(403, "not_admin"), (429, "limit_exceeded"), (500, "internal")}
-    assert listed_codes() == known, f"not listed: {sorted(known - listed_codes())}; unknown: {sorted(listed_codes() - known)}"
+    assert listed_codes() == known, (
+        f"not listed: {sorted(known - listed_codes())}; unknown: {sorted(listed_codes() - known)}"
+    )
 
 
 def test_every_metric_is_listed_with_its_type() -> None:

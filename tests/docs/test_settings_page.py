@@ -1,4 +1,5 @@
-"""docs/settings.md has every key of the three commands with its default, every option of the engines, and every flag is on some page."""
+"""docs/settings.md has every key of the three commands with its default, every option of the engines, and every flag is
+on some page."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def keys_of(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_every_key_is_there_with_its_default() -> None:
-    known = {(key, repr(value)) for config in (ServeConfig(), RolloutRun(), TrainRun()) for key, value in keys_of(config)}
+    known = {
+        (key, repr(value)) for config in (ServeConfig(), RolloutRun(), TrainRun()) for key, value in keys_of(config)
+    }
     written = {(key.strip("`"), repr(value_of(default))) for key, default, _ in rows(KEYS)}
     assert written == known, f"not on the page: {sorted(known - written)}; only on the page: {sorted(written - known)}"
 
@@ -65,12 +68,20 @@ def test_every_key_is_there_with_its_default() -> None:
 def test_every_option_of_an_engine_is_there(engine: str) -> None:
     module, _, name = PROVIDERS[engine].partition(":")
     parameters = inspect.signature(getattr(import_module(module), name).__init__).parameters
-    known = {key: None if each.default is inspect.Parameter.empty else each.default for key, each in parameters.items() if key not in WIRED}
-    written = {key.strip("`"): value_of(default) for key, engines, default, _ in rows(OPTIONS) if engine in engines.split(", ")}
+    known = {
+        key: None if each.default is inspect.Parameter.empty else each.default
+        for key, each in parameters.items()
+        if key not in WIRED
+    }
+    written = {
+        key.strip("`"): value_of(default) for key, engines, default, _ in rows(OPTIONS) if engine in engines.split(", ")
+    }
     assert written == known
 
 
-@pytest.mark.parametrize(("key", "kind", "names"), [("loss.options", LossConfig, set()), ("loss.correction", Correction, {"preset"})])
+@pytest.mark.parametrize(
+    ("key", "kind", "names"), [("loss.options", LossConfig, set()), ("loss.correction", Correction, {"preset"})]
+)
 def test_every_field_of_a_loss_is_there(key: str, kind: type[Any], names: set[str]) -> None:
     line = next(line for line in PAGE.splitlines() if line.startswith(f"- `{key}`: "))
     fields = {field.name for field in dataclasses.fields(kind)} - {"correction"}
@@ -87,7 +98,9 @@ def test_every_flag_is_on_some_page() -> None:
     for name in COMMANDS:
         app = typer.Typer(add_completion=False)
         app.command(name)(load_command(name))
-        flags = [flag for parameter in typer.main.get_command(app).params for flag in parameter.opts if flag.startswith("--")]
+        flags = [
+            flag for parameter in typer.main.get_command(app).params for flag in parameter.opts if flag.startswith("--")
+        ]
         missing = [flag for flag in flags if not re.search(rf"{flag}(?![\w-])", text)]
         assert not missing, f"tokentrue {name}: {missing} on no page"
     assert "tokentrue completion" in text

@@ -1,4 +1,5 @@
-"""Engines with one fault each: a real tiny model behind the hf provider, behind the SGLang stand-in, or tampered answers."""
+"""Engines with one fault each: a real tiny model behind the hf provider, behind the SGLang stand-in, or tampered
+answers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import torch
 from aiohttp import web
 
 from tests.providers.standin import SGLangStandIn
-from tokentrue.doctor.reference import drop_biases, load_model, quantise, quantising_cache, rope_change, tie_head, to_fp8, to_int8
+from tokentrue.doctor.reference import (
+    drop_biases,
+    load_model,
+    quantise,
+    quantising_cache,
+    rope_change,
+    tie_head,
+    to_fp8,
+    to_int8,
+)
 from tokentrue.ids import TokenIds
 from tokentrue.providers.hf import HFProvider
 from tokentrue.renderers import load_renderer
@@ -73,7 +83,8 @@ def in_bfloat16(found: Completion, sampling: Sampling) -> Completion:
 
 
 def shifted_by_one(found: Completion, sampling: Sampling) -> Completion:
-    """Each token gets its predecessor's log-probability, the first one the last's: an engine that indexes from the wrong end."""
+    """Each token gets its predecessor's log-probability, the first one the last's: an engine that indexes from the
+    wrong end."""
     return replace(
         with_logprobs(found, [*found.logprobs[-1:], *found.logprobs[:-1]]),
         top_logprobs=None if sampling.max_tokens != 1 else found.top_logprobs,
@@ -90,7 +101,11 @@ def raw_top(model: Any) -> Callable[[Completion, Sampling], Completion]:
     def after(found: Completion, sampling: Sampling) -> Completion:
         if sampling.temperature in (0.0, 1.0):
             return found
-        tops = None if found.top_logprobs is None else tuple(_rescaled(top, sampling.temperature) for top in found.top_logprobs)
+        tops = (
+            None
+            if found.top_logprobs is None
+            else tuple(_rescaled(top, sampling.temperature) for top in found.top_logprobs)
+        )
         logprobs = [value * sampling.temperature for value in found.logprobs]
         return replace(with_logprobs(found, logprobs), top_logprobs=tops)
 
@@ -109,7 +124,9 @@ class UnfilteredProvider(TamperedProvider):
         found = await super().generate(prompt_ids, sampling)
         if not sampling.top_k:
             return found
-        whole = await super().generate(prompt_ids, Sampling(temperature=sampling.temperature, max_tokens=1, top_logprobs=659))
+        whole = await super().generate(
+            prompt_ids, Sampling(temperature=sampling.temperature, max_tokens=1, top_logprobs=659)
+        )
         assert whole.top_logprobs is not None
         return with_logprobs(found, [whole.top_logprobs[0][found.token_ids[0]]])
 
@@ -123,11 +140,16 @@ class Neighbours(TamperedProvider):
         found = await HFProvider.generate(self, prompt_ids, sampling)
         others = others or self.in_flight > 1
         self.in_flight -= 1
-        return with_logprobs(found, [value * 1.3 for value in found.logprobs]) if others and sampling.temperature == 0 else found
+        return (
+            with_logprobs(found, [value * 1.3 for value in found.logprobs])
+            if others and sampling.temperature == 0
+            else found
+        )
 
 
 class StaleCache(TamperedProvider):
-    """A prefix cache that was not flushed at the last weight update: a prompt seen before is answered by the old weights."""
+    """A prefix cache that was not flushed at the last weight update: a prompt seen before is answered by the old
+    weights."""
 
     def __init__(self, model: Any, old: Any) -> None:
         super().__init__(model)
@@ -151,7 +173,9 @@ class Unstable(TamperedProvider):
 class RoutedStandIn(SGLangStandIn):
     """The stand-in with the tokenising routes of a real server, over the tokenizer and template of any directory."""
 
-    def __init__(self, model: torch.nn.Module, *, tokenizer: Path = CALCULATOR, template: str | None = None, swap: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *, tokenizer: Path = CALCULATOR, template: str | None = None, swap: Any = None
+    ) -> None:
         super().__init__(model)
         self._renderer = load_renderer(str(tokenizer), template)
         self._swap = swap or {}
@@ -171,7 +195,9 @@ class RoutedStandIn(SGLangStandIn):
             ids = list(self._renderer.render(body["messages"]).token_ids)
         else:
             ids = list(self._renderer.encode_sampled(body["prompt"]))
-        return web.json_response({"tokens": [self._swap.get(i, i) for i in ids], "count": len(ids), "max_model_len": 2048})
+        return web.json_response(
+            {"tokens": [self._swap.get(i, i) for i in ids], "count": len(ids), "max_model_len": 2048}
+        )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         if self.every:

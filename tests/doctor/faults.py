@@ -132,7 +132,10 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Case]]] = {
     "other chat template": ("template", _other_template),
     "other tokenizer revision": ("tokenizer", _other_tokenizer),
     "swapped special token": ("special_tokens", _server(swap={2: 1})),
-    "raw log-probabilities": ("raw_logprobs", lambda folder: Case(provider=e.TamperedProvider(m := e.calculator(), after=e.raw_top(m)))),
+    "raw log-probabilities": (
+        "raw_logprobs",
+        lambda folder: Case(provider=e.TamperedProvider(m := e.calculator(), after=e.raw_top(m))),
+    ),
     "temperature ignored": (
         "temperature_ignored",
         _tampered(before=lambda prompt, s: (prompt, s if not s.temperature else _warm(s))),
@@ -150,7 +153,10 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Case]]] = {
     "context cut off": ("context_truncated", _tampered(before=e.truncated(128))),
     "data race": ("unstable", lambda folder: Case(provider=e.Unstable(e.calculator()))),
     "batch-variant kernel": ("batch_variant", lambda folder: Case(provider=e.Neighbours(e.calculator()))),
-    "stale prefix cache": ("prefix_cache", lambda folder: Case(provider=e.StaleCache(m := e.calculator(), e.perturbed(m)))),
+    "stale prefix cache": (
+        "prefix_cache",
+        lambda folder: Case(provider=e.StaleCache(m := e.calculator(), e.perturbed(m))),
+    ),
     "bfloat16": ("dtype_bfloat16", _hf(lambda m: m.bfloat16())),
     "float16": ("dtype_float16", _hf(lambda m: m.half())),
     "int8 weights": ("int8_weights", _hf(lambda m: e.quantise(m, e.to_int8))),

@@ -1,4 +1,5 @@
-"""The confusion matrix of docs/doctor.md: `python -m tests.doctor.matrix` runs every seeded fault and prints one row for each."""
+"""The confusion matrix of docs/doctor.md: `python -m tests.doctor.matrix` runs every seeded fault and prints one row
+for each."""
 
 from __future__ import annotations
 

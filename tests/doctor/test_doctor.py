@@ -46,7 +46,9 @@ def test_the_command_finds_nothing_wrong_with_the_model_itself(capsys: pytest.Ca
     assert prompt["verdict"] == "ok"
 
 
-def test_the_command_names_other_weights_and_where_they_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_other_weights_and_where_they_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changed = e.calculator()
     torch.manual_seed(0)
     weight = changed.model.layers[1].mlp.up_proj.weight
@@ -77,14 +79,20 @@ def test_the_command_names_other_weights_and_where_they_begin(tmp_path: Path, ca
         (["--engine", "sglang", "--url", "http://127.0.0.1:9", "--model", str(e.CALCULATOR)], "no engine is reachable"),
     ],
 )
-def test_a_wrong_call_is_one_line_and_exit_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_is_one_line_and_exit_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("doctor", arguments) == 2
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
 
 
 def test_one_fault_is_one_accusation() -> None:
-    findings = [fault("meaning", "off_by_one", "9 tokens"), fault("weights", "other_weights", "mean 3"), ok("stability", "0")]
+    findings = [
+        fault("meaning", "off_by_one", "9 tokens"),
+        fault("weights", "other_weights", "mean 3"),
+        ok("stability", "0"),
+    ]
     settled = settle(findings)
     assert [finding.verdict for finding in settled] == [Verdict.FAULT, Verdict.CANNOT_TELL, Verdict.OK]
     assert "follows from off_by_one" in settled[1].detail
@@ -111,8 +119,13 @@ def test_every_consequence_is_a_known_fault() -> None:
 
 
 def test_the_page_escapes_what_an_engine_says(tmp_path: Path) -> None:
-    finding = Finding(probe="p", verdict=Verdict.FAULT, figure="<b>", fault="template", detail="<script>alert(1)</script>")
-    write_page(Report(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("q", "&"))), tmp_path / "page.html")
+    finding = Finding(
+        probe="p", verdict=Verdict.FAULT, figure="<b>", fault="template", detail="<script>alert(1)</script>"
+    )
+    write_page(
+        Report(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("q", "&"))),
+        tmp_path / "page.html",
+    )
     page = (tmp_path / "page.html").read_text()
     assert "<script>alert" not in page and r"\u003cscript>alert(1)" in page and r"\u003ci>" in page
 
@@ -147,7 +160,9 @@ def test_the_first_layer_that_differs_is_found_in_the_order_of_execution() -> No
 )
 def test_the_reference_with_an_adapter_is_pefts_own_merge(tmp_path: Path, settings: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=5, lora_alpha=7, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False, **settings)
+    config = peft.LoraConfig(
+        r=5, lora_alpha=7, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False, **settings
+    )
     torch.manual_seed(2)
     trained = peft.get_peft_model(e.calculator(), config)
     trained.save_pretrained(tmp_path)
@@ -169,24 +184,55 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, capsys: pyt
 
 def recorded_settings(given: int, sampled: int, sampling: Sampling) -> dict[str, Any]:
     settings = {"temperature": sampling.temperature, **{name: getattr(sampling, name) for name in sampling.filters}}
-    return {"tokentrue": {"nodes": [{"given": given, "sampled": sampled, "temperature": sampling.temperature, "sampling": settings}]}}
+    return {
+        "tokentrue": {
+            "nodes": [{"given": given, "sampled": sampled, "temperature": sampling.temperature, "sampling": settings}]
+        }
+    }
 
 
 def with_prompt(given: int, mask: SamplingMask | None) -> SamplingMask | None:
-    return None if mask is None else SamplingMask.from_rows([*([] for _ in range(given)), *(list(mask.row(i)) for i in range(len(mask)))])
+    return (
+        None
+        if mask is None
+        else SamplingMask.from_rows([*([] for _ in range(given)), *(list(mask.row(i)) for i in range(len(mask)))])
+    )
 
 
-async def sampled(model: Any, sampling: Sampling, *, count: int = 6, versions: Any = lambda n: 0, recorded: bool = False) -> list[Sample]:
-    """Samples with the engine's own log-probabilities; `recorded`: with the sampling settings and kept ids that a session records."""
+async def sampled(
+    model: Any, sampling: Sampling, *, count: int = 6, versions: Any = lambda n: 0, recorded: bool = False
+) -> list[Sample]:
+    """Samples with the engine's own log-probabilities; `recorded`: with the sampling settings and kept ids that a
+    session records."""
     renderer, provider = load_renderer(str(e.CALCULATOR)), HFProvider(model)
     found: list[Sample] = []
     for n in range(count):
-        prompt = tuple(renderer.render([{"role": "user", "content": f"What is {n} + 3 and why do rivers flow?"}]).token_ids)
+        prompt = tuple(
+            renderer.render([{"role": "user", "content": f"What is {n} + 3 and why do rivers flow?"}]).token_ids
+        )
         done = await provider.generate(prompt, replace(sampling, seed=n, max_tokens=24))
         end = len(prompt) + len(done.token_ids)
         spans = (
-            Span(start=0, end=len(prompt), kind="given", role="user", turn=0, policy_version=None, trainable=False, why="prompt"),
-            Span(start=len(prompt), end=end, kind="sampled", role="assistant", turn=0, policy_version=versions(n), trainable=True, why=""),
+            Span(
+                start=0,
+                end=len(prompt),
+                kind="given",
+                role="user",
+                turn=0,
+                policy_version=None,
+                trainable=False,
+                why="prompt",
+            ),
+            Span(
+                start=len(prompt),
+                end=end,
+                kind="sampled",
+                role="assistant",
+                turn=0,
+                policy_version=versions(n),
+                trainable=True,
+                why="",
+            ),
         )
         settings = recorded_settings(len(prompt), len(done.token_ids), sampling)
         found.append(
@@ -202,7 +248,9 @@ async def sampled(model: Any, sampling: Sampling, *, count: int = 6, versions: A
 
 
 async def judged(samples: list[Sample]) -> list[Finding]:
-    report = await examine(HFProvider(e.calculator()), load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR), samples=samples)
+    report = await examine(
+        HFProvider(e.calculator()), load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR), samples=samples
+    )
     return [finding for finding in report.findings if finding.probe.startswith("samples")]
 
 
@@ -245,7 +293,12 @@ async def test_a_fault_is_seen_under_a_filter_too() -> None:
 async def test_log_probabilities_of_temperature_1_are_no_match_for_a_recorded_one() -> None:
     samples = await sampled(e.calculator(), Sampling(), recorded=True)
     claimed = [
-        replace(one, metadata=recorded_settings(one.spans[0].end, one.spans[1].end - one.spans[0].end, Sampling(temperature=0.7)))
+        replace(
+            one,
+            metadata=recorded_settings(
+                one.spans[0].end, one.spans[1].end - one.spans[0].end, Sampling(temperature=0.7)
+            ),
+        )
         for one in samples
     ]
     (verdict, *_) = await judged(claimed)
@@ -253,9 +306,14 @@ async def test_log_probabilities_of_temperature_1_are_no_match_for_a_recorded_on
 
 
 async def test_samples_whose_kept_ids_were_not_recorded_are_not_judged() -> None:
-    filtered = [replace(one, sampling_mask=None) for one in await sampled(e.calculator(), Sampling(top_k=3), recorded=True)]
+    filtered = [
+        replace(one, sampling_mask=None) for one in await sampled(e.calculator(), Sampling(top_k=3), recorded=True)
+    ]
     (verdict,) = await judged(filtered)
-    assert verdict.verdict is Verdict.CANNOT_TELL and "under top_k, and the engine did not report which ids were kept" in verdict.detail
+    assert (
+        verdict.verdict is Verdict.CANNOT_TELL
+        and "under top_k, and the engine did not report which ids were kept" in verdict.detail
+    )
     whole = await sampled(e.calculator(), Sampling(), recorded=True)
     first, second, *_ = await judged([*filtered, *whole])
     assert first.verdict is Verdict.OK and second.detail.startswith("6 of 12 samples"), (first, second)
@@ -263,7 +321,10 @@ async def test_samples_whose_kept_ids_were_not_recorded_are_not_judged() -> None
 
 @pytest.mark.parametrize(
     ("tokenizer", "beyond", "words"),
-    [(None, True, "holds token id 999999, beyond the vocabulary"), ("other", False, "was recorded with another tokenizer (other)")],
+    [
+        (None, True, "holds token id 999999, beyond the vocabulary"),
+        ("other", False, "was recorded with another tokenizer (other)"),
+    ],
 )
 async def test_samples_of_another_model_are_refused_before_any_probe(
     tokenizer: str | None, beyond: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -271,7 +332,10 @@ async def test_samples_of_another_model_are_refused_before_any_probe(
     (sample, *_) = await sampled(e.calculator(), Sampling())
     name = tokenizer or load_renderer(str(e.CALCULATOR)).tokenizer_hash
     ids = [999_999 if beyond else sample.token_ids[0], *sample.token_ids[1:]]
-    write_samples([replace(sample, token_ids=TokenIds(ids), certificate=replace(sample.certificate, tokenizer=name))], tmp_path / "s.jsonl")
+    write_samples(
+        [replace(sample, token_ids=TokenIds(ids), certificate=replace(sample.certificate, tokenizer=name))],
+        tmp_path / "s.jsonl",
+    )
     arguments = ["--engine", "hf", "--model", str(e.CALCULATOR), "--samples", str(tmp_path / "s.jsonl")]
     assert await asyncio.to_thread(run, "doctor", arguments) == 2
     said = capsys.readouterr().err.strip()

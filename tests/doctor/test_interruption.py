@@ -1,4 +1,5 @@
-"""Penalties, pause and preemption: a healthy engine passes, one that changes its numbers is named, one without the route cannot be told."""
+"""Penalties, pause and preemption: a healthy engine passes, one that changes its numbers is named, one without the
+route cannot be told."""
 
 from __future__ import annotations
 
@@ -54,18 +55,24 @@ class Forgetful(HFProvider):
                 yield chunk
             else:
                 values = chunk.final.logprobs
-                yield Chunk(final=replace(chunk.final, logprobs=(*values[:sound], *(1.3 * value for value in values[sound:]))))
+                yield Chunk(
+                    final=replace(chunk.final, logprobs=(*values[:sound], *(1.3 * value for value in values[sound:])))
+                )
 
 
 class RawUnderPenalties(ExactProvider):
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         found = await super().generate(prompt_ids, sampling, session=session)
-        return replace(found, logprobs=found.raw_logprobs) if sampling.presence_penalty and found.raw_logprobs else found
+        return (
+            replace(found, logprobs=found.raw_logprobs) if sampling.presence_penalty and found.raw_logprobs else found
+        )
 
 
 async def verdicts(provider: Any, **options: Any) -> tuple[Report, dict[str, Verdict]]:
     torch.set_num_threads(1)
-    report = await examine(provider, load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR), dtype="float32", **options)
+    report = await examine(
+        provider, load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR), dtype="float32", **options
+    )
     return report, {finding.probe: finding.verdict for finding in report.findings}
 
 

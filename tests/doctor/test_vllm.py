@@ -1,7 +1,8 @@
 """The doctor against a real vLLM on CPU: `make test-vllm`.
 
-TOKENTRUE_DOCTOR_MODEL names another model directory than the shipped calculator. Where a fault can be seeded in the directory that the
-trainer would load, one healthy server serves for all of them; the others start a server of their own.
+TOKENTRUE_DOCTOR_MODEL names another model directory than the shipped calculator. Where a fault can be seeded in the
+directory that the trainer would load, one healthy server serves for all of them; the others start a server of their
+own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ PROCESSED = ("--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--m
 def started(folder: Path, model: Path, *options: str) -> tuple[Any, str]:
     python = os.environ.get("TOKENTRUE_VLLM_PYTHON")
     if not python:
-        pytest.fail("set TOKENTRUE_VLLM_PYTHON to the Python of an environment with vllm; docs/engines.md says how to make one")
+        pytest.fail(
+            "set TOKENTRUE_VLLM_PYTHON to the Python of an environment with vllm; docs/engines.md says how to make one"
+        )
     return serve(python, model, folder / "vllm.log", *options, context=2048)
 
 
@@ -80,7 +83,9 @@ def other_tokenizer(folder: Path) -> None:
 def other_rope(folder: Path) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    rope = config.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)})
+    rope = config.setdefault(
+        "rope_parameters", {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
+    )
     rope["rope_theta"] = rope["rope_theta"] * 10
     file.write_text(json.dumps(config))
 

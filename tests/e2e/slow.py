@@ -1,4 +1,5 @@
-"""The calculator with a pause before every tool result, so that there is a middle in which something can die; and one that raises."""
+"""The calculator with a pause before every tool result, so that there is a middle in which something can die; and one
+that raises."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 
 def rollout(out: Path, *more: str) -> int:
-    return command("rollout", ["--out", str(out), "--set", "rollout.tasks=3", "--set", "rollout.group_size=2", "--json", *more])
+    return command(
+        "rollout", ["--out", str(out), "--set", "rollout.tasks=3", "--set", "rollout.group_size=2", "--json", *more]
+    )
 
 
 def test_a_rollout_is_resumed_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,16 +34,22 @@ def test_a_rollout_is_resumed_where_it_was_cut(tmp_path: Path, capsys: pytest.Ca
     again = rows(tmp_path / "samples.jsonl")
     key = "metadata"
     assert {s[key]["rollout"]: s["token_ids"] for s in again} == {s[key]["rollout"]: s["token_ids"] for s in samples}  # type: ignore[index]
-    assert [s["session_id"] for s in again[:4]] == [s["session_id"] for s in samples[:4]], "a whole group was played again"
+    assert [s["session_id"] for s in again[:4]] == [s["session_id"] for s in samples[:4]], (
+        "a whole group was played again"
+    )
     assert len(again) == 6 and len(rows(tmp_path / "rollouts.jsonl")) == 6
 
 
-def test_a_run_that_died_in_its_first_group_plays_that_group_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_died_in_its_first_group_plays_that_group_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert rollout(tmp_path) == 0
     capsys.readouterr()
     samples, lines = rows(tmp_path / "samples.jsonl"), rows(tmp_path / "rollouts.jsonl")
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples[:2]))
-    (tmp_path / "rollouts.jsonl").write_text(json.dumps(lines[0]) + "\n")  # one of two rollouts: no whole group to compare with
+    (tmp_path / "rollouts.jsonl").write_text(
+        json.dumps(lines[0]) + "\n"
+    )  # one of two rollouts: no whole group to compare with
     assert rollout(tmp_path) == 0
     assert json.loads(capsys.readouterr().out)["rollouts"] == 6
     assert len(rows(tmp_path / "samples.jsonl")) == 6
@@ -94,7 +102,9 @@ CLOCKED = ("rollouts/", "speed/", "share/")
 def losses(text: str) -> list[dict[str, object]]:
     """Times aside, and the counts of rollouts: a resumed run takes a round that was run before from the checkpoint."""
     found = [json.loads(line) for line in text.splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds" and not key.startswith(CLOCKED)} for row in found]
+    return [
+        {key: value for key, value in row.items() if key != "seconds" and not key.startswith(CLOCKED)} for row in found
+    ]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -132,7 +142,10 @@ def test_a_run_leaves_its_weights_and_can_be_made_longer(tmp_path: Path, capsys:
     assert [event.value for event in board.Scalars("reward")] == pytest.approx([row["reward"] for row in logged])
     assert command("train", ["--out", str(tmp_path), *options, "--steps", "2", "--set", "optim.lr=1e-3"]) == 2
     assert "another configuration" in capsys.readouterr().err
-    assert len(rows(tmp_path / "metrics.jsonl")) == 2 and json.loads((tmp_path / "config.json").read_text())["optim"]["lr"] == 2.5e-4
+    assert (
+        len(rows(tmp_path / "metrics.jsonl")) == 2
+        and json.loads((tmp_path / "config.json").read_text())["optim"]["lr"] == 2.5e-4
+    )
 
 
 def test_training_from_a_file_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

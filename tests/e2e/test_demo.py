@@ -1,4 +1,5 @@
-"""The demo, short: HTTP, streaming, exact engine, samples, GRPO; twice with one seed for equal bits. The full promise is `make demo`."""
+"""The demo, short: HTTP, streaming, exact engine, samples, GRPO; twice with one seed for equal bits. The full promise
+is `make demo`."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_what_it_leaves_behind_can_be_checked_by_others(first: tuple[DemoResult,
 def test_the_same_seed_gives_the_same_bits_over_http_whatever_the_timing(
     first: tuple[DemoResult, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run is jostled: every turn of every agent waits a random while, so that other requests meet in other batches."""
+    """The second run is jostled: every turn of every agent waits a random while, so that other requests meet in other
+    batches."""
     from tokentrue.environments import client
 
     plain = client.ask
@@ -65,7 +67,10 @@ def test_the_same_seed_gives_the_same_bits_over_http_whatever_the_timing(
     demo(tmp_path, steps=2)
 
     def trace(folder: Path) -> list[tuple[object, ...]]:
-        return [(s.group, tuple(s.token_ids), tuple(s.rollout_logprobs), s.reward) for s in read_samples(folder / "samples.jsonl")]
+        return [
+            (s.group, tuple(s.token_ids), tuple(s.rollout_logprobs), s.reward)
+            for s in read_samples(folder / "samples.jsonl")
+        ]
 
     assert trace(out) == trace(tmp_path)
 

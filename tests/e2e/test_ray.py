@@ -1,4 +1,5 @@
-"""A real local Ray with two rollout workers and two gateways; one of each is killed in the middle, and nothing is lost."""
+"""A real local Ray with two rollout workers and two gateways; one of each is killed in the middle, and nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def cluster() -> object:
 def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: Path) -> None:
     from tokentrue.cluster.rollout import Fleet
 
-    config = RolloutConfig(environment="tests.e2e.slow:SlowCalculator", tasks=4, group_size=3, concurrency=4, timeout_s=600)
+    config = RolloutConfig(
+        environment="tests.e2e.slow:SlowCalculator", tasks=4, group_size=3, concurrency=4, timeout_s=600
+    )
     settings = RolloutRun(rollout=config, out=tmp_path)
     plans = plan_rollouts(config)
     fleet = Fleet(settings, gateways=2, workers=2)
@@ -55,7 +58,9 @@ def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: P
     assert sorted(rollout.plan.key for rollout in ended) == sorted(plan.key for plan in plans)
     assert [rollout.error for rollout in ended] == [None] * len(plans)
     lost = [part for rollout in ended for part in rollout.coverage["untrained"]]
-    assert all(0 < part["tokens"] <= config.max_tokens and part["why"] for part in lost), "more than the turn in flight was lost"
+    assert all(0 < part["tokens"] <= config.max_tokens and part["why"] for part in lost), (
+        "more than the turn in flight was lost"
+    )
     assert {gateway_number(fleet, rollout) for rollout in ended} == {0, 1}
     fleet.stop()
     expected = undisturbed(config, tmp_path / "quiet")
@@ -63,11 +68,21 @@ def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: P
     assert found == expected, "a rollout that lived through a crash sampled other tokens than an undisturbed one"
 
 
-def test_the_log_has_the_tracebacks_of_actors(cluster: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_has_the_tracebacks_of_actors(
+    cluster: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tokentrue.cli.main import run
 
-    sets = ("rollout.environment=tests.e2e.slow:BrokenCalculator", "rollout.tasks=1", "rollout.group_size=2", "gateways=1", "workers=1")
-    code = run("rollout", ["--ray", "auto", "--out", str(tmp_path), *(part for each in sets for part in ("--set", each))])
+    sets = (
+        "rollout.environment=tests.e2e.slow:BrokenCalculator",
+        "rollout.tasks=1",
+        "rollout.group_size=2",
+        "gateways=1",
+        "workers=1",
+    )
+    code = run(
+        "rollout", ["--ray", "auto", "--out", str(tmp_path), *(part for each in sets for part in ("--set", each))]
+    )
     log = tmp_path / "rollouts.log"
     said = " ".join(capsys.readouterr().out.split())
     assert code == 1 and f"tracebacks in {log}" in said
@@ -89,5 +104,7 @@ def undisturbed(config: RolloutConfig, out: Path) -> dict[str, list[list[int]]]:
     from tokentrue.cli.run.rollout import play
 
     ended: list[Rollout] = []
-    asyncio.run(play(RolloutRun(rollout=config, out=out, store="memory"), plan_rollouts(config), ended.append, quiet=True))
+    asyncio.run(
+        play(RolloutRun(rollout=config, out=out, store="memory"), plan_rollouts(config), ended.append, quiet=True)
+    )
     return {rollout.plan.key: tokens(rollout) for rollout in ended}

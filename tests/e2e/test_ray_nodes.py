@@ -1,4 +1,5 @@
-"""A real Ray of three nodes (three raylets on this host), gateways on each, one record on PostgreSQL; a node is killed in the middle."""
+"""A real Ray of three nodes (three raylets on this host), gateways on each, one record on PostgreSQL; a node is killed
+in the middle."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ def cluster() -> Iterator[Any]:
 def test_the_sessions_of_a_killed_node_continue_on_the_others(
     cluster: Any, database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["rollout.environment=tests.e2e.slow:SlowCalculator", "rollout.tasks=6", "rollout.group_size=3", "rollout.concurrency=4"]
+    settings = [
+        "rollout.environment=tests.e2e.slow:SlowCalculator",
+        "rollout.tasks=6",
+        "rollout.group_size=3",
+        "rollout.concurrency=4",
+    ]
     settings += [f"store={database}", "rollout.timeout_s=400"]
     flags = [flag for setting in settings for flag in ("--set", setting)]
     out = tmp_path / "out"
@@ -60,7 +66,9 @@ def test_the_sessions_of_a_killed_node_continue_on_the_others(
     assert 0 < told["ended"] < 18, told
     rows = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    config = RolloutConfig(environment="tests.e2e.slow:SlowCalculator", tasks=6, group_size=3, concurrency=4, timeout_s=400)
+    config = RolloutConfig(
+        environment="tests.e2e.slow:SlowCalculator", tasks=6, group_size=3, concurrency=4, timeout_s=400
+    )
     plans = plan_rollouts(config)
     assert sorted(row["rollout"] for row in rows) == sorted(plan.key for plan in plans), "each rollout once"
     assert [row["error"] for row in rows] == [None] * len(rows)
@@ -70,7 +78,9 @@ def test_the_sessions_of_a_killed_node_continue_on_the_others(
     found: dict[str, list[list[int]]] = {key: [] for key in expected}
     for sample in samples:
         found[sessions[sample["session_id"]]].append(sample["token_ids"])
-    assert found == expected, "a rollout that lived through the death of a node sampled other tokens than an undisturbed one"
+    assert found == expected, (
+        "a rollout that lived through the death of a node sampled other tokens than an undisturbed one"
+    )
     assert told["sessions_of_dead"] > 0 and moved(database) > 0, told
 
 
@@ -83,7 +93,11 @@ def kill_a_node(cluster: Any, database: str) -> dict[str, Any]:
         try:
             with psycopg.connect(database, autocommit=True) as connection:
                 ended = connection.execute("SELECT count(*) FROM sessions WHERE state='ended'").fetchone()
-                owners = dict(connection.execute("SELECT owner, count(*) FROM sessions WHERE state='open' GROUP BY owner").fetchall())
+                owners = dict(
+                    connection.execute(
+                        "SELECT owner, count(*) FROM sessions WHERE state='open' GROUP BY owner"
+                    ).fetchall()
+                )
         except psycopg.Error:
             continue  # the tables are not there yet
         if ended is not None and ended[0] >= 2 and len(owners) == NODES:

@@ -1,4 +1,5 @@
-"""Training with engines and environments on a real local Ray: the same bits as in one process, also when a gateway is killed."""
+"""Training with engines and environments on a real local Ray: the same bits as in one process, also when a gateway is
+killed."""
 
 from __future__ import annotations
 
@@ -112,5 +113,7 @@ def test_a_run_on_ray_has_the_bits_of_one_process_and_survives_a_gateway(
     alone = rows_on_file(tmp_path / "alone")
     for name in ("reward", "update/loss", "update/grad_norm", "tokens"):
         assert [row[name] for row in rows] == [row[name] for row in alone], name
-    weights = [(folder / "checkpoints" / "latest" / "model.safetensors").read_bytes() for folder in (out, tmp_path / "alone")]
+    weights = [
+        (folder / "checkpoints" / "latest" / "model.safetensors").read_bytes() for folder in (out, tmp_path / "alone")
+    ]
     assert weights[0] == weights[1]

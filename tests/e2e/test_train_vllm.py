@@ -1,4 +1,5 @@
-"""Training against real vLLM on CPU: `make test-vllm`. Two replicas, one of them killed in mid-run; stale weights stop a run."""
+"""Training against real vLLM on CPU: `make test-vllm`. Two replicas, one of them killed in mid-run; stale weights stop
+a run."""
 
 from __future__ import annotations
 
@@ -20,8 +21,16 @@ from tokentrue.providers.transport.weights import WrittenWeights
 from tokentrue.providers.vllm import VLLMProvider
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
-# One forward pass holds whole prompts: vLLM 0.32 on CPU dies of a seeded request that it splits ("CPU Generator does not use offset").
-OPTIONS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "64", "--no-enable-chunked-prefill")
+# One forward pass holds whole prompts: vLLM 0.32 on CPU dies of a seeded request that it splits ("CPU Generator does
+# not use offset").
+OPTIONS = (
+    "--enable-scale-out",
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--max-num-seqs",
+    "64",
+    "--no-enable-chunked-prefill",
+)
 
 
 def start(folder: Path, name: str, *options: str) -> tuple[Any, str]:
@@ -92,7 +101,9 @@ def test_a_server_that_never_loads_weights_stops_the_run_at_its_start(
     assert "does not take published weights" in capsys.readouterr().err
 
 
-def test_grpo_goes_on_when_a_replica_is_killed_in_mid_run(servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grpo_goes_on_when_a_replica_is_killed_in_mid_run(
+    servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights go through shared memory: a directory of /dev/shm, which the engine's own loader maps."""
     urls = [url for _, url in servers]
     killed: list[int] = []
@@ -117,13 +128,21 @@ def test_grpo_goes_on_when_a_replica_is_killed_in_mid_run(servers: list[Any], tm
     assert killed == [2], "it was killed in the third round"
     assert [row["probe/engines"] for row in rows] == [2, 2, 1, 1, 1]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert all(row["staleness_max"] == 0 and row["rollouts/failed"] == 0 for row in rows), "a rollout was lost with the replica"
-    assert all(row["mismatch/delta_abs_mean"] < 1e-4 and row["probe/delta"] < 1e-3 for row in rows), "float32 on both sides"
-    assert all(row["acceptance/gain"] > 0 and row["update/refused"] == 0 for row in rows), "vLLM's own policy gained by every update"
+    assert all(row["staleness_max"] == 0 and row["rollouts/failed"] == 0 for row in rows), (
+        "a rollout was lost with the replica"
+    )
+    assert all(row["mismatch/delta_abs_mean"] < 1e-4 and row["probe/delta"] < 1e-3 for row in rows), (
+        "float32 on both sides"
+    )
+    assert all(row["acceptance/gain"] > 0 and row["update/refused"] == 0 for row in rows), (
+        "vLLM's own policy gained by every update"
+    )
     assert sum(row["reward"] for row in rows[3:]) / 2 > sum(row["reward"] for row in rows[:2]) / 2
 
 
-def test_bfloat16_on_both_sides_has_the_mismatch_of_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bfloat16_on_both_sides_has_the_mismatch_of_bfloat16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     process, url = start(tmp_path, "bf16", "--dtype", "bfloat16")
     try:
         assert command("train", settings(tmp_path / "run", [url], 2, dtype="bfloat16")) == 0
@@ -139,5 +158,16 @@ def test_bfloat16_on_both_sides_has_the_mismatch_of_bfloat16(tmp_path: Path, cap
 def print_figures(capsys: pytest.CaptureFixture[str], rows: list[dict[str, Any]]) -> None:
     with capsys.disabled():
         for row in rows:
-            keys = ("step", "reward", "mismatch/delta_abs_mean", "mismatch/delta_max", "probe/delta", "probe/engines", "acceptance/gain")
-            print({key: row[key] for key in keys if key in row}, {key: round(value, 2) for key, value in row["seconds"].items()})
+            keys = (
+                "step",
+                "reward",
+                "mismatch/delta_abs_mean",
+                "mismatch/delta_max",
+                "probe/delta",
+                "probe/engines",
+                "acceptance/gain",
+            )
+            print(
+                {key: row[key] for key in keys if key in row},
+                {key: round(value, 2) for key, value in row["seconds"].items()},
+            )

@@ -1,4 +1,5 @@
-"""tokentrue train and diagnose on a file of samples: grouped by name, checked, refused when it is another model's, never silent."""
+"""tokentrue train and diagnose on a file of samples: grouped by name, checked, refused when it is another model's,
+never silent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LoRA adapters, unmerged on both sides: the engine's log-probabilities are those of the peft model under `exact`, bit for bit."""
+"""LoRA adapters, unmerged on both sides: the engine's log-probabilities are those of the peft model under `exact`, bit
+for bit."""
 
 from __future__ import annotations
 
@@ -27,9 +28,14 @@ lora = pytest.importorskip("peft.tuners.lora.config")
 EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def adapted(model: Any, seed: int, *, targets: list[str] | None = None, dtype: torch.dtype | None = None, **settings: Any) -> Any:
-    """A peft model whose adapter is not the identity; adapters are float32 unless `dtype` is given, as peft makes them."""
-    config = peft.LoraConfig(r=settings.pop("r", 5), lora_alpha=7, target_modules=targets or EVERYTHING, lora_dropout=0.0, **settings)
+def adapted(
+    model: Any, seed: int, *, targets: list[str] | None = None, dtype: torch.dtype | None = None, **settings: Any
+) -> Any:
+    """A peft model whose adapter is not the identity; adapters are float32 unless `dtype` is given, as peft makes
+    them."""
+    config = peft.LoraConfig(
+        r=settings.pop("r", 5), lora_alpha=7, target_modules=targets or EVERYTHING, lora_dropout=0.0, **settings
+    )
     wrapped = peft.get_peft_model(copy.deepcopy(model), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -46,7 +52,9 @@ def state_of(wrapped: Any) -> dict[str, torch.Tensor]:
 
 def trainer_bits(wrapped: Any, request: Request) -> torch.Tensor:
     with torch.no_grad():
-        return score(wrapped, torch.tensor([request.tokens]), request.sampling.temperature)[0, len(request.prompt_ids) - 1 :]
+        return score(wrapped, torch.tensor([request.tokens]), request.sampling.temperature)[
+            0, len(request.prompt_ids) - 1 :
+        ]
 
 
 def drain(engine: ExactEngine, requests: list[Request], rng: random.Random | None = None) -> None:
@@ -66,14 +74,15 @@ def test_several_adapters_in_one_batch_have_the_trainers_bits(kind: str, dtype: 
     rng, real = random.Random(4), getattr(torch, dtype)
     model = build(kind).to(real)
     targets = EVERYTHING[:4] if kind == "qwen3_moe" else None
-    trainers: dict[str | None, Any] = {None: model, "wide": adapted(model, 1, targets=targets), "narrow": adapted(model, 2, targets=["q_proj", "o_proj"], dtype=real, r=3)}  # fmt: skip # noqa: E501
+    trainers: dict[str | None, Any] = {None: model, "wide": adapted(model, 1, targets=targets), "narrow": adapted(model, 2, targets=["q_proj", "o_proj"], dtype=real, r=3)}  # fmt: skip
     engine = engine_of(model, dtype, rng)
     for name in ("wide", "narrow"):
         engine.load_adapter(name, state_of(trainers[name]), config=trainers[name].peft_config["default"])
     shared = [rng.randrange(VOCABULARY) for _ in range(40)]
     names = [None, "wide", "narrow"] * 4
     requests = [
-        engine.request([*shared, *range(i)], Sampling(max_tokens=25, seed=i, temperature=0.8), adapter=name) for i, name in enumerate(names)
+        engine.request([*shared, *range(i)], Sampling(max_tokens=25, seed=i, temperature=0.8), adapter=name)
+        for i, name in enumerate(names)
     ]
     drain(engine, requests, rng)
     assert engine.core.scheduler.prefix_hits > 0 and engine.core.scheduler.preemptions > 0
@@ -106,14 +115,18 @@ def test_publishing_the_adapter_alone_and_the_base_weights() -> None:
     third.load_state_dict(fresh)
     newest = trainer_bits(adapted(third, 2), request)
     found = torch.tensor(request.logprobs)
-    assert same_bits(found[:12], old[:12]) and same_bits(found[12:24], new[12:24]) and same_bits(found[24:], newest[24:])
+    assert (
+        same_bits(found[:12], old[:12]) and same_bits(found[12:24], new[12:24]) and same_bits(found[24:], newest[24:])
+    )
     assert not same_bits(found[12:24], old[12:24])
     engine.close()
 
 
 def test_a_directory_saved_by_peft_is_loaded(tmp_path: Path) -> None:
     model = build("llama")
-    wrapped = adapted(model, 3, use_rslora=True, alpha_pattern={"layers.1.self_attn.q_proj": 11, "model.layers.0.mlp.up_proj": 3})
+    wrapped = adapted(
+        model, 3, use_rslora=True, alpha_pattern={"layers.1.self_attn.q_proj": 11, "model.layers.0.mlp.up_proj": 3}
+    )
     wrapped.save_pretrained(tmp_path)
     with ExactEngine(copy.deepcopy(model), max_len=400, kv_tokens=1200) as engine:
         engine.load_adapter("saved", tmp_path)
@@ -155,7 +168,10 @@ def test_rows_of_a_peft_model_do_not_depend_on_the_batch() -> None:
     ids = torch.randint(0, VOCABULARY, (3, 50), generator=torch.Generator().manual_seed(2))
     with torch.no_grad(), exact(wrapped):
         whole = score(wrapped, ids)
-        assert all(same_bits(score(wrapped, ids[i : i + 1, :n]), whole[i : i + 1, : n - 1]) for i, n in ((0, 2), (1, 17), (2, 50), (0, 33)))
+        assert all(
+            same_bits(score(wrapped, ids[i : i + 1, :n]), whole[i : i + 1, : n - 1])
+            for i, n in ((0, 2), (1, 17), (2, 50), (0, 33))
+        )
 
 
 def test_what_has_no_exact_form_is_refused() -> None:
@@ -167,7 +183,9 @@ def test_what_has_no_exact_form_is_refused() -> None:
     with pytest.raises(ExactnessError, match="DoRA"):
         engine.load_adapter("a", state, config={"r": 5, "lora_alpha": 7, "use_dora": True})
     with pytest.raises(ExactnessError, match="embed_tokens"):
-        engine.load_adapter("a", {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(2, 2)}, config={"lora_alpha": 1})
+        engine.load_adapter(
+            "a", {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(2, 2)}, config={"lora_alpha": 1}
+        )
     with pytest.raises(EngineError, match="maps 9 to"):
         wrong = {n: torch.zeros(5, 9) if "layers.0.self_attn.q_proj.lora_A" in n else v for n, v in state.items()}
         engine.load_adapter("a", wrong, config={"lora_alpha": 7})
@@ -196,13 +214,17 @@ def assert_merged_as_peft_does(model: Any, folder: Path, wrapped: Any) -> None:
     expected = wrapped.merge_and_unload().state_dict()
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-5, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(
+            found[name], weight, rtol=0, atol=2e-5, msg=lambda said, name=name: f"{name}: {said}"
+        )
 
 
 def test_every_field_of_pefts_config_is_in_one_table() -> None:
     tables = [*READ, *IGNORED, *REFUSED]
     assert len(tables) == len(set(tables))
-    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} <= set(tables), "does the new field change the forward?"
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} <= set(tables), (
+        "does the new field change the forward?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +251,9 @@ def test_an_adapter_that_eva_started_gives_pefts_merge(tmp_path: Path) -> None:
     """EVA gives each layer its own rank and alpha."""
     model, ids = build("qwen3"), torch.randint(0, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(1))
     eva = peft.EvaConfig(rho=2.0, adjust_scaling_factors=True)
-    config = peft.LoraConfig(r=4, lora_alpha=7, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights="eva", eva_config=eva)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=7, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights="eva", eva_config=eva
+    )
     wrapped = peft.get_peft_model(copy.deepcopy(model), config)
     rows = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}] * 3
     peft.initialize_lora_eva_weights(wrapped, rows, show_progress_bar=False)
@@ -265,11 +289,15 @@ STARTS: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None]]] = {
 @pytest.mark.parametrize("start", STARTS)
 def test_an_adapter_over_changed_base_weights_is_refused_until_it_is_converted(tmp_path: Path, start: str) -> None:
     model, (settings, prepare) = build("qwen3"), STARTS[start]
-    config = peft.LoraConfig(r=4, lora_alpha=7, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=start, **settings)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=7, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=start, **settings
+    )
     changed = copy.deepcopy(model)
     prepare(changed, config)
     wrapped = peft.get_peft_model(changed, config)
-    assert not torch.equal(wrapped.model.model.layers[0].self_attn.q_proj.base_layer.weight, model.model.layers[0].self_attn.q_proj.weight)
+    assert not torch.equal(
+        wrapped.model.model.layers[0].self_attn.q_proj.base_layer.weight, model.model.layers[0].self_attn.q_proj.weight
+    )
     wrapped.save_pretrained(tmp_path / "initial")
     train_a_little(wrapped).save_pretrained(tmp_path / "trained")
     with pytest.raises(ExactnessError, match=f"{start}.*path_initial_model_for_weight_conversion"):
@@ -308,7 +336,9 @@ VALUES: dict[str, Any] = {
     "alora_invocation_tokens": [5, 6], "bias": "all", "modules_to_save": ["lm_head"], "trainable_token_indices": [1],
     "target_parameters": ["q_proj.weight"], "layer_replication": [[0, 2]],
 }  # fmt: skip
-CONFIGURED = {field: VALUES.get(field, {"nblocks": 2} if field.endswith(("config", "bdlora")) else True) for field in REFUSED}
+CONFIGURED = {
+    field: VALUES.get(field, {"nblocks": 2} if field.endswith(("config", "bdlora")) else True) for field in REFUSED
+}
 
 
 @pytest.mark.parametrize(
@@ -319,7 +349,9 @@ CONFIGURED = {field: VALUES.get(field, {"nblocks": 2} if field.endswith(("config
     ],
     ids=str,
 )  # fmt: skip
-def test_settings_that_compute_something_else_are_refused_by_name(engine: ExactEngine, plain: Path, field: str, value: Any) -> None:
+def test_settings_that_compute_something_else_are_refused_by_name(
+    engine: ExactEngine, plain: Path, field: str, value: Any
+) -> None:
     state, config = read_directory(plain)
     refused_unchanged(engine, ExactnessError, field, state, config={**config, field: value})
 
@@ -362,7 +394,9 @@ def test_a_truncated_file_of_weights_is_one_line(engine: ExactEngine, plain: Pat
     (tmp_path / "adapter_config.json").write_bytes((plain / "adapter_config.json").read_bytes())
     for size in (7, 8, 20, len(whole) // 2, len(whole) - 1):
         (tmp_path / "adapter_model.safetensors").write_bytes(whole[:size])
-        refused_unchanged(engine, FileFormatError, r"adapter_model\.safetensors is not a safetensors file, or is damaged", tmp_path)
+        refused_unchanged(
+            engine, FileFormatError, r"adapter_model\.safetensors is not a safetensors file, or is damaged", tmp_path
+        )
 
 
 @pytest.mark.parametrize(
@@ -377,7 +411,9 @@ def test_a_truncated_file_of_weights_is_one_line(engine: ExactEngine, plain: Pat
     ],
     ids=str,
 )  # fmt: skip
-def test_a_bad_setting_is_refused_by_name(engine: ExactEngine, plain: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_a_bad_setting_is_refused_by_name(
+    engine: ExactEngine, plain: Path, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
     state, config = read_directory(plain)
     refused_unchanged(engine, ConfigError, words, state, config={**config, **change})
     (tmp_path / "adapter_model.safetensors").write_bytes((plain / "adapter_model.safetensors").read_bytes())
@@ -385,9 +421,13 @@ def test_a_bad_setting_is_refused_by_name(engine: ExactEngine, plain: Path, tmp_
     assert str(tmp_path / "adapter_config.json") in refused_unchanged(engine, ConfigError, words, tmp_path)
 
 
-def test_a_rank_that_contradicts_the_weights_and_a_config_of_another_type_are_refused(engine: ExactEngine, plain: Path) -> None:
+def test_a_rank_that_contradicts_the_weights_and_a_config_of_another_type_are_refused(
+    engine: ExactEngine, plain: Path
+) -> None:
     state, config = read_directory(plain)
-    refused_unchanged(engine, EngineError, "r is 4 for .*q_proj, but its lora_A has 5 rows", state, config={**config, "r": 4})
+    refused_unchanged(
+        engine, EngineError, "r is 4 for .*q_proj, but its lora_A has 5 rows", state, config={**config, "r": 4}
+    )
     refused_unchanged(engine, ConfigError, "config= is a list", state, config=[1])
 
 
@@ -399,7 +439,9 @@ def test_a_rank_that_contradicts_the_weights_and_a_config_of_another_type_are_re
         (lambda a: a[0], "is torch.float32 of shape"), (lambda a: a[:0], "is torch.float32 of shape"), (lambda a: a.numpy(), "is ndarray"),
     ],
 )  # fmt: skip
-def test_a_bad_tensor_is_refused_by_name(engine: ExactEngine, plain: Path, change: Callable[[Any], Any], words: str) -> None:
+def test_a_bad_tensor_is_refused_by_name(
+    engine: ExactEngine, plain: Path, change: Callable[[Any], Any], words: str
+) -> None:
     state, config = read_directory(plain)
     key = next(key for key in state if "layers.1.self_attn.v_proj.lora_A" in key)
     said = refused_unchanged(engine, EngineError, words, {**state, key: change(state[key])}, config=config)
@@ -419,7 +461,9 @@ def test_two_tensors_for_one_place_and_layers_of_another_part_are_refused(engine
     state, config = read_directory(plain)
     second = {key.replace(".weight", ".other.weight"): value * 2 for key, value in state.items()}
     refused_unchanged(engine, EngineError, "is the second lora_A of", {**state, **second}, config=config)
-    inner = {key.replace("model.model.layers", "model.model.language_model.layers"): value for key, value in state.items()}
+    inner = {
+        key.replace("model.model.layers", "model.model.language_model.layers"): value for key, value in state.items()
+    }
     refused_unchanged(engine, EngineError, "two names stand for", {**state, **inner}, config=config)
     vision = {key.replace("model.model.layers", "model.vision_tower.layers"): value for key, value in state.items()}
     refused_unchanged(engine, ExactnessError, "vision_tower", vision, config=config)
@@ -434,7 +478,10 @@ def test_two_tensors_for_one_place_and_layers_of_another_part_are_refused(engine
     ids=lambda settings: next(iter(settings)),
 )  # fmt: skip
 def test_a_peft_model_of_another_kind_has_no_exact_form(settings: dict[str, Any]) -> None:
-    with pytest.raises(ExactnessError, match="plain LoRA"), exact(adapted(build("qwen3"), 1, targets=["q_proj"], **settings)):
+    with (
+        pytest.raises(ExactnessError, match="plain LoRA"),
+        exact(adapted(build("qwen3"), 1, targets=["q_proj"], **settings)),
+    ):
         pass
 
 

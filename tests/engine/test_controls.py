@@ -1,7 +1,7 @@
 """Negative controls: the bit test finds what is wrong when something is wrong.
 
-First kind: both sides run the same ordinary torch operator instead of the exact one, as most systems do. Second kind: one side computes the
-same mathematics by another formula.
+First kind: both sides run the same ordinary torch operator instead of the exact one, as most systems do. Second kind:
+one side computes the same mathematics by another formula.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Plain(CpuOps):
         pieces = (x.split(packed.lengths) for x in (q, k, v))
         return torch.cat([sdpa(a, b, c, spec) for a, b, c in zip(*pieces, strict=True)])
 
-    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec
+    ) -> Tensor:
         if "attention" not in self.ordinary:
             return super().paged_attention(q, k_cache, v_cache, batch, spec)
         outs, start = [], 0
@@ -80,7 +82,9 @@ class Other(CpuOps):
         return tuple(exact)  # type: ignore[return-value]
 
     def prepare_qkv(self, *inputs: Any, **settings: Any) -> Any:
-        fused = super().prepare_qkv if self.other != "rotary" else partial(Ops.prepare_qkv, self)  # the steps one by one, ours among them
+        fused = (
+            super().prepare_qkv if self.other != "rotary" else partial(Ops.prepare_qkv, self)
+        )  # the steps one by one, ours among them
         return fused(*inputs, **settings)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
@@ -117,7 +121,11 @@ def test_ordinary_operators_on_both_sides_are_caught(wide: Any, plain: tuple[str
     assert different > 0, f"{plain}: none of {compared} differ"
     assert "operator layers." in first and "token" in first, first
     if len(plain) == 1:  # the named culprit is the operator taken out, or what it feeds
-        wanted = {"linear": ("qkv", "out", "mlp", "activation"), "attention": ("attention",), "activation": ("activation",)}[plain[0]]
+        wanted = {
+            "linear": ("qkv", "out", "mlp", "activation"),
+            "attention": ("attention",),
+            "activation": ("activation",),
+        }[plain[0]]
         assert any(name in first for name in wanted), first
     run.engine.close()
 
@@ -129,14 +137,22 @@ def test_exact_operators_on_the_same_model_pass(wide: Any) -> None:
     run.engine.close()
 
 
-LEFT_OUT = [("linear", "qwen3"), ("activation", "qwen3"), ("attention", "qwen3"), ("linear", "qwen3_moe"), ("experts", "qwen3_moe")]
+LEFT_OUT = [
+    ("linear", "qwen3"),
+    ("activation", "qwen3"),
+    ("attention", "qwen3"),
+    ("linear", "qwen3_moe"),
+    ("experts", "qwen3_moe"),
+]
 
 
 def compute_in_float64(model: nn.Module) -> None:
     """Another formula in the modules themselves: on some processors the ordinary one has the exact operators' bits."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.forward = lambda x, m=module: (x.double() @ m.weight.double().t()).to(x.dtype) + (0.0 if m.bias is None else m.bias)
+            module.forward = lambda x, m=module: (
+                (x.double() @ m.weight.double().t()).to(x.dtype) + (0.0 if m.bias is None else m.bias)
+            )
         elif isinstance(module, SiLUActivation):
             module.forward = lambda x: F.silu(x.double()).to(x.dtype)
 
@@ -148,7 +164,9 @@ def test_each_operator_that_the_trainer_leaves_out_is_caught(left_out: str, kind
     run = random_run(model, "float32", 5, tokens=150, loads=0)
     compute_in_float64(run.trainer)
     assert judge(run)[1] == 0
-    compared, different, _ = judge(run, without=frozenset({left_out, "functions", "router"}))  # the list of functions would put it right
+    compared, different, _ = judge(
+        run, without=frozenset({left_out, "functions", "router"})
+    )  # the list of functions would put it right
     assert different > 0, f"{left_out} left out: none of {compared} differ"
     run.engine.close()
 

@@ -49,7 +49,9 @@ def trainer_bits(model: Any, prompt: list[int], tokens: tuple[int, ...], tempera
 async def test_greedy_is_hugging_faces_greedy(model: Any, engine: ExactEngine) -> None:
     """Against transformers' own generate: the same tokens until two logits are closer than rounding."""
     ids = torch.tensor([PROMPT])
-    wanted = model.generate(ids, do_sample=False, max_new_tokens=40, attention_mask=torch.ones_like(ids), pad_token_id=0)
+    wanted = model.generate(
+        ids, do_sample=False, max_new_tokens=40, attention_mask=torch.ones_like(ids), pad_token_id=0
+    )
     found = await engine.generate(PROMPT, Sampling(temperature=0.0, max_tokens=40))
     assert list(found.token_ids) == wanted[0, len(PROMPT) :].tolist()
     assert same_bits(torch.tensor(found.logprobs), trainer_bits(model, PROMPT, found.token_ids))
@@ -62,7 +64,9 @@ async def test_samples_follow_the_distribution(model: Any, engine: ExactEngine) 
         probs = torch.softmax(model(torch.tensor([PROMPT])).logits[0, -1], -1)
     found = []
     for start in range(0, 600, 20):
-        found += await asyncio.gather(*(engine.generate(PROMPT, Sampling(max_tokens=1, seed=start + i)) for i in range(20)))
+        found += await asyncio.gather(
+            *(engine.generate(PROMPT, Sampling(max_tokens=1, seed=start + i)) for i in range(20))
+        )
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in found]), minlength=several[0]) / 600
     chance = (2 * probs * (1 - probs) / (torch.pi * 600)).sqrt().sum()  # expected sum of |frequency - p|
     assert (counts - probs).abs().sum() < 1.5 * chance
@@ -75,7 +79,11 @@ async def test_group_of_samples_pays_for_its_prompt_once(engine: ExactEngine) ->
     metrics = engine.metrics()
     assert metrics["prefix_hit_tokens_total"] >= 6 * 48
     assert metrics["prompt_tokens_total"] < 2 * len(PROMPT)
-    assert metrics["first_token_seconds_p50"] > 0 and metrics["kv_blocks_used"] == 0 and metrics["sampled_tokens_total"] >= 30
+    assert (
+        metrics["first_token_seconds_p50"] > 0
+        and metrics["kv_blocks_used"] == 0
+        and metrics["sampled_tokens_total"] >= 30
+    )
 
 
 async def test_cancelling_frees_the_request_and_spares_the_others(engine: ExactEngine) -> None:
@@ -120,7 +128,9 @@ async def test_a_bad_request_is_refused_at_the_door(
     assert len((await engine.generate([1, 2], Sampling(max_tokens=2))).token_ids) == 2
 
 
-async def test_a_failing_step_fails_its_requests_and_not_the_engine(engine: ExactEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_step_fails_its_requests_and_not_the_engine(
+    engine: ExactEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = engine.core.forward.step
     monkeypatch.setattr(engine.core.forward, "step", lambda *args: (_ for _ in ()).throw(RuntimeError("no memory")))
     with pytest.raises(EngineError, match="no memory"):
@@ -131,7 +141,9 @@ async def test_a_failing_step_fails_its_requests_and_not_the_engine(engine: Exac
 
 async def test_prompt_logprobs_are_the_trainers(model: Any, engine: ExactEngine) -> None:
     await engine.generate(PROMPT, Sampling(max_tokens=1))  # its cached prefix must not hide prompt positions
-    found = await engine.generate(PROMPT, Sampling(max_tokens=3, temperature=0.7, seed=1, extra={"prompt_logprobs": True}))
+    found = await engine.generate(
+        PROMPT, Sampling(max_tokens=3, temperature=0.7, seed=1, extra={"prompt_logprobs": True})
+    )
     assert found.prompt_logprobs is not None
     with torch.no_grad():
         wanted = score(model, torch.tensor([PROMPT]), 0.7)[0]
@@ -139,7 +151,8 @@ async def test_prompt_logprobs_are_the_trainers(model: Any, engine: ExactEngine)
 
 
 async def test_new_weights_reach_a_running_request(model: Any, engine: ExactEngine) -> None:
-    """Tokens before the update carry the old version's bits, later ones those of the new weights over the whole context."""
+    """Tokens before the update carry the old version's bits, later ones those of the new weights over the whole
+    context."""
     weights = {0: clone_of(model), 5: nudged(clone_of(model), 1)}
     tokens = 0
     async for chunk in engine.stream(PROMPT, Sampling(max_tokens=200, seed=4)):
@@ -216,7 +229,13 @@ def test_refusals_at_load_name_the_part(tmp_path: Path) -> None:
     with pytest.raises(ExactnessError, match="LayerNorm"):
         ExactEngine(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2)).eval())
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
     with pytest.raises(ExactnessError, match="dynamic"):
         ExactEngine(Qwen3ForCausalLM(Qwen3Config(vocab_size=50, intermediate_size=32, rope_parameters=rope, **small)))
     with pytest.raises(FileFormatError, match="nowhere"):

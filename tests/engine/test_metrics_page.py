@@ -22,7 +22,9 @@ def test_first_token_time_speed_cache_and_prefix_hits_are_on_the_page(tmp_path: 
         _, text = server.ask("GET", "/metrics")
     finally:
         server.stop()
-    values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("tokentrue_engine_")}
+    values = {
+        line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("tokentrue_engine_")
+    }
     assert values["tokentrue_engine_requests_total"] == 2 and 2 <= values["tokentrue_engine_sampled_tokens_total"] <= 16
     assert values["tokentrue_engine_prefix_hit_tokens_total"] == 16  # the second prompt's full page
     assert values["tokentrue_engine_first_token_seconds_p50"] > 0 and values["tokentrue_engine_tokens_per_second"] > 0

@@ -53,9 +53,13 @@ def test_any_schedule_serves_everyone_and_loses_no_block(seed: int) -> None:
     rng = random.Random(seed)
     pool = BlockPool(rng.randint(8, 20), 4, shuffle=rng)
     scheduler = Scheduler(
-        pool, ScheduleLimits(max_requests=rng.randint(1, 5), step_tokens=rng.randint(3, 20), chunk_tokens=rng.randint(1, 9))
+        pool,
+        ScheduleLimits(max_requests=rng.randint(1, 5), step_tokens=rng.randint(3, 20), chunk_tokens=rng.randint(1, 9)),
     )
-    requests = [request_of([rng.randint(0, 2) for _ in range(rng.randint(1, 16))], rng.randint(1, 8)) for _ in range(rng.randint(1, 8))]
+    requests = [
+        request_of([rng.randint(0, 2) for _ in range(rng.randint(1, 16))], rng.randint(1, 8))
+        for _ in range(rng.randint(1, 8))
+    ]
     todo = list(requests)
     for _ in range(2000):
         if todo and rng.random() < 0.5:
@@ -107,7 +111,7 @@ def test_noise_is_the_hash_and_nothing_else() -> None:
 
 def test_filters_by_hand() -> None:
     row = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
-    kept = lambda **k: torch.isfinite(filter_logits(row, **k)).tolist()  # noqa: E731
+    kept = lambda **k: torch.isfinite(filter_logits(row, **k)).tolist()
     assert kept() == [True] * 5
     assert kept(top_k=2) == [True, True, False, False, False]
     assert kept(top_p=0.5) == [True, False, False, False, False]

@@ -1,4 +1,5 @@
-"""A model over several processes: the bits of one process under any schedule, weights and adapters to every stage, a clear end."""
+"""A model over several processes: the bits of one process under any schedule, weights and adapters to every stage, a
+clear end."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ def checked(run: Run, stages: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "stages", "dtype", "sizes"),
-    [("qwen3", 2, "bfloat16", {"num_hidden_layers": 3}), ("qwen3_5", 2, "float32", HYBRID), ("llama", 4, "float32", FIVE)],
+    [
+        ("qwen3", 2, "bfloat16", {"num_hidden_layers": 3}),
+        ("qwen3_5", 2, "float32", HYBRID),
+        ("llama", 4, "float32", FIVE),
+    ],
 )
 def test_random_schedule_over_stages(kind: str, stages: int, dtype: str, sizes: dict[str, Any]) -> None:
     checked(random_run(build(kind, **sizes), dtype, 3, tokens=120, pipeline=stages), stages)
@@ -106,13 +111,16 @@ async def test_an_adapter_over_stages_has_the_bits_of_the_adapted_model(model: A
         for layer in (0, 2) for part, shape in (("A", (4, 90)), ("B", (144, 4)))
     }  # fmt: skip
     with pytest.raises(EngineError, match="layer 2 q_proj maps"):
-        wrong = {name: value[:, :80] if "layers.2" in name and "lora_A" in name else value for name, value in state.items()}
+        wrong = {
+            name: value[:, :80] if "layers.2" in name and "lora_A" in name else value for name, value in state.items()
+        }
         engine.load_adapter("a", wrong, config={"lora_alpha": 8})
     with pytest.raises(EngineRejected, match="'a' is not loaded"):
         await engine.generate(PROMPT, Sampling(), adapter="a")
     engine.load_adapter("a", state, config={"lora_alpha": 8})
     plain, found = await asyncio.gather(
-        engine.generate(PROMPT, Sampling(max_tokens=20, seed=1)), engine.generate(PROMPT, Sampling(max_tokens=20, seed=1), adapter="a")
+        engine.generate(PROMPT, Sampling(max_tokens=20, seed=1)),
+        engine.generate(PROMPT, Sampling(max_tokens=20, seed=1), adapter="a"),
     )
     assert same_bits(torch.tensor(plain.logprobs), trainer_bits(model, plain.token_ids))
     trainer = copy.deepcopy(model)

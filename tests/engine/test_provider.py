@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.providers.conformance import Conformance, Truth
-from tests.providers.conftest import prompt, tiny_model, truth  # noqa: F401  (fixtures)
+from tests.providers.conftest import prompt, tiny_model, truth
 from tokentrue.errors import EngineRejected
 from tokentrue.providers import load
 from tokentrue.providers.exact import ExactProvider
@@ -18,13 +18,13 @@ class TestExact(Conformance):
     tolerance = 2e-5
 
     @pytest.fixture
-    def provider(self, tiny_model: Any) -> Iterator[ExactProvider]:  # noqa: F811
+    def provider(self, tiny_model: Any) -> Iterator[ExactProvider]:
         provider = load("exact", model=copy.deepcopy(tiny_model), decode=lambda ids: " ".join(map(str, ids)))
         assert isinstance(provider, ExactProvider)
         yield provider
         provider.engine.close()
 
-    async def test_stop_string(self, provider: ExactProvider, prompt: list[int]) -> None:  # noqa: F811
+    async def test_stop_string(self, provider: ExactProvider, prompt: list[int]) -> None:
         free = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=6))
         stop = f"{free.token_ids[1]} {free.token_ids[2]}"
         stopped = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=6, stop=(stop,)))
@@ -36,10 +36,15 @@ class TestExact(Conformance):
             await provider.generate([1] * 512, Sampling(max_tokens=1))
 
     @pytest.mark.parametrize(
-        "setting", [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.4, "top_k": 20, "top_p": 0.9}]
+        "setting",
+        [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.4, "top_k": 20, "top_p": 0.9}],
     )
     async def test_penalties_change_the_distribution_and_both_are_told(
-        self, provider: ExactProvider, truth: Truth, prompt: list[int], setting: dict[str, float]  # noqa: F811
+        self,
+        provider: ExactProvider,
+        truth: Truth,
+        prompt: list[int],
+        setting: dict[str, float],
     ) -> None:
         completion = await provider.generate(prompt, Sampling(max_tokens=20, seed=4, **setting))  # type: ignore[arg-type]
         raw = truth.logprobs(prompt, completion.token_ids, Sampling())

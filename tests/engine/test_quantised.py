@@ -1,4 +1,5 @@
-"""Quantised checkpoints: MXFP4 experts (gpt-oss) are dequantised on loading, value by value; other methods are refused by name."""
+"""Quantised checkpoints: MXFP4 experts (gpt-oss) are dequantised on loading, value by value; other methods are refused
+by name."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from tokentrue.errors import ExactnessError
 from tokentrue.numerics import same_bits, score
 from tokentrue.types import Sampling
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], dtype=torch.float64)
+E2M1 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], dtype=torch.float64
+)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
 
 
 def quantise(folder: Path, seed: int) -> dict[str, Tensor]:
-    """Replace the experts' weights in a saved gpt-oss by random MXFP4 blocks; returns the values that they stand for, in float64."""
+    """Replace the experts' weights in a saved gpt-oss by random MXFP4 blocks; returns the values that they stand for,
+    in float64."""
     generator = torch.Generator().manual_seed(seed)
     state, wanted = load_file(folder / "model.safetensors"), dict[str, Tensor]()
     for name in [n for n in state if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -34,7 +38,10 @@ def quantise(folder: Path, seed: int) -> dict[str, Tensor]:
         state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return wanted
 

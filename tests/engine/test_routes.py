@@ -1,4 +1,5 @@
-"""Routing that a mixture of experts took in the engine: it is the trainer's own choice, and replaying it changes no bit."""
+"""Routing that a mixture of experts took in the engine: it is the trainer's own choice, and replaying it changes no
+bit."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_routing_is_the_trainers_and_replays_to_the_same_bits(kind: str, dtype: 
         engine.core.step()
     *asked, plain = [engine.result(request) for request in requests]
     assert plain.routed_experts is None
-    assert (plain.token_ids, plain.logprobs) == (asked[1].token_ids, asked[1].logprobs), "asking for the routing changed the answer"
+    assert (plain.token_ids, plain.logprobs) == (asked[1].token_ids, asked[1].logprobs), (
+        "asking for the routing changed the answer"
+    )
     with exact(engine.model), torch.no_grad():
         for prompt, completion in zip(prompts, asked, strict=True):
             ids = torch.tensor([[*prompt, *completion.token_ids]])

@@ -1,4 +1,5 @@
-"""Bits, not closeness: whatever the schedule, every recorded log-probability is the trainer's, and every token is the request's own."""
+"""Bits, not closeness: whatever the schedule, every recorded log-probability is the trainer's, and every token is the
+request's own."""
 
 from __future__ import annotations
 
@@ -7,7 +8,19 @@ import pytest
 from tests.engine.world import alone, build, judge, random_run
 
 REQUIRED = ["qwen3", "llama", "qwen2", "qwen3_moe"]
-FURTHER = ["mistral", "gemma3", "mixtral", "smollm3", "glm4_moe", "qwen3_next", "qwen3_5", "gpt_oss", "deepseek_v3", "olmo3", "granite"]
+FURTHER = [
+    "mistral",
+    "gemma3",
+    "mixtral",
+    "smollm3",
+    "glm4_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "gpt_oss",
+    "deepseek_v3",
+    "olmo3",
+    "granite",
+]
 
 
 def check(kind: str, dtype: str, seed: int, tokens: int, replays: int) -> int:
@@ -35,7 +48,13 @@ def test_random_schedule(kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", FURTHER)
 def test_random_schedule_of_further_families(kind: str) -> None:
-    check(kind, "bfloat16" if kind in {"gemma3", "qwen3_5", "olmo3", "gpt_oss"} else "float32", seed=7, tokens=200, replays=2)
+    check(
+        kind,
+        "bfloat16" if kind in {"gemma3", "qwen3_5", "olmo3", "gpt_oss"} else "float32",
+        seed=7,
+        tokens=200,
+        replays=2,
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

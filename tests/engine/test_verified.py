@@ -1,4 +1,5 @@
-"""Whatever proposes, the verified provider returns the exact engine's tokens and bits; a good proposer is only quicker."""
+"""Whatever proposes, the verified provider returns the exact engine's tokens and bits; a good proposer is only
+quicker."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.engine.world import build
 from tests.providers.conformance import Conformance
-from tests.providers.conftest import prompt, tiny_model, truth  # noqa: F401  (fixtures)
+from tests.providers.conftest import prompt, tiny_model, truth
 from tokentrue.engine import ExactEngine
 from tokentrue.errors import SamplingError
 from tokentrue.providers.exact import ExactProvider
@@ -24,11 +25,15 @@ class TestVerified(Conformance):
     tolerance = 2e-5
 
     @pytest.fixture
-    def provider(self, tiny_model: Any) -> VerifiedProvider:  # noqa: F811
+    def provider(self, tiny_model: Any) -> VerifiedProvider:
         return VerifiedProvider(HFProvider(tiny_model), copy.deepcopy(tiny_model), chunk=4)
 
 
-CASES = [Sampling(max_tokens=40, seed=9), Sampling(max_tokens=40, temperature=0.0), Sampling(max_tokens=30, seed=2, top_k=7)]
+CASES = [
+    Sampling(max_tokens=40, seed=9),
+    Sampling(max_tokens=40, temperature=0.0),
+    Sampling(max_tokens=30, seed=2, top_k=7),
+]
 
 
 @pytest.mark.parametrize("sampling", CASES)
@@ -38,11 +43,19 @@ async def test_tokens_and_bits_are_the_exact_engines(sampling: Sampling) -> None
         wanted = await engine.generate(PROMPT, sampling)
     rates = {}
     other = build("qwen3", seed=1, initializer_range=0.05)
-    proposers = {"itself": ExactProvider(copy.deepcopy(model)), "hf": HFProvider(copy.deepcopy(model)), "another model": HFProvider(other)}
+    proposers = {
+        "itself": ExactProvider(copy.deepcopy(model)),
+        "hf": HFProvider(copy.deepcopy(model)),
+        "another model": HFProvider(other),
+    }
     for name, proposer in proposers.items():
         provider = VerifiedProvider(proposer, copy.deepcopy(model), chunk=8)
         found = await provider.generate(PROMPT, sampling)
-        assert (found.token_ids, found.logprobs, found.raw_logprobs) == (wanted.token_ids, wanted.logprobs, wanted.raw_logprobs), name
+        assert (found.token_ids, found.logprobs, found.raw_logprobs) == (
+            wanted.token_ids,
+            wanted.logprobs,
+            wanted.raw_logprobs,
+        ), name
         rates[name] = provider.acceptance.rate
         await provider.close()
     assert rates["itself"] == 1.0

@@ -1,4 +1,5 @@
-"""A small world for bit tests: models of every family, a random schedule, and the judgement of its log-probabilities."""
+"""A small world for bit tests: models of every family, a random schedule, and the judgement of its
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 40, "num_experts": 5, "num_experts_per_tok": 3}
 
-SHARED_EXPERT = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
+SHARED_EXPERT = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
 HYBRID = {
     "head_dim": 24, "num_hidden_layers": 3, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5,
@@ -48,7 +54,13 @@ GPT_OSS = {
                         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
 }  # fmt: skip
 OLMO3 = {"hidden_size": 96, "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
-GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.15, "logits_scaling": 3.0, "hidden_size": 108}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.15,
+    "logits_scaling": 3.0,
+    "hidden_size": 108,
+}
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
@@ -57,25 +69,39 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
 
     torch.manual_seed(seed)
     head = {"head_dim": 24}
-    gemma = {**SIZES, **head, "query_pre_attn_scalar": 24, "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
+    gemma = {
+        **SIZES,
+        **head,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     makers = {
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**{**SIZES, **head, **changes})),
         "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**{**SIZES, **head, "tie_word_embeddings": True, **changes})),
         "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**{**SIZES, "hidden_size": 108, **changes})),
         "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**{**SIZES, **head, "sliding_window": 50, **changes})),
         "gemma3": lambda: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**{**gemma, **changes})),
-        "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**{**SIZES, **head, **EXPERTS, "norm_topk_prob": True, **changes})),
-        "mixtral": lambda: t.MixtralForCausalLM(
-            t.MixtralConfig(**{**SIZES, **head, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None, **changes})
+        "qwen3_moe": lambda: t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(**{**SIZES, **head, **EXPERTS, "norm_topk_prob": True, **changes})
         ),
-        "qwen3_next": lambda: t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**{**SIZES, **HYBRID, **SHARED_EXPERT, **changes})),
+        "mixtral": lambda: t.MixtralForCausalLM(
+            t.MixtralConfig(
+                **{**SIZES, **head, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None, **changes}
+            )
+        ),
+        "qwen3_next": lambda: t.Qwen3NextForCausalLM(
+            t.Qwen3NextConfig(**{**SIZES, **HYBRID, **SHARED_EXPERT, **changes})
+        ),
         "qwen3_5": lambda: t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(**{**SIZES, **HYBRID, **changes})),
         "glm4_moe": lambda: t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**{**SIZES, **head, **GLM, **changes})),
         "gpt_oss": lambda: t.GptOssForCausalLM(t.GptOssConfig(**{**SIZES, **GPT_OSS, **changes})),
         "deepseek_v3": lambda: t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**{**SIZES, **DEEPSEEK, **changes})),
         "olmo3": lambda: t.Olmo3ForCausalLM(t.Olmo3Config(**{**SIZES, **OLMO3, **changes})),
         "granite": lambda: t.GraniteForCausalLM(t.GraniteConfig(**{**SIZES, **GRANITE, **changes})),
-        "smollm3": lambda: t.SmolLM3ForCausalLM(t.SmolLM3Config(**{**SIZES, "hidden_size": 108, "num_hidden_layers": 4, **changes})),
+        "smollm3": lambda: t.SmolLM3ForCausalLM(
+            t.SmolLM3Config(**{**SIZES, "hidden_size": 108, "num_hidden_layers": 4, **changes})
+        ),
     }
     model = makers[kind]().eval()
     with torch.no_grad():  # biases and norms as training leaves them, not as they are born
@@ -105,7 +131,15 @@ class Run:
 
 def random_sampling(rng: random.Random) -> Sampling:
     shape: dict[str, Any] = rng.choice(
-        [{}, {}, {}, {"top_k": rng.randint(2, 40)}, {"top_p": rng.uniform(0.3, 0.95)}, {"min_p": 0.05}, {"temperature": 0.0}]
+        [
+            {},
+            {},
+            {},
+            {"top_k": rng.randint(2, 40)},
+            {"top_p": rng.uniform(0.3, 0.95)},
+            {"min_p": 0.05},
+            {"temperature": 0.0},
+        ]
     )
     temperature = shape.pop("temperature", rng.choice([1.0, 1.0, 0.6, 1.4]))
     most, seed, top = rng.randint(1, 60), rng.getrandbits(40), rng.choice([0, 0, 3])
@@ -125,21 +159,45 @@ def random_prompt(rng: random.Random, past: list[Request]) -> list[int]:
 
 
 def engine_of(
-    model: Any, dtype: str, rng: random.Random | None, *, ops: Ops | None = None, unproven: bool = False, pipeline: int = 1
+    model: Any,
+    dtype: str,
+    rng: random.Random | None,
+    *,
+    ops: Ops | None = None,
+    unproven: bool = False,
+    pipeline: int = 1,
 ) -> ExactEngine:
     chaos = None
     if rng is not None:
-        chaos = Chaos(pages=rng, chunk=lambda request, most: rng.choice([most, rng.randint(1, most)]), unproven=unproven)
+        chaos = Chaos(
+            pages=rng, chunk=lambda request, most: rng.choice([most, rng.randint(1, most)]), unproven=unproven
+        )
     limits = ScheduleLimits(max_requests=7, step_tokens=150, chunk_tokens=90)
     return ExactEngine(
-        copy.deepcopy(model), dtype=dtype, pipeline=pipeline, limits=limits, max_len=400, kv_tokens=1200, chaos=chaos, ops=ops
+        copy.deepcopy(model),
+        dtype=dtype,
+        pipeline=pipeline,
+        limits=limits,
+        max_len=400,
+        kv_tokens=1200,
+        chaos=chaos,
+        ops=ops,
     )
 
 
 def random_run(
-    model: Any, dtype: str, seed: int, *, tokens: int, ops: Ops | None = None, loads: int = 2, unproven: bool = False, pipeline: int = 1
+    model: Any,
+    dtype: str,
+    seed: int,
+    *,
+    tokens: int,
+    ops: Ops | None = None,
+    loads: int = 2,
+    unproven: bool = False,
+    pipeline: int = 1,
 ) -> Run:
-    """Arrivals, chunks, preemptions, cancellations, prefix hits, page order, temperatures and weight updates, all by chance."""
+    """Arrivals, chunks, preemptions, cancellations, prefix hits, page order, temperatures and weight updates, all by
+    chance."""
     rng = random.Random(seed)
     engine = engine_of(model, dtype, rng, ops=ops, unproven=unproven, pipeline=pipeline)
     core = engine.core
@@ -190,7 +248,8 @@ def nudged(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tenso
 
 
 def judge(run: Run, *, without: frozenset[str] = frozenset(), ops: Ops | None = None) -> tuple[int, int, str]:
-    """(log-probabilities compared, of them different in bits, the first difference): against one plain trainer forward per request."""
+    """(log-probabilities compared, of them different in bits, the first difference): against one plain trainer forward
+    per request."""
     compared = different = 0
     first = ""
     for version, weights in run.weights.items():
@@ -198,7 +257,9 @@ def judge(run: Run, *, without: frozenset[str] = frozenset(), ops: Ops | None = 
         with torch.no_grad(), exact(run.trainer, without=without, ops=ops):
             trainer_ops = run.trainer.__dict__[STATE].ops
             for request in run.finished:
-                spans = [s for s in (request.completion("").versions if request.num_sampled else ()) if s.version == version]
+                spans = [
+                    s for s in (request.completion("").versions if request.num_sampled else ()) if s.version == version
+                ]
                 for span in spans:
                     bad = judge_span(run, request, span.start, span.end, trainer_ops)
                     compared += span.end - span.start
@@ -229,7 +290,9 @@ def judge_span(run: Run, request: Request, start: int, end: int, ops: Ops) -> li
     wrong = recorded.view(torch.int32) != raw.view(torch.int32)
     if s.filters:
         rows = scale_logits(logits_of(run.trainer, ids)[0, at + start : at + end], temperature)
-        tables = [ops.log_softmax(filter_logits(row, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)[None])[0] for row in rows]
+        tables = [
+            ops.log_softmax(filter_logits(row, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)[None])[0] for row in rows
+        ]
         shaped = torch.stack([t[token] for t, token in zip(tables, request.sampled_ids[start:end], strict=True)])
         recorded = torch.tensor(request.logprobs[start:end])
         wrong |= recorded.view(torch.int32) != shaped.view(torch.int32)

@@ -1,4 +1,5 @@
-"""Command-line agents: what a rollout leaves behind (nothing), what its score is, which tasks are read, what an agent can reach."""
+"""Command-line agents: what a rollout leaves behind (nothing), what its score is, which tasks are read, what an agent
+can reach."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from tokentrue.environments import load_environment
 from tokentrue.environments.agents import CommandLineAgent
 from tokentrue.environments.agents.presets import PRESETS, load_preset
 from tokentrue.environments.agents.process import CommandResult, run_supervised
-from tokentrue.environments.agents.sandbox import choose_sandbox, enter_docker, folders_named_in, has_bwrap, has_namespaces, parts_beside
+from tokentrue.environments.agents.sandbox import (
+    choose_sandbox,
+    enter_docker,
+    folders_named_in,
+    has_bwrap,
+    has_namespaces,
+    parts_beside,
+)
 from tokentrue.environments.agents.score import reward_from_command
 from tokentrue.environments.agents.tasks import read_tasks
 from tokentrue.environments.agents.workspace import PREFIX, make_workspace, own_name, remove_abandoned
@@ -45,7 +53,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make_agent(folder: Path, command: str, score: str = "true", **more: Any) -> CommandLineAgent:
-    settings = {"tasks": str(folder / "tasks.jsonl"), "directory": str(folder / "rollouts"), "transcripts": str(folder / "transcripts")}
+    settings = {
+        "tasks": str(folder / "tasks.jsonl"),
+        "directory": str(folder / "rollouts"),
+        "transcripts": str(folder / "transcripts"),
+    }
     return CommandLineAgent(agent=command, score=score, **{"sandbox": "none", **settings, **more})
 
 
@@ -76,21 +88,33 @@ async def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
 async def test_a_rollout_works_on_its_own_copy_and_leaves_nothing(folder: Path, sandbox: Any) -> None:
-    """The task is one argument; home and session address are the rollout's own; a process that left its group is ended."""
-    script = 'printf "%s\\n" "$1" > told.txt; echo more >> sum.txt; echo $HOME $OPENAI_BASE_URL; setsid sleep 4711 & exit 3'
-    agent = make_agent(folder, f"sh -c '{script}' agent {{task}}", "grep -q more sum.txt && cat told.txt && echo 0.25", sandbox=sandbox)
+    """The task is one argument; home and session address are the rollout's own; a process that left its group is
+    ended."""
+    script = (
+        'printf "%s\\n" "$1" > told.txt; echo more >> sum.txt; echo $HOME $OPENAI_BASE_URL; setsid sleep 4711 & exit 3'
+    )
+    agent = make_agent(
+        folder, f"sh -c '{script}' agent {{task}}", "grep -q more sum.txt && cat told.txt && echo 0.25", sandbox=sandbox
+    )
     assert await play(agent) == 0.25
     assert (folder / "repo" / "sum.txt").read_text() == "x = 2 + 2\n"
     assert list((folder / "rollouts").iterdir()) == [] and left_over("4711") == []
     transcript = (folder / "transcripts" / "s1.log").read_text()
-    assert 'it\'s a "task" $HOME' in transcript and "http://127.0.0.1:1/sessions/s1/v1" in transcript and "rollouts/" in transcript
+    assert (
+        'it\'s a "task" $HOME' in transcript
+        and "http://127.0.0.1:1/sessions/s1/v1" in transcript
+        and "rollouts/" in transcript
+    )
 
 
 @NAMESPACES
 async def test_in_a_namespace_nothing_else_can_be_written_or_seen(folder: Path) -> None:
     script = "touch /usr/written /etc/written; ls /proc | grep -c '^[0-9]*$'; echo own > /tmp/x; touch inside"
     agent = make_agent(
-        folder, f'sh -c "{script}" {{task}}', "test -e inside && test ! -e /usr/written && test ! -e /etc/written", sandbox="namespace"
+        folder,
+        f'sh -c "{script}" {{task}}',
+        "test -e inside && test ! -e /usr/written && test ! -e /etc/written",
+        sandbox="namespace",
     )
     assert await play(agent) == 1.0
     transcript = (folder / "transcripts" / "s1.log").read_text()
@@ -106,7 +130,9 @@ async def test_files_named_by_absolute_path_are_seen_with_what_lies_beside_them(
     (tools / "answer.py").write_text("TEXT = '4'\n")
     (tools / "grade.py").write_text("print(float(open('out.txt').read() == '4'))\n")
     python = sys.executable
-    agent = make_agent(folder, f"{python} {tools / 'agent.py'} {{task}}", f"{python} {tools / 'grade.py'}", sandbox=sandbox)
+    agent = make_agent(
+        folder, f"{python} {tools / 'agent.py'} {{task}}", f"{python} {tools / 'grade.py'}", sandbox=sandbox
+    )
     assert await play(agent) == 1.0
 
 
@@ -116,7 +142,9 @@ async def test_the_agent_does_not_see_the_folder_of_what_scores_it(folder: Path)
     hidden.mkdir()
     (hidden / "answer.txt").write_text("4")
     (hidden / "grade.sh").write_text(f"test -s {hidden / 'answer.txt'} && test ! -s seen.txt")
-    agent = make_agent(folder, f"sh -c 'cat {hidden}/* > seen.txt; true' {{task}}", f"sh {hidden / 'grade.sh'}", sandbox="bwrap")
+    agent = make_agent(
+        folder, f"sh -c 'cat {hidden}/* > seen.txt; true' {{task}}", f"sh {hidden / 'grade.sh'}", sandbox="bwrap"
+    )
     assert await play(agent) == 1.0
 
 
@@ -134,8 +162,12 @@ def test_no_spelling_of_a_path_shows_a_whole_home(tmp_path: Path, monkeypatch: p
 
 @BUBBLEWRAP
 async def test_under_bwrap_the_home_is_out_of_sight_and_loopback_is_not(folder: Path) -> None:
-    """The agent reaches a server on loopback, runs this Python, reads no file of the home directory and writes its own directory alone."""
-    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile(dir=Path.home(), prefix=".tokentrue-") as secret:
+    """The agent reaches a server on loopback, runs this Python, reads no file of the home directory and writes its own
+    directory alone."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        tempfile.NamedTemporaryFile(dir=Path.home(), prefix=".tokentrue-") as secret,
+    ):
         (folder / "agent.py").write_text(f"""
 import os, socket
 from pathlib import Path
@@ -192,7 +224,9 @@ def test_of_a_prefix_in_the_home_only_programs_and_libraries_are_shown(tmp_path:
 
 
 async def test_time_out_and_cancellation_end_everything(folder: Path) -> None:
-    agent = make_agent(folder, "sh -c 'touch begun; setsid sleep 4712 & sleep 4712' {task}", "test -e begun", agent_timeout_s=1.0)
+    agent = make_agent(
+        folder, "sh -c 'touch begun; setsid sleep 4712 & sleep 4712' {task}", "test -e begun", agent_timeout_s=1.0
+    )
     assert await play(agent) == 1.0  # what it did in its time is scored
     agent = make_agent(folder, "sh -c 'setsid sleep 4712 & sleep 4712' {task}")
     task = asyncio.create_task(play(agent))
@@ -265,14 +299,30 @@ def test_a_git_worktree(tmp_path: Path) -> None:
         subprocess.run(["git", "-C", str(repository), *command.split()], check=True)
     (repository / "untracked").touch()
     with make_workspace(repository, kind="worktree", ref="HEAD", under=tmp_path / "rollouts") as place:
-        assert (place.work / ".git").is_file() and not (place.work / "untracked").exists() and place.shared == (repository / ".git",)
-    listed = subprocess.run(["git", "-C", str(repository), "worktree", "list"], capture_output=True, text=True, check=True).stdout
+        assert (
+            (place.work / ".git").is_file()
+            and not (place.work / "untracked").exists()
+            and place.shared == (repository / ".git",)
+        )
+    listed = subprocess.run(
+        ["git", "-C", str(repository), "worktree", "list"], capture_output=True, text=True, check=True
+    ).stdout
     assert len(listed.splitlines()) == 1 and list((tmp_path / "rollouts").iterdir()) == []
-    with pytest.raises(ConfigError, match="git worktree failed"), make_workspace(tmp_path, kind="worktree", ref=None, under=tmp_path / "r"):
+    with (
+        pytest.raises(ConfigError, match="git worktree failed"),
+        make_workspace(tmp_path, kind="worktree", ref=None, under=tmp_path / "r"),
+    ):
         pass
 
 
-SCORES = [(0, "", 1.0), (0, "passed\n", 1.0), (0, "3 passed\n0.75\n", 0.75), (0, "nan", 1.0), (1, "0.75", 0.0), (4, "", 0.0)]
+SCORES = [
+    (0, "", 1.0),
+    (0, "passed\n", 1.0),
+    (0, "3 passed\n0.75\n", 0.75),
+    (0, "nan", 1.0),
+    (1, "0.75", 0.0),
+    (4, "", 0.0),
+]
 
 
 @pytest.mark.parametrize(("code", "printed", "reward"), SCORES)
@@ -354,7 +404,9 @@ def test_tasks_are_read_or_refused_by_line(folder: Path) -> None:
         '{"id": "a", "prompt": "1", "split": "heldout"}\n{"id": "b", "prompt": "2", "score": "false"}\n{"id": "c", "prompt": "3"}\n'
     )
     agent = make_agent(folder, "true {task}", tasks=str(path))
-    assert [task.task_id for task in agent.tasks(9)] == ["b", "c"] and [t.task_id for t in agent.tasks(9, split="heldout")] == ["a"]
+    assert [task.task_id for task in agent.tasks(9)] == ["b", "c"] and [
+        t.task_id for t in agent.tasks(9, split="heldout")
+    ] == ["a"]
     assert [task.task_id for task in agent.tasks(1, seed=1)] == [task.task_id for task in agent.tasks(1, seed=1)]
 
 
@@ -375,12 +427,19 @@ def harbor(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("sandbox", SANDBOXES[:2])
 @pytest.mark.parametrize(
-    ("command", "reward"), [("echo hello > /app/hello.txt", 1.0), ("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt", 0.0)]
+    ("command", "reward"),
+    [("echo hello > /app/hello.txt", 1.0), ("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt", 0.0)],
 )
-async def test_harbor_tasks_as_they_are(harbor: Path, tmp_path: Path, command: str, reward: float, sandbox: str) -> None:
-    """/app, /tests and /logs are where the task expects them; the agent does not see the tests, and its own reward does not count."""
+async def test_harbor_tasks_as_they_are(
+    harbor: Path, tmp_path: Path, command: str, reward: float, sandbox: str
+) -> None:
+    """/app, /tests and /logs are where the task expects them; the agent does not see the tests, and its own reward does
+    not count."""
     agent = make_agent(
-        tmp_path, f"sh -c '{command}; test ! -e /tests || rm -rf /app/hello.txt' {{task}}", tasks=str(harbor.parent), sandbox=sandbox
+        tmp_path,
+        f"sh -c '{command}; test ! -e /tests || rm -rf /app/hello.txt' {{task}}",
+        tasks=str(harbor.parent),
+        sandbox=sandbox,
     )
     assert await play(agent) == reward
     assert any("Dockerfile" in note for note in agent.notes())
@@ -401,6 +460,10 @@ def test_presets_say_how_to_start_and_what_changes() -> None:
 
 
 async def test_the_supervisor_reports_the_exit_code(tmp_path: Path) -> None:
-    for command, code in ((["sh", "-c", "exit 7"], 7), (["sh", "-c", "kill -TERM $$"], 143), (["no-such-program"], 127)):
+    for command, code in (
+        (["sh", "-c", "exit 7"], 7),
+        (["sh", "-c", "kill -TERM $$"], 143),
+        (["no-such-program"], 127),
+    ):
         got = await run_supervised(command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, output=tmp_path / "log")
         assert got.code == code

@@ -1,4 +1,5 @@
-"""The three environments: tasks that repeat and never overlap, tools that answer, rewards that can be checked by hand."""
+"""The three environments: tasks that repeat and never overlap, tools that answer, rewards that can be checked by
+hand."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tokentrue.errors import ConfigError
 TASK = Task(task_id="t", prompt="Tom has 3 pens. Tom gets 4 more. How many now?", answer=7)
 
 
-@pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - {"agent", "questions", "verifiers"}))  # whose tasks come from elsewhere
+@pytest.mark.parametrize(
+    "name", sorted(set(ENVIRONMENTS) - {"agent", "questions", "verifiers"})
+)  # whose tasks come from elsewhere
 def test_tasks_repeat_and_splits_never_overlap(name: str) -> None:
     environment = load_environment(name)
     train = environment.tasks(200, seed=1)
@@ -69,7 +72,11 @@ def test_last_number() -> None:
 async def test_the_calculator_agent_calls_tools_and_is_judged_by_the_last_number(stream: bool) -> None:
     client = FakeClient(("calculator", '{"expression": "3 + 4"}'), "The answer is 7.")
     assert await Calculator(stream=stream).run(client, TASK) == 1.0
-    call = {"id": "call_1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "3 + 4"}'}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "calculator", "arguments": '{"expression": "3 + 4"}'},
+    }
     assert client.seen[1][1:] == [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "7"},

@@ -1,4 +1,5 @@
-"""Questions from a file: the split follows from the text, the reward from the answer; an odd file is an error that names it."""
+"""Questions from a file: the split follows from the text, the reward from the answer; an odd file is an error that
+names it."""
 
 from __future__ import annotations
 

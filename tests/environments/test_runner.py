@@ -154,7 +154,12 @@ async def test_closing_early_cancels_what_still_runs() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "pin", "said"),
-    [({}, None, None), ({"pin": ("system",)}, None, ["system"]), ({"pin": ("system",)}, (), []), ({}, ("system",), ["system"])],
+    [
+        ({}, None, None),
+        ({"pin": ("system",)}, None, ["system"]),
+        ({"pin": ("system",)}, (), []),
+        ({}, ("system",), ["system"]),
+    ],
 )
 async def test_a_pin_that_is_set_reaches_the_gateway_and_an_empty_one_too(
     asked: Mapping[str, Any], pin: Sequence[str] | None, said: list[str] | None, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +172,10 @@ async def test_a_pin_that_is_set_reaches_the_gateway_and_an_empty_one_too(
 
     monkeypatch.setattr(GatewaySessions, "call", call)
     plan = plan_groups([Task(task_id="a", prompt="", data=asked)], n=1, seed=0)[0]
-    async with GatewaySessions("http://127.0.0.1:1", sampling={"temperature": 0.5}, pin=pin) as sessions, sessions.open(plan):
+    async with (
+        GatewaySessions("http://127.0.0.1:1", sampling={"temperature": 0.5}, pin=pin) as sessions,
+        sessions.open(plan),
+    ):
         assert sent[0].get("pin") == said, "a session that does not say is pinned as the gateway's server.pin says"
         assert sent[0]["sampling"] == {"temperature": 0.5, "seed": plan.seed}
 

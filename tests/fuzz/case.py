@@ -1,6 +1,7 @@
 """One case: a session, a random sequence of things that harnesses and engines do, and the rules checked after each.
 
-Every step draws from a random source of its own (seed, case, step), so that steps can be left out and the others stay what they are.
+Every step draws from a random source of its own (seed, case, step), so that steps can be left out and the others stay
+what they are.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ class Case:
     def after(self, turn: Turn) -> list[Message]:
         """The conversation to `turn`, with what an agent adds: results of the calls, or another question."""
         calls = turn.path[-1].calls
-        new = [Message(role="tool", text=self.some_text() if self.rng.random() < 0.9 else "", answers=call.id) for call in calls]
+        new = [
+            Message(role="tool", text=self.some_text() if self.rng.random() < 0.9 else "", answers=call.id)
+            for call in calls
+        ]
         if len(new) > 1 and self.rng.random() < 0.2:  # results as they came in, or one that is missing
             self.rng.shuffle(new)
             new = new[: self.rng.choice((len(new), len(new) - 1))]
@@ -161,7 +165,11 @@ class Case:
     def plan(self, output: Output | None = None, **how: Any) -> Plan:
         """Queues the next generation."""
         rng = self.rng
-        plan = Plan(output=output or self.writer.output([tool.name for tool in self.tools]), per_event=rng.choice((1, 1, 2, 5)), **how)
+        plan = Plan(
+            output=output or self.writer.output([tool.name for tool in self.tools]),
+            per_event=rng.choice((1, 1, 2, 5)),
+            **how,
+        )
         plan.cumulative = rng.random() < 0.5
         if rng.random() < 0.15:
             plan.version = rng.choice(("default", "7", "step-8"))
@@ -182,11 +190,15 @@ class Case:
         return heard
 
     def hear(self, heard: Heard) -> None:
-        self.note(f"  -> {heard.status} {short(heard.whole if heard.whole is not None else heard.events[-2:])} {heard.broken}")
+        self.note(
+            f"  -> {heard.status} {short(heard.whole if heard.whole is not None else heard.events[-2:])} {heard.broken}"
+        )
         if heard.status == 500 or (heard.status >= 400 and not isinstance(heard.whole, dict)):
             raise Violation("nothing answers 500", f"{heard.status} {short(heard.whole)}")
         for event in heard.events:
-            if isinstance(event, dict) and '"internal"' in json.dumps(event.get("error") or event.get("response", {}).get("error") or ""):
+            if isinstance(event, dict) and '"internal"' in json.dumps(
+                event.get("error") or event.get("response", {}).get("error") or ""
+            ):
                 raise Violation("nothing answers 500", f"in the stream: {short(event)}")
 
     async def ask(self, asked: Asked) -> list[Turn]:
@@ -208,14 +220,20 @@ class Case:
         made = [self._turn(asked, *each, whole) for each in zip(answers, sampled, continued, strict=True)]
         for answer, one in zip(answers, sampled, strict=True):
             self.world.judge.answer(answer.message, one)
-        self.turns += [turn for turn in made if "Infinity" not in "".join(call.arguments for call in turn.path[-1].calls)]
+        self.turns += [
+            turn for turn in made if "Infinity" not in "".join(call.arguments for call in turn.path[-1].calls)
+        ]
         return made
 
     def judge_prompt(self, asked: Asked, one: Sampled) -> Turn | None:
-        """The turn that was continued. Custom tools' calls are known to have been sent as such: what they lost is in the record."""
+        """The turn that was continued. Custom tools' calls are known to have been sent as such: what they lost is in
+        the record."""
         by_name = {tool.name: tool for tool in asked.tools if asked.dialect == RESPONSES and asked.wire.native}
         sent = [
-            replace(message, calls=tuple(replace(call, custom=dialects.is_sent_as_input(call, by_name)) for call in message.calls))
+            replace(
+                message,
+                calls=tuple(replace(call, custom=dialects.is_sent_as_input(call, by_name)) for call in message.calls),
+            )
             for message in asked.messages
         ]
         return self.world.judge.prompt(one.prompt, sent, asked.tools, self.turns)
@@ -225,7 +243,9 @@ class Case:
         output = one.parts[0].plan.output
         is_sound = output.expected is not None and one.ids == output.ids
         custom = {tool.name for tool in asked.tools if tool.custom and asked.dialect == RESPONSES and asked.wire.native}
-        return replace(message, calls=tuple(replace(call, partial=not is_sound and call.name in custom) for call in message.calls))
+        return replace(
+            message, calls=tuple(replace(call, partial=not is_sound and call.name in custom) for call in message.calls)
+        )
 
     def whole(self, asked: Asked, heard: Heard) -> dict[str, Any]:
         if heard.whole is not None:
@@ -237,7 +257,9 @@ class Case:
         except reassemble.Broken as error:
             raise Violation("a good request is answered", f"the stream broke: {error} {heard.broken}") from None
 
-    def _turn(self, asked: Asked, answer: dialects.Answer, one: Sampled, continued: Turn | None, whole: dict[str, Any]) -> Turn:
+    def _turn(
+        self, asked: Asked, answer: dialects.Answer, one: Sampled, continued: Turn | None, whole: dict[str, Any]
+    ) -> Turn:
         return Turn(
             path=(*self._path(asked, continued), self._served(asked, answer.message, one)),
             tools=asked.tools,
@@ -253,9 +275,15 @@ class Case:
         if continued is not None:
             tail = asked.messages[len(continued.path) :]
             return (*continued.path, *rename(continued.path, asked.messages, tail))
-        others = [turn for turn in self.turns if turn.tools != asked.tools and fit(turn.path, asked.messages)[0] is Fit.YES]
+        others = [
+            turn for turn in self.turns if turn.tools != asked.tools and fit(turn.path, asked.messages)[0] is Fit.YES
+        ]
         origin = max(others, key=lambda turn: len(turn.path), default=None)
-        rivals = [turn for turn in others if origin is not None and len(turn.path) == len(origin.path) and turn.path != origin.path]
+        rivals = [
+            turn
+            for turn in others
+            if origin is not None and len(turn.path) == len(origin.path) and turn.path != origin.path
+        ]
         if origin is not None and not rivals:  # the tools changed: the conversation is the same
             tail = asked.messages[len(origin.path) :]
             return (*origin.path, *rename(origin.path, asked.messages, tail))
@@ -276,7 +304,8 @@ class Case:
         one, two = dialects.comparable(asked.dialect, first), dialects.comparable(asked.dialect, second)
         if one != two:
             raise Violation(
-                "a streamed answer is the whole answer", f"\n  {'streamed' if asked.stream else 'whole'}: {one}\n  the other: {two}"
+                "a streamed answer is the whole answer",
+                f"\n  {'streamed' if asked.stream else 'whole'}: {one}\n  the other: {two}",
             )
 
     def note(self, line: str) -> None:
@@ -329,7 +358,9 @@ class Case:
         least += sum(self.tokens_of(generation, texts) for generation, texts in self.heard_partly)
         self.world.judge.coverage(coverage, samples, least, most)
         if shown["coverage"] != coverage:
-            raise Violation("one coverage", f"the session says {short(shown['coverage'])}, its samples say {short(coverage)}")
+            raise Violation(
+                "one coverage", f"the session says {short(shown['coverage'])}, its samples say {short(coverage)}"
+            )
         newest = {turn.node for turn in self.turns[-1:] if turn.asked.n == 1}
         for item in coverage["untrained"]:
             if item["node"] in self.must_train | newest:

@@ -64,7 +64,8 @@ def chat_message(message: Message, wire: Wire) -> Json:
         out["reasoning_content"] = message.reasoning
     if message.calls:
         out["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in message.calls
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
         ]
     if wire.extra:
         out |= {"refusal": None, "annotations": [], "provider_specific_fields": {"trace": "x"}}
@@ -72,7 +73,11 @@ def chat_message(message: Message, wire: Wire) -> Json:
 
 
 def visible(message: Message, wire: Wire) -> str:
-    return f"<think>\n{message.reasoning}\n</think>\n\n{message.text}" if wire.inline and message.reasoning else message.text
+    return (
+        f"<think>\n{message.reasoning}\n</think>\n\n{message.text}"
+        if wire.inline and message.reasoning
+        else message.text
+    )
 
 
 def content_of(text: str, wire: Wire, kind: str) -> Any:
@@ -98,7 +103,9 @@ def responses_items(message: Message, tools: dict[str, Tool], wire: Wire) -> lis
         return [{"type": "message", "role": message.role, "content": content_of(message.text, wire, "input_text")}]
     items: list[Json] = []
     if message.reasoning and not wire.inline:
-        items.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": message.reasoning}]})
+        items.append(
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": message.reasoning}]}
+        )
     text = visible(message, wire)
     if text or not (message.calls or items):
         part = {"type": "output_text", "text": text, "annotations": []}
@@ -115,7 +122,11 @@ def custom_input(call: Call, tools: dict[str, Tool]) -> str | None:
         given = json.loads(call.arguments or "{}")
     except ValueError:
         return None
-    return given["input"] if isinstance(given, dict) and set(given) == {"input"} and isinstance(given["input"], str) else None
+    return (
+        given["input"]
+        if isinstance(given, dict) and set(given) == {"input"} and isinstance(given["input"], str)
+        else None
+    )
 
 
 def is_sent_as_input(call: Call, tools: dict[str, Tool]) -> bool:
@@ -136,7 +147,9 @@ def responses_tools(tools: Sequence[Tool], wire: Wire) -> list[Json]:
     out: list[Json] = []
     for tool in tools:
         if tool.custom and wire.native:
-            out.append({"type": "custom", "name": tool.name, "description": tool.description, "format": {"type": "text"}})
+            out.append(
+                {"type": "custom", "name": tool.name, "description": tool.description, "format": {"type": "text"}}
+            )
         elif tool.namespace and wire.native:
             inner = {"type": "function", **tool.function(), "name": tool.name.removeprefix(tool.namespace + "__")}
             out.append({"type": "namespace", "name": tool.namespace, "description": "", "tools": [inner]})
@@ -156,10 +169,20 @@ def anthropic_body(messages: Sequence[Message], tools: Sequence[Tool], wire: Wir
         if message.role == "tool":
             if not results:
                 out.append({"role": "user", "content": results})
-            results.append({"type": "tool_result", "tool_use_id": message.answers, "content": content_of(message.text, wire, "text")})
+            results.append(
+                {
+                    "type": "tool_result",
+                    "tool_use_id": message.answers,
+                    "content": content_of(message.text, wire, "text"),
+                }
+            )
             continue
         results = []
-        content = anthropic_blocks(message, wire, signatures) if message.role == "assistant" else content_of(message.text, wire, "text")
+        content = (
+            anthropic_blocks(message, wire, signatures)
+            if message.role == "assistant"
+            else content_of(message.text, wire, "text")
+        )
         out.append({"role": message.role, "content": content})
     body["messages"] = out
     if tools:
@@ -207,7 +230,9 @@ class Answer:
 
 
 def answers_of(dialect: str, whole: Json) -> list[Answer]:
-    return {CHAT: chat_answers, RESPONSES: responses_answers, ANTHROPIC: anthropic_answers, GOOGLE: google_answers}[dialect](whole)
+    return {CHAT: chat_answers, RESPONSES: responses_answers, ANTHROPIC: anthropic_answers, GOOGLE: google_answers}[
+        dialect
+    ](whole)
 
 
 def node_of(whole: Json) -> str:
@@ -225,7 +250,11 @@ def chat_answers(whole: Json) -> list[Answer]:
             for call in said.get("tool_calls") or ()
         )
         message = Message(
-            role="assistant", text=said.get("content") or "", reasoning=said.get("reasoning_content") or "", calls=calls, served=True
+            role="assistant",
+            text=said.get("content") or "",
+            reasoning=said.get("reasoning_content") or "",
+            calls=calls,
+            served=True,
         )
         out.append(Answer(message=message, node=node, finish=choice["finish_reason"]))
     return out
@@ -240,7 +269,13 @@ def responses_answers(whole: Json) -> list[Answer]:
         elif item["type"] == "message":
             text += "".join(part["text"] for part in item["content"])
         elif item["type"] == "custom_tool_call":
-            calls.append(Call(id=item["call_id"], name=item["name"], arguments=json.dumps({"input": item["input"]}, ensure_ascii=False)))
+            calls.append(
+                Call(
+                    id=item["call_id"],
+                    name=item["name"],
+                    arguments=json.dumps({"input": item["input"]}, ensure_ascii=False),
+                )
+            )
         else:
             name = f"{item['namespace']}__{item['name']}" if item.get("namespace") else item["name"]
             calls.append(Call(id=item["call_id"], name=name, arguments=item["arguments"]))
@@ -264,7 +299,13 @@ def anthropic_answers(whole: Json) -> list[Answer]:
 
 def google_answers(whole: Json) -> list[Answer]:
     (candidate,) = whole["candidates"]
-    return [Answer(message=message_of(candidate["content"]["parts"]), node=whole["responseId"], finish=candidate["finishReason"])]
+    return [
+        Answer(
+            message=message_of(candidate["content"]["parts"]),
+            node=whole["responseId"],
+            finish=candidate["finishReason"],
+        )
+    ]
 
 
 def signatures_of(dialect: str, whole: Json) -> dict[str, str]:
@@ -289,12 +330,18 @@ def comparable(dialect: str, whole: Json) -> Any:
         return whole["id"], whole["status"], whole["incomplete_details"], whole["usage"], by_kind(whole["output"])
     if dialect == GOOGLE:
         return comparable_google(whole)
-    return whole["id"], whole["stop_reason"], whole["stop_sequence"], whole["usage"]["output_tokens"], by_kind(whole["content"])
+    return (
+        whole["id"],
+        whole["stop_reason"],
+        whole["stop_sequence"],
+        whole["usage"]["output_tokens"],
+        by_kind(whole["content"]),
+    )
 
 
 def by_kind(parts: Sequence[Json]) -> tuple[str, str, list[Json]]:
-    """All reasoning, all text, and the calls in order. A message has no order between the three: reasoning that follows text in a stream
-    stands before it in a whole answer."""
+    """All reasoning, all text, and the calls in order. A message has no order between the three: reasoning that follows
+    text in a stream stands before it in a whole answer."""
     reasoning = text = ""
     calls: list[Json] = []
     for part in parts:

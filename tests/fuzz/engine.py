@@ -1,6 +1,8 @@
-"""An engine that logs what it was sent and what it sampled: SGLang's `/generate`, whole and streamed, well behaved or not.
+"""An engine that logs what it was sent and what it sampled: SGLang's `/generate`, whole and streamed, well behaved or
+not.
 
-Every log-probability is a different number, so that one sampled token can be told from all others wherever it turns up later.
+Every log-probability is a different number, so that one sampled token can be told from all others wherever it turns up
+later.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ VERSIONS = ("default", "1", "7", "step-8", "20261115212000123456")
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """One generation to come. `after` tokens go out before `fault`; `drops` is how often the connection is lost before it goes on."""
+    """One generation to come. `after` tokens go out before `fault`; `drops` is how often the connection is lost before
+    it goes on."""
 
     output: Output
     fault: str = ""
@@ -45,7 +48,8 @@ class Plan:
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """One request to the engine, and what it answered. `delivered` counts the tokens of whole events that were written to the socket."""
+    """One request to the engine, and what it answered. `delivered` counts the tokens of whole events that were written
+    to the socket."""
 
     session: str
     prompt: tuple[int, ...]
@@ -99,7 +103,12 @@ class Engine:
         await self._runner.cleanup()
 
     async def _info(self, request: web.Request) -> web.Response:
-        facts = {"model_path": "fuzz", "is_generation": True, "weight_version": "1", "vocab_size": self._vocabulary.size}
+        facts = {
+            "model_path": "fuzz",
+            "is_generation": True,
+            "weight_version": "1",
+            "vocab_size": self._vocabulary.size,
+        }
         return web.json_response(facts)
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -117,7 +126,9 @@ class Engine:
             self.unplanned.append(session)
             return web.json_response({"error": {"message": "nothing planned"}}, status=400)
         plan = plans.popleft()
-        generation = Generation(session=session, prompt=tuple(body["input_ids"]), streamed=bool(body.get("stream")), plan=plan)
+        generation = Generation(
+            session=session, prompt=tuple(body["input_ids"]), streamed=bool(body.get("stream")), plan=plan
+        )
         generation.seed = body["sampling_params"].get("sampling_seed")
         self.log[session].append(generation)
         finish = self._sample(generation, body["sampling_params"])
@@ -125,7 +136,9 @@ class Engine:
             generation.ended = "refused"
             return web.json_response({"error": {"message": "made to fail"}}, status=int(plan.fault[7:]))
         if generation.streamed:
-            return await self._stream(request, generation, finish, self._aborted.setdefault(body["rid"], asyncio.Event()))
+            return await self._stream(
+                request, generation, finish, self._aborted.setdefault(body["rid"], asyncio.Event())
+            )
         return await self._whole(request, generation, finish)
 
     def _sample(self, generation: Generation, params: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +239,9 @@ class Engine:
             for wait in waits:
                 wait.cancel()
 
-    async def _send(self, response: web.StreamResponse, generation: Generation, start: int, end: int, finish: dict[str, Any]) -> None:
+    async def _send(
+        self, response: web.StreamResponse, generation: Generation, start: int, end: int, finish: dict[str, Any]
+    ) -> None:
         """Events for the tokens from `start` to `end`; the last token of all carries the finish reason."""
         total, at = len(generation.sampled), start
         if total == 0 and end == 0:
@@ -240,7 +255,12 @@ class Engine:
                 await asyncio.sleep(0)
 
     async def _misbehave(
-        self, request: web.Request, response: web.StreamResponse, generation: Generation, sent: int, finish: dict[str, Any]
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        generation: Generation,
+        sent: int,
+        finish: dict[str, Any],
     ) -> None:
         plan, total = generation.plan, len(generation.sampled)
         fault = "drop" if plan.drops else plan.fault
@@ -280,7 +300,9 @@ class Engine:
         plan = generation.plan
         rest = Output(ids=plan.output.ids[sent:], text="")
         after = max(1, plan.after // 2)
-        more = Plan(output=rest, drops=max(0, plan.drops - 1), after=after, version=plan.version, cumulative=plan.cumulative)
+        more = Plan(
+            output=rest, drops=max(0, plan.drops - 1), after=after, version=plan.version, cumulative=plan.cumulative
+        )
         self.plans[generation.session].appendleft(more)
 
 

@@ -44,9 +44,13 @@ def expect_failure(case: Case, asked: Asked, heard: Heard) -> None:
     """The engine is at fault: 502, or an error in mid-stream; never a whole answer."""
     if heard.status == 200 and heard.events:
         if not broke(asked, heard):
-            raise Violation("an engine's fault is not hidden", f"the stream ended well; fault {case.log[-1].plan.fault}")
+            raise Violation(
+                "an engine's fault is not hidden", f"the stream ended well; fault {case.log[-1].plan.fault}"
+            )
     elif heard.status not in ENGINE_AT_FAULT:
-        raise Violation("an engine's fault is a 502", f"{heard.status} {short(heard.whole)}; fault {case.log[-1].plan.fault}")
+        raise Violation(
+            "an engine's fault is a 502", f"{heard.status} {short(heard.whole)}; fault {case.log[-1].plan.fault}"
+        )
 
 
 def broke(asked: Asked, heard: Heard) -> bool:

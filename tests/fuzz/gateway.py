@@ -23,7 +23,8 @@ STOPPING_S = 20.0
 
 @dataclass(slots=True, kw_only=True)
 class Heard:
-    """What a client got: a status with a whole answer or the events of a stream; `broken` where the connection ended early."""
+    """What a client got: a status with a whole answer or the events of a stream; `broken` where the connection ended
+    early."""
 
     status: int
     whole: Any = None
@@ -35,12 +36,30 @@ class Heard:
 class Gateway:
     """`tree` is the source tree that is served."""
 
-    def __init__(self, folder: Path, model: Path, engine_url: str, *, tree: Path = ROOT, workers: int = 1, live: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        engine_url: str,
+        *,
+        tree: Path = ROOT,
+        workers: int = 1,
+        live: int | None = None,
+    ) -> None:
         self.store = folder / "journal.sqlite"
         self.log = folder / "serve.log"
         self.tree = tree
         self._env = {**os.environ, "PYTHONPATH": str(tree), "TOKENTRUE_ADMIN_KEY": ADMIN}
-        self._arguments = ["--model", str(model), "--engine", "sglang", "--url", engine_url, "--store", f"sqlite:{self.store}"]
+        self._arguments = [
+            "--model",
+            str(model),
+            "--engine",
+            "sglang",
+            "--url",
+            engine_url,
+            "--store",
+            f"sqlite:{self.store}",
+        ]
         self._arguments += ["--workers", str(workers)] if workers > 1 else []
         self._arguments += ["--set", f"limits.live_sessions={live}"] if live is not None else []
         self.url = ""
@@ -49,14 +68,21 @@ class Gateway:
         command = [sys.executable, "-m", "tokentrue", "serve", "--port", "0", *self._arguments]
         with self.log.open("ab") as err:
             self._process = await asyncio.create_subprocess_exec(
-                *command, cwd=self.tree, env=self._env, stdout=asyncio.subprocess.PIPE, stderr=err, stdin=asyncio.subprocess.DEVNULL
+                *command,
+                cwd=self.tree,
+                env=self._env,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=err,
+                stdin=asyncio.subprocess.DEVNULL,
             )
         assert self._process.stdout is not None
         first = (await self._process.stdout.readline()).decode()
         if not first.startswith("tokentrue gateway on "):
             raise RuntimeError(f"the gateway did not start: {first!r}\n{self.log.read_text()[-3000:]}")
         self.url = first.split()[3]
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), connector=aiohttp.TCPConnector(limit=0))
+        self._http = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=120), connector=aiohttp.TCPConnector(limit=0)
+        )
 
     async def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         if self._process.returncode is None:
@@ -68,15 +94,21 @@ class Gateway:
         except TimeoutError:
             self._process.kill()
             await self._process.communicate()
-        await self._http.close()  # of a killed process only now: its clients see the connection break, not the other way round
+        await (
+            self._http.close()
+        )  # of a killed process only now: its clients see the connection break, not the other way round
         return self._process.returncode or 0
 
     async def admin(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        async with self._http.request(method, self.url + path, json=body, headers={"authorization": f"Bearer {ADMIN}"}) as answer:
+        async with self._http.request(
+            method, self.url + path, json=body, headers={"authorization": f"Bearer {ADMIN}"}
+        ) as answer:
             raw = await answer.read()
         return answer.status, decoded(raw)
 
-    async def post(self, path: str, body: Any, *, key: str | None = None, headers: Mapping[str, str] | None = None) -> Heard:
+    async def post(
+        self, path: str, body: Any, *, key: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> Heard:
         """To the end of the answer."""
         async with self.open(path, body, key=key, headers=headers) as heard:
             async for _ in self.read(heard):
@@ -121,7 +153,9 @@ class Gateway:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tokentrue", *arguments]
-        return subprocess.run(command, cwd=self.tree, env=self._env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        return subprocess.run(
+            command, cwd=self.tree, env=self._env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        )
 
 
 @dataclass(slots=True)

@@ -12,7 +12,9 @@ Json = dict[str, Any]
 FIELDS = {"temperature": "temperature", "seed": "seed", "max_tokens": "maxOutputTokens", "stop": "stopSequences"}
 
 
-def google_body(messages: Sequence[Message], tools: Sequence[Any], signatures: dict[str, str], fields: Json, *, inline: bool) -> Json:
+def google_body(
+    messages: Sequence[Message], tools: Sequence[Any], signatures: dict[str, str], fields: Json, *, inline: bool
+) -> Json:
     """`fields` in the words of Chat Completions; the model and the streaming are in the path."""
     body: Json = {}
     if messages and messages[0].role == "system":
@@ -37,11 +39,17 @@ def contents_of(messages: Sequence[Message], signatures: dict[str, str], *, inli
         if message.role == "tool":
             if not results:
                 out.append({"role": "user", "parts": results})
-            told = {"id": message.answers, "name": names.get(message.answers, "unknown"), "response": {"output": message.text}}
+            told = {
+                "id": message.answers,
+                "name": names.get(message.answers, "unknown"),
+                "response": {"output": message.text},
+            }
             results.append({"functionResponse": told})
             continue
         results = []
-        parts = model_parts(message, signatures, inline=inline) if message.role == "assistant" else [{"text": message.text}]
+        parts = (
+            model_parts(message, signatures, inline=inline) if message.role == "assistant" else [{"text": message.text}]
+        )
         out.append({"role": "model" if message.role == "assistant" else "user", "parts": parts})
     return out
 
@@ -96,7 +104,14 @@ def comparable_google(whole: Json) -> Any:
     (candidate,) = whole["candidates"]
     message = message_of(candidate["content"]["parts"])
     calls = [(call.id, call.name, call.arguments) for call in message.calls]
-    return whole["responseId"], candidate["finishReason"], whole["usageMetadata"], message.reasoning, message.text, calls
+    return (
+        whole["responseId"],
+        candidate["finishReason"],
+        whole["usageMetadata"],
+        message.reasoning,
+        message.text,
+        calls,
+    )
 
 
 def assemble_google(events: Sequence[Any]) -> Json | str:

@@ -15,7 +15,11 @@ ARGUMENTS = ("sorted", "reversed", "compact", "escaped", "spaced", "floats")
 AT = {"type": "object", "properties": {"at": {"type": "string"}}}
 FLAG = {"type": "object", "properties": {"flag": {"type": "boolean", "default": True}}}
 TOOLS = (
-    Tool(name="look", description="Look at a place.", parameters={**AT, "properties": {"at": {"type": "string"}, "depth": {}}}),
+    Tool(
+        name="look",
+        description="Look at a place.",
+        parameters={**AT, "properties": {"at": {"type": "string"}, "depth": {}}},
+    ),
     Tool(name="delete_file", description='Deletes. "Really" <b>.', parameters=AT),
     Tool(name="patch", description="Apply a patch.", custom=True),
     Tool(name="fs__stat", description="", parameters=AT, namespace="fs"),
@@ -72,7 +76,9 @@ def lose_one(message: Message, losses: Losses, renamed: dict[str, str], rng: ran
     for call in message.calls:
         if losses.ids:
             renamed[call.id] = f"call_{rng.getrandbits(40):x}"
-        calls.append(replace(call, id=renamed.get(call.id, call.id), arguments=respell(call.arguments, losses.arguments)))
+        calls.append(
+            replace(call, id=renamed.get(call.id, call.id), arguments=respell(call.arguments, losses.arguments))
+        )
     text = message.text
     if losses.whitespace == "trim":
         text = text.strip()
@@ -131,7 +137,9 @@ def edit_assistant(message: Message, rng: random.Random) -> tuple[str, Message]:
     if message.text.strip():
         ways.append(("removed the text", replace(message, text="")))
         if "</think>" in message.text:
-            ways.append(("removed what stands before </think>", replace(message, text=message.text.split("</think>", 1)[1])))
+            ways.append(
+                ("removed what stands before </think>", replace(message, text=message.text.split("</think>", 1)[1]))
+            )
         if len(message.text.split()) > 2:
             ways.append(("removed the first word", replace(message, text=message.text.split(None, 1)[1])))
     if message.reasoning.strip():
@@ -141,8 +149,15 @@ def edit_assistant(message: Message, rng: random.Random) -> tuple[str, Message]:
     if message.calls:
         first = message.calls[0]
         ways.append(("removed a call", replace(message, calls=message.calls[1:])))
-        ways.append(("renamed a call", replace(message, calls=(replace(first, name=first.name + "2"), *message.calls[1:]))))
-        ways.append(("changed arguments", replace(message, calls=(replace(first, arguments='{"at": "elsewhere"}'), *message.calls[1:]))))
+        ways.append(
+            ("renamed a call", replace(message, calls=(replace(first, name=first.name + "2"), *message.calls[1:])))
+        )
+        ways.append(
+            (
+                "changed arguments",
+                replace(message, calls=(replace(first, arguments='{"at": "elsewhere"}'), *message.calls[1:])),
+            )
+        )
     if len(message.calls) > 1:
         ways.append(("swapped calls", replace(message, calls=tuple(reversed(message.calls)))))
     return rng.choice(ways)

@@ -1,4 +1,5 @@
-"""Steps about histories: system prompts that change and come back, chains of response ids, tool sets, sub-agents and summaries."""
+"""Steps about histories: system prompts that change and come back, chains of response ids, tool sets, sub-agents and
+summaries."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ async def chain_responses(case: Case) -> None:
             new = len(messages) - len(turn.path)
             if case.rng.random() < 0.3:
                 messages = with_system(messages, case.rng.choice((None, case.some_text())))
-            asked = replace(case.request(messages, lossy=False), dialect=RESPONSES, fields={"model": "m"}, messages=messages)
+            asked = replace(
+                case.request(messages, lossy=False), dialect=RESPONSES, fields={"model": "m"}, messages=messages
+            )
             asked.previous, asked.new, asked.tools = turn.response_id, new, turn.tools
         case.plan()
         made = await case.ask(asked)
@@ -68,6 +71,9 @@ async def start_anew(case: Case) -> None:
     messages = case.opening()
     if case.turns and case.rng.random() < 0.5:
         first = case.turns[0].path
-        messages = [*first[: 1 + (first[0].role == "system")], Message(role="user", text="Summary: " + case.some_text())]
+        messages = [
+            *first[: 1 + (first[0].role == "system")],
+            Message(role="user", text="Summary: " + case.some_text()),
+        ]
     case.plan()
     await case.ask(case.request(messages))

@@ -9,7 +9,12 @@ STOP = {"type": "stop"}
 
 def one_token(*, token: Any = 1, logprob: Any = -1.0, count: Any = 1, **meta: Any) -> dict[str, Any]:
     """An answer of one token with something wrong in it."""
-    told = {"completion_tokens": count, "output_token_logprobs": [[logprob, token, None]], "finish_reason": STOP, **meta}
+    told = {
+        "completion_tokens": count,
+        "output_token_logprobs": [[logprob, token, None]],
+        "finish_reason": STOP,
+        **meta,
+    }
     return {"output_ids": [token], "meta_info": {name: value for name, value in told.items() if value != "left out"}}
 
 

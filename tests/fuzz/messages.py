@@ -1,7 +1,7 @@
 """The conversation as the oracle understands it: messages without a dialect, and when one is a replay of another.
 
-`fit` is the oracle's own reading of the rule that a replay may lose reasoning, call ids, outer whitespace and the spelling of
-arguments, and nothing else.
+`fit` is the oracle's own reading of the rule that a replay may lose reasoning, call ids, outer whitespace and the
+spelling of arguments, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """`partial`: a custom tool's input was served, and the model may have written more. `custom`: it is sent back as such an input."""
+    """`partial`: a custom tool's input was served, and the model may have written more. `custom`: it is sent back as
+    such an input."""
 
     id: str
     name: str

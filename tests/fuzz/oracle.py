@@ -27,7 +27,8 @@ class Violation(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """One generation as a client knows it: the engine's own, or several of them where the connection was lost in between."""
+    """One generation as a client knows it: the engine's own, or several of them where the connection was lost in
+    between."""
 
     prompt: tuple[int, ...]
     ids: tuple[int, ...]
@@ -72,8 +73,11 @@ class Judge:
     def __init__(self, vocabulary: Vocabulary, *, strict: bool) -> None:
         self._vocabulary, self._strict = vocabulary, strict
 
-    def prompt(self, prompt: tuple[int, ...], sent: Sequence[Message], tools: Sequence[Tool], turns: Sequence[Turn]) -> Turn | None:
-        """Recorded turns are recognised, edited ones are not, what is new is rendered as the template says. Returns the turn continued."""
+    def prompt(
+        self, prompt: tuple[int, ...], sent: Sequence[Message], tools: Sequence[Tool], turns: Sequence[Turn]
+    ) -> Turn | None:
+        """Recorded turns are recognised, edited ones are not, what is new is rendered as the template says. Returns the
+        turn continued."""
         fits = [(turn, *fit(turn.path, sent)) for turn in turns if list(turn.tools) == list(tools)]
         best, deepest = self._best(fits)
         allowed = best + [turn for turn, verdict, _ in fits if verdict is Fit.MAYBE and len(turn.path) >= deepest]
@@ -82,13 +86,18 @@ class Judge:
         for turn, verdict, _ in fits:
             full = turn.full
             if verdict is Fit.NO and len(full) > length and prompt[: len(full)] == full and self._closes(full, prompt):
-                raise Violation("an edit must fork", f"the engine was sent the ids of turn {turn.node}, which was edited: {last(turn)}")
+                raise Violation(
+                    "an edit must fork",
+                    f"the engine was sent the ids of turn {turn.node}, which was edited: {last(turn)}",
+                )
         if best and continued is None and all(message.role != "assistant" for message in tail):
             raise Violation("a replay must be recognised", self._unrecognised(prompt, best))
         if continued is None:
             self._rendered_anew(prompt, sent, tools)
             return None
-        self._appended(prompt[length:], sent[len(continued.path) :], stopped=prompt[length - 1] == self._vocabulary.stop)
+        self._appended(
+            prompt[length:], sent[len(continued.path) :], stopped=prompt[length - 1] == self._vocabulary.stop
+        )
         return continued
 
     def _best(self, fits: Sequence[tuple[Turn, Fit, Differences]]) -> tuple[list[Turn], int]:
@@ -106,7 +115,8 @@ class Judge:
         return bool(found) and closing.strip() in CLOSINGS
 
     def _is_canonical(self, full: tuple[int, ...]) -> bool:
-        """These ids are also what the tokenizer gives, so that a template which drops what was edited may render the same anew."""
+        """These ids are also what the tokenizer gives, so that a template which drops what was edited may render the
+        same anew."""
         opener = self._vocabulary.encode(template.GENERATE[0])
         start = max(at for at in range(len(full)) if list(full[at : at + len(opener)]) == opener) + len(opener)
         return self._vocabulary.encode(self._vocabulary.text(full[start:])) == list(full[start:])
@@ -146,7 +156,10 @@ class Judge:
             )
         markers = [token for token in ids if token in self._vocabulary.added_ids]
         if markers != template.markers_of(expected, self._vocabulary):
-            raise Violation("content must not forge structure", f"markers {[self._vocabulary.text([m]) for m in markers]} in {got!r}")
+            raise Violation(
+                "content must not forge structure",
+                f"markers {[self._vocabulary.text([m]) for m in markers]} in {got!r}",
+            )
 
     def _in_order(self, ids: tuple[int, ...], messages: Sequence[Message]) -> None:
         """All that the client's own messages say is there, in order."""
@@ -158,7 +171,8 @@ class Judge:
             found = text.find(wanted, at)
             if found < 0:
                 raise Violation(
-                    "a message must reach the engine", f"{message.role} message {message.text!r} is not in the prompt after character {at}"
+                    "a message must reach the engine",
+                    f"{message.role} message {message.text!r} is not in the prompt after character {at}",
                 )
             at = found + len(wanted)
 
@@ -175,12 +189,14 @@ class Judge:
             raise Violation("calls must be served as sampled", f"sampled {wanted}, served {served}")
         if (message.reasoning.strip(), message.text.strip()) != (normal(reasoning).strip(), normal(text).strip()):
             raise Violation(
-                "text must be served as sampled", f"sampled {(reasoning, text)!r}, served {(message.reasoning, message.text)!r}"
+                "text must be served as sampled",
+                f"sampled {(reasoning, text)!r}, served {(message.reasoning, message.text)!r}",
             )
 
     # The record.
     def samples(self, samples: Sequence[Mapping[str, Any]], log: Sequence[Generation]) -> None:
-        """Every sampled token of every sample is the engine's own, in the context that the engine was sent; none is trained twice."""
+        """Every sampled token of every sample is the engine's own, in the context that the engine was sent; none is
+        trained twice."""
         by_prompt: dict[tuple[int, ...], list[Generation]] = {}
         for generation in log:
             by_prompt.setdefault(generation.prompt, []).append(generation)
@@ -189,7 +205,9 @@ class Judge:
             self._sample(sample, by_prompt)
             for mask, value in zip(sample["loss_mask"], sample["rollout_logprobs"], strict=True):
                 if mask and value in trained:
-                    raise Violation("a token is trained once", f"{value} is trained twice; sample {sample['sample_id']}")
+                    raise Violation(
+                        "a token is trained once", f"{value} is trained twice; sample {sample['sample_id']}"
+                    )
                 if mask:
                     trained.add(value)
 
@@ -199,18 +217,27 @@ class Judge:
         while at < len(ids):
             if logprobs[at] is None:
                 if sample["loss_mask"][at]:
-                    raise Violation("only sampled tokens are trained", f"sample {sample['sample_id']} trains position {at}")
+                    raise Violation(
+                        "only sampled tokens are trained", f"sample {sample['sample_id']} trains position {at}"
+                    )
                 at += 1
                 continue
             at += self._explained(sample, ids, logprobs, at, by_prompt.get(ids[:at], ()))
 
     def _explained(
-        self, sample: Mapping[str, Any], ids: tuple[int, ...], logprobs: Sequence[float | None], at: int, found: Sequence[Generation]
+        self,
+        sample: Mapping[str, Any],
+        ids: tuple[int, ...],
+        logprobs: Sequence[float | None],
+        at: int,
+        found: Sequence[Generation],
     ) -> int:
         """How many tokens from `at` on one generation of the engine accounts for."""
         most = 0
         for generation in found:
-            pairs = zip(generation.sampled[: generation.delivered], generation.logprobs, ids[at:], logprobs[at:], strict=False)
+            pairs = zip(
+                generation.sampled[: generation.delivered], generation.logprobs, ids[at:], logprobs[at:], strict=False
+            )
             count = 0
             for token, logprob, recorded, value in pairs:
                 if token != recorded or logprob != value:
@@ -219,20 +246,27 @@ class Judge:
             most = max(most, count)
         if most == 0:
             why = "other ids or log-probabilities than the record" if found else "no such prompt"
-            raise Violation("a sample equals the engine's log", f"sample {sample['sample_id']} position {at}: the engine has {why}")
+            raise Violation(
+                "a sample equals the engine's log", f"sample {sample['sample_id']} position {at}: the engine has {why}"
+            )
         return most
 
-    def coverage(self, coverage: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], least: int, most: int) -> None:
+    def coverage(
+        self, coverage: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], least: int, most: int
+    ) -> None:
         trained = sum(sum(sample["loss_mask"]) for sample in samples)
         untrained = sum(item["tokens"] for item in coverage["untrained"])
         if coverage["trained"] != trained or coverage["sampled"] != trained + untrained:
-            raise Violation("coverage adds up", f"{trained} trained, {untrained} untrained, coverage says {short(coverage)}")
+            raise Violation(
+                "coverage adds up", f"{trained} trained, {untrained} untrained, coverage says {short(coverage)}"
+            )
         if unknown := [item for item in coverage["untrained"] if item["why"] not in REASONS]:
             raise Violation("what is not trained has its reason", short(unknown))
         if not least <= coverage["sampled"] <= most:
             bounds = f"{least}" if least == most else f"between {least} and {most}"
             raise Violation(
-                "every sampled token is in the record", f"the engine reported {bounds} tokens, the record has {coverage['sampled']}"
+                "every sampled token is in the record",
+                f"the engine reported {bounds} tokens, the record has {coverage['sampled']}",
             )
 
 

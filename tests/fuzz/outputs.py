@@ -1,4 +1,5 @@
-"""What the model samples: reasoning, text and calls, well formed or not, in ids that the tokenizer would not have chosen."""
+"""What the model samples: reasoning, text and calls, well formed or not, in ids that the tokenizer would not have
+chosen."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ WORDS = (
     "[1, 2]", "λ", "⏎", "them", "tokenization", "...", "—", "`code`", "</p>", "100%", "e\u0301", "\u200bzero", "한국어", "ok",
     "nul\x00", "\r\n", "line\u2028",
 )  # fmt: skip
-MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>", "<tool_response>", "<|endoftext|>")
+MARKERS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|im_end|>",
+    "<|im_start|>",
+    "<tool_response>",
+    "<|endoftext|>",
+)
 BROKEN_CALLS = (
     '<tool_call>\n{"name": "look", "arguments": {"at": "x"}\n</tool_call>',
     '<tool_call>\n{"name": "look"',
@@ -39,7 +49,8 @@ BROKEN_CALLS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """`expected` is what a client must be shown: (reasoning, text, calls as (name, arguments)); None where that is the parser's to say."""
+    """`expected` is what a client must be shown: (reasoning, text, calls as (name, arguments)); None where that is the
+    parser's to say."""
 
     ids: tuple[int, ...]
     text: str
@@ -103,7 +114,9 @@ class Writer:
     def again(self, output: Output) -> Output:
         """The same text, sampled in other ids."""
         ids = self._vocabulary.split(self._vocabulary.encode(output.text), self._rng, 0.5)
-        return replace(output, ids=(*ids, *([self._vocabulary.stop] if output.ids[-1:] == (self._vocabulary.stop,) else [])))
+        return replace(
+            output, ids=(*ids, *([self._vocabulary.stop] if output.ids[-1:] == (self._vocabulary.stop,) else []))
+        )
 
     def _odd(self) -> Output:
         rng, vocabulary = self._rng, self._vocabulary

@@ -23,7 +23,11 @@ class Unsound(Exception):
 def assemble(dialect: str, events: Sequence[Any]) -> Json:
     """The whole answer that these events are; `events` are the parsed data lines, with "[DONE]" as text."""
     for event in events:
-        if isinstance(event, dict) and ("error" in event or event.get("type") == "error") and event.get("object") != "response":
+        if (
+            isinstance(event, dict)
+            and ("error" in event or event.get("type") == "error")
+            and event.get("object") != "response"
+        ):
             raise Broken(json.dumps(event)[:300])
     if dialect == GOOGLE:
         whole = assemble_google(events)
@@ -70,7 +74,8 @@ def assemble_chat(events: Sequence[Any]) -> Json:
             raise Unsound("chunks of one stream have different ids or models")
         for choice in chunk["choices"]:
             made = choices.setdefault(
-                choice["index"], {"index": choice["index"], "message": {"content": "", "reasoning_content": ""}, "finish_reason": None}
+                choice["index"],
+                {"index": choice["index"], "message": {"content": "", "reasoning_content": ""}, "finish_reason": None},
             )
             if made["finish_reason"] is not None:
                 raise Unsound("a chunk after the finish reason")
@@ -87,7 +92,13 @@ def add_chat_delta(message: Json, delta: Json) -> None:
     for piece in delta.get("tool_calls") or ():
         calls: list[Json] = message.setdefault("tool_calls", [])
         if piece["index"] == len(calls):
-            calls.append({"id": piece["id"], "type": piece["type"], "function": {"name": piece["function"]["name"], "arguments": ""}})
+            calls.append(
+                {
+                    "id": piece["id"],
+                    "type": piece["type"],
+                    "function": {"name": piece["function"]["name"], "arguments": ""},
+                }
+            )
         elif piece["index"] != len(calls) - 1:
             raise Unsound("a piece of a call that is not the last one")
         elif piece.get("id") or piece["function"].get("name"):

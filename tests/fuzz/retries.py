@@ -22,9 +22,14 @@ async def expect_recorded(case: Case, asked: Asked, whole: dict[str, Any], **hea
     count = len(case.log)
     again = await case.send(asked, **headers)
     if again.status != 200 or len(case.log) != count:
-        raise Violation("a keyed retry adds nothing", f"{again.status}, {len(case.log) - count} more generations, {short(again.whole)}")
+        raise Violation(
+            "a keyed retry adds nothing",
+            f"{again.status}, {len(case.log) - count} more generations, {short(again.whole)}",
+        )
     if comparable(asked.dialect, case.whole(asked, again)) != comparable(asked.dialect, whole):
-        raise Violation("a keyed retry gets the recorded answer", f"{short(whole)}\n  {short(again.whole or again.events)}")
+        raise Violation(
+            "a keyed retry gets the recorded answer", f"{short(whole)}\n  {short(again.whole or again.events)}"
+        )
 
 
 def compare(asked: Asked, other: Asked, wholes: Sequence[dict[str, Any]]) -> None:
@@ -54,7 +59,9 @@ async def expect_conflict(case: Case, asked: Asked) -> None:
     count = len(case.log)
     heard = await case.send(other)
     if heard.status != 409 or len(case.log) != count:
-        raise Violation("a key names one request", f"{heard.status} {short(heard.whole)}, {len(case.log) - count} generations")
+        raise Violation(
+            "a key names one request", f"{heard.status} {short(heard.whole)}, {len(case.log) - count} generations"
+        )
 
 
 async def ask_twice_at_once(case: Case) -> None:
@@ -83,7 +90,9 @@ async def join_two(case: Case, asked: Asked, other: Asked) -> list[dict[str, Any
     case.world.engine.plans[case.session].clear()
     wholes = [case.whole(asked, one) for one in heard if one.status == 200]
     if len(wholes) != 2:
-        raise Violation("a good request is answered", f"{[one.status for one in heard]} {short(heard[0].whole or heard[1].whole)}")
+        raise Violation(
+            "a good request is answered", f"{[one.status for one in heard]} {short(heard[0].whole or heard[1].whole)}"
+        )
     if len(made) == 1:
         compare(asked, other, wholes)
         case.judged(asked, heard[0], made)
@@ -102,7 +111,9 @@ async def ask_many_at_once(case: Case) -> None:
     asked = case.request(next_messages(case))
     several = [
         replace(
-            asked, stream=rng.random() < 0.5, key=f"many-{case.session}-{index}-{rng.getrandbits(40):x}" if rng.random() < 0.5 else None
+            asked,
+            stream=rng.random() < 0.5,
+            key=f"many-{case.session}-{index}-{rng.getrandbits(40):x}" if rng.random() < 0.5 else None,
         )
         for index in range(rng.randint(3, 5))
     ]
@@ -140,7 +151,8 @@ async def leave(tasks: Sequence[asyncio.Task[Heard]], indexes: Sequence[int]) ->
 
 
 async def retry_as_sdks_do(case: Case) -> None:
-    """The vendors' SDKs count their retries in a header: a retry after a lost answer gets it; the same body asked anew does not."""
+    """The vendors' SDKs count their retries in a header: a retry after a lost answer gets it; the same body asked anew
+    does not."""
     asked = case.request(next_messages(case))
     asked.key = None
     case.plan()
@@ -158,7 +170,8 @@ async def retry_as_sdks_do(case: Case) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeforeKill:
-    """What a case leaves to a gateway that is about to be killed: recorded answers, and a request that is not answered yet."""
+    """What a case leaves to a gateway that is about to be killed: recorded answers, and a request that is not answered
+    yet."""
 
     recorded: Sequence[tuple[Asked, dict[str, Any]]]
     unanswered: Asked
@@ -195,7 +208,9 @@ async def check_after_kill(case: Case, before: BeforeKill) -> None:
     """Every acknowledged answer is found under its keys; what was not answered is answered now, once."""
     heard = await before.task
     if heard is not None and heard.whole is not None and heard.status != STOPPING:
-        raise Violation("a killed gateway answers nothing that was not recorded", f"{heard.status} {short(heard.whole)}")
+        raise Violation(
+            "a killed gateway answers nothing that was not recorded", f"{heard.status} {short(heard.whole)}"
+        )
     case.uncertain += before.generations
     case.world.engine.plans[case.session].clear()
     for asked, whole in before.recorded:

@@ -1,4 +1,5 @@
-"""A run: one engine, one gateway, many cases; at its end the store is exported and audited by the commands that users have."""
+"""A run: one engine, one gateway, many cases; at its end the store is exported and audited by the commands that users
+have."""
 
 from __future__ import annotations
 
@@ -93,10 +94,17 @@ async def run(settings: Settings) -> Outcome:
     vocabulary = Vocabulary(model)
     engine = Engine(vocabulary, settings.seed)
     with tempfile.TemporaryDirectory() as folder:
-        gateway = Gateway(Path(folder), model, await engine.start(), tree=settings.tree, workers=settings.workers, live=settings.live)
+        gateway = Gateway(
+            Path(folder), model, await engine.start(), tree=settings.tree, workers=settings.workers, live=settings.live
+        )
         try:
             await gateway.start()
-            world = World(gateway=gateway, engine=engine, vocabulary=vocabulary, judge=Judge(vocabulary, strict=settings.model == "own"))
+            world = World(
+                gateway=gateway,
+                engine=engine,
+                vocabulary=vocabulary,
+                judge=Judge(vocabulary, strict=settings.model == "own"),
+            )
             try:
                 await Runner(world, settings, outcome).all()
             finally:
@@ -108,7 +116,8 @@ async def run(settings: Settings) -> Outcome:
 
 
 class Restarts:
-    """Some cases wait for each other; then the gateway is killed, while it generates for them, and started again on the same store."""
+    """Some cases wait for each other; then the gateway is killed, while it generates for them, and started again on the
+    same store."""
 
     def __init__(self, gateway: Gateway, cases: int) -> None:
         self._gateway, self._missing = gateway, cases
@@ -147,7 +156,11 @@ class Runner:
     async def all(self) -> None:
         settings, outcome, world = self._settings, self._outcome, self._world
         if settings.case is not None:
-            alone = self._with_restart([settings.case]) if self._is_restarted(settings.case) else self._one(settings.case, settings.steps)
+            alone = (
+                self._with_restart([settings.case])
+                if self._is_restarted(settings.case)
+                else self._one(settings.case, settings.steps)
+            )
             await alone
         else:
             while not self._over():
@@ -206,15 +219,25 @@ class Runner:
                 await self._play(case, only, done)
         except TimeoutError:
             return Found(
-                case=case.index, rule="a case ends", detail=f"nothing happened for {HANGING_S} s", transcript=case.transcript, steps=done
+                case=case.index,
+                rule="a case ends",
+                detail=f"nothing happened for {HANGING_S} s",
+                transcript=case.transcript,
+                steps=done,
             )
         except Violation as violation:
-            detail = violation.detail + (self._world.gateway.last_error() if "500" in violation.rule + violation.detail else "")
+            detail = violation.detail + (
+                self._world.gateway.last_error() if "500" in violation.rule + violation.detail else ""
+            )
             await self._note_nodes(case)
             return Found(case=case.index, rule=violation.rule, detail=detail, transcript=case.transcript, steps=done)
         except Exception:
             return Found(
-                case=case.index, rule="the fuzz itself failed", detail=traceback.format_exc(), transcript=case.transcript, steps=done
+                case=case.index,
+                rule="the fuzz itself failed",
+                detail=traceback.format_exc(),
+                transcript=case.transcript,
+                steps=done,
             )
         return None
 
@@ -222,7 +245,10 @@ class Runner:
         """What the gateway itself says of its last turns."""
         status, shown = await self._world.gateway.admin("GET", f"/sessions/{case.session}")
         for node in (shown["nodes"] if status == 200 else [])[-6:]:
-            told = {name: node.get(name) for name in ("id", "parent", "why", "detail", "projection", "outcome", "sampled_tokens")}
+            told = {
+                name: node.get(name)
+                for name in ("id", "parent", "why", "detail", "projection", "outcome", "sampled_tokens")
+            }
             case.note(f"node {told}")
 
     async def _play(self, case: Case, only: Sequence[int] | None, done: list[int]) -> None:
@@ -266,9 +292,13 @@ class Runner:
         """`tokentrue samples` and `audit` over the store: all that was sampled, also what was given up."""
         gateway = self._world.gateway
         out = gateway.store.parent / "all.jsonl"
-        made = await asyncio.to_thread(gateway.command, "samples", f"sqlite:{gateway.store}", "--abandoned", "-o", str(out))
+        made = await asyncio.to_thread(
+            gateway.command, "samples", f"sqlite:{gateway.store}", "--abandoned", "-o", str(out)
+        )
         if made.returncode != 0:
-            raise Violation("samples can be exported", f"exit {made.returncode}: {made.stdout[-500:]} {made.stderr[-500:]}")
+            raise Violation(
+                "samples can be exported", f"exit {made.returncode}: {made.stdout[-500:]} {made.stderr[-500:]}"
+            )
         if not out.read_bytes().strip():
             return
         audit = await asyncio.to_thread(gateway.command, "audit", str(out))
@@ -285,7 +315,13 @@ class Runner:
             except Violation as violation:
                 detail, steps = violation.detail, list(range(20))
                 self._outcome.found.append(
-                    Found(case=case.index, rule=violation.rule, detail=detail, transcript=case.transcript[-12:], steps=steps)
+                    Found(
+                        case=case.index,
+                        rule=violation.rule,
+                        detail=detail,
+                        transcript=case.transcript[-12:],
+                        steps=steps,
+                    )
                 )
 
     def _check_export(self, case: Case, samples: list[dict[str, object]]) -> None:
@@ -301,7 +337,9 @@ class Runner:
             text = self._world.vocabulary.text(generation.sampled[: self._kept(generation, recorded)])
             for piece in texts:
                 if piece.rstrip("\ufffd").strip() not in text:  # half a character may have been flushed at the end
-                    raise Violation("what a client was sent is in the record", f"{piece!r} was sent, the record has {text!r}")
+                    raise Violation(
+                        "what a client was sent is in the record", f"{piece!r} was sent, the record has {text!r}"
+                    )
 
     def _kept(self, generation: Generation, recorded: set[float]) -> int:
         return sum(value in recorded for value in generation.logprobs[: generation.delivered])

@@ -52,7 +52,8 @@ async def change_history(case: Case) -> None:
 
 
 async def ask_again(case: Case) -> None:
-    """The same turn once more, without a key: another answer, often with the same text in other ids; then the first is gone on with."""
+    """The same turn once more, without a key: another answer, often with the same text in other ids; then the first is
+    gone on with."""
     if not case.turns:
         return await go_on(case)
     turn = case.rng.choice(case.turns[-3:])
@@ -80,7 +81,11 @@ async def ask_in_parallel(case: Case) -> None:
     heard = await all_of(tasks)
     made = join_parts(case.log[start:])
     for asked, one in zip(several, heard, strict=True):
-        own = [s for s in made if case.world.vocabulary.normal(asked.messages[-1].text) in case.world.vocabulary.text(s.prompt)]
+        own = [
+            s
+            for s in made
+            if case.world.vocabulary.normal(asked.messages[-1].text) in case.world.vocabulary.text(s.prompt)
+        ]
         case.judged(asked, one, own)
 
 
@@ -109,9 +114,20 @@ async def given_twins(case: Case) -> None:
     rng.shuffle(variants)
     several: list[Asked] = []
     for text in variants:
-        messages = [Message(role="user", text=question), Message(role="assistant", text=text), Message(role="user", text=more)]
+        messages = [
+            Message(role="user", text=question),
+            Message(role="assistant", text=text),
+            Message(role="user", text=more),
+        ]
         several.append(
-            replace(case.request(messages, lossy=False), dialect=CHAT, key=None, stream=False, wire=Wire(), fields={"model": "m"})
+            replace(
+                case.request(messages, lossy=False),
+                dialect=CHAT,
+                key=None,
+                stream=False,
+                wire=Wire(),
+                fields={"model": "m"},
+            )
         )
     start, hold = len(case.log), asyncio.Event()
     for _ in several:
@@ -128,7 +144,8 @@ async def given_twins(case: Case) -> None:
     case.world.engine.plans[case.session].clear()
     if len(case.log) != start + 2:
         raise Violation(
-            "a request is its exact text", f"two different requests {'at once' if at_once else ''}, {len(case.log) - start} generations"
+            "a request is its exact text",
+            f"two different requests {'at once' if at_once else ''}, {len(case.log) - start} generations",
         )
     for one in heard:
         if one.status != 200:
@@ -138,7 +155,9 @@ async def given_twins(case: Case) -> None:
 
 async def prefill(case: Case) -> None:
     """A conversation that ends in an assistant message: continued as that message, or refused by name."""
-    asked = case.request([*next_messages(case), Message(role="assistant", text="It begins " + case.writer.words(2))], lossy=False)
+    asked = case.request(
+        [*next_messages(case), Message(role="assistant", text="It begins " + case.writer.words(2))], lossy=False
+    )
     asked.dialect, asked.key, asked.wire, asked.fields = ANTHROPIC, None, Wire(), {"model": "m"}
     asked.messages = [replace(m, reasoning="") for m in asked.messages]
     case.plan()
@@ -158,7 +177,9 @@ async def reward_a_leaf(case: Case) -> None:
         return await go_on(case)
     turn = case.rng.choice(case.turns)
     await case.check_record()
-    status, answer = await case.world.gateway.admin("POST", f"/sessions/{case.session}/reward", {"reward": 0.5, "leaf": turn.node})
+    status, answer = await case.world.gateway.admin(
+        "POST", f"/sessions/{case.session}/reward", {"reward": 0.5, "leaf": turn.node}
+    )
     case.note(f"reward {turn.node} -> {status} {short(answer)}")
     if status not in {200, 400, 404, 409}:
         raise Violation("nothing answers 500", f"reward: {status} {short(answer)}")

@@ -1,4 +1,5 @@
-"""The prompt by hand: what `tests/fixtures/templates/qwen3-like.jinja` (and Qwen3's own, for appended messages) must give.
+"""The prompt by hand: what `tests/fixtures/templates/qwen3-like.jinja` (and Qwen3's own, for appended messages) must
+give.
 
 Text is a list of segments; only structure may hold marker tokens, so that the markers of a prompt are known one by one.
 """
@@ -20,7 +21,8 @@ TOOLS_END = '\n</tools>\nWrite a call as:\n<tool_call>\n{"name": NAME, "argument
 
 
 def appended(messages: Sequence[Message], *, stopped: bool) -> list[Segment]:
-    """What comes after a sampled turn, up to the next generation; `stopped` says that the turn sampled its own stop token."""
+    """What comes after a sampled turn, up to the next generation; `stopped` says that the turn sampled its own stop
+    token."""
     return [("\n" if stopped else "<|im_end|>\n", True), *rendered(messages), GENERATE]
 
 
@@ -33,7 +35,10 @@ def whole(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Segment]:
         if system is not None:
             out += [(system, False), ("\n\n", True)]
         out.append((TOOLS_INTRO, True))
-        out += [("\n" + json.dumps({"type": "function", "function": tool.function()}, ensure_ascii=False), False) for tool in tools]
+        out += [
+            ("\n" + json.dumps({"type": "function", "function": tool.function()}, ensure_ascii=False), False)
+            for tool in tools
+        ]
         out.append((TOOLS_END, True))
     elif system is not None:
         out += [("<|im_start|>system\n", True), (system, False), ("<|im_end|>\n", True)]

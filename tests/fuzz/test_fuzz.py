@@ -1,4 +1,5 @@
-"""The fuzz as tests: a slice of half a minute in `make test`, the long run in `make test-fuzz` (FUZZ_TURNS, FUZZ_SEED)."""
+"""The fuzz as tests: a slice of half a minute in `make test`, the long run in `make test-fuzz` (FUZZ_TURNS,
+FUZZ_SEED)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Does the fuzz bite? Defects are put back into a copy of the package, one at a time; each must be found within a minute."""
+"""Does the fuzz bite? Defects are put back into a copy of the package, one at a time; each must be found within a
+minute."""
 
 from __future__ import annotations
 
@@ -86,14 +87,22 @@ MUTANTS = (
     Mutant(
         name="what the engine reported before it failed is dropped",
         changes=[
-            ("turn.py", "for draft in partial if draft is not None]", 'for draft in partial if draft and outcome != "engine_failed"]'),
+            (
+                "turn.py",
+                "for draft in partial if draft is not None]",
+                'for draft in partial if draft and outcome != "engine_failed"]',
+            ),
         ],
         rules=["every sampled token is in the record"],
     ),
     Mutant(
         name="what was sampled before a session was deleted is dropped",
         changes=[
-            ("turn.py", "for draft in partial if draft is not None]", 'for draft in partial if draft and outcome != "deleted"]'),
+            (
+                "turn.py",
+                "for draft in partial if draft is not None]",
+                'for draft in partial if draft and outcome != "deleted"]',
+            ),
         ],
         rules=["every sampled token is in the record"],
     ),

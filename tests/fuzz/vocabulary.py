@@ -1,4 +1,5 @@
-"""Token ids and text by the `tokenizers` library alone, and ways to sample the same text with other ids than the tokenizer would choose."""
+"""Token ids and text by the `tokenizers` library alone, and ways to sample the same text with other ids than the
+tokenizer would choose."""
 
 from __future__ import annotations
 

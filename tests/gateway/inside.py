@@ -21,7 +21,9 @@ class Parrot:
     """Says the same thing at once, whatever it is asked; takes every sampling setting."""
 
     name = "parrot"
-    truthful_filters = frozenset({"top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
+    truthful_filters = frozenset(
+        {"top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+    )
 
     def __init__(self, text: str = SAID) -> None:
         self.ids = (*renderer().encode_sampled(text), renderer().stop_token_ids[0])
@@ -64,16 +66,23 @@ class Parrot:
         pass
 
 
-def gateway(provider: Any = None, *, store: str = "memory", workers: WorkerLinks | None = None, **limits: Any) -> Gateway:
+def gateway(
+    provider: Any = None, *, store: str = "memory", workers: WorkerLinks | None = None, **limits: Any
+) -> Gateway:
     config = GatewayConfig(model="m", admin_key="boss", limits=GatewayLimits(**limits))
     parts = {"provider": provider or Parrot(), "journal": Journal(store), "workers": workers}
     return Gateway(config=config, renderer_for=lambda _: renderer(), **parts)
 
 
-async def ask(app: Gateway, method: str, path: str, body: bytes = b"", *, key: str | None = "boss", **headers: str) -> tuple[int, bytes]:
+async def ask(
+    app: Gateway, method: str, path: str, body: bytes = b"", *, key: str | None = "boss", **headers: str
+) -> tuple[int, bytes]:
     """Status and body; fails where the application raises or never answers."""
     sent: list[Any] = []
-    raw = [(b"host", b"localhost"), *((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items())]
+    raw = [
+        (b"host", b"localhost"),
+        *((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()),
+    ]
     if key is not None:
         raw.append((b"authorization", b"Bearer " + key.encode("utf-8", "replace")))
 
@@ -90,9 +99,24 @@ async def ask(app: Gateway, method: str, path: str, body: bytes = b"", *, key: s
         sent.append(message)
 
     where, _, query = path.partition("?")
-    scope = {"type": "http", "method": method, "path": where, "raw_path": where.encode("utf-8", "replace"), "query_string": query.encode()}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": where,
+        "raw_path": where.encode("utf-8", "replace"),
+        "query_string": query.encode(),
+    }
     await app(
-        {**scope, "headers": raw, "scheme": "http", "server": ("localhost", 80), "root_path": "", "http_version": "1.1"}, receive, send
+        {
+            **scope,
+            "headers": raw,
+            "scheme": "http",
+            "server": ("localhost", 80),
+            "root_path": "",
+            "http_version": "1.1",
+        },
+        receive,
+        send,
     )
     assert sent and sent[0]["type"] == "http.response.start"
     assert [message["type"] for message in sent].count("http.response.start") == 1

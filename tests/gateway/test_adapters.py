@@ -1,4 +1,5 @@
-"""LoRA adapters as model names: `adapter` or `base:adapter` in any dialect; what is recorded has the adapted model's bits."""
+"""LoRA adapters as model names: `adapter` or `base:adapter` in any dialect; what is recorded has the adapted model's
+bits."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ import httpx
 import pytest
 
 torch = pytest.importorskip("torch")
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import save_file
 
-from tokentrue.app.background import BackgroundGateway  # noqa: E402
-from tokentrue.cli.main import run  # noqa: E402
-from tokentrue.environments import SMALL_MODEL  # noqa: E402
+from tokentrue.app.background import BackgroundGateway
+from tokentrue.cli.main import run
+from tokentrue.environments import SMALL_MODEL
 
 ASK = [{"role": "user", "content": "What is 2+2?"}]
 
@@ -89,7 +90,11 @@ def test_an_adapter_is_a_model_name(folder: Path) -> None:
         ("adapter_config.json", "[]", "holds a list"),
         ("adapter_config.json", '{"r": 4}', "lora_alpha is missing"),
         ("adapter_config.json", '{"r": 4, "lora_alpha": NaN}', "lora_alpha is nan"),
-        ("adapter_config.json", '{"r": 4, "lora_alpha": 8, "init_lora_weights": "pissa"}', "path_initial_model_for_weight_conversion"),
+        (
+            "adapter_config.json",
+            '{"r": 4, "lora_alpha": 8, "init_lora_weights": "pissa"}',
+            "path_initial_model_for_weight_conversion",
+        ),
         ("adapter_config.json", '{"r": 4, "lora_alpha": 8, "alora_invocation_tokens": [5]}', "aLoRA"),
         ("adapter_model.safetensors", "xx", "is damaged"),
     ],
@@ -100,7 +105,21 @@ def test_serve_says_in_one_line_which_file_of_an_adapter_it_refuses(
     bad = tmp_path / "bad"
     shutil.copytree(folder, bad)
     (bad / file).write_text(content)
-    code = run("serve", ["--engine", "exact", "--port", "0", "--store", "memory", "--adapter", f"good={folder}", "--adapter", f"bad={bad}"])
+    code = run(
+        "serve",
+        [
+            "--engine",
+            "exact",
+            "--port",
+            "0",
+            "--store",
+            "memory",
+            "--adapter",
+            f"good={folder}",
+            "--adapter",
+            f"bad={bad}",
+        ],
+    )
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokentrue serve:")]
     assert code == 2 and len(said) == 1
     assert str(bad / file) in said[0] and words in said[0]

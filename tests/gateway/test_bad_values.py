@@ -18,7 +18,12 @@ from tokentrue.nesting import MAX_DEPTH
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import TurnRequest
 
-CHAT, MESSAGES, RESPONSES, GOOGLE = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1beta/models/m:generateContent"
+CHAT, MESSAGES, RESPONSES, GOOGLE = (
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/v1beta/models/m:generateContent",
+)
 SAID = {"role": "user", "content": "x"}
 ASKED = {"role": "user", "parts": [{"text": "x"}]}
 
@@ -39,12 +44,24 @@ def deep_requests(value: Any) -> dict[str, tuple[str, dict[str, Any]]]:
         "messages[1]": (CHAT, {"messages": [SAID, {"role": "assistant", "tool_calls": [call]}]}),
         "chat_template_kwargs": (CHAT, {"messages": [SAID], "chat_template_kwargs": value}),
         "tools": (CHAT, {"messages": [SAID], "tools": [{"type": "function", "function": tool}]}),
-        "response_format": (CHAT, {"messages": [SAID], "response_format": {"type": "json_schema", "json_schema": {"schema": value}}}),
+        "response_format": (
+            CHAT,
+            {"messages": [SAID], "response_format": {"type": "json_schema", "json_schema": {"schema": value}}},
+        ),
         "input": (MESSAGES, {"max_tokens": 9, "messages": [SAID, {"role": "assistant", "content": [use]}, SAID]}),
-        "input_schema": (MESSAGES, {"max_tokens": 9, "messages": [SAID], "tools": [{"name": "f", "input_schema": value}]}),
+        "input_schema": (
+            MESSAGES,
+            {"max_tokens": 9, "messages": [SAID], "tools": [{"name": "f", "input_schema": value}]},
+        ),
         "function": (RESPONSES, {"input": [SAID], "tools": [{"type": "function", **tool}]}),
-        "args": (GOOGLE, {"contents": [ASKED, {"role": "model", "parts": [{"functionCall": {"name": "f", "args": value}}]}, ASKED]}),
-        "declaration": (GOOGLE, {"contents": [ASKED], "tools": [{"functionDeclarations": [{"name": "f", "parametersJsonSchema": value}]}]}),
+        "args": (
+            GOOGLE,
+            {"contents": [ASKED, {"role": "model", "parts": [{"functionCall": {"name": "f", "args": value}}]}, ASKED]},
+        ),
+        "declaration": (
+            GOOGLE,
+            {"contents": [ASKED], "tools": [{"functionDeclarations": [{"name": "f", "parametersJsonSchema": value}]}]},
+        ),
     }
 
 
@@ -57,7 +74,9 @@ async def test_deep_requests_are_refused_and_the_session_goes_on(name: str, dept
     body = body if path == GOOGLE else {"model": "m", **body}
     status, answer = await ask(app, "POST", path, json.dumps(body).encode(), key=session["api_key"])
     assert (status, b"is nested deeper than" in answer) == (400, True), answer
-    status, answer = await ask(app, "POST", CHAT, json.dumps({"model": "m", "messages": [SAID]}).encode(), key=session["api_key"])
+    status, answer = await ask(
+        app, "POST", CHAT, json.dumps({"model": "m", "messages": [SAID]}).encode(), key=session["api_key"]
+    )
     assert status == 200, answer
     await app.close()
 
@@ -65,7 +84,8 @@ async def test_deep_requests_are_refused_and_the_session_goes_on(name: str, dept
 @pytest.mark.parametrize("depth", [260, 900])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, GOOGLE])
 async def test_deep_arguments_that_a_model_samples_are_served_and_replayed(path: str, depth: int) -> None:
-    """Whatever the dialect makes of them: the turn is served, it comes back as the recorded one, and everything can be read."""
+    """Whatever the dialect makes of them: the turn is served, it comes back as the recorded one, and everything can be
+    read."""
     sampled = f'<tool_call>\n{{"name": "f", "arguments": {"{" + chr(34) + "a" + chr(34) + ":"}{"[" * depth}{"]" * depth}}}}}\n</tool_call>'
     app = gateway(Parrot(sampled))
     session = await new_session(app)
@@ -91,7 +111,16 @@ async def test_deep_arguments_that_a_model_samples_are_served_and_replayed(path:
         head = {"model": "m", "tools": [{"type": "function", **tool}]}
         output = (await send({**head, "input": [SAID]}))["output"]
         called = next(item for item in output if item["type"] == "function_call")
-        await send({**head, "input": [SAID, *output, {"type": "function_call_output", "call_id": called["call_id"], "output": "done"}]})
+        await send(
+            {
+                **head,
+                "input": [
+                    SAID,
+                    *output,
+                    {"type": "function_call_output", "call_id": called["call_id"], "output": "done"},
+                ],
+            }
+        )
     else:
         head = {"tools": [{"functionDeclarations": [{"name": "f"}]}]}
         content = (await send({**head, "contents": [ASKED]}))["candidates"][0]["content"]
@@ -169,7 +198,9 @@ async def test_integers_that_no_engine_holds_are_the_clients_mistake_in_every_di
 
 
 def test_the_largest_values_are_taken_and_an_endless_integer_is_refused_by_name() -> None:
-    ends = tt.Sampling(seed=2**63 - 1, max_tokens=2**31 - 1, top_k=2**31 - 1, top_logprobs=2**31 - 1, stop_token_ids=(0, 2**31 - 1))
+    ends = tt.Sampling(
+        seed=2**63 - 1, max_tokens=2**31 - 1, top_k=2**31 - 1, top_logprobs=2**31 - 1, stop_token_ids=(0, 2**31 - 1)
+    )
     assert (ends.seed, ends.max_tokens) == (2**63 - 1, 2**31 - 1) and tt.Sampling(seed=-(2**63)).seed == -(2**63)
     assert type(tt.Sampling(temperature=10**20).temperature) is float, "JSON has no integer of this size for an engine"
     with pytest.raises(SamplingError, match="seed must be a signed 64-bit integer, got an integer of 16610 bits"):

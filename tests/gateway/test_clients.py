@@ -1,4 +1,5 @@
-"""Real clients against a real server process: ten turns with tools each, streamed and not; every sampled token comes back, bit for bit.
+"""Real clients against a real server process: ten turns with tools each, streamed and not; every sampled token comes
+back, bit for bit.
 
 Each test is also the how-to for its client.
 """
@@ -77,7 +78,13 @@ def test_openai_responses(server: Server, streamed: bool, stored: bool) -> None:
     with OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         while True:
             turns += 1
-            settings: dict[str, Any] = {"model": "m", "instructions": SYSTEM, "tools": tools, "input": conversation, "store": stored}
+            settings: dict[str, Any] = {
+                "model": "m",
+                "instructions": SYSTEM,
+                "tools": tools,
+                "input": conversation,
+                "store": stored,
+            }
             if previous is not None:
                 settings["previous_response_id"] = previous
             response = _responses_turn(client, settings, streamed)
@@ -88,14 +95,22 @@ def test_openai_responses(server: Server, streamed: bool, stored: bool) -> None:
             if stored:
                 previous, conversation = response.id, results
             else:
-                conversation = [*conversation, *[item.model_dump(exclude_none=True) for item in response.output], *results]
+                conversation = [
+                    *conversation,
+                    *[item.model_dump(exclude_none=True) for item in response.output],
+                    *results,
+                ]
     assert turns == 10
     assert response.output_text == "Done: it is *4*.\n\n```py\nx = 4\n```"
     check(server, session.session_id)
 
 
 def _call_output(item: Any) -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": item.call_id, "output": result_of(item.name, json.loads(item.arguments))}
+    return {
+        "type": "function_call_output",
+        "call_id": item.call_id,
+        "output": result_of(item.name, json.loads(item.arguments)),
+    }
 
 
 def _responses_turn(client: Any, settings: dict[str, Any], streamed: bool) -> Any:
@@ -112,7 +127,11 @@ def test_anthropic(server: Server, streamed: bool) -> None:
 
     session = server.session()
     tools: Any = [
-        {"name": t["function"]["name"], "description": t["function"]["description"], "input_schema": t["function"]["parameters"]}
+        {
+            "name": t["function"]["name"],
+            "description": t["function"]["description"],
+            "input_schema": t["function"]["parameters"],
+        }
         for t in TOOLS
     ]
     system = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
@@ -122,13 +141,23 @@ def test_anthropic(server: Server, streamed: bool) -> None:
         assert client.messages.count_tokens(model="m", messages=messages, tools=tools, system=SYSTEM).input_tokens > 100
         while True:
             turns += 1
-            settings: dict[str, Any] = {"model": "m", "max_tokens": 4096, "system": system, "tools": tools, "messages": messages}
+            settings: dict[str, Any] = {
+                "model": "m",
+                "max_tokens": 4096,
+                "system": system,
+                "tools": tools,
+                "messages": messages,
+            }
             message = _anthropic_turn(client, settings, streamed)
-            messages.append({"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in message.content]})
+            messages.append(
+                {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in message.content]}
+            )
             if message.stop_reason != "tool_use":
                 break
             uses = [block for block in message.content if block.type == "tool_use"]
-            results = [{"type": "tool_result", "tool_use_id": b.id, "content": result_of(b.name, b.input)} for b in uses]
+            results = [
+                {"type": "tool_result", "tool_use_id": b.id, "content": result_of(b.name, b.input)} for b in uses
+            ]
             messages.append({"role": "user", "content": results})
     assert (turns, message.stop_reason) == (10, "end_turn")
     assert [block.type for block in message.content] == ["thinking", "text"]
@@ -144,7 +173,11 @@ def _anthropic_turn(client: Any, settings: dict[str, Any], streamed: bool) -> An
 
 
 GOOGLE_TOOLS = [
-    {"name": t["function"]["name"], "description": t["function"]["description"], "parameters_json_schema": t["function"]["parameters"]}
+    {
+        "name": t["function"]["name"],
+        "description": t["function"]["description"],
+        "parameters_json_schema": t["function"]["parameters"],
+    }
     for t in TOOLS
 ]
 
@@ -176,7 +209,10 @@ def test_google(server: Server, streamed: bool, thoughts: bool) -> None:
         calls = [part.function_call for part in parts if part.function_call]
         if not calls:
             break
-        said = [types.Part.from_function_response(name=c.name, response={"output": result_of(c.name, c.args)}) for c in calls]
+        said = [
+            types.Part.from_function_response(name=c.name, response={"output": result_of(c.name, c.args)})
+            for c in calls
+        ]
     client.close()
     assert (turns, chunks[-1].candidates[0].finish_reason) == (10, types.FinishReason.STOP)
     assert "".join(part.text or "" for part in parts if not part.thought) == "Done: it is *4*.\n\n```py\nx = 4\n```"
@@ -195,7 +231,9 @@ def a_loop_to_find() -> Iterator[None]:
 
 
 @STREAMED
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")  # its own, at import and in use
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
+)  # its own, at import and in use
 def test_litellm(server: Server, streamed: bool, monkeypatch: pytest.MonkeyPatch, a_loop_to_find: None) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")

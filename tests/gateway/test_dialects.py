@@ -44,12 +44,27 @@ REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [
     (CHAT, {"tool_choice": "required"}, [SAID], "tool_choice: needs tools"),
     (CHAT, {"response_format": {"type": "xml"}}, [SAID], "response_format.type"),
     (CHAT, {"response_format": {"type": "json_schema"}}, [SAID], "response_format.json_schema.schema"),
-    (CHAT, {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, [SAID], "tool_choice.function.name"),
+    (
+        CHAT,
+        {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        [SAID],
+        "tool_choice.function.name",
+    ),
     (CHAT, {"tools": [FUNCTION], "tool_choice": {"type": "custom"}}, [SAID], "tool_choice"),
-    (CHAT, {"tools": [FUNCTION], "tool_choice": "required", "response_format": {"type": "json_object"}}, [SAID], "response_format"),
+    (
+        CHAT,
+        {"tools": [FUNCTION], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        [SAID],
+        "response_format",
+    ),
     (ANTHROPIC, {"output_config": {"format": {"type": "json_schema"}}}, [SAID], "output_config.format"),
     (CHAT, {}, [{"role": "function", "content": "x"}], r"messages\[0\].role"),
-    (CHAT, {}, [SAID, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"messages\[1\].content\[0\]"),
+    (
+        CHAT,
+        {},
+        [SAID, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        r"messages\[1\].content\[0\]",
+    ),
     (CHAT, {}, [{"role": "tool", "content": "x"}], r"messages\[0\].tool_call_id"),
     (CHAT, {}, [{"role": "user", "content": None}], r"messages\[0\].content"),
     (CHAT, {}, ["hi"], r"messages\[0\]"),
@@ -59,10 +74,20 @@ REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [
     (RESPONSES, {"conversation": "c"}, [SAID], "conversation"),
     (RESPONSES, {"include": ["file_search_call.results"]}, [SAID], r"include\[0\]"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, [SAID], r"tools\[0\].type"),
-    (RESPONSES, {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, [SAID], r"tools\[0\].tools\[0\].type"),
     (
         RESPONSES,
-        {"tools": [{"type": "custom", "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}]},
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
+        [SAID],
+        r"tools\[0\].tools\[0\].type",
+    ),
+    (
+        RESPONSES,
+        {
+            "tools": [
+                {"type": "custom", "name": "n__f"},
+                {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
+            ]
+        },
         [SAID],
         r"tools\[1\].tools\[0\]",
     ),
@@ -70,7 +95,12 @@ REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [
     (RESPONSES, {"previous_response_id": "resp_ns_n"}, [SAID], "store: false"),
     (RESPONSES, {"max_tool_calls": 3}, [SAID], "max_tool_calls"),
     (RESPONSES, {}, [{"type": "item_reference", "id": "x"}], r"input\[0\].type"),
-    (RESPONSES, {}, [{"type": "message", "role": "user", "content": [{"type": "input_image"}]}], r"input\[0\].content\[0\]"),
+    (
+        RESPONSES,
+        {},
+        [{"type": "message", "role": "user", "content": [{"type": "input_image"}]}],
+        r"input\[0\].content\[0\]",
+    ),
     (RESPONSES, {}, [{"type": "function_call", "name": "f"}], r"input\[0\]"),
     (ANTHROPIC, {"max_tokens": None}, [SAID], "max_tokens"),
     (ANTHROPIC, {"mcp_servers": []}, [SAID], "mcp_servers"),
@@ -78,18 +108,32 @@ REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [
     (ANTHROPIC, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, [SAID], r"tools\[0\].type"),
     (ANTHROPIC, {"tools": [{"name": "f"}]}, [SAID], r"tools\[0\]"),
     (ANTHROPIC, {"tool_choice": {"type": "maybe"}}, [SAID], "tool_choice.type"),
-    (ANTHROPIC, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, [SAID], r"context_management.edits\[0\]"),
+    (
+        ANTHROPIC,
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        [SAID],
+        r"context_management.edits\[0\]",
+    ),
     (ANTHROPIC, {}, [{"role": "user", "content": [{"type": "image", "source": {}}]}], r"messages\[0\].content\[0\]"),
     (ANTHROPIC, {}, [{"role": "user", "content": [{"type": "document"}]}], r"messages\[0\].content\[0\]"),
     (ANTHROPIC, {}, [SAID, {"role": "assistant", "content": "Sure, "}], "prefilled"),
-    (ANTHROPIC, {}, [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}], "redacted_thinking"),
+    (
+        ANTHROPIC,
+        {},
+        [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}],
+        "redacted_thinking",
+    ),
     (ANTHROPIC, {}, [{"role": "user", "content": []}], r"messages\[0\].content"),
     (ANTHROPIC, {}, [{"role": "tool", "content": "x"}], r"messages\[0\].role"),
 ]
 
 
-@pytest.mark.parametrize(("dialect", "head", "items", "named"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_is_not_supported_is_refused_by_name(dialect: Dialect, head: dict[str, Any], items: list[Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "head", "items", "named"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_is_not_supported_is_refused_by_name(
+    dialect: Dialect, head: dict[str, Any], items: list[Any], named: str
+) -> None:
     with pytest.raises(InputError, match=named):
         asked(dialect, head, items)
 
@@ -100,24 +144,60 @@ def test_every_json_value_of_a_request_can_be_echoed() -> None:
 
 
 def test_hints_are_accepted() -> None:
-    asked(CHAT, {"user": "u", "metadata": {}, "store": True, "service_tier": "auto", "parallel_tool_calls": False}, [SAID])
-    asked(CHAT, {"reasoning_effort": "high", "prompt_cache_key": "k", "safety_identifier": "s", "verbosity": "low"}, [SAID])
     asked(
-        RESPONSES,
-        {"reasoning": {"effort": "low", "summary": "auto"}, "prompt_cache_key": "k", "include": ["reasoning.encrypted_content"]},
+        CHAT, {"user": "u", "metadata": {}, "store": True, "service_tier": "auto", "parallel_tool_calls": False}, [SAID]
+    )
+    asked(
+        CHAT,
+        {"reasoning_effort": "high", "prompt_cache_key": "k", "safety_identifier": "s", "verbosity": "low"},
         [SAID],
     )
-    asked(ANTHROPIC, {"metadata": {"user_id": "u"}, "thinking": {"type": "enabled", "budget_tokens": 99}, "service_tier": "auto"}, [SAID])
+    asked(
+        RESPONSES,
+        {
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "prompt_cache_key": "k",
+            "include": ["reasoning.encrypted_content"],
+        },
+        [SAID],
+    )
+    asked(
+        ANTHROPIC,
+        {"metadata": {"user_id": "u"}, "thinking": {"type": "enabled", "budget_tokens": 99}, "service_tier": "auto"},
+        [SAID],
+    )
     marked = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     call, messages = asked(ANTHROPIC, {"system": [marked]}, [{"role": "user", "content": [marked]}])
-    assert (call.leading_messages, messages) == (({"role": "system", "content": "hi"},), [{"role": "user", "content": "hi"}])
+    assert (call.leading_messages, messages) == (
+        ({"role": "system", "content": "hi"},),
+        [{"role": "user", "content": "hi"}],
+    )
 
 
 def test_sampling_reaches_the_engine_by_name() -> None:
-    head = {"temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "seed": 4, "stop": "END", "max_completion_tokens": 7, "n": 3}
-    call, _ = asked(CHAT, {**head, "presence_penalty": 0.1, "logprobs": True, "top_logprobs": 5, "chat_template_kwargs": {"a": 1}}, [SAID])
+    head = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "seed": 4,
+        "stop": "END",
+        "max_completion_tokens": 7,
+        "n": 3,
+    }
+    call, _ = asked(
+        CHAT,
+        {**head, "presence_penalty": 0.1, "logprobs": True, "top_logprobs": 5, "chat_template_kwargs": {"a": 1}},
+        [SAID],
+    )
     sampling = call.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 0.9, 0, 0.1, 4)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (
+        0.5,
+        0.9,
+        0,
+        0.1,
+        4,
+    )
     assert (sampling.stop, sampling.max_tokens, call.n, sampling.top_logprobs) == (("END",), 7, 3, 5)
     assert (sampling.presence_penalty, call.template_kwargs) == (0.1, {"a": 1})
     call, _ = asked(ANTHROPIC, {"stop_sequences": ["A", "B"], "top_k": 5}, [SAID])
@@ -134,7 +214,9 @@ def test_what_only_an_engine_can_enforce_goes_on_by_name() -> None:
     flat = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}}
     assert asked(RESPONSES, {"text": flat}, [SAID])[0].sampling.extra == {"response_format": schema}
     one = {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "f"}}
-    assert asked(ANTHROPIC, one, [SAID])[0].sampling.extra == {"tool_choice": {"type": "function", "function": {"name": "f"}}}
+    assert asked(ANTHROPIC, one, [SAID])[0].sampling.extra == {
+        "tool_choice": {"type": "function", "function": {"name": "f"}}
+    }
 
 
 def test_items_of_one_model_turn_are_one_assistant_message() -> None:
@@ -181,5 +263,10 @@ def test_tool_results_and_text_keep_their_order() -> None:
 
 
 def test_the_billing_block_is_no_part_of_the_prompt() -> None:
-    system = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=ab12;"}, {"type": "text", "text": "Be brief."}]
-    assert asked(ANTHROPIC, {"system": system}, [SAID])[0].leading_messages == ({"role": "system", "content": "Be brief."},)
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=ab12;"},
+        {"type": "text", "text": "Be brief."},
+    ]
+    assert asked(ANTHROPIC, {"system": system}, [SAID])[0].leading_messages == (
+        {"role": "system", "content": "Be brief."},
+    )

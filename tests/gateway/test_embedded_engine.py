@@ -1,4 +1,5 @@
-"""The embedded engines through the gateway: what they cannot enforce is refused in plain words, in the client's dialect."""
+"""The embedded engines through the gateway: what they cannot enforce is refused in plain words, in the client's
+dialect."""
 
 from __future__ import annotations
 
@@ -59,7 +60,12 @@ def test_stop_strings_end_a_turn(name: str) -> None:
         admin = {"authorization": f"Bearer {gateway.admin_key}"}
         session = http.post("/sessions", json={}, headers=admin).json()
         keys = {"authorization": f"Bearer {session['api_key']}"}
-        body = {"model": "m", "messages": [{"role": "user", "content": "What is 3 + 4?"}], "max_tokens": 24, "temperature": 0}
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "What is 3 + 4?"}],
+            "max_tokens": 24,
+            "temperature": 0,
+        }
         free = http.post("/v1/chat/completions", json=body, headers=keys).json()
         message = free["choices"][0]["message"]
         text = message["content"] or message["tool_calls"][0]["function"]["arguments"]

@@ -1,4 +1,5 @@
-"""Google GenerateContent: what the dialect takes and refuses, what it answers (against the SDK's own models), keys, seals, streams."""
+"""Google GenerateContent: what the dialect takes and refuses, what it answers (against the SDK's own models), keys,
+seals, streams."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from tokentrue.types import Reply, TurnEvent
 
 GOOGLE = Google(ReasoningSigner(b"x"))
 SAID = {"role": "user", "parts": [{"text": "hi"}]}
-SCHEMA = {"type": "OBJECT", "properties": {"at": {"type": "STRING", "nullable": True, "maxLength": "9"}}, "propertyOrdering": ["at"]}
+SCHEMA = {
+    "type": "OBJECT",
+    "properties": {"at": {"type": "STRING", "nullable": True, "maxLength": "9"}},
+    "propertyOrdering": ["at"],
+}
 DECLARED = {"name": "look", "description": "Look.", "parameters": SCHEMA}
 LOOK = [{"functionDeclarations": [DECLARED]}]
 THOUGHTS = {"thinkingConfig": {"includeThoughts": True}}
@@ -51,9 +56,17 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [
     ({"tools": [{"googleSearch": {}}]}, [SAID], r"tools\[0\].googleSearch"),
     ({"tools": [{"functionDeclarations": [{}]}]}, [SAID], r"tools\[0\].functionDeclarations\[0\].name"),
     ({"tools": [{"functionDeclarations": [{**DECLARED, "parametersJsonSchema": {}}]}]}, [SAID], "not both"),
-    ({"tools": LOOK, "toolConfig": {"functionCallingConfig": {"mode": "VALIDATED"}}}, [SAID], "toolConfig.functionCallingConfig.mode"),
+    (
+        {"tools": LOOK, "toolConfig": {"functionCallingConfig": {"mode": "VALIDATED"}}},
+        [SAID],
+        "toolConfig.functionCallingConfig.mode",
+    ),
     ({"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, [SAID], "needs tools"),
-    ({"tools": LOOK, "toolConfig": {"functionCallingConfig": {"allowedFunctionNames": ["other"]}}}, [SAID], "allowedFunctionNames"),
+    (
+        {"tools": LOOK, "toolConfig": {"functionCallingConfig": {"allowedFunctionNames": ["other"]}}},
+        [SAID],
+        "allowedFunctionNames",
+    ),
     ({}, [], "contents"),
     ({}, ["hi"], r"contents\[0\]"),
     ({}, [{"role": "user"}], r"contents\[0\].parts"),
@@ -62,20 +75,38 @@ REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [
     ({}, [part(fileData={})], r"contents\[0\].parts\[0\].fileData"),
     ({}, [part(text="a", functionCall={"name": "f"})], r"contents\[0\].parts\[0\]"),
     ({}, [part(functionCall={"name": "f"})], "belongs in a content of the model"),
-    ({}, [SAID, CALL, part(functionResponse={"name": "look", "response": {}, "parts": [{}]})], r"functionResponse.parts"),
-    ({}, [SAID, {"role": "model", "parts": [{"executableCode": {}}]}, SAID], r"contents\[1\].parts\[0\].executableCode"),
+    (
+        {},
+        [SAID, CALL, part(functionResponse={"name": "look", "response": {}, "parts": [{}]})],
+        r"functionResponse.parts",
+    ),
+    (
+        {},
+        [SAID, {"role": "model", "parts": [{"executableCode": {}}]}, SAID],
+        r"contents\[1\].parts\[0\].executableCode",
+    ),
     ({}, [SAID, {"role": "model", "parts": [{"text": "Sure, "}]}], "prefilled"),
 ]
 
 
-@pytest.mark.parametrize(("head", "contents", "named"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("head", "contents", "named"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_what_is_not_supported_is_refused_by_name(head: dict[str, Any], contents: list[Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         asked(head, contents)
 
 
 def test_every_setting_reaches_the_sampler() -> None:
-    config = {"temperature": 0.5, "topP": 0.9, "topK": 40.0, "maxOutputTokens": 7, "stopSequences": ["END"], "seed": 3, "candidateCount": 2}
+    config = {
+        "temperature": 0.5,
+        "topP": 0.9,
+        "topK": 40.0,
+        "maxOutputTokens": 7,
+        "stopSequences": ["END"],
+        "seed": 3,
+        "candidateCount": 2,
+    }
     config |= {"responseLogprobs": True, "logprobs": 4, "presencePenalty": 0.1, "frequencyPenalty": 0.2, **THOUGHTS}
     head, _ = asked({"generationConfig": config, "safetySettings": [], "labels": {}}, [SAID])
     got = head.sampling
@@ -104,7 +135,10 @@ def test_schemas_become_json_schema() -> None:
     config = {"responseMimeType": "application/json", "responseSchema": SCHEMA}
     head, _ = asked({"generationConfig": config}, [SAID])
     assert head.sampling.extra["response_format"]["json_schema"]["schema"] == wanted
-    head, _ = asked({"tools": LOOK, "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["look"]}}}, [SAID])
+    head, _ = asked(
+        {"tools": LOOK, "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["look"]}}},
+        [SAID],
+    )
     assert head.sampling.extra["tool_choice"] == "required"
     head, _ = asked({"tools": LOOK, "toolConfig": {"functionCallingConfig": {"mode": "NONE"}}}, [SAID])
     assert head.tools is None
@@ -114,7 +148,9 @@ def test_calls_and_results_without_ids_are_paired_in_order() -> None:
     """Also where a client keeps the chunks of a stream as several contents of one turn."""
     calls = [{"functionCall": {"name": name, "args": {"n": n}}} for n, name in enumerate(("f", "g", "f"))]
     split = [{"role": "model", "parts": [one]} for one in calls]
-    results = [{"functionResponse": {"name": name, "response": {"output": str(n)}}} for n, name in enumerate(("f", "g", "f"))]
+    results = [
+        {"functionResponse": {"name": name, "response": {"output": str(n)}}} for n, name in enumerate(("f", "g", "f"))
+    ]
     results.append({"functionResponse": {"name": "h", "id": "own", "response": {"error": "no"}}})
     for turn in ([{"role": "model", "parts": calls}], split):
         _, messages = asked({}, [SAID, *turn, {"role": "user", "parts": [*results, {"text": "go on"}]}])
@@ -144,7 +180,9 @@ def by_kind(parts: list[dict[str, Any]]) -> tuple[str, str, list[Any], str]:
 
     thoughts = "".join(p["text"] for p in parts if p.get("thought"))
     text = "".join(p.get("text", "") for p in parts if not p.get("thought"))
-    sealed = "".join(read_signature(ReasoningSigner(b"x"), p["thoughtSignature"]) or "" for p in parts if "thoughtSignature" in p)
+    sealed = "".join(
+        read_signature(ReasoningSigner(b"x"), p["thoughtSignature"]) or "" for p in parts if "thoughtSignature" in p
+    )
     return thoughts, text, [p["functionCall"] for p in parts if "functionCall" in p], sealed
 
 
@@ -158,7 +196,9 @@ def test_answers_and_chunks_fit_the_sdk_and_each_other(case: str, shown: bool) -
     chunks = chunks_of(case, head)
     for value in (answer, *chunks):
         strict(GenerateContentResponse, value)
-        assert value["candidates"][0]["content"]["parts"]  # SDKs drop a turn that has a chunk without parts from their history
+        assert value["candidates"][0]["content"][
+            "parts"
+        ]  # SDKs drop a turn that has a chunk without parts from their history
     whole, last = answer["candidates"][0], chunks[-1]["candidates"][0]
     assert [("finishReason" in chunk["candidates"][0]) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert {k: v for k, v in last.items() if k != "content"} == {k: v for k, v in whole.items() if k != "content"}
@@ -167,7 +207,11 @@ def test_answers_and_chunks_fit_the_sdk_and_each_other(case: str, shown: bool) -
     assert streamed == by_kind(whole["content"]["parts"])
     reasoning = CASES[case][1].message.get("reasoning_content") or ""
     assert streamed[3] == reasoning and streamed[0] == (reasoning if shown else "")
-    assert whole["logprobsResult"]["chosenCandidates"][0] == {"token": text_of((5,)), "tokenId": 5, "logProbability": -0.5}
+    assert whole["logprobsResult"]["chosenCandidates"][0] == {
+        "token": text_of((5,)),
+        "tokenId": 5,
+        "logProbability": -0.5,
+    }
 
 
 def test_a_changed_thought_is_refused_and_a_kept_signature_brings_the_reasoning_back() -> None:
@@ -179,7 +223,9 @@ def test_a_changed_thought_is_refused_and_a_kept_signature_brings_the_reasoning_
         return asked({}, [SAID, {"role": "model", "parts": kept}, after])[1][1]
 
     intact = replay(parts)
-    assert intact["reasoning_content"] == "let me look" and intact["content"] == "Both." and len(intact["tool_calls"]) == 2
+    assert (
+        intact["reasoning_content"] == "let me look" and intact["content"] == "Both." and len(intact["tool_calls"]) == 2
+    )
     assert replay(parts[1:]) == intact  # gemini-cli drops thoughts and keeps signatures
     urlsafe = parts[1]["thoughtSignature"].translate({ord("+"): "-", ord("/"): "_"}).rstrip("=")
     assert replay([{**parts[1], "thoughtSignature": urlsafe}, *parts[2:]]) == intact
@@ -208,7 +254,9 @@ async def test_paths_and_keys() -> None:
     assert status == 200 and json.loads(answer)["modelVersion"] == "some/model-1"
     assert (await ask(app, "POST", f"{PATH}?key={key}", BODY, key=None))[0] == 200
     assert (await ask(app, "POST", PATH, BODY, key=key))[0] == 200
-    assert (await ask(app, "POST", f"/sessions/{session['session_id']}/v1/models/m:generateContent", BODY, key=key))[0] == 200
+    assert (await ask(app, "POST", f"/sessions/{session['session_id']}/v1/models/m:generateContent", BODY, key=key))[
+        0
+    ] == 200
     refused = {
         PATH: 401,
         f"{PATH}?key=tt-x-{'0' * 40}": 401,
@@ -216,7 +264,12 @@ async def test_paths_and_keys() -> None:
     }
     for path, wanted in refused.items():
         assert (await ask(app, "POST", path, BODY, key=None))[0] == wanted, path
-    for path in ("/v1beta/models/m:embedContent", "/v1beta/models", "/v1beta/chat/completions", "/v1/models/m:batchEmbedContents"):
+    for path in (
+        "/v1beta/models/m:embedContent",
+        "/v1beta/models",
+        "/v1beta/chat/completions",
+        "/v1/models/m:batchEmbedContents",
+    ):
         status, answer = await ask(app, "POST", path, BODY, key=key)
         assert (status, json.loads(answer)["error"]["status"]) == (404, "NOT_FOUND"), path
     status, answer = await ask(app, "POST", "/v1beta/models/m:streamGenerateContent", BODY, key=key)
@@ -237,20 +290,36 @@ async def test_several_candidates_and_counts() -> None:
     _, stream = await ask(app, "POST", PATH.replace(":generate", ":streamGenerate") + "?alt=sse", body, key=key)
     ends = [data["candidates"][0] for _, data in parsed(stream) if "finishReason" in data["candidates"][0]]
     assert sorted(end["index"] for end in ends) == [0, 1]
-    count = json.loads((await ask(app, "POST", PATH.replace("generateContent", "countTokens"), BODY, key=key))[1])["totalTokens"]
+    count = json.loads((await ask(app, "POST", PATH.replace("generateContent", "countTokens"), BODY, key=key))[1])[
+        "totalTokens"
+    ]
     assert count == json.loads((await ask(app, "POST", PATH, BODY, key=key))[1])["usageMetadata"]["promptTokenCount"]
     nested = json.dumps({"generateContentRequest": {"model": "models/m", "contents": [SAID], "tools": LOOK}}).encode()
-    assert json.loads((await ask(app, "POST", PATH.replace("generateContent", "countTokens"), nested, key=key))[1])["totalTokens"] > count
+    assert (
+        json.loads((await ask(app, "POST", PATH.replace("generateContent", "countTokens"), nested, key=key))[1])[
+            "totalTokens"
+        ]
+        > count
+    )
     await app.close()
 
 
 async def test_a_turn_goes_on_from_another_dialect() -> None:
-    """One session, two dialects: the call that Chat Completions served comes back as a Google content, without its id."""
+    """One session, two dialects: the call that Chat Completions served comes back as a Google content, without its
+    id."""
     app = gateway(Parrot("<think>\nhm\n</think>\n\n" + call("look", '{"at": "x"}')))
     session = await new_session(app)
     first = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
-    assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(first).encode(), key=session["api_key"]))[0] == 200
-    tools = [{"functionDeclarations": [{**t["function"], "parametersJsonSchema": t["function"]["parameters"]} for t in TOOLS]}]
+    assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(first).encode(), key=session["api_key"]))[
+        0
+    ] == 200
+    tools = [
+        {
+            "functionDeclarations": [
+                {**t["function"], "parametersJsonSchema": t["function"]["parameters"]} for t in TOOLS
+            ]
+        }
+    ]
     for declared in tools[0]["functionDeclarations"]:
         declared.pop("parameters")
     result = part(functionResponse={"name": "look", "response": {"output": "a shelf"}})

@@ -1,4 +1,5 @@
-"""HTTP/1.1 as clients really send it, byte for byte over raw sockets, on both event loops: uvicorn with `workers/http.py`."""
+"""HTTP/1.1 as clients really send it, byte for byte over raw sockets, on both event loops: uvicorn with
+`workers/http.py`."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class Application:
         body = await read_body(scope, receive, LIMIT)
         self.bodies.append(body)
         self.headers = scope["headers"]
-        await send_bytes(send, 200, body, [(b"x-method", scope["method"].encode()), (b"x-query", scope["query_string"])])
+        await send_bytes(
+            send, 200, body, [(b"x-method", scope["method"].encode()), (b"x-query", scope["query_string"])]
+        )
 
     async def slow(self, scope: Any, receive: Any, send: Any) -> None:
         body = await read_body(scope, receive, LIMIT)
@@ -235,7 +238,9 @@ def test_chunked_bodies(at: Running) -> None:
         client.sendall(b"1\r\n \r\n5;ext=1\r\nworld\r\n0\r\nX-Trailer: z\r\n\r\n")
         assert client.answer()[2] == b"hello world"
         still_serves(client)
-        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Api-Key: forged\r\n\r\n")
+        client.sendall(
+            b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Api-Key: forged\r\n\r\n"
+        )
         assert client.answer()[2] == b"x"
     assert [name for name, _ in at.app.headers] == [b"host", b"transfer-encoding"]  # a trailer is no header
 
@@ -250,7 +255,14 @@ def test_chunked_answers(at: Running) -> None:
 def test_pipelined_requests_are_answered_in_order(at: Running) -> None:
     with Client(at) as client:
         client.sendall(
-            b"".join((request(b"first", "/slow"), request(b"second"), request(b"third", "/stream"), request(b"fourth" * 50_000)))
+            b"".join(
+                (
+                    request(b"first", "/slow"),
+                    request(b"second"),
+                    request(b"third", "/stream"),
+                    request(b"fourth" * 50_000),
+                )
+            )
         )
         assert [client.answer()[2][:6] for _ in range(4)] == [b"first", b"second", b"onetwo", b"fourth"]
         still_serves(client)
@@ -322,7 +334,9 @@ def test_expect_continue(at: Running) -> None:
         assert client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue"
         client.sendall(b"body")
         assert client.answer()[2] == b"body"
-        client.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: {LIMIT + 1}\r\n\r\n".encode())
+        client.sendall(
+            f"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: {LIMIT + 1}\r\n\r\n".encode()
+        )
         assert client.answer()[0] == 413  # and it is not told to go on
 
 
@@ -343,7 +357,9 @@ def test_connection_close(at: Running) -> None:
 
 def test_head_and_empty_answers_have_no_body(at: Running) -> None:
     with Client(at) as client:
-        client.sendall(request(b"", "/stream", method="HEAD") + request(b"", "/empty", method="GET") + request(b"behind"))
+        client.sendall(
+            request(b"", "/stream", method="HEAD") + request(b"", "/empty", method="GET") + request(b"behind")
+        )
         assert client.until(b"\r\n\r\n").startswith(b"HTTP/1.1 200")
         assert client.until(b"\r\n\r\n") == b"HTTP/1.1 204 No Content"
         assert client.answer()[2] == b"behind"
@@ -351,7 +367,8 @@ def test_head_and_empty_answers_have_no_body(at: Running) -> None:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """What is logged of HTTP, though some library of another test may have switched that logger off or cut it from the root."""
+    """What is logged of HTTP, though some library of another test may have switched that logger off or cut it from the
+    root."""
     monkeypatch.setattr(LOG, "disabled", False)
     caplog.set_level("WARNING", LOG.name)
     LOG.addHandler(caplog.handler)
@@ -380,7 +397,9 @@ def test_errors_of_ours_leave_the_connection_usable(at: Running) -> None:
     with Client(at) as client:
         client.sendall(request(b"x" * 10, head=f"X: {LIMIT}\r\n"))
         assert client.answer()[0] == 200
-        client.sendall(f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMIT + 1}\r\n\r\n".encode() + b"x" * (LIMIT + 1))
+        client.sendall(
+            f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMIT + 1}\r\n\r\n".encode() + b"x" * (LIMIT + 1)
+        )
         assert client.answer()[0] == 413
         still_serves(client)
 
@@ -411,10 +430,12 @@ def test_what_is_not_http_is_refused(at: Running, rubbish: bytes, caplog: pytest
 
 
 @pytest.mark.parametrize(
-    "upgrade", ["Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n", "Connection: Upgrade\r\nUpgrade: websocket\r\n"]
+    "upgrade",
+    ["Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n", "Connection: Upgrade\r\nUpgrade: websocket\r\n"],
 )
 def test_an_upgrade_is_answered_in_http_1_1_and_ends_it(at: Running, upgrade: str) -> None:
-    """The parser takes what stands behind such a head for bytes of the other protocol: they must not become a request."""
+    """The parser takes what stands behind such a head for bytes of the other protocol: they must not become a
+    request."""
     with Client(at) as client:
         client.sendall(request(b"plain", head=upgrade))
         client.sendall(request(b"smuggled"))
@@ -529,7 +550,10 @@ def trickle(client: Client, part: bytes, seconds: float) -> bool:
         (b"GET / HTTP/1.1\r\nX: ", b"y" * 10_000),
         (b"GET / HTTP/1.1\r\n", b"X-Header: " + b"y" * 10_000 + b"\r\n"),
         (b"GET /", b"y" * 10_000),
-        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n", b"X-Trailer: " + b"y" * 10_000 + b"\r\n"),
+        (
+            b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n",
+            b"X-Trailer: " + b"y" * 10_000 + b"\r\n",
+        ),
         (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Trailer: ", b"y" * 10_000),
         (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;ext=", b"y" * 10_000),
     ],
@@ -560,13 +584,17 @@ def test_small_chunks_are_no_abuse(at: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"POST / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\nhalf"], ids=["idle", "head", "body"]
+    "sent",
+    [b"", b"POST / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\nhalf"],
+    ids=["idle", "head", "body"],
 )
 def test_a_request_has_a_deadline(at: Running, sent: bytes) -> None:
     with Client(at) as client:
         client.sendall(sent)
         start = time.monotonic()
-        assert trickle(client, b"" if not sent else b"x" if sent.endswith(b"half") else b"X", 3 * IDLE_S) or is_closed(client)
+        assert trickle(client, b"" if not sent else b"x" if sent.endswith(b"half") else b"X", 3 * IDLE_S) or is_closed(
+            client
+        )
         assert time.monotonic() - start < 3 * IDLE_S
 
 
@@ -574,4 +602,6 @@ def test_a_client_that_never_reads_is_cut_off(at: Running) -> None:
     with Client(at) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(request(b"x", "/flood"))
-        wait_until(lambda: not at.server.server_state.tasks and not at.server.server_state.connections, seconds=4 * IDLE_S)
+        wait_until(
+            lambda: not at.server.server_state.tasks and not at.server.server_state.connections, seconds=4 * IDLE_S
+        )

@@ -90,7 +90,8 @@ async def test_sessions_beyond_the_memory_limit_come_back_from_the_journal() -> 
 
 
 async def test_prompts_are_not_changed_behind_the_providers_back() -> None:
-    """The contract of `protocols.Provider`: an adapter may keep the array of a prompt and compare the next one with it."""
+    """The contract of `protocols.Provider`: an adapter may keep the array of a prompt and compare the next one with
+    it."""
 
     class Keeping(Parrot):
         seen: ClassVar[list[tuple[Any, list[int]]]] = []
@@ -137,14 +138,18 @@ async def test_a_call_that_must_be_made_reaches_the_engine_as_the_models_own_for
         body = json.dumps({**head, "tool_choice": choice}).encode()
         status, answer = await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"])
         assert status == 200, answer
-    begins = [[tag["begin"] for tag in asked["tool_choice"]["format"]["elements"][1]["tags"]] for asked in engine.asked[:2]]
+    begins = [
+        [tag["begin"] for tag in asked["tool_choice"]["format"]["elements"][1]["tags"]] for asked in engine.asked[:2]
+    ]
     look, wait = (f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in ("look", "wait"))
     assert begins == [[look, wait], [wait]] and engine.asked[2] == {}
     await app.close()
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_failure_behind_the_answer_does_not_answer_twice(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_behind_the_answer_does_not_answer_twice(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app = gateway()
     session = await new_session(app)
 

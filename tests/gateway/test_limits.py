@@ -1,4 +1,5 @@
-"""Bounded whoever talks: memory by bytes, waits by deadlines, keys before bodies. Against real processes where that matters."""
+"""Bounded whoever talks: memory by bytes, waits by deadlines, keys before bodies. Against real processes where that
+matters."""
 
 from __future__ import annotations
 
@@ -86,9 +87,14 @@ async def test_a_failed_turn_leaves_a_log_line(caplog: pytest.LogCaptureFixture)
     app = gateway()
     session = await new_session(app)
     with caplog.at_level("INFO", logger="tokentrue.gateway"):
-        status, _ = await ask(app, "POST", "/v1/chat/completions", json.dumps({**HELLO, "n": 1000}).encode(), key=session["api_key"])
+        status, _ = await ask(
+            app, "POST", "/v1/chat/completions", json.dumps({**HELLO, "n": 1000}).encode(), key=session["api_key"]
+        )
     (line,) = [json.loads(record.message) for record in caplog.records if record.message.startswith("{")]
-    assert status == line["status"] == 400 and (line["event"], line["session"]) == ("turn_failed", session["session_id"])
+    assert status == line["status"] == 400 and (line["event"], line["session"]) == (
+        "turn_failed",
+        session["session_id"],
+    )
     await app.close()
 
 
@@ -102,7 +108,9 @@ async def test_bodies_in_progress_have_a_byte_limit_for_all_together() -> None:
     status, answer = await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"])
     assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_bytes_in_flight")
     assert app.services.bodies.used == 0
-    assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=session["api_key"]))[0] == 200
+    assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=session["api_key"]))[
+        0
+    ] == 200
     assert app.services.bodies.used == 0
     await app.close()
 
@@ -111,7 +119,9 @@ async def test_sessions_leave_the_memory_by_bytes_and_by_time() -> None:
     app = gateway(live_sessions_bytes=60_000, idle_session_s=0.05)
     made = [await new_session(app) for _ in range(12)]
     for session in made:
-        assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=session["api_key"]))[0] == 200
+        assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=session["api_key"]))[
+            0
+        ] == 200
     sessions = app.services.sessions
     assert 0 < len(sessions) < 12 and sessions.memory_bytes <= 60_000
     time.sleep(0.1)
@@ -139,7 +149,9 @@ async def test_one_session_takes_at_most_half_of_the_memory_and_drives_no_other_
 
 
 async def test_new_text_has_a_limit_and_recorded_text_does_not_count() -> None:
-    session = tt.Session(renderer=Letters(), provider=LetterEngine([sampled("r", "c")] * 3), limits=SessionLimits(max_new_chars=30))
+    session = tt.Session(
+        renderer=Letters(), provider=LetterEngine([sampled("r", "c")] * 3), limits=SessionLimits(max_new_chars=30)
+    )
     with pytest.raises(LimitExceeded, match="31 new characters, the limit is max_new_chars=30"):
         await session.chat([{"role": "user", "content": "x" * 27}])  # and the role
     asked: list[Any] = [{"role": "user", "content": "x" * 26}]
@@ -188,7 +200,9 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, cwd=ROOT, check=True)
     before, after, released, later, peak = done.stdout.split()
     assert float(peak) - float(before) > 60, done.stdout
-    assert released == "True" or float(after) - float(before) < 60, done.stdout  # with luck in its timing, glibc kept nothing
+    assert released == "True" or float(after) - float(before) < 60, (
+        done.stdout
+    )  # with luck in its timing, glibc kept nothing
     assert float(later) - float(before) < 0.5 * (float(peak) - float(before)), done.stdout
 
 
@@ -355,11 +369,15 @@ async def test_totals_count_a_session_once_however_often_it_leaves_the_memory() 
     made = [await new_session(app) for _ in range(3)]
     counted: list[int] = []
     for session in [*made, *made]:
-        assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=session["api_key"]))[0] == 200
+        assert (await ask(app, "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), key=session["api_key"]))[
+            0
+        ] == 200
         counted.append((await sessions.totals()).sampled)
     recorded = 0
     for session in made:
-        recorded += json.loads((await ask(app, "GET", f"/sessions/{session['session_id']}/samples"))[1])["coverage"]["sampled"]
+        recorded += json.loads((await ask(app, "GET", f"/sessions/{session['session_id']}/samples"))[1])["coverage"][
+            "sampled"
+        ]
     assert counted == sorted(counted) and counted[-1] == (await sessions.totals()).sampled == recorded
     await app.close()
 

@@ -1,6 +1,8 @@
-"""Load: 500 concurrent sessions × 20 turns on two cores; then the same with a failing, hanging engine and a gateway that is killed.
+"""Load: 500 concurrent sessions × 20 turns on two cores; then the same with a failing, hanging engine and a gateway
+that is killed.
 
-Every generation of the stand-in engine carries a number of its own, so "nothing acknowledged is lost, nothing is duplicated" is checked
+Every generation of the stand-in engine carries a number of its own, so "nothing acknowledged is lost, nothing is
+duplicated" is checked
 token by token: what the clients heard, in order, is what the samples train. `make test-load` runs the full size.
 """
 
@@ -38,7 +40,10 @@ class Heard:
 
 
 async def agent(client: aiohttp.ClientSession, url: str, made: dict[str, Any], turns: int, heard: Heard) -> Heard:
-    messages: list[Any] = [{"role": "system", "content": "You mend programs."}, {"role": "user", "content": f"Task {made['session_id']}."}]
+    messages: list[Any] = [
+        {"role": "system", "content": "You mend programs."},
+        {"role": "user", "content": f"Task {made['session_id']}."},
+    ]
     for turn in range(turns):
         message = await acknowledged(client, url, made["api_key"], messages, f"turn-{turn}", heard)
         call = message["tool_calls"][0]
@@ -54,7 +59,9 @@ def find_number(message: dict[str, Any]) -> str:
     return found.group(1)
 
 
-async def acknowledged(client: aiohttp.ClientSession, url: str, key: str, messages: list[Any], name: str, heard: Heard) -> dict[str, Any]:
+async def acknowledged(
+    client: aiohttp.ClientSession, url: str, key: str, messages: list[Any], name: str, heard: Heard
+) -> dict[str, Any]:
     """Retries as an SDK does, under one idempotency key, until the turn is acknowledged."""
     body = json.dumps({"model": "m", "messages": messages})
     headers = {"authorization": f"Bearer {key}", "idempotency-key": name, "content-type": "application/json"}
@@ -62,7 +69,10 @@ async def acknowledged(client: aiohttp.ClientSession, url: str, key: str, messag
     while True:
         try:
             async with client.post(
-                f"{url}/v1/chat/completions", data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=PATIENCE_S)
+                f"{url}/v1/chat/completions",
+                data=body,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=PATIENCE_S),
             ) as answer:
                 said = await answer.json(content_type=None)
                 if answer.status == 200:
@@ -77,10 +87,15 @@ async def acknowledged(client: aiohttp.ClientSession, url: str, key: str, messag
 
 async def crowd(server: Server, sessions: int, turns: int, *, name: str = "load", during: Any = None) -> list[Heard]:
     """`during(works, heard)` runs beside the agents."""
-    made = [await asyncio.to_thread(server.ask, "POST", "/sessions", {"session_id": f"{name}{n}"}) for n in range(sessions)]
+    made = [
+        await asyncio.to_thread(server.ask, "POST", "/sessions", {"session_id": f"{name}{n}"}) for n in range(sessions)
+    ]
     heard = [Heard(answer["session_id"]) for _, answer in made]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        works = [asyncio.create_task(agent(client, server.url, answer, turns, one)) for (_, answer), one in zip(made, heard, strict=True)]
+        works = [
+            asyncio.create_task(agent(client, server.url, answer, turns, one))
+            for (_, answer), one in zip(made, heard, strict=True)
+        ]
         if during is not None:
             await during(works, heard)
         return list(await asyncio.gather(*works))
@@ -99,11 +114,15 @@ def check(server: Server, heard: Sequence[Heard], turns: int, *, exact_coverage:
         every = [
             n
             for s in answer["samples"]
-            for n in NUMBER.findall(renderer().decode([t for t, m in zip(s["token_ids"], s["loss_mask"], strict=True) if m]))
+            for n in NUMBER.findall(
+                renderer().decode([t for t, m in zip(s["token_ids"], s["loss_mask"], strict=True) if m])
+            )
         ]
         assert len(every) == len(set(every)), "a sampled turn is trained twice"
         assert set(one.numbers) <= set(every)
-    assert len({number for one in heard for number in one.numbers}) == len(heard) * turns, "two turns share one generation"
+    assert len({number for one in heard for number in one.numbers}) == len(heard) * turns, (
+        "two turns share one generation"
+    )
 
 
 def memory_mb(server: Server) -> float:
@@ -118,7 +137,8 @@ def serving(folder: Path, engine: Engine, *flags: str) -> Server:
 
 
 def calm(folder: Path, sessions: int, turns: int, *, rounds: int = 1) -> list[dict[str, float]]:
-    """No error, full coverage, and memory that holds the live sessions and nothing else: a round more does not add to it."""
+    """No error, full coverage, and memory that holds the live sessions and nothing else: a round more does not add to
+    it."""
     engine = Engine(folder)
     server = serving(folder, engine, "--set", f"limits.live_sessions={sessions}")
     measured: list[dict[str, float]] = []
@@ -126,7 +146,9 @@ def calm(folder: Path, sessions: int, turns: int, *, rounds: int = 1) -> list[di
         for number in range(rounds):
             used = {"mb_at_0%": memory_mb(server)}
             started = time.monotonic()
-            heard = asyncio.run(crowd(server, sessions, turns, name=f"round{number}-", during=weighed(server, sessions * turns, used)))
+            heard = asyncio.run(
+                crowd(server, sessions, turns, name=f"round{number}-", during=weighed(server, sessions * turns, used))
+            )
             seconds = time.monotonic() - started
             assert sum(one.retries for one in heard) == 0, "there were errors"
             used["mb_at_100%"] = memory_mb(server)
@@ -145,7 +167,9 @@ def weighed(server: Server, total: int, used: dict[str, float]) -> Any:
 
     async def watch(works: list[asyncio.Task[Heard]], heard: Sequence[Heard]) -> None:
         for quarter in (25, 50, 75):
-            while sum(len(one.numbers) for one in heard) < total * quarter / 100 and not all(work.done() for work in works):
+            while sum(len(one.numbers) for one in heard) < total * quarter / 100 and not all(
+                work.done() for work in works
+            ):
                 await asyncio.sleep(0.1)
             used[f"mb_at_{quarter}%"] = memory_mb(server)
 

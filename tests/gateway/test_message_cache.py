@@ -1,4 +1,5 @@
-"""The message cache changes nothing but the time: with it and without it the same bodies give the same messages, within its byte limits."""
+"""The message cache changes nothing but the time: with it and without it the same bodies give the same messages, within
+its byte limits."""
 
 from __future__ import annotations
 
@@ -40,7 +41,14 @@ ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {
         st.one_of(
             st.builds(lambda text: {"role": "user", "content": text}, TEXT),
             st.builds(lambda text: {"role": "assistant", "content": text}, TEXT),
-            st.builds(lambda text: {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}, TEXT),
+            st.builds(
+                lambda text: {
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": text}],
+                },
+                TEXT,
+            ),
             st.builds(lambda text: {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}, TEXT),
             st.builds(lambda text: {"type": "custom_tool_call", "call_id": "c", "name": "g", "input": text}, TEXT),
             st.builds(lambda text: {"type": "function_call_output", "call_id": "c", "output": text}, TEXT),
@@ -53,7 +61,13 @@ ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {
             st.builds(lambda text: {"role": "user", "parts": [{"text": text}]}, TEXT),
             st.builds(lambda text: {"role": "model", "parts": [{"text": text}, {"functionCall": {"name": "f"}}]}, TEXT),
             st.builds(lambda text: {"role": "model", "parts": [{"text": text, "thought": True}]}, TEXT),
-            st.builds(lambda text: {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"output": text}}}]}, TEXT),
+            st.builds(
+                lambda text: {
+                    "role": "user",
+                    "parts": [{"functionResponse": {"name": "f", "response": {"output": text}}}],
+                },
+                TEXT,
+            ),
             st.just({"role": "nobody"}),
         ),
     ),
@@ -65,7 +79,10 @@ ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {
             st.builds(
                 lambda text: {
                     "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "c", "content": text}, {"type": "text", "text": text}],
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c", "content": text},
+                        {"type": "text", "text": text},
+                    ],
                 },
                 TEXT,
             ),
@@ -98,7 +115,9 @@ def test_messages_are_the_same_with_and_without_the_cache(name: str, data: st.Da
         cache = data.draw(st.sampled_from(caches))
         wanted = parse(MessageCache(0, CacheBudget(0)), dialect, items)
         assert parse(cache, dialect, items) == wanted
-        assert all(one.used <= limit for one in caches) and sum(one.used for one in caches) == budget.used <= budget.limit
+        assert (
+            all(one.used <= limit for one in caches) and sum(one.used for one in caches) == budget.used <= budget.limit
+        )
     for cache in caches:
         cache.clear()
     assert budget.used == 0
@@ -108,7 +127,11 @@ def test_messages_are_the_same_with_and_without_the_cache(name: str, data: st.Da
 def test_the_same_bytes_are_the_same_object(name: str) -> None:
     dialect, _ = ITEMS[name]
     cache = MessageCache(100_000, CacheBudget(1_000_000))
-    first = [b'{"role": "user", "content": "hi"}', b'{"role": "assistant", "content": "ho"}', b'{"role": "user", "content": "hi"}']
+    first = [
+        b'{"role": "user", "content": "hi"}',
+        b'{"role": "assistant", "content": "ho"}',
+        b'{"role": "user", "content": "hi"}',
+    ]
     if name == "responses":
         first.insert(1, b'{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}')
     more = b'{"role": "user", "content": "more"}'
@@ -129,7 +152,9 @@ def test_one_large_session_does_not_pin_the_process() -> None:
     caches = [MessageCache(5_000_000, budget) for _ in range(3)]
     for number in range(26):
         for cache in caches:
-            parse(cache, OpenAIChat(), [json.dumps({"role": "user", "content": f"{number}" + "x" * 1_000_000}).encode()])
+            parse(
+                cache, OpenAIChat(), [json.dumps({"role": "user", "content": f"{number}" + "x" * 1_000_000}).encode()]
+            )
             assert cache.used <= 5_000_000 and budget.used <= 8_000_000
 
 
@@ -138,7 +163,9 @@ async def test_nothing_changes_a_cached_message(path: str, monkeypatch: pytest.M
     """Requests say so (`messages_are_final`), and the session relies on it."""
     r = renderer()
     texts = [call("f", '{"a": 1}'), "B", "C"]
-    app = gateway(ScriptedProvider([{"text": text} for text in texts], encode=r.encode_sampled, stop_id=r.stop_token_ids[0]))
+    app = gateway(
+        ScriptedProvider([{"text": text} for text in texts], encode=r.encode_sampled, stop_id=r.stop_token_ids[0])
+    )
     session = await new_session(app)
     seen: list[tuple[Any, bytes]] = []
     start = Session._start_or_join  # pyright: ignore[reportPrivateUsage]
@@ -155,7 +182,11 @@ async def test_nothing_changes_a_cached_message(path: str, monkeypatch: pytest.M
         status, answer = await ask(app, "POST", path, orjson.dumps(body), key=session["api_key"])
         assert status == 200, answer
         served = orjson.loads(answer)
-        message = {"role": "assistant", "content": served["content"]} if "content" in served else served["choices"][0]["message"]
+        message = (
+            {"role": "assistant", "content": served["content"]}
+            if "content" in served
+            else served["choices"][0]["message"]
+        )
         messages += [message, {"role": "user", "content": "on"}]
     assert len({id(message) for message, _ in seen}) == 5 and len(seen) == 9  # each was parsed once
     assert all(orjson.dumps(message) == spelled for message, spelled in seen)

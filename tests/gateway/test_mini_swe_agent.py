@@ -1,4 +1,5 @@
-"""mini-swe-agent, as its command line: it talks Chat Completions through litellm, without streaming, one bash tool call per turn."""
+"""mini-swe-agent, as its command line: it talks Chat Completions through litellm, without streaming, one bash tool call
+per turn."""
 
 from __future__ import annotations
 
@@ -49,8 +50,25 @@ def test_mini_swe_agent(tmp_path: Path) -> None:
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "OPENAI_API_KEY": session.api_key,
         }
-        command = [str(Path(sys.executable).parent / "mini"), "-m", "openai/m", "-t", "compute 2 + 2", "-y", "--exit-immediately"]
-        command += ["-l", "0", "-c", "mini.yaml", "-c", f"model.model_kwargs.api_base={session.base_url}", "-c", "agent.step_limit=12"]
+        command = [
+            str(Path(sys.executable).parent / "mini"),
+            "-m",
+            "openai/m",
+            "-t",
+            "compute 2 + 2",
+            "-y",
+            "--exit-immediately",
+        ]
+        command += [
+            "-l",
+            "0",
+            "-c",
+            "mini.yaml",
+            "-c",
+            f"model.model_kwargs.api_base={session.base_url}",
+            "-c",
+            "agent.step_limit=12",
+        ]
         done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
         assert (work / "sum.py").read_text() == "x = 2 + 2\n"

@@ -1,4 +1,5 @@
-"""The gateway's promises, each broken on purpose: a mutant that no guard catches would mean that the promise is only words.
+"""The gateway's promises, each broken on purpose: a mutant that no guard catches would mean that the promise is only
+words.
 
 A guard is an ordinary check of the running application; it must hold as the code is, and must fail under its mutants.
 """
@@ -59,14 +60,25 @@ class Engine(Parrot):
 class Exchange:
     """A request under way: what was sent so far, and a client that can leave."""
 
-    def __init__(self, app: Gateway, key: str, body: dict[str, Any], *, on_send: Callable[[bytes], None] | None = None) -> None:
+    def __init__(
+        self, app: Gateway, key: str, body: dict[str, Any], *, on_send: Callable[[bytes], None] | None = None
+    ) -> None:
         self.sent = b""
         self._body, self._gone, self._asked = json.dumps(body).encode(), asyncio.Event(), False
         self._on_send = on_send
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "scheme": "http"}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "scheme": "http",
+        }
         headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
-        self.task = asyncio.create_task(app({**scope, "headers": headers, "http_version": "1.1"}, self._receive, self._send))
+        self.task = asyncio.create_task(
+            app({**scope, "headers": headers, "http_version": "1.1"}, self._receive, self._send)
+        )
 
     async def _receive(self) -> dict[str, Any]:
         if not self._asked:
@@ -94,7 +106,9 @@ async def until(condition: Callable[[], bool], *, seconds: float = 3.0) -> None:
 
 
 async def chat(app: Gateway, key: str, body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any]:
-    status, answer = await ask(app, "POST", "/v1/chat/completions", json.dumps(body or HELLO).encode(), key=key, **headers)
+    status, answer = await ask(
+        app, "POST", "/v1/chat/completions", json.dumps(body or HELLO).encode(), key=key, **headers
+    )
     return status, json.loads(answer)
 
 
@@ -129,7 +143,10 @@ async def answers_come_after_the_journal() -> None:
     app, _, session = await begin()
     rows: list[int] = []
     await Exchange(
-        app, session["api_key"], HELLO, on_send=lambda _: rows.append(len(app.services.journal.rows(session["session_id"])))
+        app,
+        session["api_key"],
+        HELLO,
+        on_send=lambda _: rows.append(len(app.services.journal.rows(session["session_id"]))),
     ).task
     assert rows == [1], "the answer was told before the turn was durable"
 
@@ -149,7 +166,10 @@ async def only_the_admin_key_administers() -> None:
     app, _, session = await begin()
     for key in (session["api_key"], "bos", "bossy", "Boss", "", None):
         assert (await ask(app, "GET", "/sessions", key=key))[0] in (401, 403), key
-        assert (await ask(app, "POST", f"/sessions/{session['session_id']}/reward", b'{"reward": 1}', key=key))[0] in (401, 403), key
+        assert (await ask(app, "POST", f"/sessions/{session['session_id']}/reward", b'{"reward": 1}', key=key))[0] in (
+            401,
+            403,
+        ), key
 
 
 async def identical_requests_in_flight_are_one_turn() -> None:
@@ -171,7 +191,13 @@ async def a_retry_gets_the_recorded_answer() -> None:
 async def nothing_generates_untracked() -> None:
     app, engine, session = await begin()
     body = json.dumps(HELLO).encode()
-    for path in ("/v1/completions", "/generate", "/v1/chat", "/v1/embeddings", f"/sessions/{session['session_id']}/v1/completions"):
+    for path in (
+        "/v1/completions",
+        "/generate",
+        "/v1/chat",
+        "/v1/embeddings",
+        f"/sessions/{session['session_id']}/v1/completions",
+    ):
         assert (await ask(app, "POST", path, body, key=session["api_key"]))[0] == 404, path
     await chat(app, session["api_key"])
     await Exchange(app, session["api_key"], {**HELLO, "stream": True}).task
@@ -254,7 +280,8 @@ async def the_noted_version_is_stamped() -> None:
 
 
 async def a_changed_history_is_not_the_old_one() -> None:
-    """The same number of bytes, one of them changed in the middle: the first turn must not be continued as if it were."""
+    """The same number of bytes, one of them changed in the middle: the first turn must not be continued as if it
+    were."""
     app, _, session = await begin()
     messages: list[Any] = [{"role": "user", "content": "alpha"}]
     _, answer = await chat(app, session["api_key"], {"model": "m", "messages": messages})
@@ -283,7 +310,9 @@ async def changed_reasoning_is_refused() -> None:
     assert content[0]["type"] == "thinking"
     content[0]["thinking"] = "something else"
     later = [*HELLO["messages"], {"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
-    status, _ = await ask(app, "POST", "/v1/messages", json.dumps({**body, "messages": later}).encode(), key=session["api_key"])
+    status, _ = await ask(
+        app, "POST", "/v1/messages", json.dumps({**body, "messages": later}).encode(), key=session["api_key"]
+    )
     assert status == 400
 
 
@@ -331,7 +360,10 @@ def a_key_opens_any_named_session(patch: Patch) -> None:
 
 
 def admin_by_prefix(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.auth.ApiKeys.is_admin", lambda self, presented: bool(presented) and "boss".startswith(presented))
+    patch.setattr(
+        "tokentrue.gateway.auth.ApiKeys.is_admin",
+        lambda self, presented: bool(presented) and "boss".startswith(presented),
+    )
 
 
 def agents_are_admins(patch: Patch) -> None:
@@ -340,18 +372,26 @@ def agents_are_admins(patch: Patch) -> None:
 
 def flights_are_not_shared(patch: Patch) -> None:
     patch.setattr("tokentrue.sessions.singleflight.SingleFlight.find", lambda self, identity: None)
-    patch.setattr("tokentrue.gateway.sessions.SessionHandle.find_request_key", lambda self, scope, dialect, body: uuid.uuid4().hex)
+    patch.setattr(
+        "tokentrue.gateway.sessions.SessionHandle.find_request_key", lambda self, scope, dialect, body: uuid.uuid4().hex
+    )
 
 
 def retries_have_new_names(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.sessions.SessionHandle.find_request_key", lambda self, scope, dialect, body: uuid.uuid4().hex)
+    patch.setattr(
+        "tokentrue.gateway.sessions.SessionHandle.find_request_key", lambda self, scope, dialect, body: uuid.uuid4().hex
+    )
 
 
 def retry_counts_are_ignored(patch: Patch) -> None:
     from tokentrue.gateway import sessions
 
     read = sessions.read_header
-    patch.setattr(sessions, "read_header", lambda headers, name: None if name == b"x-stainless-retry-count" else read(headers, name))
+    patch.setattr(
+        sessions,
+        "read_header",
+        lambda headers, name: None if name == b"x-stainless-retry-count" else read(headers, name),
+    )
 
 
 def a_path_around_the_record(patch: Patch) -> None:
@@ -434,7 +474,11 @@ def messages_are_cached_by_length(patch: Patch) -> None:
     from tokentrue.gateway import message_cache
 
     count = message_cache.count_equal
-    patch.setattr(message_cache, "count_equal", lambda one, other: count([len(item) for item in one], [len(item) for item in other]))
+    patch.setattr(
+        message_cache,
+        "count_equal",
+        lambda one, other: count([len(item) for item in one], [len(item) for item in other]),
+    )
 
 
 def the_last_brace_is_shown_at_once(patch: Patch) -> None:

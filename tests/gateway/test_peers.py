@@ -1,4 +1,5 @@
-"""Two gateways on one PostgreSQL: any of them takes any request, and a dead one's sessions go on elsewhere, bit for bit."""
+"""Two gateways on one PostgreSQL: any of them takes any request, and a dead one's sessions go on elsewhere, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_a_new_name_at_two_gateways_at_once_is_one_session(pair: tuple[Server, S
     def ask(server: Server, name: str) -> tuple[int, bytes]:
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "go"}]})
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        connection.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {KEY}", "x-session-id": name})
+        connection.request(
+            "POST", "/v1/chat/completions", body, {"authorization": f"Bearer {KEY}", "x-session-id": name}
+        )
         response = connection.getresponse()
         answer = response.status, response.read()
         connection.close()

@@ -72,7 +72,10 @@ class Failing(Engine):
 async def test_a_keyed_retry_of_a_half_failed_turn_has_all_choices() -> None:
     app, _, session = await begin(Failing())
     body = json.dumps({**HELLO, "stream": True, "n": 2}).encode()
-    answers = [await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"], idempotency_key="k") for _ in range(2)]
+    answers = [
+        await ask(app, "POST", "/v1/chat/completions", body, key=session["api_key"], idempotency_key="k")
+        for _ in range(2)
+    ]
     assert b"[DONE]" not in answers[0][1]
     chunks = [json.loads(line[6:]) for line in answers[1][1].decode().split("\n\n") if line.startswith("data: {")]
     ended = {choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]}
@@ -90,11 +93,15 @@ async def test_a_second_key_that_joined_a_request_has_the_same_answer_later() ->
     await app.close()
 
 
-async def test_a_request_that_joined_does_not_count_as_time_that_the_gateway_added(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_request_that_joined_does_not_count_as_time_that_the_gateway_added(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     app, engine, session = await begin()
     with caplog.at_level(logging.INFO, logger="tokentrue.gateway"):
         await asyncio.gather(chat(app, session["api_key"]), chat(app, session["api_key"]))
-    lines = sorted((json.loads(line) for line in caplog.messages if '"turn"' in line), key=lambda line: line["replayed"])
+    lines = sorted(
+        (json.loads(line) for line in caplog.messages if '"turn"' in line), key=lambda line: line["replayed"]
+    )
     assert [line["replayed"] for line in lines] == [False, True] and engine.asked == 1
     assert lines[0]["added_ms"] > 0 and lines[1]["added_ms"] is None
     page = (await ask(app, "GET", "/metrics"))[1].decode()
@@ -103,7 +110,8 @@ async def test_a_request_that_joined_does_not_count_as_time_that_the_gateway_add
 
 
 async def test_a_key_names_a_request_not_its_spelling(tmp_path: Path) -> None:
-    """What does not change the turn (streamed or not, `user`) may differ, before a restart and after it; what does is refused."""
+    """What does not change the turn (streamed or not, `user`) may differ, before a restart and after it; what does is
+    refused."""
     store = f"sqlite:{tmp_path / 'j.db'}"
     app = gateway(Engine(), store=store)
     session = await new_session(app)
@@ -147,12 +155,17 @@ async def test_instructions_are_not_carried_over() -> None:
     first = await responses(app, key, input="one", instructions="Be brief.")
     await responses(app, key, input="two", instructions="Be brief.", previous_response_id=first["id"])
     await responses(app, key, input="three", previous_response_id=first["id"])
-    inline = await responses(app, key, input=[{"role": "system", "content": "Be long."}, {"role": "user", "content": "one"}])
+    inline = await responses(
+        app, key, input=[{"role": "system", "content": "Be long."}, {"role": "user", "content": "one"}]
+    )
     await responses(app, key, input="two", previous_response_id=inline["id"])
     prompts = [renderer().decode(app_prompt(app, session, node)) for node in nodes(app, session)]
     assert ["Be brief." in prompt for prompt in prompts] == [True, True, False, False, False]
     assert ["Be long." in prompt for prompt in prompts] == [False, False, False, True, True]
-    assert nodes(app, session)[1].parent == nodes(app, session)[0].id and nodes(app, session)[4].parent == nodes(app, session)[3].id
+    assert (
+        nodes(app, session)[1].parent == nodes(app, session)[0].id
+        and nodes(app, session)[4].parent == nodes(app, session)[3].id
+    )
     await app.close()
 
 
@@ -174,7 +187,8 @@ async def stream_responses(app: Gateway, key: str, **body: Any) -> dict[str, Any
 
 @pytest.mark.parametrize("arguments", ODD_INPUTS.values(), ids=ODD_INPUTS)
 async def test_a_custom_tools_input_comes_back_as_what_the_model_wrote(arguments: str) -> None:
-    """Several arguments are served as one input. A verbatim replay continues the call's own turn; an edited input does not."""
+    """Several arguments are served as one input. A verbatim replay continues the call's own turn; an edited input does
+    not."""
     engine = Engine(call("patch", arguments))
     app, _, session = await begin(engine)
     key, question = session["api_key"], {"role": "user", "content": "go on"}
@@ -198,7 +212,8 @@ CUT_TURNS = {  # what is sampled before the limit; whether its call is complete
 
 @pytest.mark.parametrize("text", CUT_TURNS)
 async def test_the_status_of_a_call_does_not_depend_on_how_the_turn_is_sent(text: str) -> None:
-    """A turn that was cut off: the stream has text after the call, the whole answer before it. Under its key, the same turn is both."""
+    """A turn that was cut off: the stream has text after the call, the whole answer before it. Under its key, the same
+    turn is both."""
     engine = Engine(CUT_TURNS[text][0])
     engine.ids, engine.finish = engine.ids[:-1], Finish.LENGTH
     app, _, session = await begin(engine)
@@ -228,11 +243,15 @@ class Odd(Parrot):
 
     def _completion(self, prompt_ids: Any, sampling: Any) -> Completion:
         logprobs = tuple(-0.5 for _ in self.ids)
-        return Completion(token_ids=TokenIds(self.ids), logprobs=logprobs, finish=Finish.STOP, prompt_tokens=self._prompt_tokens)
+        return Completion(
+            token_ids=TokenIds(self.ids), logprobs=logprobs, finish=Finish.STOP, prompt_tokens=self._prompt_tokens
+        )
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("engine", [Odd((2_000_000_000,)), Odd((5, 6), prompt_tokens=1)], ids=["id_beyond_the_vocabulary", "prompt_tokens"])
+@pytest.mark.parametrize(
+    "engine", [Odd((2_000_000_000,)), Odd((5, 6), prompt_tokens=1)], ids=["id_beyond_the_vocabulary", "prompt_tokens"]
+)
 async def test_the_engines_fault_is_502(engine: Odd, streamed: bool) -> None:
     app = gateway(engine)
     session = await new_session(app)
@@ -254,9 +273,13 @@ async def test_an_sdks_retry_names_the_request_that_failed_not_an_earlier_one_wi
         assert served is not None
         handle.session.tree.nodes_by_key[served] = []
         handle.session.tree.nodes_by_key[served].append(object())  # type: ignore[arg-type]  # a recorded turn
-        failed = handle.find_request_key(first, chat, b"body")  # the same body, meant as a new request; the engine fails
+        failed = handle.find_request_key(
+            first, chat, b"body"
+        )  # the same body, meant as a new request; the engine fails
         assert failed != served and handle.find_request_key(again, chat, b"body") == failed
-        assert handle.find_request_key(again, chat, b"another body") == handle.find_request_key(again, chat, b"another body")
+        assert handle.find_request_key(again, chat, b"another body") == handle.find_request_key(
+            again, chat, b"another body"
+        )
     await app.close()
 
 

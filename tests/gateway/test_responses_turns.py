@@ -17,7 +17,13 @@ from tokentrue.providers.scripted import ScriptedProvider
 
 USER = {"role": "user", "content": "Go on."}
 TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]
-TURNS = ["<think>\nfirst\n</think>\n\nOne.", "Two.", f"<think>\nthird\n</think>\n\nThree.\n{call('f', '{}')}", "Four.", "Five."]
+TURNS = [
+    "<think>\nfirst\n</think>\n\nOne.",
+    "Two.",
+    f"<think>\nthird\n</think>\n\nThree.\n{call('f', '{}')}",
+    "Four.",
+    "Five.",
+]
 
 
 def scripted() -> Gateway:
@@ -95,7 +101,11 @@ A, B = SERVED
 CASES: list[tuple[str, list[Any], list[str]]] = [
     ("two turns", [text(f"msg_{A}", "1"), text(f"msg_{B}", "2")], ["1", "2"]),
     ("one turn", [thought(f"rs_{A}", "t"), text(f"msg_{A}", "1"), asked(f"fc_{A}_0"), text(f"msg_{A}_3", "2")], ["12"]),
-    ("a turn of several items, then another", [text(f"msg_{A}", "1"), asked(f"fc_{A}_0"), thought(f"rs_{B}", "t")], ["1", ""]),
+    (
+        "a turn of several items, then another",
+        [text(f"msg_{A}", "1"), asked(f"fc_{A}_0"), thought(f"rs_{B}", "t")],
+        ["1", ""],
+    ),
     ("ids dropped", [text(None, "1"), text(None, "2")], ["12"]),
     ("an id dropped", [text(f"msg_{A}", "1"), text(None, "2"), text(f"msg_{B}", "3")], ["12", "3"]),
     ("ids of another server", [text("msg_" + "01" * 16, "1"), text("msg_" + "23" * 16, "2")], ["12"]),
@@ -110,7 +120,9 @@ def test_only_ids_of_this_session_part_turns(items: list[Any], texts: list[str])
     for cached in (0, 1 << 20):
         cache = MessageCache(cached, CacheBudget(cached))
         for _ in range(2):
-            messages = cache.parse_items(dialect, dialect.decode(json.dumps({"input": [USER, *items, USER]}).encode()).items)
+            messages = cache.parse_items(
+                dialect, dialect.decode(json.dumps({"input": [USER, *items, USER]}).encode()).items
+            )
             assert [message["content"] or "" for message in messages[1:-1]] == texts
             assert all(set(message) <= {"role", "content", "reasoning_content", "tool_calls"} for message in messages)
 
@@ -127,9 +139,22 @@ def test_an_item_of_a_turn_in_flight_is_parsed_again_once_it_is_committed(cached
     def parse() -> list[Any]:
         return cache.parse_items(dialect, dialect.decode(json.dumps({"input": items}).encode()).items)
 
-    assert [message["content"] for message in parse()] == [USER["content"], "12", USER["content"], None, USER["content"]]
+    assert [message["content"] for message in parse()] == [
+        USER["content"],
+        "12",
+        USER["content"],
+        None,
+        USER["content"],
+    ]
     nodes.update((A, B))
-    assert [message["content"] for message in parse()] == [USER["content"], "1", "2", USER["content"], None, USER["content"]]
+    assert [message["content"] for message in parse()] == [
+        USER["content"],
+        "1",
+        "2",
+        USER["content"],
+        None,
+        USER["content"],
+    ]
     arguments["c"] = ['{"input": "ls", "x": 1}']
     first, again = parse(), parse()
     assert first[4]["tool_calls"][0]["function"]["arguments"] == arguments["c"][0]

@@ -34,7 +34,10 @@ async def responses(app: Gateway, key: str, history: list[Any]) -> list[Any]:
     """As Codex: reasoning comes back sealed alone."""
     body = {"model": "m", "store": False, "input": [*history, {"role": "user", "content": QUESTION}]}
     answer = await post(app, "/v1/responses", body, key)
-    kept = [{name: value for name, value in item.items() if name not in ("content", "status")} for item in answer["output"][:1]]
+    kept = [
+        {name: value for name, value in item.items() if name not in ("content", "status")}
+        for item in answer["output"][:1]
+    ]
     return [*body["input"], *kept, *answer["output"][1:]]
 
 
@@ -74,7 +77,10 @@ ODD_ARGUMENTS = (
 async def test_calls_with_odd_arguments_come_back_as_they_were_served(arguments: str) -> None:
     """Both dialects carry arguments as an object, which is another JSON text when it comes back."""
     app = gateway(Parrot(call("look", arguments)))
-    tools = {"tools": [{"name": "look", "input_schema": {"type": "object"}}]}, {"tools": [{"functionDeclarations": [{"name": "look"}]}]}
+    tools = (
+        {"tools": [{"name": "look", "input_schema": {"type": "object"}}]},
+        {"tools": [{"functionDeclarations": [{"name": "look"}]}]},
+    )
     results = {"type": "tool_result", "content": "ok"}, {"name": "look", "response": {"output": "ok"}}
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     contents: list[Any] = [{"role": "user", "parts": [{"text": QUESTION}]}]
@@ -84,9 +90,13 @@ async def test_calls_with_odd_arguments_come_back_as_they_were_served(arguments:
         blocks = (await post(app, "/v1/messages", body, sessions[0]["api_key"]))["content"]
         called = [{**results[0], "tool_use_id": block["id"]} for block in blocks if block["type"] == "tool_use"]
         messages += [{"role": "assistant", "content": blocks}, {"role": "user", "content": called or "go on"}]
-        answer = await post(app, "/v1beta/models/m:generateContent", {"contents": contents, **tools[1]}, sessions[1]["api_key"])
+        answer = await post(
+            app, "/v1beta/models/m:generateContent", {"contents": contents, **tools[1]}, sessions[1]["api_key"]
+        )
         content = answer["candidates"][0]["content"]
-        parts = [{"functionResponse": results[1]} for part in content["parts"] if "functionCall" in part] or [{"text": "go on"}]
+        parts = [{"functionResponse": results[1]} for part in content["parts"] if "functionCall" in part] or [
+            {"text": "go on"}
+        ]
         contents += [content, {"role": "user", "parts": parts}]
     for session in sessions:
         _, shown = await ask(app, "GET", f"/sessions/{session['session_id']}")
@@ -115,10 +125,14 @@ async def test_two_sdks_may_send_the_same_body_at_once() -> None:
     session = await new_session(app)
     body = {"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": QUESTION}]}
     paths = ("/v1/chat/completions", "/v1/messages")
-    running = [asyncio.create_task(post(app, path, body, session["api_key"], x_stainless_retry_count="0")) for path in paths]
+    running = [
+        asyncio.create_task(post(app, path, body, session["api_key"], x_stainless_retry_count="0")) for path in paths
+    ]
     await asyncio.sleep(0.05)
     engine.go_on.set()
     chat, message = await asyncio.gather(*running)
     retries = [await post(app, path, body, session["api_key"], x_stainless_retry_count="1") for path in paths]
-    assert chat["choices"] == retries[0]["choices"] and message["content"] == retries[1]["content"] and engine.asked == 2
+    assert (
+        chat["choices"] == retries[0]["choices"] and message["content"] == retries[1]["content"] and engine.asked == 2
+    )
     await app.close()

@@ -1,4 +1,5 @@
-"""What the gateway serves can be sent back as it is, and continues the recorded turn; what cannot be sent back is refused before a turn."""
+"""What the gateway serves can be sent back as it is, and continues the recorded turn; what cannot be sent back is
+refused before a turn."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ USER = {"role": "user", "content": "go"}
 
 def gateway_that_says(*texts: str) -> Any:
     r = renderer()
-    return gateway(ScriptedProvider([{"text": text} for text in texts], encode=r.encode_sampled, stop_id=r.stop_token_ids[0]))
+    return gateway(
+        ScriptedProvider([{"text": text} for text in texts], encode=r.encode_sampled, stop_id=r.stop_token_ids[0])
+    )
 
 
 async def post(app: Any, session: dict[str, Any], path: str, body: dict[str, Any]) -> tuple[int, str]:

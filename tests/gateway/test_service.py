@@ -23,9 +23,18 @@ HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Every answer is the same and takes 0.3 s."""
-    flags = ("--set", "engine.options.loop=true", "--set", "limits.in_flight_per_session=2", "--set", "limits.body_bytes=200000")
+    flags = (
+        "--set",
+        "engine.options.loop=true",
+        "--set",
+        "limits.in_flight_per_session=2",
+        "--set",
+        "limits.body_bytes=200000",
+    )
     folder = tmp_path_factory.mktemp("service")
-    made = scripted_server(folder, [{"text": TEXT, "delay_s": 0.3}], *flags, "--set", "limits.messages=50", admin_key=ADMIN)
+    made = scripted_server(
+        folder, [{"text": TEXT, "delay_s": 0.3}], *flags, "--set", "limits.messages=50", admin_key=ADMIN
+    )
     yield made
     assert made.stop() == 0
     log = made.log.read_text()
@@ -43,7 +52,9 @@ def post(server: Server, path: str, body: Any, key: str | None, **headers: str) 
     if key is not None:
         named["authorization"] = f"Bearer {key}"
     data = json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data=data, method="POST", headers={"content-type": "application/json", **named})
+    request = urllib.request.Request(
+        server.url + path, data=data, method="POST", headers={"content-type": "application/json", **named}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read()), answer.headers
@@ -84,13 +95,21 @@ def test_only_its_own_key_and_the_admin_key_open_a_session(server: Server) -> No
     assert nodes(server, mine) == []
     assert post(server, path, HELLO, mine.api_key)[0] == 200
     assert post(server, path, HELLO, ADMIN)[0] == 200
-    assert post(server, "/v1/chat/completions", HELLO, "tt-no-such-" + "0" * 40)[0] == 401  # not 404: it does not learn what exists
+    assert (
+        post(server, "/v1/chat/completions", HELLO, "tt-no-such-" + "0" * 40)[0] == 401
+    )  # not 404: it does not learn what exists
     assert post(server, "/v1/chat/completions", HELLO, ADMIN)[1]["error"]["code"] == "no_session"
 
 
 def test_administration_needs_the_admin_key(server: Server) -> None:
     mine = server.session()
-    routes = [("GET", "/sessions"), ("POST", "/sessions"), ("POST", "/admin/pause"), ("POST", "/admin/version"), ("POST", "/admin/resume")]
+    routes = [
+        ("GET", "/sessions"),
+        ("POST", "/sessions"),
+        ("POST", "/admin/pause"),
+        ("POST", "/admin/version"),
+        ("POST", "/admin/resume"),
+    ]
     routes += [("GET", f"/sessions/{mine.session_id}{tail}") for tail in ("", "/samples")]
     routes += [("DELETE", f"/sessions/{mine.session_id}"), ("POST", f"/sessions/{mine.session_id}/reward")]
     for method, path in routes:
@@ -111,7 +130,16 @@ def test_the_key_works_as_x_api_key_too(server: Server) -> None:
 
 def test_unknown_paths_are_refused(server: Server) -> None:
     session = server.session()
-    for path in ("/v1/completions", "/v1/embeddings", "/v1/responses/resp_1", "/v1/chat", "/v1/", "/generate", "/internal/metrics", "/"):
+    for path in (
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/responses/resp_1",
+        "/v1/chat",
+        "/v1/",
+        "/generate",
+        "/internal/metrics",
+        "/",
+    ):
         for root in ("", f"/sessions/{session.session_id}"):
             status, answer, _ = post(server, root + path, HELLO, session.api_key)
             assert status == 404 and answer["error"]["code"] == "unknown_path", (root + path, answer)
@@ -167,7 +195,9 @@ def test_an_sdk_retry_gets_the_recorded_answer_and_a_new_request_a_new_sample(se
     retry_of_second = chat(server, session, x_stainless_retry_count="1")[1]
     assert first["id"] == retry["id"] != second["id"] == retry_of_second["id"]
     streamed = {**HELLO, "stream": True}
-    request = urllib.request.Request(server.url + "/v1/chat/completions", data=json.dumps(streamed).encode(), method="POST")
+    request = urllib.request.Request(
+        server.url + "/v1/chat/completions", data=json.dumps(streamed).encode(), method="POST"
+    )
     request.add_header("authorization", f"Bearer {session.api_key}")
     ids = set()
     for count in ("0", "1"):
@@ -257,12 +287,20 @@ def test_pinned_sampling_wins(server: Server) -> None:
 
 def test_models_health_ready_metrics_openapi(server: Server) -> None:
     session = server.session()
-    assert server.ask("GET", f"/sessions/{session.session_id}/v1/models", key=session.api_key)[1]["data"][0]["object"] == "model"
+    assert (
+        server.ask("GET", f"/sessions/{session.session_id}/v1/models", key=session.api_key)[1]["data"][0]["object"]
+        == "model"
+    )
     assert server.ask("GET", "/health", key="x")[1] == {"status": "ok"}
     assert server.ask("GET", "/ready", key="x")[1]["status"] == "ready"
     chat(server, session)
     page = server.ask("GET", "/metrics", key="x")[1]
-    for name in ("coverage_ratio ", 'turns_total{dialect="openai_chat"', 'tokens_total{kind="sampled"}', "added_latency_seconds_bucket"):
+    for name in (
+        "coverage_ratio ",
+        'turns_total{dialect="openai_chat"',
+        'tokens_total{kind="sampled"}',
+        "added_latency_seconds_bucket",
+    ):
         assert f"tokentrue_{name}" in page, name
     paths = server.ask("GET", "/openapi.json")[1]["paths"]
     assert "/sessions/{session_id}/v1/responses" in paths and "/admin/version" in paths
@@ -277,7 +315,9 @@ def test_one_log_line_per_turn(server: Server) -> None:
     assert line["node"] == nodes(server, session)[0]["id"]
     assert line["tokens_sampled"] == len(renderer().encode_sampled(TEXT)) + 1
     assert line["tokens_in"] == line["tokens_new"] > 0
-    assert line["engine_ms"] > 290  # it sleeps for 0.3 s, and timers count whole milliseconds; that does not count as added
+    assert (
+        line["engine_ms"] > 290
+    )  # it sleeps for 0.3 s, and timers count whole milliseconds; that does not count as added
     assert 0 < line["added_ms"] <= taken_ms - line["engine_ms"]
     assert (line["projection"], line["fork"]) == ("root", "first")
 

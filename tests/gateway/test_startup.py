@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-import transformers  # noqa: F401  # `serve` in this process must find it loaded, or it would hide torch from all other tests
+import transformers  # `serve` in this process must find it loaded, or it would hide torch from all other tests
 
 from tests.gateway.world import ROOT, TOOLS, model_dir, scripted_server, write_script
 from tokentrue.app.embedded import embedded_gateway
@@ -56,7 +56,10 @@ def test_engine_unreachable() -> None:
 
 def test_no_such_model(tmp_path: Path) -> None:
     script = write_script(tmp_path, ["x"])
-    one_line(serve("--engine", "scripted", "--script", str(script), "--port", "0", "--model", str(tmp_path / "nothing")), "nothing")
+    one_line(
+        serve("--engine", "scripted", "--script", str(script), "--port", "0", "--model", str(tmp_path / "nothing")),
+        "nothing",
+    )
 
 
 def test_template_refused(tmp_path: Path) -> None:
@@ -125,7 +128,8 @@ def test_a_template_that_ignores_tools_is_named_at_start_and_at_the_request(tmp_
 
 
 def test_a_gateway_in_front_of_another_process_never_loads_torch(tmp_path: Path) -> None:
-    """Also after turns in every dialect, and also where torch is installed: the process has none of its libraries mapped."""
+    """Also after turns in every dialect, and also where torch is installed: the process has none of its libraries
+    mapped."""
     maps = Path("/proc/self/maps")
     if not maps.is_file():
         pytest.skip("needs /proc")
@@ -169,7 +173,9 @@ def test_a_host_that_cannot_be_one() -> None:
         listen("..", 0, admin_key="4f9c1b7e2a6d8035")
 
 
-@pytest.mark.parametrize(("host", "named"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", socket.gethostname())])
+@pytest.mark.parametrize(
+    ("host", "named"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", socket.gethostname())]
+)
 async def test_an_embedded_gateway_says_an_address_that_others_can_use(host: str, named: str) -> None:
     settings = ServeConfig(server=ServerConfig(host=host, port=0, store="memory"))
     async with embedded_gateway(settings) as here, httpx.AsyncClient() as http:

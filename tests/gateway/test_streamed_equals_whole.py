@@ -1,5 +1,5 @@
-"""A streamed answer, put together by the vendors' own SDKs, is the object that an unstreamed request gets: several different tools in one
-turn, functions beside custom tools, a turn that is cut off, one with nothing in it."""
+"""A streamed answer, put together by the vendors' own SDKs, is the object that an unstreamed request gets: several
+different tools in one turn, functions beside custom tools, a turn that is cut off, one with nothing in it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ import pytest
 from tests.gateway.world import Made, Server, call, scripted_server
 
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
-FUNCTIONS = {name: {"name": name, "description": f"{name}.", "parameters": PARAMETERS} for name in ("read_file", "delete_file", "list_dir")}
+FUNCTIONS = {
+    name: {"name": name, "description": f"{name}.", "parameters": PARAMETERS}
+    for name in ("read_file", "delete_file", "list_dir")
+}
 PATCH = call("patch", '{"input": "*** Begin\\n+é \\"x\\" \\ud83e\\uddea"}')
 CASES: dict[str, tuple[str, int]] = {  # what is sampled, and after how many tokens it is cut
     "two_tools": (call("read_file", '{"path": "a.txt"}') + "\n" + call("delete_file", '{"path": "b.txt"}'), 999),
     "everything": (
         "<think>\nRead, then list.\n</think>\n\nBoth at once.\n"
-        + "\n".join(call(name, f'{{"path": "{n} café"}}') for n, name in enumerate(("read_file", "list_dir", "read_file", "delete_file"))),
+        + "\n".join(
+            call(name, f'{{"path": "{n} café"}}')
+            for n, name in enumerate(("read_file", "list_dir", "read_file", "delete_file"))
+        ),
         999,
     ),
     "no_arguments": (call("list_dir", "{}") + "\n" + call("read_file", '{"path": ""}'), 999),
@@ -28,7 +34,10 @@ CASES: dict[str, tuple[str, int]] = {  # what is sampled, and after how many tok
     "nothing": ("", 999),
 }
 CUSTOM_CASES: dict[str, tuple[str, int]] = {
-    "function_then_custom": (call("read_file", '{"path": "a.txt"}') + "\n" + PATCH + "\n" + call("delete_file", '{"path": "b"}'), 999),
+    "function_then_custom": (
+        call("read_file", '{"path": "a.txt"}') + "\n" + PATCH + "\n" + call("delete_file", '{"path": "b"}'),
+        999,
+    ),
     "custom_then_function": (PATCH + "\n" + call("delete_file", '{"path": "b.txt"}'), 999),
     "custom_of_another_shape": (call("patch", '{"at": "x"}') + "\n" + call("patch", '{"input": "a", "and": "b"}'), 999),
 }
@@ -37,7 +46,8 @@ EVERY = {**CASES, **CUSTOM_CASES}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Each test asks twice, whole and streamed, and the engine samples the same for both: a gateway per case would take too long."""
+    """Each test asks twice, whole and streamed, and the engine samples the same for both: a gateway per case would take
+    too long."""
     turns = [text for text, _ in EVERY.values()]
     server = scripted_server(tmp_path_factory.mktemp("equal"), turns, "--set", "engine.options.loop=true")
     yield server
@@ -48,7 +58,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def plain(value: Any, node: str) -> Any:
     """Without what differs between two requests (ids, times) and what only the SDKs add."""
     if isinstance(value, dict):
-        dropped = {"created", "created_at", "parsed", "parsed_arguments", "parsed_output", "encrypted_content", "signature"}
+        dropped = {
+            "created",
+            "created_at",
+            "parsed",
+            "parsed_arguments",
+            "parsed_output",
+            "encrypted_content",
+            "signature",
+        }
         return {name: plain(item, node) for name, item in value.items() if name not in dropped and item is not None}
     if isinstance(value, list):
         return [plain(item, node) for item in value]
@@ -64,7 +82,12 @@ def skip_to(server: Server, session: Made, case: str) -> None:
         upcoming = list(EVERY.values())[len(EVERY) - left]
         if json.dumps(upcoming[0]) == wanted:
             return
-        server.ask("POST", "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "skip"}]}, key=session.api_key)
+        server.ask(
+            "POST",
+            "/v1/chat/completions",
+            {"model": "m", "messages": [{"role": "user", "content": "skip"}]},
+            key=session.api_key,
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,7 +97,12 @@ def test_chat(server: Server, case: str) -> None:
 
     session, side = server.session(), server.session()
     tools: Any = [{"type": "function", "function": function} for function in FUNCTIONS.values()]
-    settings: Any = {"model": "m", "messages": [{"role": "user", "content": "go"}], "tools": tools, "max_tokens": CASES[case][1]}
+    settings: Any = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "go"}],
+        "tools": tools,
+        "max_tokens": CASES[case][1],
+    }
     settings |= {"logprobs": True, "extra_body": {"return_token_ids": True}}
     with OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         skip_to(server, side, case)
@@ -100,7 +128,9 @@ def test_responses(server: Server, case: str) -> None:
     from openai import OpenAI
 
     session, side = server.session(), server.session()
-    tools: Any = [{"type": "function", **function} for function in FUNCTIONS.values()] + [{"type": "custom", "name": "patch"}]
+    tools: Any = [{"type": "function", **function} for function in FUNCTIONS.values()] + [
+        {"type": "custom", "name": "patch"}
+    ]
     settings: Any = {"model": "m", "input": "go", "tools": tools, "max_output_tokens": EVERY[case][1]}
     with OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         skip_to(server, side, case)
@@ -136,7 +166,12 @@ def test_messages(server: Server, case: str) -> None:
 
     session, side = server.session(), server.session()
     tools: Any = [{"name": name, "description": "d", "input_schema": PARAMETERS} for name in FUNCTIONS]
-    settings: Any = {"model": "m", "messages": [{"role": "user", "content": "go"}], "tools": tools, "max_tokens": CASES[case][1]}
+    settings: Any = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "go"}],
+        "tools": tools,
+        "max_tokens": CASES[case][1],
+    }
     with Anthropic(base_url=session.anthropic_base_url, api_key=session.api_key) as client:
         skip_to(server, side, case)
         whole = client.messages.create(**settings)
@@ -164,5 +199,7 @@ def test_responses_with_logprobs(server: Server) -> None:
     final = events[-1].response
     wanted, got = (plain(one.model_dump(), one.id.removeprefix("resp_")) for one in (whole, final))
     assert got == wanted and len(wanted["output"][1]["content"][0]["logprobs"]) > 10
-    done = {event.output_index: event.item.model_dump() for event in events if event.type == "response.output_item.done"}
+    done = {
+        event.output_index: event.item.model_dump() for event in events if event.type == "response.output_item.done"
+    }
     assert [done[index] for index in sorted(done)] == [item.model_dump() for item in final.output]

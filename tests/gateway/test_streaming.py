@@ -1,4 +1,5 @@
-"""Calls are streamed as they are sampled, in every dialect, and what was streamed is what is recorded, also of a call that breaks off."""
+"""Calls are streamed as they are sampled, in every dialect, and what was streamed is what is recorded, also of a call
+that breaks off."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ def body(name: str, history: list[Any], *, stream: bool = True) -> dict[str, Any
     if name == "openai_chat":
         return {"model": "m", "messages": history, "tools": TOOLS, "stream": stream}
     if name == "openai_responses":
-        return {"model": "m", "input": history, "tools": [{"type": "function", **tool["function"]} for tool in TOOLS], "stream": stream}
+        return {
+            "model": "m",
+            "input": history,
+            "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
+            "stream": stream,
+        }
     tools = [{"name": "look", "input_schema": PARAMETERS}, {"name": "wait", "input_schema": {"type": "object"}}]
     return {"model": "m", "max_tokens": 500, "messages": history, "tools": tools, "stream": stream}
 
@@ -49,7 +55,9 @@ def pieces(name: str, events: list[tuple[str, Any]]) -> list[str]:
 
 
 async def turn(app: Gateway, session: dict[str, str], name: str, history: list[Any], *, stream: bool = True) -> Any:
-    status, answer = await ask(app, "POST", PATHS[name], json.dumps(body(name, history, stream=stream)).encode(), key=session["api_key"])
+    status, answer = await ask(
+        app, "POST", PATHS[name], json.dumps(body(name, history, stream=stream)).encode(), key=session["api_key"]
+    )
     assert status == 200, answer
     return list(parsed(answer)) if stream else json.loads(answer)
 
@@ -103,7 +111,9 @@ def as_answer(name: str, events: list[tuple[str, Any]]) -> Any:
     adapter, snapshot, buffers = TypeAdapter(RawMessageStreamEvent), None, {}
     for kind, data in events:
         if kind != "ping":
-            snapshot = accumulate_event(event=adapter.validate_python(data), current_snapshot=snapshot, json_bufs=buffers)
+            snapshot = accumulate_event(
+                event=adapter.validate_python(data), current_snapshot=snapshot, json_bufs=buffers
+            )
     assert snapshot is not None
     return json.loads(snapshot.model_dump_json())
 
@@ -140,16 +150,22 @@ async def test_a_call_that_breaks_off(name: str, kind: str) -> None:
     node = served(app, session)
     arguments = node.served["tool_calls"][0]["function"]["arguments"]
     sent = "".join(pieces(name, events))
-    assert arguments == (json.loads(sent)["_raw_arguments"] if name == "anthropic" else sent) and (shown is None or arguments == shown)
+    assert arguments == (json.loads(sent)["_raw_arguments"] if name == "anthropic" else sent) and (
+        shown is None or arguments == shown
+    )
     with pytest.raises(ValueError):
         json.loads(arguments)
     before = text.partition("<tool_call>")[0].strip()  # the call's own text is not shown a second time
-    assert (node.served["content"] or "") == before and [a.status for a in node.attempts] == ["unclosed" if cut else "invalid_json"]
+    assert (node.served["content"] or "") == before and [a.status for a in node.attempts] == [
+        "unclosed" if cut else "invalid_json"
+    ]
     answer = as_answer(name, events)  # the SDKs must not fall over it
     new = {"role": "user", "content": "Again."}
     if name == "openai_chat":
         message = answer["choices"][0]["message"]
-        assert (message["content"] or "") == before and answer["choices"][0]["finish_reason"] == ("length" if cut else "tool_calls")
+        assert (message["content"] or "") == before and answer["choices"][0]["finish_reason"] == (
+            "length" if cut else "tool_calls"
+        )
         history = [*opening(name), {k: v for k, v in message.items() if v is not None}, result(name, node), new]
     elif name == "openai_responses":
         history = [*opening(name), *answer["output"], result(name, node), new]
@@ -177,7 +193,11 @@ async def test_unstreamed_the_text_of_a_broken_call_is_all_there_is() -> None:
     session = await new_session(app)
     answer = await turn(app, session, "openai_chat", opening("openai_chat"), stream=False)
     message = answer["choices"][0]["message"]
-    assert message["content"] == MALFORMED and "tool_calls" not in message and answer["choices"][0]["finish_reason"] == "stop"
+    assert (
+        message["content"] == MALFORMED
+        and "tool_calls" not in message
+        and answer["choices"][0]["finish_reason"] == "stop"
+    )
     await app.close()
 
 
@@ -185,7 +205,9 @@ async def test_a_retry_of_a_broken_stream_gets_the_recorded_answer() -> None:
     app = saying(MALFORMED)
     session = await new_session(app)
     raw = json.dumps(body("openai_chat", opening("openai_chat"))).encode()
-    answers = [await ask(app, "POST", PATHS["openai_chat"], raw, key=session["api_key"], idempotency_key="k") for _ in range(2)]
+    answers = [
+        await ask(app, "POST", PATHS["openai_chat"], raw, key=session["api_key"], idempotency_key="k") for _ in range(2)
+    ]
     first, second = (as_answer("openai_chat", list(parsed(answer))) for _, answer in answers)
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
     await app.close()

@@ -1,6 +1,8 @@
-"""OpenTelemetry: one span per stage of a turn under the span of its request, sent to a collector; nothing where it is off.
+"""OpenTelemetry: one span per stage of a turn under the span of its request, sent to a collector; nothing where it is
+off.
 
-The collector is a stand-in that takes OTLP/HTTP as a real one does; the exporter, its batches and its protobuf are OpenTelemetry's own.
+The collector is a stand-in that takes OTLP/HTTP as a real one does; the exporter, its batches and its protobuf are
+OpenTelemetry's own.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Collector(ThreadingHTTPServer):
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
         requests = [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
-        scopes = [scope for request in requests for resource in request.resource_spans for scope in resource.scope_spans]
+        scopes = [
+            scope for request in requests for resource in request.resource_spans for scope in resource.scope_spans
+        ]
         return sorted((span for scope in scopes for span in scope.spans), key=lambda span: span.start_time_unix_nano)
 
 
@@ -107,7 +111,9 @@ def test_a_gateway_sends_its_spans_to_the_collector(tmp_path: Path, collector: C
     assert request.name == "POST openai_chat"
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (trace, caller)
     assert [span.name for span in stages] == STAGES
-    assert {span.parent_span_id for span in stages} == {request.span_id} and {span.trace_id for span in stages} == {request.trace_id}
+    assert {span.parent_span_id for span in stages} == {request.span_id} and {span.trace_id for span in stages} == {
+        request.trace_id
+    }
     assert all(request.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano for span in stages)
     told = {pair.key: pair.value for pair in request.attributes}
     assert told["tokentrue.session"].string_value == "s1" and told["tokentrue.status"].int_value == 200

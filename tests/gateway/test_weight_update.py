@@ -1,4 +1,5 @@
-"""New weights in the middle of a generation, over HTTP: the client sees one answer, the record has two spans with their own versions."""
+"""New weights in the middle of a generation, over HTTP: the client sees one answer, the record has two spans with their
+own versions."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ class World:
 async def serving(provider: Any) -> AsyncIterator[tuple[Gateway, str]]:
     ready = renderer()
     app = Gateway(
-        config=GatewayConfig(model="m", admin_key="boss"), renderer_for=lambda _: ready, provider=provider, journal=Journal("memory")
+        config=GatewayConfig(model="m", admin_key="boss"),
+        renderer_for=lambda _: ready,
+        provider=provider,
+        journal=Journal("memory"),
     )
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     task = asyncio.create_task(server.serve())

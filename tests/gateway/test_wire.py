@@ -1,5 +1,5 @@
-"""Wire fidelity: every answer and every event is valid for the vendors' own typed models, strictly and without a field they do not know
-(but ours, listed here); the order of events is pinned by golden transcripts."""
+"""Wire fidelity: every answer and every event is valid for the vendors' own typed models, strictly and without a field
+they do not know (but ours, listed here); the order of events is pinned by golden transcripts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,36 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, Problem, ReasoningSigner, RequestHead
+from tokentrue.gateway.dialects import (
+    Anthropic,
+    Dialect,
+    OpenAIChat,
+    OpenAIResponses,
+    Problem,
+    ReasoningSigner,
+    RequestHead,
+)
 from tokentrue.types import Completion, Delta, Finish, Parsed, Reply, TurnEvent
 
 GOLDEN = Path(__file__).parent / "golden"
 SEAL = ReasoningSigner(b"fixed")
-DIALECTS: dict[str, Dialect] = {"openai_chat": OpenAIChat(), "openai_responses": OpenAIResponses(SEAL), "anthropic": Anthropic(SEAL)}
+DIALECTS: dict[str, Dialect] = {
+    "openai_chat": OpenAIChat(),
+    "openai_responses": OpenAIResponses(SEAL),
+    "anthropic": Anthropic(SEAL),
+}
 OURS = {"reasoning_content"}  # what open-weight servers add to Chat Completions
 TOOL = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
 HEADS: dict[str, dict[str, Any]] = {
-    "openai_chat": {"model": "m", "tools": [{"type": "function", "function": TOOL}], "stream_options": {"include_usage": True}},
-    "openai_responses": {"model": "m", "tools": [{"type": "function", **TOOL, "strict": False}, {"type": "custom", "name": "patch"}]},
+    "openai_chat": {
+        "model": "m",
+        "tools": [{"type": "function", "function": TOOL}],
+        "stream_options": {"include_usage": True},
+    },
+    "openai_responses": {
+        "model": "m",
+        "tools": [{"type": "function", **TOOL, "strict": False}, {"type": "custom", "name": "patch"}],
+    },
     "anthropic": {"model": "m", "max_tokens": 100, "tools": [{"name": "look", "input_schema": {"type": "object"}}]},
 }
 
@@ -30,7 +49,13 @@ def reply(message: dict[str, Any], finish: Finish = Finish.STOP, stopped_by: Any
     completion = Completion(token_ids=(5, 6, 7), logprobs=(-0.5, -0.25, -1.0), finish=finish, stopped_by=stopped_by)
     whole = {"role": "assistant", **message}
     return Reply(
-        node="n0", message=whole, parsed=Parsed(message=whole), completion=completion, prompt_tokens=11, given_tokens=11, projection="root"
+        node="n0",
+        message=whole,
+        parsed=Parsed(message=whole),
+        completion=completion,
+        prompt_tokens=11,
+        given_tokens=11,
+        projection="root",
     )
 
 
@@ -51,10 +76,17 @@ CASES: dict[str, tuple[list[Delta], Reply]] = {
             Delta(call=1, call_id="call_1", name="look", arguments="{}"),
         ],
         reply(
-            {"content": "Both.", "reasoning_content": "let me look", "tool_calls": [made("look", '{"at": "é"}', 0), made("look", "{}", 1)]}
+            {
+                "content": "Both.",
+                "reasoning_content": "let me look",
+                "tool_calls": [made("look", '{"at": "é"}', 0), made("look", "{}", 1)],
+            }
         ),
     ),
-    "cut_off": ([Delta(reasoning="half a th")], reply({"content": None, "reasoning_content": "half a th"}, Finish.LENGTH)),
+    "cut_off": (
+        [Delta(reasoning="half a th")],
+        reply({"content": None, "reasoning_content": "half a th"}, Finish.LENGTH),
+    ),
     "nothing": ([], reply({"content": ""})),
     "custom_tool": (
         [
@@ -211,7 +243,11 @@ def test_streamed_pieces_add_up_to_the_answer(name: str) -> None:
         assert events[-1][1]["response"]["output"] == answer["output"]
         assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     else:
-        signatures = [d["delta"]["signature"] for k, d in events if k == "content_block_delta" and d["delta"]["type"] == "signature_delta"]
+        signatures = [
+            d["delta"]["signature"]
+            for k, d in events
+            if k == "content_block_delta" and d["delta"]["type"] == "signature_delta"
+        ]
         assert signatures == [answer["content"][0]["signature"]]
 
 
@@ -223,7 +259,9 @@ def test_error_envelopes(name: str) -> None:
     if name == "anthropic":
         from anthropic.types import ErrorResponse
 
-        TypeAdapter(ErrorResponse).validate_json(json.dumps({**DIALECTS[name].build_error(problem), "request_id": None}), strict=True)
+        TypeAdapter(ErrorResponse).validate_json(
+            json.dumps({**DIALECTS[name].build_error(problem), "request_id": None}), strict=True
+        )
 
 
 def test_a_changed_thinking_block_is_refused_and_an_intact_one_comes_back() -> None:

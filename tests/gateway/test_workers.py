@@ -128,7 +128,10 @@ def test_a_pause_reaches_every_worker(pair: Server) -> None:
 
 def test_a_worker_that_dies_comes_back_with_its_sessions(pair: Server) -> None:
     sessions = [pair.session(session_id=f"die{n}") for n in range(4)]
-    history = {s.session_id: [{"role": "user", "content": "go"}, turn(pair, s, [{"role": "user", "content": "go"}])] for s in sessions}
+    history = {
+        s.session_id: [{"role": "user", "content": "go"}, turn(pair, s, [{"role": "user", "content": "go"}])]
+        for s in sessions
+    }
     before = worker_pids(pair)
     assert len(before) == 2
     os.kill(before[0], signal.SIGKILL)
@@ -152,10 +155,15 @@ def test_workers_that_die_come_back_paused_and_with_the_version(pair: Server) ->
     wait_until(lambda: pair.ask("GET", "/ready")[0] == 200, seconds=60)
     asked = [{"role": "user", "content": "go"}]
     answers: list[Any] = []
-    asking = [threading.Thread(target=lambda session=session: answers.append(turn(pair, session, asked))) for session in sessions]
+    asking = [
+        threading.Thread(target=lambda session=session: answers.append(turn(pair, session, asked)))
+        for session in sessions
+    ]
     for thread in asking:
         thread.start()
-    wait_until(lambda: answers or all(pair.ask("GET", f"/sessions/{one.session_id}")[1]["in_flight"] for one in sessions))
+    wait_until(
+        lambda: answers or all(pair.ask("GET", f"/sessions/{one.session_id}")[1]["in_flight"] for one in sessions)
+    )
     page = pair.ask("GET", "/metrics")[1]
     assert "tokentrue_policy_version 7.0" in page and "tokentrue_paused 1.0" in page
     assert not answers, "no worker generates during the pause"

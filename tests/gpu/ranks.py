@@ -2,9 +2,9 @@
 
     python -m tests.gpu.ranks [--device cuda] [--shape 120M] [--ranks 1 2] [--steps 5]
 
-Random weights in a shape of Qwen3. Every rank samples its part of the groups with its engine, all ranks train the shards of one model
-(FSDP2; gloo where they share a GPU), and the weights go back to every engine. The reward is the share of even token ids, which a policy
-can learn.
+Random weights in a shape of Qwen3. Every rank samples its part of the groups with its engine, all ranks train the
+shards of one model (FSDP2; gloo where they share a GPU), and the weights go back to every engine. The reward is the
+share of even token ids, which a policy can learn.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ def model_of(shape: str, device: str, dtype: torch.dtype) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(max_position_embeddings=2048, tie_word_embeddings=True, attn_implementation="eager", **SHAPES[shape])  # type: ignore[arg-type]
+    config = Qwen3Config(
+        max_position_embeddings=2048, tie_word_embeddings=True, attn_implementation="eager", **SHAPES[shape]
+    )  # type: ignore[arg-type]
     return Qwen3ForCausalLM(config).to(device=device, dtype=dtype)
 
 
 class EngineRounds:
     """Groups of samples of seeded random prompts; this rank plays its part of the groups."""
 
-    def __init__(self, engine: ExactEngine, ranks: Ranks, *, groups: int, size: int, tokens: int, vocabulary: int) -> None:
+    def __init__(
+        self, engine: ExactEngine, ranks: Ranks, *, groups: int, size: int, tokens: int, vocabulary: int
+    ) -> None:
         self._engine, self._ranks = engine, ranks
         self._groups, self._size, self._tokens, self._vocabulary = groups, size, tokens, vocabulary
         self.digests: dict[int, list[str]] = {}
@@ -88,10 +92,19 @@ def digest_of(found: list[Completion]) -> str:
 def sample_of(prompt: list[int], completion: Completion, *, group: str, session: str) -> Sample:
     sampled = list(completion.token_ids)
     whole = len(prompt) + len(sampled)
-    given = Span(start=0, end=len(prompt), kind="given", role="user", turn=0, policy_version=None, trainable=False, why="prompt")
+    given = Span(
+        start=0, end=len(prompt), kind="given", role="user", turn=0, policy_version=None, trainable=False, why="prompt"
+    )
     version = completion.versions[0].version
     own = Span(
-        start=len(prompt), end=whole, kind="sampled", role="assistant", turn=0, policy_version=version, trainable=True, why="sampled"
+        start=len(prompt),
+        end=whole,
+        kind="sampled",
+        role="assistant",
+        turn=0,
+        policy_version=version,
+        trainable=True,
+        why="sampled",
     )
     return Sample(
         sample_id=f"{session}/0",
@@ -121,8 +134,12 @@ def work(options: argparse.Namespace) -> None:
     config = TrainConfig(steps=options.steps, micro_tokens=options.micro_tokens, checkpoint_activations=True)
     model = model_of(options.shape, device, dtype)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    trainer = Trainer(shard(model, ranks), config=config, optim=OptimConfig(lr=1e-4), loss=loss_named("dapo"), ranks=ranks)
-    rounds = EngineRounds(engine, ranks, groups=options.groups, size=options.size, tokens=options.tokens, vocabulary=vocabulary)
+    trainer = Trainer(
+        shard(model, ranks), config=config, optim=OptimConfig(lr=1e-4), loss=loss_named("dapo"), ranks=ranks
+    )
+    rounds = EngineRounds(
+        engine, ranks, groups=options.groups, size=options.size, tokens=options.tokens, vocabulary=vocabulary
+    )
     steps: list[dict[str, Any]] = []
 
     def note(report: Any, seconds: Any) -> None:
@@ -135,7 +152,12 @@ def work(options: argparse.Namespace) -> None:
     found = ranks.everyone((rounds.digests.get(0, []), peak, rounds.seconds))
     if ranks.first:
         first = hashlib.sha256("".join(digest for digests, _, _ in found for digest in digests).encode()).hexdigest()
-        seen = {"steps": steps, "first_round": first, "peak_gib": [peak for _, peak, _ in found], "play_s": [s for _, _, s in found]}
+        seen = {
+            "steps": steps,
+            "first_round": first,
+            "peak_gib": [peak for _, peak, _ in found],
+            "play_s": [s for _, _, s in found],
+        }
         Path(options.out).write_text(json.dumps(seen))
     leave()
 
@@ -156,13 +178,29 @@ def run(options: argparse.Namespace, world: int, folder: Path) -> dict[str, Any]
 
 def table(results: dict[int, dict[str, Any]]) -> list[str]:
     """Medians of all steps but the first, which compiles kernels and captures graphs."""
-    columns = ("ranks", "round s", "sampled tok/s", "recompute s", "update s", "publish s", "step s", "differ", "first norm", "last reward")
+    columns = (
+        "ranks",
+        "round s",
+        "sampled tok/s",
+        "recompute s",
+        "update s",
+        "publish s",
+        "step s",
+        "differ",
+        "first norm",
+        "last reward",
+    )
     lines = [f"| {' | '.join((*columns, 'peak GiB per rank'))} |", "|" + "---|" * (len(columns) + 1)]
     for world, seen in results.items():
         later = seen["steps"][1:] or seen["steps"]
-        took = {key: statistics.median(step[key] for step in later) for key in ("wait", "recompute", "update", "publish", "step")}
+        took = {
+            key: statistics.median(step[key] for step in later)
+            for key in ("wait", "recompute", "update", "publish", "step")
+        }
         tokens = statistics.median(step["tokens_trained"] for step in later)
-        differ, compared = (int(sum(step[key] for step in seen["steps"])) for key in ("exact_differing", "exact_compared"))
+        differ, compared = (
+            int(sum(step[key] for step in seen["steps"])) for key in ("exact_differing", "exact_compared")
+        )
         peaks = ", ".join(f"{peak:.1f}" for peak in seen["peak_gib"])
         lines.append(
             f"| {world} | {took['wait']:.2f} | {tokens / took['wait']:,.0f} | {took['recompute']:.2f} | {took['update']:.2f} "
@@ -192,10 +230,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         results = {world: run(options, world, Path(folder)) for world in options.ranks}
     where = torch.cuda.get_device_name() if options.device.startswith("cuda") else f"{os.cpu_count()} cores"
-    print(f"{where}, torch {torch.__version__}, {options.shape}: {options.groups} groups × {options.size}, {options.tokens} tokens each")
+    print(
+        f"{where}, torch {torch.__version__}, {options.shape}: {options.groups} groups × {options.size}, {options.tokens} tokens each"
+    )
     print("\n".join(table(results)))
     same = len({seen["first_round"] for seen in results.values()}) == 1
-    print(f"first round, tokens and log-probabilities: {'the same bits' if same else 'DIFFERENT bits'} on {options.ranks} ranks")
+    print(
+        f"first round, tokens and log-probabilities: {'the same bits' if same else 'DIFFERENT bits'} on {options.ranks} ranks"
+    )
     differing = sum(step["exact_differing"] for seen in results.values() for step in seen["steps"])
     return 0 if same and not differing else 1
 

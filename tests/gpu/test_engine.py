@@ -1,4 +1,5 @@
-"""The engine on CUDA under a random schedule: log-probabilities are the trainer's, requests as if they were alone; and the controls."""
+"""The engine on CUDA under a random schedule: log-probabilities are the trainer's, requests as if they were alone; and
+the controls."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ SMALL: dict[str, Any] = {
 def model_of(family: str) -> Any:
     import transformers
 
-    extra = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192, "head_dim": 64} if family == "Qwen3Moe" else {}
+    extra = (
+        {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192, "head_dim": 64}
+        if family == "Qwen3Moe"
+        else {}
+    )
     torch.manual_seed(1)
     config = getattr(transformers, f"{family}Config")(**SMALL, **extra)
     return getattr(transformers, f"{family}ForCausalLM")(config).to(device="cuda", dtype=torch.bfloat16).eval()
@@ -36,7 +41,21 @@ def test_replayed_prefills_have_the_trainers_bits() -> None:
     from tokentrue.bench import engine_gpu
     from tokentrue.engine.scheduling.prefills import SIZES
 
-    groups = [(2,), (63,), (64,), (65,), (129,), (500,), (512,), (513,), (1000,), (1024,), (3, 100, 20), (60,) * 8, (120, 2, 300, 90)]
+    groups = [
+        (2,),
+        (63,),
+        (64,),
+        (65,),
+        (129,),
+        (500,),
+        (512,),
+        (513,),
+        (1000,),
+        (1024,),
+        (3, 100, 20),
+        (60,) * 8,
+        (120, 2, 300, 90),
+    ]
     model = model_of("Qwen3")
     with engine_gpu.engine_of(model, kv_tokens=24_000) as engine:
         core = engine.core
@@ -48,8 +67,12 @@ def test_replayed_prefills_have_the_trainers_bits() -> None:
             while core.busy:
                 core.step()
             completions = [request.completion("") for request in requests]
-            wrong, tokens = engine_gpu.count_differing(model, engine_gpu.Run(prompts, completions, 1.0, [1.0] * len(prompts)))
-            assert tokens == 3 * len(lengths) and wrong == 0, f"prompts of {lengths}: {wrong} of {tokens} log-probabilities differ"
+            wrong, tokens = engine_gpu.count_differing(
+                model, engine_gpu.Run(prompts, completions, 1.0, [1.0] * len(prompts))
+            )
+            assert tokens == 3 * len(lengths) and wrong == 0, (
+                f"prompts of {lengths}: {wrong} of {tokens} log-probabilities differ"
+            )
         assert core.prefills is not None and set(core.prefills.sizes) == set(SIZES), "every size was captured"
 
 
@@ -76,7 +99,9 @@ def test_new_weights_between_bursts() -> None:
             parameter.mul_(1.01)
     with engine_gpu.engine_of(model, kv_tokens=24_000, version=1) as engine:
         core = engine.core
-        requests = [engine.request(p, engine_gpu.plain(80, seed=i)) for i, p in enumerate(engine_gpu.prompts_of(6, 100, seed=2))]
+        requests = [
+            engine.request(p, engine_gpu.plain(80, seed=i)) for i, p in enumerate(engine_gpu.prompts_of(6, 100, seed=2))
+        ]
         for request in requests:
             core.add(request)
         while requests[0].num_sampled < 30:
@@ -87,7 +112,9 @@ def test_new_weights_between_bursts() -> None:
         with exact(model), torch.no_grad():
             for request in requests:
                 assert request.error is None and set(request.versions) == {1, 2}
-                trainer = score(model, torch.tensor(request.tokens, device="cuda")[None])[0, len(request.prompt_ids) - 1 :]
+                trainer = score(model, torch.tensor(request.tokens, device="cuda")[None])[
+                    0, len(request.prompt_ids) - 1 :
+                ]
                 rollout = torch.tensor(request.logprobs, device="cuda")
                 new = torch.tensor(request.versions, device="cuda") == 2
                 assert torch.equal(trainer[new].view(torch.int32), rollout[new].view(torch.int32))

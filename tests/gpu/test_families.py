@@ -34,7 +34,9 @@ def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(1)
     makers = {
         "glm4_moe": lambda: t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**SIZES, **GLM)),
-        "qwen3_next": lambda: t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**SIZES, **HYBRID, **EXPERTS, shared_expert_intermediate_size=128)),
+        "qwen3_next": lambda: t.Qwen3NextForCausalLM(
+            t.Qwen3NextConfig(**SIZES, **HYBRID, **EXPERTS, shared_expert_intermediate_size=128)
+        ),
         "qwen3_5": lambda: t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(**SIZES, **HYBRID)),
         "gpt_oss": lambda: t.GptOssForCausalLM(t.GptOssConfig(**SIZES, **GPT_OSS)),
         "deepseek_v3": lambda: t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**{**SIZES, **DEEPSEEK})),
@@ -108,7 +110,10 @@ def test_adapters_have_the_bits_of_the_adapted_model() -> None:
     with engine_gpu.engine_of(model, kv_tokens=24_000) as engine:
         engine.load_adapter("a", state, config={"lora_alpha": 16})
         names = [None, "a"] * 3
-        requests = [engine.request(p, engine_gpu.plain(40, seed=i), adapter=n) for i, (p, n) in enumerate(zip(prompts, names, strict=True))]
+        requests = [
+            engine.request(p, engine_gpu.plain(40, seed=i), adapter=n)
+            for i, (p, n) in enumerate(zip(prompts, names, strict=True))
+        ]
         for request in requests:
             engine.core.add(request)
         while engine.core.busy:
@@ -123,7 +128,9 @@ def test_adapters_have_the_bits_of_the_adapted_model() -> None:
                 with attach_adapter(model, model.__dict__[STATE].ops, adapter):
                     wanted = score(model, ids)[0]
             found = torch.tensor(request.logprobs, device="cuda")
-            assert torch.equal(wanted[len(request.prompt_ids) - 1 :].view(torch.int32), found.view(torch.int32)), request.adapter
+            assert torch.equal(wanted[len(request.prompt_ids) - 1 :].view(torch.int32), found.view(torch.int32)), (
+                request.adapter
+            )
 
 
 def test_scan_does_not_depend_on_cuts() -> None:

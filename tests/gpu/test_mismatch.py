@@ -1,4 +1,5 @@
-"""The mismatch room on CUDA: the CPU's numbers and gradients, the same bits in every layout, junk in the padding, merging, its bench.
+"""The mismatch room on CUDA: the CPU's numbers and gradients, the same bits in every layout, junk in the padding,
+merging, its bench.
 
 Needs torch alone. The comparison batches are those of tests/mismatch.
 """
@@ -33,7 +34,10 @@ def moved(batch: Batch, *, junk: bool = False) -> Batch:
     """The batch on the device; with `junk`, NaN wherever the mask is off."""
     fields: dict[str, Any] = {name: getattr(batch, name) for name in NAMES}
     if junk:
-        fields = {name: torch.where(batch.mask, value, torch.nan) if name != "mask" else value for name, value in fields.items()}
+        fields = {
+            name: torch.where(batch.mask, value, torch.nan) if name != "mask" else value
+            for name, value in fields.items()
+        }
     return Batch(**{name: value.to(DEVICE) for name, value in fields.items()})
 
 
@@ -47,7 +51,8 @@ def outputs(batch: Batch, preset: str) -> tuple[Any, Any]:
 
 
 def close(mine: Metrics, other: Metrics) -> None:
-    """Counts, extremes of δ and histograms exactly; sums to the last digits, for exp differs by an ulp between devices."""
+    """Counts, extremes of δ and histograms exactly; sums to the last digits, for exp differs by an ulp between
+    devices."""
     assert set(mine.statistics) == set(other.statistics)
     for name, stat in mine.statistics.items():
         pair = other.statistics[name]
@@ -82,7 +87,9 @@ def test_weights_masks_and_metrics_are_the_cpus() -> None:
 def test_losses_and_gradients_are_the_cpus() -> None:
     penalties = [Penalty(coefficient=0.3, estimator=name) for name in ("k1", "k2", "k3", "unbiased")]  # type: ignore[arg-type]
     configs = [loss_named(name) for name in LOSSES]
-    configs += [LossConfig(correction=PRESETS[preset]) for preset in CHOSEN] + [LossConfig(penalty=penalty) for penalty in penalties]
+    configs += [LossConfig(correction=PRESETS[preset]) for preset in CHOSEN] + [
+        LossConfig(penalty=penalty) for penalty in penalties
+    ]
     for seed in range(6):
         batch = make(seed)
         for config in configs:
@@ -92,7 +99,13 @@ def test_losses_and_gradients_are_the_cpus() -> None:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="weights normalised over a single row")
                     loss, _ = policy_loss(
-                        current, part.trainer, part.rollout, part.advantages, part.mask, config, reference_logprobs=part.trainer * 0.9
+                        current,
+                        part.trainer,
+                        part.rollout,
+                        part.advantages,
+                        part.mask,
+                        config,
+                        reference_logprobs=part.trainer * 0.9,
                     )
                 (grad,) = torch.autograd.grad(loss, current)
                 found.append((loss.detach().cpu(), grad.cpu()))
@@ -109,7 +122,9 @@ def test_nan_in_the_padding_changes_no_bit() -> None:
             assert dirty.metrics == clean.metrics and found_dirty == found_clean
         current = moved(batch, junk=True).current.requires_grad_()
         junk = moved(batch, junk=True)
-        loss, _ = policy_loss(current, junk.trainer, junk.rollout, junk.advantages, junk.mask, PRESETS["decoupled_k3_rs_token_tis"])
+        loss, _ = policy_loss(
+            current, junk.trainer, junk.rollout, junk.advantages, junk.mask, PRESETS["decoupled_k3_rs_token_tis"]
+        )
         (grad,) = torch.autograd.grad(loss, current)
         assert torch.isfinite(loss) and torch.isfinite(grad).all() and not grad[~junk.mask].any()
 
@@ -118,18 +133,26 @@ def test_three_layouts_give_the_same_bits() -> None:
     """Long rows too: the order in which a row is summed must not depend on how many others there are."""
     for seed, width in ((1, 40), (2, 700), (3, 5000)):
         wide = moved(_long(seed, width))
-        packed = {name: torch.cat([v[m] for v, m in zip(getattr(wide, name), wide.mask, strict=True)]) for name in NAMES}
+        packed = {
+            name: torch.cat([v[m] for v, m in zip(getattr(wide, name), wide.mask, strict=True)]) for name in NAMES
+        }
         bounds = torch.tensor([0, *wide.mask.sum(dim=1).tolist()]).cumsum(0)
         for preset in ("decoupled_seq_is_rs", "decoupled_k3_rs_token_tis", "miles_config_3"):
             padded, found = outputs(wide, preset)
             given = (packed["trainer"], packed["rollout"], packed["mask"])
             flat = correct(*given, PRESETS[preset], cu_seqlens=bounds)
-            assert torch.equal(flat.weights, padded.weights[wide.mask]) and torch.equal(flat.mask, padded.mask[wide.mask])
+            assert torch.equal(flat.weights, padded.weights[wide.mask]) and torch.equal(
+                flat.mask, padded.mask[wide.mask]
+            )
             assert flat.metrics == padded.metrics
-            rows = [[v[m] for v, m in zip(getattr(wide, name), wide.mask, strict=True)] for name in ("trainer", "rollout")]
+            rows = [
+                [v[m] for v, m in zip(getattr(wide, name), wide.mask, strict=True)] for name in ("trainer", "rollout")
+            ]
             lists = correct(*rows, None, PRESETS[preset])
             assert torch.equal(torch.cat(list(lists.weights)), flat.weights) and lists.metrics == flat.metrics
-            assert diagnose(*given, cu_seqlens=bounds).metrics == diagnose(wide.trainer, wide.rollout, wide.mask).metrics
+            assert (
+                diagnose(*given, cu_seqlens=bounds).metrics == diagnose(wide.trainer, wide.rollout, wide.mask).metrics
+            )
             assert found["tokens"] == float(wide.mask.sum())
 
 
@@ -153,9 +176,15 @@ def test_merging_parts_is_the_whole() -> None:
         names = [f"row {i}" for i in range(batch.mask.shape[0])]
 
         def part(chosen: slice, batch: Batch = batch, names: list[str] = names) -> Any:
-            given = {"logprobs": batch.current[chosen], "advantages": batch.advantages[chosen], "row_names": names[chosen]}
+            given = {
+                "logprobs": batch.current[chosen],
+                "advantages": batch.advantages[chosen],
+                "row_names": names[chosen],
+            }
             correction = PRESETS["decoupled_k3_rs_token_tis"]
-            return diagnose(batch.trainer[chosen], batch.rollout[chosen], batch.mask[chosen], correction=correction, **given)
+            return diagnose(
+                batch.trainer[chosen], batch.rollout[chosen], batch.mask[chosen], correction=correction, **given
+            )
 
         whole = part(slice(None))
         assert part(slice(0, 1)).merge(part(slice(1, None))) == whole
@@ -210,7 +239,8 @@ def test_devices_are_not_mixed() -> None:
 
 
 def test_bench_on_the_device() -> None:
-    """64 rows of up to 8,192 tokens: prints what one call takes and its peak; verl's helper beside it where it can be had."""
+    """64 rows of up to 8,192 tokens: prints what one call takes and its peak; verl's helper beside it where it can be
+    had."""
     from tokentrue.bench.mismatch import on_device
 
     report = on_device(DEVICE, quick=False)

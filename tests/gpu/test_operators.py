@@ -1,4 +1,5 @@
-"""The CUDA operators: rows do not depend on the batch, fused equals apart, values are right, gradients repeat; compared as integers."""
+"""The CUDA operators: rows do not depend on the batch, fused equals apart, values are right, gradients repeat; compared
+as integers."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_linear_rows_do_not_depend_on_the_batch() -> None:
             wrong = [m for m in ROWS if not same(o.linear(x[:m], w, b), whole[:m])]
             wrong += [-m for m in ROWS if not same(o.linear(x[-m:], w, b), whole[-m:])]
             assert not wrong, f"{dtype} {k}x{n}: rows differ at {wrong}"
-            assert same(o.linear(x[:40], w[64:128], b[64:128]), whole[:40, 64:128]), f"{dtype} {k}x{n}: columns depend on N"
+            assert same(o.linear(x[:40], w[64:128], b[64:128]), whole[:40, 64:128]), (
+                f"{dtype} {k}x{n}: columns depend on N"
+            )
 
 
 def test_every_tile_gives_the_same_bits() -> None:
@@ -94,7 +97,13 @@ def test_cublas_rows_do_depend_on_the_batch() -> None:
 
 def test_gated_linear_equals_its_parts() -> None:
     o = ops()
-    cases = ((1024, 6144, "silu"), (1024, 6144, "gelu_pytorch_tanh"), (1024, 6144, "gelu"), (1024, 6144, "relu"), (256, 24576, "silu"))
+    cases = (
+        (1024, 6144, "silu"),
+        (1024, 6144, "gelu_pytorch_tanh"),
+        (1024, 6144, "gelu"),
+        (1024, 6144, "relu"),
+        (256, 24576, "silu"),
+    )
     for dtype in (torch.bfloat16, torch.float32):
         for k, n, kind in cases:
             x, w = randn(300, k, dtype=dtype), weight(n, k, dtype)
@@ -108,7 +117,12 @@ def test_gated_linear_equals_its_parts() -> None:
 def test_activation_gradients() -> None:
     from tokentrue.numerics.triton.kernels.activation import activation_grad
 
-    wanted = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu": F.relu}
+    wanted = {
+        "silu": F.silu,
+        "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "gelu": F.gelu,
+        "relu": F.relu,
+    }
     for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
         for kind, function in wanted.items():
             x, seed = (3 * randn(300, 1000, dtype=dtype)).requires_grad_(), randn(300, 1000, dtype=dtype, seed=5)
@@ -126,7 +140,11 @@ def test_norms_do_not_depend_on_the_batch_and_fuse() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for width in (64, 128, 1000, 1024, 2048, 4096, 5120):
             for unit in NormForm:
-                x, r, w = randn(70, width, dtype=dtype), randn(70, width, dtype=dtype, seed=3), randn(width, dtype=dtype)
+                x, r, w = (
+                    randn(70, width, dtype=dtype),
+                    randn(70, width, dtype=dtype, seed=3),
+                    randn(width, dtype=dtype),
+                )
                 whole = o.rms_norm(x + r, w, 1e-6, form=unit)
                 y, total = o.add_rms_norm(x, r, w, 1e-6, form=unit)
                 assert same(total, x + r)
@@ -143,8 +161,15 @@ def test_norms_do_not_depend_on_the_batch_and_fuse() -> None:
 def test_prepare_qkv_equals_its_parts() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for h, j, d in ((16, 8, 128), (14, 2, 64), (9, 3, 64), (4, 4, 96)):
-            for norm in (HeadNorm(q_weight=randn(d, dtype=dtype), k_weight=randn(d, dtype=dtype, seed=2), eps=1e-6), None):
-                qkv, cos, sin = randn(70, (h + 2 * j) * d, dtype=dtype), randn(70, d, dtype=dtype), randn(70, d, dtype=dtype, seed=2)
+            for norm in (
+                HeadNorm(q_weight=randn(d, dtype=dtype), k_weight=randn(d, dtype=dtype, seed=2), eps=1e-6),
+                None,
+            ):
+                qkv, cos, sin = (
+                    randn(70, (h + 2 * j) * d, dtype=dtype),
+                    randn(70, d, dtype=dtype),
+                    randn(70, d, dtype=dtype, seed=2),
+                )
                 slots = torch.randperm(300, device="cuda")[:70]
                 table = torch.zeros((1, 1), dtype=torch.int32, device="cuda")
                 batch = dataclasses.replace(one_decode(0, table), slots=slots)
@@ -186,7 +211,11 @@ def attention_cases(dtype: torch.dtype) -> Iterator[tuple[tuple[int, int, int], 
     for shape in SHAPES if dtype == torch.bfloat16 else SHAPES[:3:2]:
         h, j, d = shape
         for extra in SPECS if shape == SHAPES[0] else SPECS[:1]:
-            yield shape, AttentionSpec(scale=d**-0.5, **extra), [randn(700, n, d, dtype=dtype, seed=i) for i, n in enumerate((h, j, j))]
+            yield (
+                shape,
+                AttentionSpec(scale=d**-0.5, **extra),
+                [randn(700, n, d, dtype=dtype, seed=i) for i, n in enumerate((h, j, j))],
+            )
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -221,7 +250,13 @@ def test_attention_rows_do_not_depend_on_the_batch() -> None:
             o, case = ops(), (dtype, shape, spec)
             whole = o.attention(q, k, v, Packed.of((700,), "cuda"), spec)
             assert relative_error(whole, reference_attention(q, k, v, spec)) < tolerance, case
-            packed = o.attention(torch.cat((q[:90], q)), torch.cat((k[:90], k)), torch.cat((v[:90], v)), Packed.of((90, 700), "cuda"), spec)
+            packed = o.attention(
+                torch.cat((q[:90], q)),
+                torch.cat((k[:90], k)),
+                torch.cat((v[:90], v)),
+                Packed.of((90, 700), "cuda"),
+                spec,
+            )
             assert same(packed, torch.cat((whole[:90], whole))), case
             k_cache, v_cache, table = paged_copy(k, v, o.block_size, random)
             k_cache[0], v_cache[0] = float("nan"), float("nan")
@@ -230,9 +265,19 @@ def test_attention_rows_do_not_depend_on_the_batch() -> None:
                 for position in (0, 1, 31, 32, 63, 64, 65, 127, 300, 511, 699):
                     for copies in (1, 3, 600 // shape[1] + 1):
                         found = o.paged_attention(
-                            q[position].expand(copies, -1, -1).contiguous(), k_cache, v_cache, one_decode(position, table, copies), spec
+                            q[position].expand(copies, -1, -1).contiguous(),
+                            k_cache,
+                            v_cache,
+                            one_decode(position, table, copies),
+                            spec,
                         )
-                        assert all(same(row, whole[position]) for row in found), (*case, "decode", position, split, copies)
+                        assert all(same(row, whole[position]) for row in found), (
+                            *case,
+                            "decode",
+                            position,
+                            split,
+                            copies,
+                        )
             for cut in (1, 37, 64, 400):  # chunked prefill beside a decode
                 batch = mixed_batch([1, cut, 700 - cut], [301, cut, 700], 1, table)
                 found = o.paged_attention(torch.cat((q[300:301], q)), k_cache, v_cache, batch, spec)
@@ -246,10 +291,15 @@ def test_attention_gradients() -> None:
             for t in tensors:
                 t.requires_grad_()
             seed = randn(700, shape[0], shape[2], dtype=dtype, seed=77)
-            runs = [torch.autograd.grad(ops().attention(*tensors, Packed.of(lengths, "cuda"), spec), tensors, seed) for _ in range(2)]
+            runs = [
+                torch.autograd.grad(ops().attention(*tensors, Packed.of(lengths, "cuda"), spec), tensors, seed)
+                for _ in range(2)
+            ]
             assert all(same(a, b) for a, b in zip(*runs, strict=True)), "gradients differ from run to run"
             pieces = zip(*(t.split(lengths) for t in tensors), strict=True)
-            reference = torch.autograd.grad(torch.cat([reference_attention(*piece, spec) for piece in pieces]), tensors, seed.double())
+            reference = torch.autograd.grad(
+                torch.cat([reference_attention(*piece, spec) for piece in pieces]), tensors, seed.double()
+            )
             for name, found, wanted in zip("qkv", runs[0], reference, strict=True):
                 assert relative_error(found, wanted) < tolerance, (dtype, shape, spec, name)
 
@@ -277,7 +327,11 @@ def test_experts_rows_do_not_depend_on_the_batch() -> None:
     o = ops()
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float32, 1e-5)):
         t, k, e, i, slots = 600, 256, 16, 192, 4
-        x, gate_up, down = randn(t, k, dtype=dtype), randn(e, 2 * i, k, dtype=dtype) / 16, randn(e, k, i, dtype=dtype) / 14
+        x, gate_up, down = (
+            randn(t, k, dtype=dtype),
+            randn(e, 2 * i, k, dtype=dtype) / 16,
+            randn(e, k, i, dtype=dtype) / 14,
+        )
         scores = randn(t, e, dtype=torch.float32).softmax(-1)
         weight_, index = scores.topk(slots, dim=-1)
         weight_ = weight_.to(dtype)
@@ -286,7 +340,9 @@ def test_experts_rows_do_not_depend_on_the_batch() -> None:
         reference = torch.zeros(t, k, dtype=torch.float64, device="cuda")
         for s in range(slots):
             gate, up = torch.einsum("tk,tik->ti", x.double(), gate_up.double()[index[:, s]]).chunk(2, -1)
-            reference += torch.einsum("ti,tki->tk", F.silu(gate) * up, down.double()[index[:, s]]) * weight_[:, s, None].double()
+            reference += (
+                torch.einsum("ti,tki->tk", F.silu(gate) * up, down.double()[index[:, s]]) * weight_[:, s, None].double()
+            )
         assert relative_error(whole, reference) < tolerance
         for m in (1, 2, 17, 100, 300, 599):
             assert same(o.experts(x[:m], index[:m], weight_[:m], experts), whole[:m]), (dtype, m)
@@ -305,7 +361,9 @@ def test_interleaved_experts_with_biases() -> None:
         def run(tensors: Any, rows: slice, of: Any, index: torch.Tensor = index) -> torch.Tensor:
             x, weight_, gate_up, down, first, second = tensors
             act = ClampedSwiglu(alpha=1.702, limit=7.0)
-            weights = ExpertWeights(gate_up=gate_up, down=down, act=act, interleaved=True, gate_up_bias=first, down_bias=second)
+            weights = ExpertWeights(
+                gate_up=gate_up, down=down, act=act, interleaved=True, gate_up_bias=first, down_bias=second
+            )
             return of(x[rows], index[rows], weight_[rows], weights)
 
         whole = run(leaves, slice(None), o.experts)
@@ -321,7 +379,8 @@ def test_interleaved_experts_with_biases() -> None:
 
 
 def test_sinks_take_their_share_on_every_path() -> None:
-    """Attention with sinks: packed, paged, split and whole decodes agree in bits; values and gradients are those of plain torch."""
+    """Attention with sinks: packed, paged, split and whole decodes agree in bits; values and gradients are those of
+    plain torch."""
     o, heads, keys, size, length = ops(), 8, 2, 64, 300
     for window in (None, 128):
         q, k, v, sinks = (t.requires_grad_() for t in (randn(length, heads, size), randn(length, keys, size), randn(length, keys, size),
@@ -331,7 +390,10 @@ def test_sinks_take_their_share_on_every_path() -> None:
         wide = [t.detach().double().requires_grad_() for t in (q, k, v, sinks)]
         wanted = eager_with_sinks(*wide, window=window)
         assert relative_error(whole, wanted) < 2e-2
-        mine, theirs = (torch.autograd.grad(out.square().sum(), ins) for out, ins in ((whole.float(), (q, k, v, sinks)), (wanted, wide)))
+        mine, theirs = (
+            torch.autograd.grad(out.square().sum(), ins)
+            for out, ins in ((whole.float(), (q, k, v, sinks)), (wanted, wide))
+        )
         for found, gradient in zip(mine, theirs, strict=True):
             assert relative_error(found, gradient) < 4e-2
         with torch.no_grad():
@@ -341,7 +403,11 @@ def test_sinks_take_their_share_on_every_path() -> None:
                 for split in (True, False):
                     o.split_decode = split
                     batch = decode_at(at)
-                    assert same(o.paged_attention(q[at : at + 1], k_cache, v_cache, batch, spec), whole[at : at + 1]), (window, at, split)
+                    assert same(o.paged_attention(q[at : at + 1], k_cache, v_cache, batch, spec), whole[at : at + 1]), (
+                        window,
+                        at,
+                        split,
+                    )
 
 
 def decode_at(position: int) -> PagedBatch:
@@ -357,7 +423,9 @@ def decode_at(position: int) -> PagedBatch:
     )  # fmt: skip
 
 
-def eager_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, *, window: int | None) -> torch.Tensor:
+def eager_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, *, window: int | None
+) -> torch.Tensor:
     length, heads, size = q.shape
     k, v = (t.repeat_interleave(heads // k.shape[1], 1) for t in (k, v))
     at = torch.arange(length, device=q.device)

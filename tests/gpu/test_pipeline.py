@@ -14,7 +14,9 @@ def test_two_stages_have_the_trainers_bits() -> None:
     for family in ("Qwen3", "Qwen3Moe"):
         model = model_of(family)
         prompts, samplings = engine_gpu.prompts_of(12, 150, seed=1), [engine_gpu.plain(40, seed=i) for i in range(12)]
-        with ExactEngine(copy.deepcopy(model), "cuda", "bfloat16", pipeline=2, max_len=4096, kv_tokens=24_000) as engine:
+        with ExactEngine(
+            copy.deepcopy(model), "cuda", "bfloat16", pipeline=2, max_len=4096, kv_tokens=24_000
+        ) as engine:
             run = engine_gpu.generate(engine, prompts, samplings)
             engine.load_weights(dict(model.state_dict()), version=2)
             again = engine_gpu.generate(engine, prompts[:2], samplings[:2])

@@ -1,4 +1,5 @@
-"""Command-line agents from npm, each in a folder of its own under .cache/npm, installed by package name when it is first needed."""
+"""Command-line agents from npm, each in a folder of its own under .cache/npm, installed by package name when it is
+first needed."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def program(package: str, name: str) -> Path:
     return path
 
 
-def run(command: list[str], *, home: Path, cwd: Path, env: dict[str, str], timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], *, home: Path, cwd: Path, env: dict[str, str], timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
     """With a home of its own and nothing of the user's settings."""
     kept = {name: value for name, value in os.environ.items() if name in {"PATH", "LANG", "TMPDIR", "NODE_PATH"}}
     return subprocess.run(

@@ -1,8 +1,9 @@
 """An engine that plays its part by what it reads: SGLang's wire format over aiohttp, in a thread.
 
-Some harnesses ask beside the conversation (a title, a guess of the next message); a script in order would hand its lines to
-whoever asks first. This engine looks at the prompt instead: it plays turn `k` where the prompt shows the results of all calls of the
-turns before it, and answers `aside` where the prompt does not hold the task.
+Some harnesses ask beside the conversation (a title, a guess of the next message); a script in order would hand its
+lines to
+whoever asks first. This engine looks at the prompt instead: it plays turn `k` where the prompt shows the results of all
+calls of the turns before it, and answers `aside` where the prompt does not hold the task.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ LOGPROB = -0.5
 
 
 class Player:
-    def __init__(self, renderer: Any, turns: Sequence[str], *, task: str, aside: str, result_mark: str = "<tool_response>") -> None:
+    def __init__(
+        self, renderer: Any, turns: Sequence[str], *, task: str, aside: str, result_mark: str = "<tool_response>"
+    ) -> None:
         self._renderer, self.turns, self._task, self._aside = renderer, list(turns), task, aside
         self._result = renderer.encode_sampled(result_mark)[0]
         self.prompts: list[str] = []
@@ -37,7 +40,13 @@ class Player:
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=1 << 28)
-        app.add_routes([web.get("/model_info", self._info), web.post("/generate", self._generate), web.post("/abort_request", self._ok)])
+        app.add_routes(
+            [
+                web.get("/model_info", self._info),
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._ok),
+            ]
+        )
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -82,7 +91,9 @@ class Player:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for count in range(1, len(ids) + 1):
-            await response.write(b"data: " + json.dumps(self._event(body, ids[:count], 1, last=count == len(ids))).encode() + b"\n\n")
+            await response.write(
+                b"data: " + json.dumps(self._event(body, ids[:count], 1, last=count == len(ids))).encode() + b"\n\n"
+            )
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -1,7 +1,9 @@
-"""Command-line agents, unchanged, against a real gateway process with a real tokenizer: ten turns, nine of them with tools, streamed.
+"""Command-line agents, unchanged, against a real gateway process with a real tokenizer: ten turns, nine of them with
+tools, streamed.
 
-Each test is the how-to for its harness: the same settings work for a user. What is checked: the agent did its work, every sampled token is
-trained exactly once, and the conversation is one chain. Side requests are roots of their own, labelled.
+Each test is the how-to for its harness: the same settings work for a user. What is checked: the agent did its work,
+every sampled token is trained exactly once, and the conversation is one chain. Side requests are roots of their own,
+labelled.
 """
 
 from __future__ import annotations
@@ -120,7 +122,8 @@ def test_codex(folders: tuple[Path, Path, Path]) -> None:
 
 
 def check_several(server: Server, session: Made, turns: Sequence[str], work: Path) -> None:
-    """Each of the different tools of one turn did its own work, and the turns are one chain, trained to the last token."""
+    """Each of the different tools of one turn did its own work, and the turns are one chain, trained to the last
+    token."""
     assert (work / "sum.txt").read_text() == "x = 2 + 2\n" and (work / "second.txt").read_text().strip() == "two"
     answer = server.samples(session.session_id)
     assert answer["coverage"]["ratio"] == 1.0, answer["coverage"]
@@ -136,7 +139,9 @@ def test_codex_calls_several_different_tools_in_one_turn(folders: tuple[Path, Pa
     codex = program("@openai/codex", "codex")
     turns = [
         "<think>\nAll at once.\n</think>\n\n"
-        + at_once(("exec_command", {"cmd": COMMANDS[0]}), ("get_goal", {}), ("exec_command", {"cmd": "echo two > second.txt"})),
+        + at_once(
+            ("exec_command", {"cmd": COMMANDS[0]}), ("get_goal", {}), ("exec_command", {"cmd": "echo two > second.txt"})
+        ),
         at_once(("get_goal", {}), ("exec_command", {"cmd": "cat sum.txt"})),
         LAST,
     ]
@@ -185,7 +190,9 @@ SEVERAL_QWEN = [
         ("list_directory", {"path": "WORK"}),
         ("run_shell_command", {"command": "echo two > second.txt", "is_background": False}),
     ),
-    at_once(("list_directory", {"path": "WORK"}), ("run_shell_command", {"command": "cat sum.txt", "is_background": False})),
+    at_once(
+        ("list_directory", {"path": "WORK"}), ("run_shell_command", {"command": "cat sum.txt", "is_background": False})
+    ),
     LAST,
 ]
 
@@ -213,7 +220,12 @@ def test_pi(folders: tuple[Path, Path, Path]) -> None:
         session = server.session()
         (home / ".pi" / "agent").mkdir(parents=True)
         model = {"id": "m", "reasoning": True, "contextWindow": 200000, "maxTokens": 8192}
-        provider = {"baseUrl": session.base_url, "api": "openai-completions", "apiKey": session.api_key, "models": [model]}
+        provider = {
+            "baseUrl": session.base_url,
+            "api": "openai-completions",
+            "apiKey": session.api_key,
+            "models": [model],
+        }
         (home / ".pi" / "agent" / "models.json").write_text(json.dumps({"providers": {"gateway": provider}}))
         command = [str(pi), "--provider", "gateway", "--model", "m", "-p", TASK]
         done = run(command, home=home, cwd=work, env={"PI_OFFLINE": "1"})
@@ -224,7 +236,8 @@ def test_pi(folders: tuple[Path, Path, Path]) -> None:
 
 
 def test_gemini_cli(folders: tuple[Path, Path, Path]) -> None:
-    """It drops thoughts and keeps their signatures: no turn loses its reasoning. Its own top_p and top_k are overridden by the session."""
+    """It drops thoughts and keeps their signatures: no turn loses its reasoning. Its own top_p and top_k are overridden
+    by the session."""
     folder, home, work = folders
     gemini = program("@google/gemini-cli", "gemini")
     turns = played("run_shell_command", "command", description="a step")
@@ -232,7 +245,9 @@ def test_gemini_cli(folders: tuple[Path, Path, Path]) -> None:
     try:
         session = server.session(sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0})
         (home / ".gemini").mkdir()
-        (home / ".gemini" / "settings.json").write_text(json.dumps({"security": {"auth": {"selectedType": "gemini-api-key"}}}))
+        (home / ".gemini" / "settings.json").write_text(
+            json.dumps({"security": {"auth": {"selectedType": "gemini-api-key"}}})
+        )
         environment = {"GEMINI_API_KEY": session.api_key, "GOOGLE_GEMINI_BASE_URL": session.google_base_url}
         environment["GEMINI_CLI_TRUST_WORKSPACE"] = "true"
         done = run([str(gemini), "-m", "m", "--yolo", "-p", TASK], home=home, cwd=work, env=environment)
@@ -249,14 +264,17 @@ def played_server(folders: tuple[Path, Path, Path], request: pytest.FixtureReque
     """An engine that reads its prompt, for harnesses that ask beside the conversation."""
     player = Player(renderer(), request.param, task=TASK, aside='{"title": "aside"}')
     store = f"sqlite:{folders[0] / 'journal.sqlite'}"
-    server = Server("--engine", "sglang", "--url", player.url, "--model", str(model_dir()), "--store", store, folder=folders[0])
+    server = Server(
+        "--engine", "sglang", "--url", player.url, "--model", str(model_dir()), "--store", store, folder=folders[0]
+    )
     yield server, player
     server.stop()
     player.stop()
 
 
 def check_main_chain(server: Server, session: Made, turns: Sequence[str], work: Path) -> list[dict[str, Any]]:
-    """The longest sample is the conversation, whole; everything else is a small root with a label. All of it is trained."""
+    """The longest sample is the conversation, whole; everything else is a small root with a label. All of it is
+    trained."""
     assert (work / "sum.txt").read_text() == "x = 2 + 2\n"
     answer = server.samples(session.session_id)
     assert answer["coverage"]["ratio"] == 1.0, answer["coverage"]
@@ -269,7 +287,9 @@ def check_main_chain(server: Server, session: Made, turns: Sequence[str], work: 
     return sides
 
 
-@pytest.mark.parametrize("played_server", [played("run_shell_command", "command", is_background=False)], indirect=True, ids=["ten-turns"])
+@pytest.mark.parametrize(
+    "played_server", [played("run_shell_command", "command", is_background=False)], indirect=True, ids=["ten-turns"]
+)
 def test_qwen_code(folders: tuple[Path, Path, Path], played_server: tuple[Server, Player]) -> None:
     (server, player), (_, home, work) = played_server, folders
     qwen = program("@qwen-code/qwen-code", "qwen")
@@ -280,17 +300,25 @@ def test_qwen_code(folders: tuple[Path, Path, Path], played_server: tuple[Server
     check_main_chain(server, session, player.turns, work)
 
 
-@pytest.mark.parametrize("played_server", [played("bash", "command", description="a step")], indirect=True, ids=["ten-turns"])
+@pytest.mark.parametrize(
+    "played_server", [played("bash", "command", description="a step")], indirect=True, ids=["ten-turns"]
+)
 def test_opencode(folders: tuple[Path, Path, Path], played_server: tuple[Server, Player]) -> None:
     (server, player), (_, home, work) = played_server, folders
     opencode = program("opencode-ai", "opencode")
     session = server.session()
     options = {"baseURL": session.base_url, "apiKey": session.api_key}
-    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"m": {"name": "m", "tool_call": True}}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": options,
+        "models": {"m": {"name": "m", "tool_call": True}},
+    }
     (work / "opencode.json").write_text(json.dumps({"provider": {"gateway": provider}, "model": "gateway/m"}))
     environment = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"}
     done = run([str(opencode), "run", TASK], home=home, cwd=work, env=environment)
     assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     nodes = server.ask("GET", f"/sessions/{session.session_id}")[1]["nodes"]
-    assert len([node for node in nodes if node["parent"] is None]) == 2  # the title is asked for beside the conversation
+    assert (
+        len([node for node in nodes if node["parent"] is None]) == 2
+    )  # the title is asked for beside the conversation
     check_main_chain(server, session, player.turns, work)

@@ -1,7 +1,9 @@
-"""Three real command-line agents, trained for two GRPO steps each on a toy repository; the whole run is killed in its middle and resumed.
+"""Three real command-line agents, trained for two GRPO steps each on a toy repository; the whole run is killed in its
+middle and resumed.
 
-The policy is the model that ships with the package, with a longer context limit: it samples nonsense, and the reward is how much an agent
-printed, so that the rollouts of a group differ. What is checked: two steps, exact log-probabilities, no process and no directory left.
+The policy is the model that ships with the package, with a longer context limit: it samples nonsense, and the reward is
+how much an agent printed, so that the rollouts of a group differ. What is checked: two steps, exact log-probabilities,
+no process and no directory left.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from tests.harness.npm import ROOT, program
 from tokentrue.environments import SMALL_MODEL
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
-SHORT = ["--system-prompt", "You edit files.", "--tools", "Bash", "--max-turns", "2"]  # of Claude Code: 1,300 tokens instead of 50,000
+SHORT = [
+    "--system-prompt",
+    "You edit files.",
+    "--tools",
+    "Bash",
+    "--max-turns",
+    "2",
+]  # of Claude Code: 1,300 tokens instead of 50,000
 AGENTS: dict[str, tuple[str, str, list[str]]] = {  # npm package, executable, further arguments
     "pi": ("@mariozechner/pi-coding-agent", "pi", []),
     "claude-code": ("@anthropic-ai/claude-code", "claude", SHORT),
@@ -38,11 +47,31 @@ def write_run(folder: Path, agent: str) -> Path:
     (folder / "repo").mkdir()
     (folder / "repo" / "sum.txt").write_text("x = 2 + 2\n")
     (folder / "tasks.jsonl").write_text(json.dumps({"id": "sum", "prompt": "Add 2 and 2.", "dir": "repo"}) + "\n")
-    options = {"agent": agent, "tasks": str(folder / "tasks.jsonl"), "score": "wc -c < ../logs/agent.log", "arguments": arguments}
-    options |= {"program": str(found), "directory": str(folder / "rollouts"), "transcripts": str(folder / "transcripts")}
-    lines = [f'out = "{folder / "out"}"', "[model]", f'path = "{folder / "model"}"', "[train]", "steps = 2", "checkpoint_every = 1"]
+    options = {
+        "agent": agent,
+        "tasks": str(folder / "tasks.jsonl"),
+        "score": "wc -c < ../logs/agent.log",
+        "arguments": arguments,
+    }
+    options |= {
+        "program": str(found),
+        "directory": str(folder / "rollouts"),
+        "transcripts": str(folder / "transcripts"),
+    }
+    lines = [
+        f'out = "{folder / "out"}"',
+        "[model]",
+        f'path = "{folder / "model"}"',
+        "[train]",
+        "steps = 2",
+        "checkpoint_every = 1",
+    ]
     lines += ["[rollout]", 'environment = "agent"', "tasks = 1", "group_size = 3", "max_tokens = 16", "concurrency = 2"]
-    lines += ["timeout_s = 200.0", "[rollout.options]", *(f"{name} = {json.dumps(value)}" for name, value in options.items())]
+    lines += [
+        "timeout_s = 200.0",
+        "[rollout.options]",
+        *(f"{name} = {json.dumps(value)}" for name, value in options.items()),
+    ]
     (folder / "train.toml").write_text("\n".join(lines) + "\n")
     return folder / "train.toml"
 
@@ -60,7 +89,11 @@ def processes_of(directory: Path) -> list[str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                known = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes() + os.readlink(entry / "cwd").encode()
+                known = (
+                    (entry / "environ").read_bytes()
+                    + (entry / "cmdline").read_bytes()
+                    + os.readlink(entry / "cwd").encode()
+                )
             except OSError:
                 continue
             if str(directory).encode() in known:
@@ -87,7 +120,9 @@ def test_two_grpo_steps_killed_and_resumed(tmp_path: Path, agent: str) -> None:
     rollouts = tmp_path / "rollouts"
     first = start(config)
     try:
-        while not (len(metrics(tmp_path)) == 1 and any(rollouts.glob("*/logs/agent.log"))):  # agents of the second step are running
+        while not (
+            len(metrics(tmp_path)) == 1 and any(rollouts.glob("*/logs/agent.log"))
+        ):  # agents of the second step are running
             assert first.poll() is None, (tmp_path / "train.log").read_text()[-3000:]
             time.sleep(0.05)
     finally:

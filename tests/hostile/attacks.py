@@ -1,4 +1,5 @@
-"""Attackers as coroutines over raw sockets: each one connects, misbehaves in its own way, and begins again until time is up."""
+"""Attackers as coroutines over raw sockets: each one connects, misbehaves in its own way, and begins again until time
+is up."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class Target:
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.host, self.port)
 
-    def head(self, length: int | None, *, key: str | None = None, path: str = "/v1/chat/completions", method: str = "POST") -> bytes:
+    def head(
+        self, length: int | None, *, key: str | None = None, path: str = "/v1/chat/completions", method: str = "POST"
+    ) -> bytes:
         framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
         return f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key or self.key}\r\n{framing}\r\n\r\n".encode()
 
@@ -84,7 +87,9 @@ async def _drip(writer: asyncio.StreamWriter, first: bytes) -> None:
 
 async def never_reads(target: Target, rng: random.Random) -> None:
     _, writer = await target.connect()
-    body = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": f"go {rng.random()}"}]}).encode()
+    body = json.dumps(
+        {"model": "m", "stream": True, "messages": [{"role": "user", "content": f"go {rng.random()}"}]}
+    ).encode()
     writer.write(target.head(len(body)) + body)
     await writer.drain()
     await asyncio.sleep(20)
@@ -150,7 +155,11 @@ async def attack_until(target: Target, end: float, counts: dict[str, int]) -> No
             counts[attack.__name__] = counts.get(attack.__name__, 0) + 1
             await asyncio.sleep(0.3 + rng.random())
 
-    tasks = [asyncio.create_task(repeat(attack, random.Random(number))) for attack, many in ATTACKS.items() for number in range(many)]
+    tasks = [
+        asyncio.create_task(repeat(attack, random.Random(number)))
+        for attack, many in ATTACKS.items()
+        for number in range(many)
+    ]
     await asyncio.wait(tasks, timeout=max(0.0, end - asyncio.get_running_loop().time()))
     for task in tasks:
         task.cancel()

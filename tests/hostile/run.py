@@ -1,10 +1,12 @@
 """`python -m tests.hostile.run --minutes 20`: a gateway under mixed abuse, and agents that go on working meanwhile.
 
-Rounds of quiet and attack in turn, so that a host that is busy elsewhere slows both: the turns of eight agents are timed, and the gateway's
-resident memory is read twice a second. The report says how much of the CPU time the host withheld (steal), and has the same figures for the
+Rounds of quiet and attack in turn, so that a host that is busy elsewhere slows both: the turns of eight agents are
+timed, and the gateway's resident memory is read twice a second. The report says how much of the CPU time the host
+withheld (steal), and has the same figures for the
 turns during which it withheld next to nothing: they must pass, too.
-Attackers run in a process of their own with the lowest priority, because elsewhere they have machines of their own. Exit code 1 where
-memory exceeds the ceiling that the limits promise, an agent gets an error, or the p99 of the agents is more than three times the quiet one.
+Attackers run in a process of their own with the lowest priority, because elsewhere they have machines of their own.
+Exit code 1 where memory exceeds the ceiling that the limits promise, an agent gets an error, or the p99 of the agents
+is more than three times the quiet one.
 """
 
 from __future__ import annotations
@@ -44,16 +46,22 @@ LIMITS = {
     "write_s": 10,
 }
 Turn = tuple[float, float]  # when it began and ended
-CEILING_MB = 900.0  # what the process has at rest, and three times the limits above: bytes, text and parsed values of a body
+CEILING_MB = (
+    900.0  # what the process has at rest, and three times the limits above: bytes, text and parsed values of a body
+)
 
 
-async def agent(client: aiohttp.ClientSession, server: Server, name: str, end: float, turns: list[Turn], errors: list[str]) -> None:
+async def agent(
+    client: aiohttp.ClientSession, server: Server, name: str, end: float, turns: list[Turn], errors: list[str]
+) -> None:
     made = (await asyncio.to_thread(server.ask, "POST", "/sessions", {"session_id": name}))[1]
     headers = {"authorization": f"Bearer {made['api_key']}"}
     messages: list[Any] = [{"role": "user", "content": name}]
     while time.monotonic() < end:
         began = time.monotonic()
-        async with client.post(f"{server.url}/v1/chat/completions", json={"model": "m", "messages": messages}, headers=headers) as answer:
+        async with client.post(
+            f"{server.url}/v1/chat/completions", json={"model": "m", "messages": messages}, headers=headers
+        ) as answer:
             said = await answer.json(content_type=None)
             if answer.status != 200:
                 errors.append(f"{answer.status} {said}")
@@ -136,9 +144,20 @@ def attack(target: Target, seconds: float, results: Any) -> None:
 def run(*, minutes: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tokentrue-hostile-") as folder:
         engine = Engine(Path(folder))
-        flags = ("--engine", "sglang", "--url", engine.url, "--model", str(model_dir()), "--store", f"sqlite:{folder}/journal.sqlite")
+        flags = (
+            "--engine",
+            "sglang",
+            "--url",
+            engine.url,
+            "--model",
+            str(model_dir()),
+            "--store",
+            f"sqlite:{folder}/journal.sqlite",
+        )
         limits = [flag for name, value in LIMITS.items() for flag in ("--set", f"limits.{name}={value}")]
-        server = Server(*flags, *limits, "--set", "server.log=off", folder=Path(folder), admin_key="hostile-admin-key-0123")
+        server = Server(
+            *flags, *limits, "--set", "server.log=off", folder=Path(folder), admin_key="hostile-admin-key-0123"
+        )
         try:
             return measure(server, minutes=minutes)
         finally:
@@ -183,7 +202,9 @@ def summarize(quiet: Phase, attacked: Phase, counts: Counter[str]) -> dict[str, 
     return {
         **every,
         "undisturbed": undisturbed,
-        "stolen": {phase.name: round(statistics.mean(share for *_, share in phase.stolen), 3) for phase in (quiet, attacked)},
+        "stolen": {
+            phase.name: round(statistics.mean(share for *_, share in phase.stolen), 3) for phase in (quiet, attacked)
+        },
         "mb": {"quiet": round(max(quiet.memory)), "attacked": round(highest), "at_last": round(quiet.memory[-1])},
         "attacks": counts,
         "errors": len(errors),

@@ -1,6 +1,8 @@
-"""Every adapter inside its framework's own code. One gateway here; each framework in the Python that FRAMEWORKS_PYTHON names.
+"""Every adapter inside its framework's own code. One gateway here; each framework in the Python that FRAMEWORKS_PYTHON
+names.
 
-Rows are compared with the gateway's record: ids, masks and log-probabilities. What of a framework is not run is said by its script.
+Rows are compared with the gateway's record: ids, masks and log-probabilities. What of a framework is not run is said by
+its script.
 """
 
 from __future__ import annotations
@@ -54,13 +56,17 @@ def test_verl_from_agent_loop_to_gradient(gateway: BackgroundGateway, tmp_path: 
     assert told["worst"] < 1e-4, "verl's forward in float32 is close to what the engine reported"
     values = {name: torch.tensor(value) for name, value in json.loads((tmp_path / "verl.json").read_text()).items()}
     ours = correct(
-        values["old"], values["rollout"], values["mask"], Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": 2.0})
+        values["old"],
+        values["rollout"],
+        values["mask"],
+        Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": 2.0}),
     )
     torch.testing.assert_close(ours.weights * values["mask"], values["weights"] * values["mask"], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "name, rows", [("areal", 8), ("openrlhf", 4), ("tinker", 16), ("skyrl", 24), ("slime", 16), ("miles", 16), ("prime_rl", 16)]
+    "name, rows",
+    [("areal", 8), ("openrlhf", 4), ("tinker", 16), ("skyrl", 24), ("slime", 16), ("miles", 16), ("prime_rl", 16)],
 )
 def test_rows_are_the_record(name: str, rows: int, gateway: BackgroundGateway, tmp_path: Path) -> None:
     told = run(name, gateway, tmp_path)
@@ -71,7 +77,9 @@ def test_rows_are_the_record(name: str, rows: int, gateway: BackgroundGateway, t
         assert told["one_reward"] and told["mask_sums_are_of_rollouts"]
         assert told["group_sums"] == pytest.approx([0, 0], abs=1e-6)
     if name == "miles":
-        assert told["rewards"] == pytest.approx(told["own_rewards"], abs=1e-5), "Miles' own normalisation of the same rollouts"
+        assert told["rewards"] == pytest.approx(told["own_rewards"], abs=1e-5), (
+            "Miles' own normalisation of the same rollouts"
+        )
     if name == "skyrl":
         assert told["left_out"] == 8 * 16 and told["last"] == 8
 
@@ -83,7 +91,8 @@ def test_examples_run_in_their_frameworks(gateway: BackgroundGateway, tmp_path: 
 
 
 def test_verifiers_as_environment_and_as_evaluator(gateway: BackgroundGateway, tmp_path: Path) -> None:
-    """`vf-eval` sampled through the gateway: a session for each trace, with its tokens, its reward and its task as group."""
+    """`vf-eval` sampled through the gateway: a session for each trace, with its tokens, its reward and its task as
+    group."""
     told = run("verifiers", gateway, tmp_path, VERIFIERS_PYTHON)
     assert told["traces"] == told["equal"] == 4 and told["groups"] == 2
     assert told["rows"] == told["same"] == 4, "the environment's rows are the record"

@@ -26,7 +26,9 @@ def train(steps: int, out: Path) -> list[dict[str, float]]:
     told = json.loads(result.removeprefix("RESULT "))
     assert told["rows"] == told["equal"] == steps * 64
     worst = max(entry["sampling/sampling_logp_difference/max"] for entry in told["log"])
-    assert 0 < worst < 1e-3, "TRL's forward in float32 is close to the engine's; weights that were not published are not"
+    assert 0 < worst < 1e-3, (
+        "TRL's forward in float32 is close to the engine's; weights that were not published are not"
+    )
     return told["log"]
 
 

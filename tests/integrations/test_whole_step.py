@@ -1,4 +1,5 @@
-"""A whole step of our trainer against a whole step of other trainers: parameters after it, from the same weights and rows.
+"""A whole step of our trainer against a whole step of other trainers: parameters after it, from the same weights and
+rows.
 
 Slow: each case trains two models. verl runs in the Python that FRAMEWORKS_PYTHON names (`make test-frameworks`).
 """
@@ -19,8 +20,16 @@ CLOSE = 1e-6
 
 
 def run(python: str, module: str, folder: Path) -> dict[str, Any]:
-    env = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, "-m", module, str(folder)], capture_output=True, text=True, env=env, cwd=ROOT, timeout=900)
+    env = {
+        **os.environ,
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [python, "-m", module, str(folder)], capture_output=True, text=True, env=env, cwd=ROOT, timeout=900
+    )
     result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert result is not None, done.stderr[-3000:]
     return json.loads(result.removeprefix("RESULT "))
@@ -29,7 +38,8 @@ def run(python: str, module: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_trl_takes_the_same_step(tmp_path: Path) -> None:
-    """One update, and two on the same rows, which clip ratios; with TRL's importance weights, without and with a reference model."""
+    """One update, and two on the same rows, which clip ratios; with TRL's importance weights, without and with a
+    reference model."""
     require_same_steps(run(sys.executable, "tests.integrations.trl_step", tmp_path), cases=10)
 
 

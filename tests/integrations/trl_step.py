@@ -1,7 +1,8 @@
-"""One whole step of TRL's GRPOTrainer and of ours, from the same weights and rows; prints how far their parameters are apart afterwards.
+"""One whole step of TRL's GRPOTrainer and of ours, from the same weights and rows; prints how far their parameters are
+apart afterwards.
 
-Nothing of TRL is replaced but the source of its rows: padding, log-probabilities, advantages, importance weights, loss, clipping of the
-gradient and AdamW are its own. A process of its own, because TRL warns about much.
+Nothing of TRL is replaced but the source of its rows: padding, log-probabilities, advantages, importance weights, loss,
+clipping of the gradient and AdamW are its own. A process of its own, because TRL warns about much.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def their_step(groups: list[list[Sample]], options: Mapping[str, Any], *, updates: int, out: str, micro: int) -> dict[str, torch.Tensor]:
+def their_step(
+    groups: list[list[Sample]], options: Mapping[str, Any], *, updates: int, out: str, micro: int
+) -> dict[str, torch.Tensor]:
     settings: dict[str, Any] = {"beta": 0.0, "loss_type": "dapo", **options}
     config = GRPOConfig(
         output_dir=out, max_steps=updates, num_generations=SIZE, num_iterations=updates, scale_rewards="none", temperature=1.0,
@@ -69,7 +72,10 @@ def their_step(groups: list[list[Sample]], options: Mapping[str, Any], *, update
     correct_with_gateway_logprobs(trainer, lambda model, step: None)
     trainer.train()
     assert trainer.state.global_step == updates
-    return {name: value.detach().clone() for name, value in trainer.accelerator.unwrap_model(trainer.model).named_parameters()}
+    return {
+        name: value.detach().clone()
+        for name, value in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    }
 
 
 def main(out: str, *chosen: str) -> None:

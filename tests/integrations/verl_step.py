@@ -1,8 +1,10 @@
-"""One whole step of verl 0.9.1 and of our trainer, from the same weights and rows; prints how far their parameters are apart afterwards.
+"""One whole step of verl 0.9.1 and of our trainer, from the same weights and rows; prints how far their parameters are
+apart afterwards.
 
 verl's own: RayPPOTrainer's calls, the actor's worker with its FSDP2 engine, log-probabilities, advantages, rollout
-correction, loss, clipping of the gradient, AdamW. Ours: a platform for the CPU, which verl lets plugins register, and calls to the workers
-in this process instead of through Ray. It runs in verl's environment, with the same torch for both.
+correction, loss, clipping of the gradient, AdamW. Ours: a platform for the CPU, which verl lets plugins register, and
+calls to the workers in this process instead of through Ray. It runs in verl's environment, with the same torch for
+both.
 """
 
 from __future__ import annotations
@@ -67,12 +69,20 @@ CASES: Mapping[str, Case] = {
     "grpo": ({"actor.loss_agg_mode": "seq-mean-token-mean"}, {"aggregate": "seq_mean_token_mean"}, {}),
     "dapo": ({"actor.clip_ratio_high": 0.28}, {"clip_high": 0.28}, {}),
     "dr_grpo": (
-        {"norm_adv_by_std_in_grpo": False, "actor.loss_agg_mode": "seq-mean-token-sum-norm", "actor.loss_scale_factor": LENGTH},
+        {
+            "norm_adv_by_std_in_grpo": False,
+            "actor.loss_agg_mode": "seq-mean-token-sum-norm",
+            "actor.loss_scale_factor": LENGTH,
+        },
         {"aggregate": "fixed_length", "fixed_length": LENGTH},
         {"baseline": "dr_grpo"},
     ),
     "lone_groups": ({"alone": True}, {}, {"advantages": AdvantageConfig(lone_group="reward")}),
-    "reinforce_plus_plus": ({"adv_estimator": "reinforce_plus_plus"}, {}, {"baseline": "whitened", "advantages": BY_TOKENS}),
+    "reinforce_plus_plus": (
+        {"adv_estimator": "reinforce_plus_plus"},
+        {},
+        {"baseline": "whitened", "advantages": BY_TOKENS},
+    ),
     "penalty": (
         {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.05, "actor.kl_loss_type": "low_var_kl"},
         {"penalty": Penalty(coefficient=0.05, estimator="k3", tokens="valid", ceiling=10.0)},
@@ -112,7 +122,9 @@ def batch_of(groups: list[list[Sample]], *, alone: bool) -> Any:
 
     samples = [sample for group in groups for sample in group]
     count = len(samples)
-    ids, mask, attended, logprobs = (torch.zeros(count, PROMPT + LENGTH, dtype=t) for t in (torch.int64,) * 3 + (torch.float32,))
+    ids, mask, attended, logprobs = (
+        torch.zeros(count, PROMPT + LENGTH, dtype=t) for t in (torch.int64,) * 3 + (torch.float32,)
+    )
     scores = torch.zeros(count, LENGTH)
     for row, sample in enumerate(samples):
         length = len(sample.token_ids)
@@ -134,7 +146,8 @@ def batch_of(groups: list[list[Sample]], *, alone: bool) -> Any:
 class LocalGroup:
     """Calls one worker in this process where verl calls a group of them through Ray.
 
-    verl's worker for references keeps its weights in pinned memory, which needs an accelerator: an actor that is not updated scores them.
+    verl's worker for references keeps its weights in pinned memory, which needs an accelerator: an actor that is not
+    updated scores them.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -163,7 +176,9 @@ def their_step(
 
     config = configure(models, options, updates=updates, micro=micro)
     actor = worker_of(config, models / "policy")
-    driver = SimpleNamespace(config=config, actor_rollout_wg=LocalGroup(actor), ref_in_actor=False, use_prefix_grouper=False)
+    driver = SimpleNamespace(
+        config=config, actor_rollout_wg=LocalGroup(actor), ref_in_actor=False, use_prefix_grouper=False
+    )
     batch = batch_of(groups, alone=bool(options.get("alone")))
     old, _ = RayPPOTrainer._compute_old_log_prob(driver, batch)
     old.batch.pop("entropys")
@@ -190,7 +205,13 @@ def their_step(
 def main(out: str, *chosen: str) -> None:
     """`chosen` names cases; all of them if left out."""
     torch.set_num_threads(1)
-    os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {
+        "VERL_ENGINE_DEVICE": "cuda",
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     set_platform(PlatformCpu())
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     groups = rows()
@@ -203,7 +224,9 @@ def main(out: str, *chosen: str) -> None:
             for updates, micro in ((1, 1), (2, 2)) if not chosen or name in chosen else ():
                 found = their_step(groups, theirs, models, updates=updates, micro=micro)
                 given = alone(groups) if theirs.get("alone") else groups
-                own = our_step(LossConfig(dual_clip=3.0, **mine), updates=updates, groups=given, **{"baseline": "grpo", **settings})
+                own = our_step(
+                    LossConfig(dual_clip=3.0, **mine), updates=updates, groups=given, **{"baseline": "grpo", **settings}
+                )
                 told[f"{name} {updates}"] = {"apart": distance(own, found), "moved": distance(start, found)}
         if not chosen:
             without = our_step(LossConfig(dual_clip=3.0), updates=1, groups=groups, baseline="grpo")

@@ -16,7 +16,16 @@ from tokentrue.errors import ConfigError
 from tokentrue.lab import EXPERIMENTS, SOURCES, Arm, Scale, run_experiment
 from tokentrue.lab.arms import run_arm
 from tokentrue.lab.registry import module_of, select_arms, show_results
-from tokentrue.lab.rewriting import RewrittenRounds, TranscribedSessions, compact, given_span, reencode, rerender, sampled_span, stringify
+from tokentrue.lab.rewriting import (
+    RewrittenRounds,
+    TranscribedSessions,
+    compact,
+    given_span,
+    reencode,
+    rerender,
+    sampled_span,
+    stringify,
+)
 from tokentrue.lab.routing import routing_flips
 from tokentrue.lab.sources import quantise, rollout_weights
 from tokentrue.types import Certificate, Sample
@@ -27,7 +36,9 @@ pytestmark = pytest.mark.timeout(280)
 LONGER = ("pretrained", "thresholds", "regimes", "routing-replay")  # run by `make test-slow`
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONGER else ()) for name in EXPERIMENTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONGER else ()) for name in EXPERIMENTS]
+)
 def test_quick_runs_end_with_a_table(name: str, tmp_path: Path) -> None:
     table = run_experiment(name, Scale(), quick=True, out=tmp_path)
     assert not [row for row in table.rows if "stopped" in row[0]]
@@ -104,7 +115,8 @@ def test_what_a_round_trip_through_text_does_to_a_sample() -> None:
 
 
 async def test_retold_samples_carry_the_engines_own_log_probabilities() -> None:
-    """Nothing is invented for ids that nobody sampled: the engine is asked for them, and the trainer's operators give the same bits."""
+    """Nothing is invented for ids that nobody sampled: the engine is asked for them, and the trainer's operators give
+    the same bits."""
     from transformers import AutoModelForCausalLM
 
     from tokentrue.app.rollout.rollouts import LocalSessions, RolloutRounds
@@ -148,7 +160,8 @@ def save_mixture(folder: Path) -> None:
 
 
 def test_a_mixture_is_exact_through_training_and_its_routing_flips_with_other_weights(tmp_path: Path) -> None:
-    """Made on the spot: engine and trainer agree in every bit over updates, and a rounded router chooses other experts."""
+    """Made on the spot: engine and trainer agree in every bit over updates, and a rounded router chooses other
+    experts."""
     from transformers import AutoModelForCausalLM
 
     save_mixture(tmp_path)
@@ -161,7 +174,8 @@ def test_a_mixture_is_exact_through_training_and_its_routing_flips_with_other_we
 
 
 def test_replayed_experts_shrink_the_mismatch_of_a_mixture(tmp_path: Path) -> None:
-    """int8 rollouts send tokens to other experts than the trainer's router; with the engine's choice replayed less is left."""
+    """int8 rollouts send tokens to other experts than the trainer's router; with the engine's choice replayed less is
+    left."""
     from tokentrue.lab.experiments.routing_replay import arms
 
     save_mixture(tmp_path / "small-moe")
@@ -199,7 +213,9 @@ def test_nonsense_is_refused_with_its_field(tmp_path: Path) -> None:
 def test_all_of_the_lab_by_a_deadline(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/lab_all.py", "--tiny", "--device", "cpu", "--jobs", "2", "--deadline", "270"]
     root = Path(__file__).parent.parent.parent
-    subprocess.run([*command, "--models", str(tmp_path / "m"), "--out", str(tmp_path / "out")], cwd=root, check=True, timeout=290)
+    subprocess.run(
+        [*command, "--models", str(tmp_path / "m"), "--out", str(tmp_path / "out")], cwd=root, check=True, timeout=290
+    )
     for name in EXPERIMENTS:
         table = show_results(name, out=tmp_path / "out")
         assert table.rows and not [row for row in table.rows if "stopped" in row[0]]
@@ -218,7 +234,14 @@ def test_pretrained_arms_run_in_16_bit_and_a_forgotten_mask_shows(tmp_path: Path
     tasks.write_text("".join(json.dumps({"question": f"Tom has {i} pens. Tom gets {i} more. How many now?", "answer": str(2 * i)}) + "\n"
                              for i in range(100)))  # fmt: skip
     scale = Scale(tasks=str(tasks), groups=2, size=4, steps=1, heldout=2, lr=1e-5, seeds=(0,), jobs=1)
-    found = {arm.name: run_arm(arm, scale, 0)["rows"][0] for arm in arms(quick=False) if "GRPO, exact" in arm.name or "top-p" in arm.name}
+    found = {
+        arm.name: run_arm(arm, scale, 0)["rows"][0]
+        for arm in arms(quick=False)
+        if "GRPO, exact" in arm.name or "top-p" in arm.name
+    }
     exact, replayed, dropped = found.values()
     assert exact["exact_compared"] > 0 and exact["exact_differing"] == 0 == exact["mismatch/delta_abs_mean"]
-    assert abs(replayed["mismatch/ratio_mean"] - 1) < 0.01 and dropped["mismatch/ratio_mean"] < replayed["mismatch/ratio_mean"] - 0.01
+    assert (
+        abs(replayed["mismatch/ratio_mean"] - 1) < 0.01
+        and dropped["mismatch/ratio_mean"] < replayed["mismatch/ratio_mean"] - 0.01
+    )

@@ -1,9 +1,10 @@
-"""`python -m tests.load.many_gateways --sessions 2000`: concurrent sessions on one gateway with SQLite, then on two with PostgreSQL.
+"""`python -m tests.load.many_gateways --sessions 2000`: concurrent sessions on one gateway with SQLite, then on two
+with PostgreSQL.
 
-The engine is the stand-in of `tokentrue bench gateway`, which answers at once; agents, gateways, engine and database share the machine.
-Every agent sends its next turn as soon as it has the answer; with `--anywhere` to a gateway at random, so that half of the requests are
-forwarded to the gateway that owns the session. Exit code 1 where a turn was retried, or where one of a hundred sessions does not train
-exactly what its agent heard.
+The engine is the stand-in of `tokentrue bench gateway`, which answers at once; agents, gateways, engine and database
+share the machine. Every agent sends its next turn as soon as it has the answer; with `--anywhere` to a gateway at
+random, so that half of the requests are forwarded to the gateway that owns the session. Exit code 1 where a turn was
+retried, or where one of a hundred sessions does not train exactly what its agent heard.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def cpu_s(server: Server) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def play(servers: Sequence[Server], sessions: int, turns: int, *, anywhere: bool) -> tuple[list[Heard], dict[str, Any]]:
+async def play(
+    servers: Sequence[Server], sessions: int, turns: int, *, anywhere: bool
+) -> tuple[list[Heard], dict[str, Any]]:
     rng = random.Random(0)
     times: list[float] = []
     memory = [0.0] * len(servers)
@@ -47,7 +50,12 @@ async def play(servers: Sequence[Server], sessions: int, turns: int, *, anywhere
 
         async def create(number: int) -> dict[str, Any]:
             url = servers[number % len(servers)].url + "/sessions"
-            async with gate, client.post(url, json={"session_id": f"load{number}"}, headers={"authorization": f"Bearer {KEY}"}) as answer:
+            async with (
+                gate,
+                client.post(
+                    url, json={"session_id": f"load{number}"}, headers={"authorization": f"Bearer {KEY}"}
+                ) as answer,
+            ):
                 assert answer.status == 201, await answer.text()
                 return await answer.json()
 
@@ -63,7 +71,11 @@ async def play(servers: Sequence[Server], sessions: int, turns: int, *, anywhere
                 message = await acknowledged(client, server.url, made["api_key"], messages, f"turn-{turn}", heard)
                 times.append(time.monotonic() - began)
                 heard.numbers.append(find_number(message))
-                result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": f"line {turn}\n" * 20}
+                result = {
+                    "role": "tool",
+                    "tool_call_id": message["tool_calls"][0]["id"],
+                    "content": f"line {turn}\n" * 20,
+                }
                 messages += [message, result]
             return heard
 

@@ -1,4 +1,5 @@
-"""Miles, AReaL, SkyRL and prime-rl written out from their formulas, row by row and without our code: the oracles of test_formulas.
+"""Miles, AReaL, SkyRL and prime-rl written out from their formulas, row by row and without our code: the oracles of
+test_formulas.
 
 Plain loops over rows of 1-D float64 tensors. `delta` is trainer - rollout log-probability, `m` the row's mask.
 """
@@ -20,7 +21,11 @@ def _safe_exp(log: Tensor) -> Tensor:
 
 def _at_level(delta: Tensor, m: Tensor, level: str) -> Tensor:
     total = (delta * m).sum()
-    return {"token": delta, "sequence": total.expand_as(delta), "geometric": (total / m.sum().clamp(min=1)).expand_as(delta)}[level]
+    return {
+        "token": delta,
+        "sequence": total.expand_as(delta),
+        "geometric": (total / m.sum().clamp(min=1)).expand_as(delta),
+    }[level]
 
 
 def miles(trainer: Tensor, rollout: Tensor, mask: Tensor, **o: Any) -> tuple[Tensor, Tensor]:
@@ -42,7 +47,9 @@ def miles(trainer: Tensor, rollout: Tensor, mask: Tensor, **o: Any) -> tuple[Ten
         if o["use_rs"]:
             r = _safe_exp(_at_level(delta, m, o["rs_level"]))
             kept = kept * ((r >= rs_low) & (r <= rs_high))
-            if o["rs_veto_threshold"] is not None and bool(((delta < math.log(o["rs_veto_threshold"])) & m.bool()).any()):
+            if o["rs_veto_threshold"] is not None and bool(
+                ((delta < math.log(o["rs_veto_threshold"])) & m.bool()).any()
+            ):
                 kept = kept * 0
         weights.append(w)
         masks.append(kept)
@@ -50,14 +57,17 @@ def miles(trainer: Tensor, rollout: Tensor, mask: Tensor, **o: Any) -> tuple[Ten
         if o["tis_level"] == "token":
             mean = sum(float((w * m).sum()) for w, m in zip(weights, mask, strict=True)) / max(float(mask.sum()), 1)
         else:
-            mean = sum(float((w * m).sum() / m.sum().clamp(min=1)) for w, m in zip(weights, mask, strict=True)) / len(weights)
+            mean = sum(float((w * m).sum() / m.sum().clamp(min=1)) for w, m in zip(weights, mask, strict=True)) / len(
+                weights
+            )
         if mean > 1e-8:
             weights = [w / mean for w in weights]
     return torch.stack(weights), torch.stack(masks)
 
 
 def areal(trainer: Tensor, rollout: Tensor, mask: Tensor, **o: Any) -> tuple[Tensor, Tensor]:
-    """Behaviour weights and kept mask of apply_rejection_sampling; the KL metrics are of rollout ÷ trainer, as its code has them."""
+    """Behaviour weights and kept mask of apply_rejection_sampling; the KL metrics are of rollout ÷ trainer, as its code
+    has them."""
     weights, masks = [], []
     for delta, m in zip(trainer - rollout, mask, strict=True):
         log = delta * m
@@ -74,7 +84,9 @@ def areal(trainer: Tensor, rollout: Tensor, mask: Tensor, **o: Any) -> tuple[Ten
         else:
             valid = torch.where(m.bool(), metric, -torch.inf)
             best = valid.max() if m.any() else torch.zeros((), dtype=metric.dtype)
-            value = {"sum": (metric * m).sum(), "mean": (metric * m).sum() / count, "max": best}[o["agg"]].expand_as(delta)
+            value = {"sum": (metric * m).sum(), "mean": (metric * m).sum() / count, "max": best}[o["agg"]].expand_as(
+                delta
+            )
             if o["metric"] == "ratio":
                 w = ((log.sum() / count).exp() * m).expand_as(delta)
         if o["metric"] == "ratio":

@@ -1,8 +1,9 @@
-"""The policy losses of Miles, slime, AReaL and SkyRL written out from their formulas, row by row, without our code: oracles of test_losses.
+"""The policy losses of Miles, slime, AReaL and SkyRL written out from their formulas, row by row, without our code:
+oracles of test_losses.
 
-Plain loops over rows of 1-D float64 tensors; gradient flows through `new` alone. `new`, `old`, `roll` are the log-probabilities of the
-current, the trainer's recomputed and the rollout policy, `a` the advantages, `m` the row's mask before any correction. Weights and
-kept masks come from `formulas`, whose functions are as independent.
+Plain loops over rows of 1-D float64 tensors; gradient flows through `new` alone. `new`, `old`, `roll` are the
+log-probabilities of the current, the trainer's recomputed and the rollout policy, `a` the advantages, `m` the row's
+mask before any correction. Weights and kept masks come from `formulas`, whose functions are as independent.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def _clipped(ratio: Tensor, a: Tensor, low: float, high: float, dual: float | No
 def miles(new: Tensor, old: Tensor, roll: Tensor, a: Tensor, mask: Tensor, reference: Tensor, **o: Any) -> Tensor:
     """Sum over rows of their means, or over tokens with `per_token`. Rejection leaves the numerators only.
 
-    `helper` are the options of its mismatch helper, `opsm` the bound of the off-policy sequence mask, `gspo` one ratio for a row with
-    gradient through its mean, `cispo` slime's, `kl` the weight of k3 to the reference times the PPO ratio, `bypass` takes the rollout
-    as the old policy.
+    `helper` are the options of its mismatch helper, `opsm` the bound of the off-policy sequence mask, `gspo` one ratio
+    for a row with gradient through its mean, `cispo` slime's, `kl` the weight of k3 to the reference times the PPO
+    ratio, `bypass` takes the rollout as the old policy.
     """
     weights, kept = torch.ones_like(mask), mask
     if o.get("helper"):
@@ -63,7 +64,8 @@ def miles(new: Tensor, old: Tensor, roll: Tensor, a: Tensor, mask: Tensor, refer
 
 
 def areal(new: Tensor, old: Tensor, roll: Tensor, a: Tensor, mask: Tensor, **o: Any) -> Tensor:
-    """Over the count of the mask before rejection. `rule` is its rejection_sampling; without one there is no behaviour weight at all.
+    """Over the count of the mask before rejection. `rule` is its rejection_sampling; without one there is no behaviour
+    weight at all.
 
     `gspo`: one ratio and the mean advantage for a row, over the tokens that rejection left.
     """
@@ -85,7 +87,9 @@ def areal(new: Tensor, old: Tensor, roll: Tensor, a: Tensor, mask: Tensor, **o: 
     return total / max(float(mask.sum()), 1.0)
 
 
-def skyrl(new: Tensor, old: Tensor, roll: Tensor, a: Tensor, mask: Tensor, *, correction: dict[str, Any], **o: Any) -> Tensor:
+def skyrl(
+    new: Tensor, old: Tensor, roll: Tensor, a: Tensor, mask: Tensor, *, correction: dict[str, Any], **o: Any
+) -> Tensor:
     """A sum of advantages scaled beforehand by the counts of the mask before correction.
 
     `kind`: regular, dual_clip, gspo, cispo (`anchor` old or rollout), rollout_is, dppo (total variation).

@@ -1,4 +1,5 @@
-"""verl 0.9.1 and TRL 1.16.0 as oracles: their own code from their PyPI wheels, with what they import beyond torch replaced by empty shells.
+"""verl 0.9.1 and TRL 1.16.0 as oracles: their own code from their PyPI wheels, with what they import beyond torch
+replaced by empty shells.
 
 Standalone (standard library and torch), so that the benchmark can load it too. `Missing` says why a peer cannot be had.
 """
@@ -57,12 +58,23 @@ def _wheel(package: str) -> Path:
     pattern = f"{package}-{VERSIONS[package]}-*.whl"
     if not list(folder.glob(pattern)):
         # Read as a file, never installed, so the Python it asks for does not matter.
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--ignore-requires-python"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--ignore-requires-python",
+        ]
         command += ["-d", str(folder)]
         try:
             subprocess.run([*command, f"{package}=={VERSIONS[package]}"], capture_output=True, timeout=90, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            raise Missing(f"{package} {VERSIONS[package]}: not in .cache/parts/wheels and the registry cannot be reached") from error
+            raise Missing(
+                f"{package} {VERSIONS[package]}: not in .cache/parts/wheels and the registry cannot be reached"
+            ) from error
     return next(iter(sorted(folder.glob(pattern))))
 
 
@@ -81,7 +93,13 @@ class _Actor(dict[str, Any]):
     """What verl's losses read of an ActorConfig: attributes, `.get`, and no global counts unless given."""
 
     def __init__(self, **values: Any) -> None:
-        base = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0, "policy_loss": {}}
+        base = {
+            "clip_ratio": 0.2,
+            "clip_ratio_low": None,
+            "clip_ratio_high": None,
+            "clip_ratio_c": 3.0,
+            "policy_loss": {},
+        }
         super().__init__({**base, "global_batch_info": {}, **values})
 
     def __getattr__(self, name: str) -> Any:
@@ -99,11 +117,14 @@ class _DataProto:
 
 @contextmanager
 def _shells(root: Path) -> Iterator[None]:
-    """Packages of verl whose `__init__` is not run, and empty stand-ins for what is not installed. Only `verl*` stays afterwards."""
+    """Packages of verl whose `__init__` is not run, and empty stand-ins for what is not installed. Only `verl*` stays
+    afterwards."""
     before = dict(sys.modules)
     for name in ("verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers"):
         _shell(name, path=root.joinpath(*name.split(".")[1:]))
-    functional = _functions(root / "utils" / "torch_functional.py", {"masked_sum", "masked_mean", "masked_var", "distributed_masked_mean"})
+    functional = _functions(
+        root / "utils" / "torch_functional.py", {"masked_sum", "masked_mean", "masked_var", "distributed_masked_mean"}
+    )
     _shell("verl.utils.torch_functional", **functional)
     _shell("verl.utils.import_utils", deprecated=lambda *_: lambda function: function)
     sys.modules["verl.utils"].__dict__.update(as_torch_index=None, group_mean_std=None)
@@ -148,11 +169,14 @@ def _functions(file: Path, names: set[str], namespace: dict[str, Any] | None = N
 
 @cache
 def trl() -> SimpleNamespace:
-    """`.ratio(...)` its importance ratios, `.off_policy_mask(...)`, `.loss(...)` its whole GRPO loss, from grpo_trainer.py."""
+    """`.ratio(...)` its importance ratios, `.off_policy_mask(...)`, `.loss(...)` its whole GRPO loss, from
+    grpo_trainer.py."""
     file = unpacked("trl") / "trl" / "trainer" / "grpo_trainer.py"
     helpers = {"nanmin": torch.min, "nanmax": torch.max}
     functions = _functions(file, {"get_off_policy_mask", "get_gamma_weights", "_compute_loss"}, helpers)
-    return SimpleNamespace(ratio=_trl_ratio(file), off_policy_mask=functions["get_off_policy_mask"], loss=_trl_loss(functions))
+    return SimpleNamespace(
+        ratio=_trl_ratio(file), off_policy_mask=functions["get_off_policy_mask"], loss=_trl_loss(functions)
+    )
 
 
 def _trl_ratio(file: Path) -> Callable[..., torch.Tensor]:
@@ -160,7 +184,9 @@ def _trl_ratio(file: Path) -> Callable[..., torch.Tensor]:
     source = file.read_text()
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.If) and any("per_token_logps_diff = " in line for line in lines[node.lineno : node.end_lineno]):
+        if isinstance(node, ast.If) and any(
+            "per_token_logps_diff = " in line for line in lines[node.lineno : node.end_lineno]
+        ):
             block = lines[node.body[0].lineno - 1 : node.body[-1].end_lineno]
             code = compile(textwrap.dedent("\n".join(block)), str(file), "exec")
             break

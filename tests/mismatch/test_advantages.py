@@ -26,7 +26,8 @@ def test_rloo() -> None:
 
 
 def test_rounding_of_the_mean_gives_no_signal() -> None:
-    """0.1 three times: the float mean is not 0.1, and dividing its error by a tiny deviation would be an advantage of order 1."""
+    """0.1 three times: the float mean is not 0.1, and dividing its error by a tiny deviation would be an advantage of
+    order 1."""
     rewards = torch.tensor([0.1, 0.1, 0.1], dtype=torch.float32)
     assert grpo_advantages(rewards, [0, 0, 0], eps=0.0).tolist() == [0.0, 0.0, 0.0]
     assert whitened_advantages(rewards).tolist() == [0.0, 0.0, 0.0]

@@ -1,4 +1,5 @@
-"""Corrections are frozen, keep the three choices apart, refuse nonsense with a reason, and never read a range from a string."""
+"""Corrections are frozen, keep the three choices apart, refuse nonsense with a reason, and never read a range from a
+string."""
 
 from __future__ import annotations
 
@@ -81,12 +82,18 @@ TOKEN = Weights(upper=2.0)
         (lambda: Penalty(coefficient=1.0, clamp=0.0), "Penalty.clamp: 0.0 must be"),
         (lambda: Penalty(coefficient=1.0, ceiling=-1.0), "Penalty.ceiling: -1.0 must be"),
         (lambda: Correction.from_verl({"rollout_rs": "seq_mean_k1"}), "rollout_rs_threshold: missing"),
-        (lambda: Correction.from_verl({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}), "no option 'seq_max_k1'"),
+        (
+            lambda: Correction.from_verl({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}),
+            "no option 'seq_max_k1'",
+        ),
         (lambda: Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": True}), "not a number"),
         (lambda: Correction.from_verl({"rolout_is": "token"}), "unknown keys rolout_is"),
         (lambda: Correction.from_miles({"use_rollout_logprobs": True, "use_tis": True}), "exclude each other"),
         (lambda: Correction.from_skyrl({"token_mask_is_threshold_low": 0.5}), "go together"),
-        (lambda: Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": {"metric": "kl_k9"}}), "unknown metric"),
+        (
+            lambda: Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": {"metric": "kl_k9"}}),
+            "unknown metric",
+        ),
     ],
 )
 def test_nonsense_is_refused_with_a_reason(make: Any, words: str) -> None:
@@ -104,7 +111,9 @@ def test_files_and_sub_packages_import_in_one_direction() -> None:
         nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
         inner = [node for node in nodes if (node.module or "").startswith("tokentrue.mismatch.")]
         modules = {(node.module or "").removeprefix("tokentrue.mismatch.") for node in inner}
-        modules |= {f"{node.module}.{alias.name}".removeprefix("tokentrue.mismatch.") for node in inner for alias in node.names}
+        modules |= {
+            f"{node.module}.{alias.name}".removeprefix("tokentrue.mismatch.") for node in inner for alias in node.names
+        }
         files[name] = {module for module in modules if (package / module.replace(".", "/")).with_suffix(".py").exists()}
         folder = name.partition(".")[0]
         folders.setdefault(folder, set()).update({module.partition(".")[0] for module in files[name]} - {folder})

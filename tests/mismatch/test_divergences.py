@@ -1,5 +1,5 @@
-"""Where the frameworks are known to differ from each other, from their own words, or from arithmetic: one test a row of the table in
-docs/mismatch.md, with the peer's behaviour and ours beside it.
+"""Where the frameworks are known to differ from each other, from their own words, or from arithmetic: one test a row of
+the table in docs/mismatch.md, with the peer's behaviour and ours beside it.
 
 verl's behaviour is its own code's; Miles', AReaL's and SkyRL's is that of the written-out formulas.
 """
@@ -20,7 +20,18 @@ from tests.mismatch import formulas
 from tests.mismatch.batches import make
 from tests.mismatch.test_losses import HELPER, SKYRL
 from tokentrue.errors import ConfigError
-from tokentrue.mismatch import PRESETS, Correction, LossConfig, Normalise, Reject, Veto, Weights, correct, diagnose, policy_loss
+from tokentrue.mismatch import (
+    PRESETS,
+    Correction,
+    LossConfig,
+    Normalise,
+    Reject,
+    Veto,
+    Weights,
+    correct,
+    diagnose,
+    policy_loss,
+)
 from tokentrue.mismatch.estimators import k3
 
 D = torch.float64
@@ -66,10 +77,15 @@ def test_row_02_k3_of_areal_is_of_the_inverse_ratio_and_its_k1_has_the_other_sig
     _, _, metrics = verl_correction(verl, delta, zeros, mask, rollout_rs="token_k3", rollout_rs_threshold=2.0)
     assert metrics["rollout_corr/rollout_rs_token_k3_max"] == pytest.approx(4.389, abs=1e-3)
     given = {"use_decoupled_loss": True, "rejection_sampling": rule}
-    assert kept_by(delta, Correction.from_areal(given, faithful=True)).all() and not kept_by(delta, Correction.from_areal(given)).any()
+    assert (
+        kept_by(delta, Correction.from_areal(given, faithful=True)).all()
+        and not kept_by(delta, Correction.from_areal(given)).any()
+    )
     k1 = {"use_decoupled_loss": True, "rejection_sampling": rule | {"metric": "kl_k1", "upper": 1.0}}
     assert not kept_by(delta, Correction.from_areal(k1)).any()  # log r = 2 is above 1 in AReaL's words and code
-    assert kept_by(delta, Correction(reject=(Reject(estimator="k1", aggregate="token", upper=1.0),))).all()  # ours is -log r, as verl's
+    assert kept_by(
+        delta, Correction(reject=(Reject(estimator="k1", aggregate="token", upper=1.0),))
+    ).all()  # ours is -log r, as verl's
 
 
 def test_row_03_a_bound_on_k1_in_kl_units_cannot_be_said_in_verl(verl: SimpleNamespace) -> None:
@@ -128,14 +144,18 @@ def test_row_07_normalising_one_sequence_cancels_the_correction(verl: SimpleName
     delta, zeros, mask = ratios([1.2, 1.1])
     options = {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True}
     proto, _, _ = verl_correction(verl, delta, zeros, mask, **options)
-    of_miles, _ = formulas.miles(delta, zeros, mask, **(HELPER | {"tis_level": "sequence", "tis_batch_normalize": True}))
+    of_miles, _ = formulas.miles(
+        delta, zeros, mask, **(HELPER | {"tis_level": "sequence", "tis_batch_normalize": True})
+    )
     torch.testing.assert_close(proto.batch["rollout_is_weights"], torch.ones_like(delta))
     torch.testing.assert_close(of_miles, torch.ones_like(delta))
     with pytest.warns(UserWarning, match="the correction is cancelled; use scope='step'"):
         correct(delta, zeros, mask, Correction.from_verl(options))
     step = Correction(weights=Weights(level="sequence", upper=2.0, normalise=Normalise(scope="step", level="sequence")))
     out = correct(delta, zeros, mask, step)
-    assert out.pending and out.normalised(1.32 + 0.68, 2).weights[0, 0] == pytest.approx(1.32)  # over the step's mean, which is 1
+    assert out.pending and out.normalised(1.32 + 0.68, 2).weights[0, 0] == pytest.approx(
+        1.32
+    )  # over the step's mean, which is 1
 
 
 def test_row_08_miles_counts_empty_sequences_in_the_mean(verl: SimpleNamespace) -> None:
@@ -148,7 +168,9 @@ def test_row_08_miles_counts_empty_sequences_in_the_mean(verl: SimpleNamespace) 
     proto, _, _ = verl_correction(verl, delta, zeros, mask, **options)
     assert float(proto.batch["rollout_is_weights"][0, 0]) == pytest.approx(1.0)
     with pytest.warns(UserWarning, match="cancelled"):
-        ours, faithful = (correct(delta, zeros, mask, Correction.from_miles(config, faithful=how)) for how in (False, True))
+        ours, faithful = (
+            correct(delta, zeros, mask, Correction.from_miles(config, faithful=how)) for how in (False, True)
+        )
     assert float(ours.weights[0, 0]) == pytest.approx(1.0) and float(faithful.weights[0, 0]) == pytest.approx(2.0)
 
 
@@ -161,7 +183,8 @@ def test_row_09_geometric_normalisation_raises_in_miles() -> None:
 
 
 def test_row_10_the_veto_of_miles_is_on_the_ratio_and_inside_use_rs() -> None:
-    """Its words: any token of probability below the threshold, on its own. A likely token with a tiny ratio tells them apart."""
+    """Its words: any token of probability below the threshold, on its own. A likely token with a tiny ratio tells them
+    apart."""
     trainer = torch.tensor([[-8.0, -0.1], [-0.1, -0.1]], dtype=D)
     rollout = torch.tensor([[-8.0, -0.1], [-0.1, -0.1]], dtype=D)
     config = HELPER | {"use_rs": False, "rs_veto_threshold": 1e-3}
@@ -179,14 +202,27 @@ def test_row_11_verl_clamps_each_token_before_it_sums(verl: SimpleNamespace) -> 
     zeros, mask = torch.zeros_like(delta), torch.ones_like(delta)
     config = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
     assert verl_correction(verl, delta, zeros, mask, **config)[1].all()
-    of_miles = HELPER | {"rs_level": "sequence", "rs_lower_bound": 0.5, "rs_upper_bound": 2.0, "rs_veto_threshold": None}
+    of_miles = HELPER | {
+        "rs_level": "sequence",
+        "rs_lower_bound": 0.5,
+        "rs_upper_bound": 2.0,
+        "rs_veto_threshold": None,
+    }
     assert not formulas.miles(delta, zeros, mask, **of_miles)[1].any()
-    assert kept_by(delta, Correction.from_verl(config, faithful=True)).all() and not kept_by(delta, Correction.from_verl(config)).any()
+    assert (
+        kept_by(delta, Correction.from_verl(config, faithful=True)).all()
+        and not kept_by(delta, Correction.from_verl(config)).any()
+    )
 
 
 def test_row_12_normalisation_before_rejection_leaves_a_mean_other_than_one(verl: SimpleNamespace) -> None:
     delta, zeros, mask = ratios([1.1, 0.9, 2.0], [1.05, 1.0, 1.0])
-    options = {"rollout_is": "token", "rollout_is_threshold": 3.0, "rollout_rs": "token_k2", "rollout_rs_threshold": 0.02}
+    options = {
+        "rollout_is": "token",
+        "rollout_is_threshold": 3.0,
+        "rollout_rs": "token_k2",
+        "rollout_rs_threshold": 0.02,
+    }
     proto, kept, _ = verl_correction(verl, delta, zeros, mask, **options, rollout_is_batch_normalize=True)
     assert kept.tolist() == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
     assert float(proto.batch["rollout_is_weights"][kept.bool()].mean()) == pytest.approx(5.05 / 5 / (7.05 / 6))
@@ -235,7 +271,11 @@ def test_row_16_the_largest_ratio_is_reported_after_truncation_in_verl(verl: Sim
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
     found = diagnose(delta, zeros, mask, correction=Correction.from_verl(options))
     assert found["ratio/applied_range/max"] == pytest.approx(2.0) and math.exp(found["delta/max"]) == pytest.approx(9.0)
-    assert found["tail/raw/above_5"] == 0.25 and found["tail/applied/above_5"] == 0.0 and found["fraction/weights_above"] == 0.25
+    assert (
+        found["tail/raw/above_5"] == 0.25
+        and found["tail/applied/above_5"] == 0.0
+        and found["fraction/weights_above"] == 0.25
+    )
 
 
 def test_row_17_padding_makes_the_smallest_ratio_zero_in_skyrl() -> None:
@@ -250,7 +290,11 @@ def test_row_17_padding_makes_the_smallest_ratio_zero_in_skyrl() -> None:
 
 def test_row_18_the_stages_of_skyrl_rescue_a_row_that_one_look_rejects() -> None:
     delta = torch.tensor([[0.0, 0.0, 3.0, 0.0]], dtype=D)
-    given = SKYRL | {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0, "sequence_mask_metric": "geometric"}
+    given = SKYRL | {
+        "token_mask_is_threshold_low": 0.5,
+        "token_mask_is_threshold_high": 2.0,
+        "sequence_mask_metric": "geometric",
+    }
     given |= {"geo_mask_low": 0.99, "geo_mask_high": 1.01}
     _, peer = formulas.skyrl(delta, torch.zeros_like(delta), torch.ones_like(delta), **given)
     staged = Correction.from_skyrl(given)
@@ -261,7 +305,9 @@ def test_row_18_the_stages_of_skyrl_rescue_a_row_that_one_look_rejects() -> None
 def test_row_19_empty_rows_count_as_perplexity_one_in_verl(verl: SimpleNamespace) -> None:
     trainer = torch.full((2, 3), -2.0, dtype=D)
     mask = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-    assert verl.helper.compute_offpolicy_metrics(trainer, trainer, mask)["training_ppl"] == pytest.approx((math.exp(2) + 1) / 2)  # 4.19
+    assert verl.helper.compute_offpolicy_metrics(trainer, trainer, mask)["training_ppl"] == pytest.approx(
+        (math.exp(2) + 1) / 2
+    )  # 4.19
     assert diagnose(trainer, trainer, mask)["ppl/trainer"] == pytest.approx(math.exp(2))  # 7.39
 
 
@@ -272,10 +318,17 @@ def test_row_20_one_name_two_reductions(verl: SimpleNamespace) -> None:
     zeros = torch.zeros_like(delta)
     by_token = verl.helper.compute_offpolicy_metrics(torch.where(mask.bool(), delta, 0.0), zeros, mask)
     each = [row[m.bool()] for row, m in zip(delta, mask, strict=True)]
-    by_sample = {"k1": sum(float(-row.mean()) for row in each) / 2, "k3": sum(float((row.exp() - 1 - row).mean()) for row in each) / 2}
+    by_sample = {
+        "k1": sum(float(-row.mean()) for row in each) / 2,
+        "k3": sum(float((row.exp() - 1 - row).mean()) for row in each) / 2,
+    }
     found = diagnose(delta, zeros, mask)
-    assert found["corr/k1"] == pytest.approx(by_token["kl"], rel=1e-6) and found["corr/k3"] == pytest.approx(by_token["k3_kl"], rel=1e-6)
-    assert found["corr/k1_rows"] == pytest.approx(by_sample["k1"]) and found["corr/k3_rows"] == pytest.approx(by_sample["k3"])
+    assert found["corr/k1"] == pytest.approx(by_token["kl"], rel=1e-6) and found["corr/k3"] == pytest.approx(
+        by_token["k3_kl"], rel=1e-6
+    )
+    assert found["corr/k1_rows"] == pytest.approx(by_sample["k1"]) and found["corr/k3_rows"] == pytest.approx(
+        by_sample["k3"]
+    )
     assert abs(found["corr/k1"] - found["corr/k1_rows"]) > 0.1
 
 
@@ -295,7 +348,9 @@ def test_row_22_decoupled_areal_without_rejection_corrects_nothing() -> None:
     assert config.weights is None and config.denominator == "trainer" and "no behaviour weight" in config.notes[0]
     batch = make(3)
     losses = [
-        policy_loss(batch.current, batch.trainer, rollout, batch.advantages, batch.mask, LossConfig(correction=config))[0]
+        policy_loss(batch.current, batch.trainer, rollout, batch.advantages, batch.mask, LossConfig(correction=config))[
+            0
+        ]
         for rollout in (batch.rollout, batch.rollout - 5)
     ]
     assert torch.equal(*losses)  # whatever the rollout said
@@ -309,7 +364,8 @@ def test_the_page_lists_every_row() -> None:
 
 
 def test_row_23_a_test_that_returns_its_verdict_cannot_fail() -> None:
-    """One of verl's does. Ours assert: no test of this folder returns a value, and pytest takes one that does for an error."""
+    """One of verl's does. Ours assert: no test of this folder returns a value, and pytest takes one that does for an
+    error."""
     for file in Path(__file__).parent.glob("test_*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):

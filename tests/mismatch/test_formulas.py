@@ -1,4 +1,5 @@
-"""Miles, AReaL, SkyRL and prime-rl, from their written-out formulas, on 1,000 random batches each; and where code departs from words."""
+"""Miles, AReaL, SkyRL and prime-rl, from their written-out formulas, on 1,000 random batches each; and where code
+departs from words."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ def test_miles_on_a_thousand_batches() -> None:
     options = itertools.cycle(itertools.product(levels, levels, ("truncate", "clip", "mask"), (False, True)))
     for seed, (tis, rs, mode, normalise) in zip(range(BATCHES), options, strict=False):
         batch = make(seed)
-        config = MILES | {"tis_level": tis, "rs_level": rs, "tis_mode": mode, "rs_lower_bound": 0.8, "rs_upper_bound": 1.4}
+        config = MILES | {
+            "tis_level": tis,
+            "rs_level": rs,
+            "tis_mode": mode,
+            "rs_lower_bound": 0.8,
+            "rs_upper_bound": 1.4,
+        }
         config["tis_batch_normalize"] = normalise and tis != "geometric"
         want, mask = formulas.miles(batch.trainer, batch.rollout, batch.float_mask, **config)
         mine = correct(batch.trainer, batch.rollout, batch.mask, Correction.from_miles(config, faithful=True))
@@ -69,9 +76,12 @@ def test_areal_clamp_is_truncated_importance_sampling() -> None:
 
 
 def test_areal_defaults_and_keys_are_those_of_its_dataclass() -> None:
-    """Sequence level aggregates by the mean unless told otherwise; the rest of the actor's section may be there, typos may not."""
+    """Sequence level aggregates by the mean unless told otherwise; the rest of the actor's section may be there, typos
+    may not."""
     rule = {"level": "sequence"}
-    config = Correction.from_areal({"use_decoupled_loss": True, "eps_clip": 0.2, "c_clip": None, "rejection_sampling": rule})
+    config = Correction.from_areal(
+        {"use_decoupled_loss": True, "eps_clip": 0.2, "c_clip": None, "rejection_sampling": rule}
+    )
     assert config.reject[0].aggregate == "geometric" and config.reject[0].upper == 5.0
     assert config.weights is not None and config.weights.level == "geometric" and config.weights.mode == "raw"
     with pytest.raises(ConfigError, match="did you mean use_decoupled_loss"):
@@ -94,7 +104,9 @@ def test_miles_correction_function_is_chosen_by_its_path() -> None:
     base = {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0}
     weights = Correction.from_miles(base).weights
     assert weights is not None and (weights.mode, weights.lower, weights.upper) == ("truncate", None, 2.0)
-    icepop = Correction.from_miles(base | {"tis_clip_low": 0.5, "custom_tis_function_path": "miles.corrections.icepop_function"}).weights
+    icepop = Correction.from_miles(
+        base | {"tis_clip_low": 0.5, "custom_tis_function_path": "miles.corrections.icepop_function"}
+    ).weights
     assert icepop is not None and (icepop.mode, icepop.lower) == ("mask", 0.5)
     helper = Correction.from_miles(base | {"custom_tis_function_path": "examples.mis.compute_mis_weights_with_cp"})
     assert helper.reject and helper.weights is not None and helper.weights.normalise is not None

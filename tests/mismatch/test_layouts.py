@@ -22,7 +22,8 @@ def flat(values: object) -> Tensor:
 
 
 def layouts(batch: Batch, seed: int) -> dict[str, dict[str, object]]:
-    """The same valid tokens: padded with NaN around them, packed with rows' own widths, and lists without any padding."""
+    """The same valid tokens: padded with NaN around them, packed with rows' own widths, and lists without any
+    padding."""
     rows = batch.mask.shape[0]
     junk = torch.full((rows, 5), torch.nan, dtype=batch.trainer.dtype)
 
@@ -51,12 +52,19 @@ def test_three_layouts_give_the_same_bits(preset: str, dtype: torch.dtype) -> No
         batch = _cast(make(seed), dtype)
         found = {}
         for kind, given in layouts(batch, seed).items():
-            rest = {"cu_seqlens": given.get("cu_seqlens"), "logprobs": given["current"], "advantages": given["advantages"]}
+            rest = {
+                "cu_seqlens": given.get("cu_seqlens"),
+                "logprobs": given["current"],
+                "advantages": given["advantages"],
+            }
             out = correct(given["trainer"], given["rollout"], given["mask"], PRESETS[preset], **rest)  # type: ignore[arg-type]
             diagnosis = diagnose(given["trainer"], given["rollout"], given["mask"], correction=PRESETS[preset], **rest)  # type: ignore[arg-type]
             mask = flat(given["mask"]).bool() if given["mask"] is not None else torch.ones_like(flat(out.mask))
             kept = (flat(out.weights)[mask], flat(out.mask)[mask], out.metrics, diagnosis)
-            assert torch.equal(flat(diagnosis.corrected.weights), flat(out.weights)) and diagnosis.corrected.metrics == out.metrics  # type: ignore[union-attr]
+            assert (
+                torch.equal(flat(diagnosis.corrected.weights), flat(out.weights))
+                and diagnosis.corrected.metrics == out.metrics
+            )  # type: ignore[union-attr]
             assert not flat(out.weights)[~mask].any() and not flat(out.mask)[~mask].any()
             found[kind] = kept
         for kind in ("packed", "rows"):
@@ -79,8 +87,13 @@ def test_long_rows_too(width: int, holes: bool) -> None:
     rows = [[values[m] for values, m in zip(batch, mask, strict=True)] for batch in (trainer, rollout)]
     lists = diagnose(*rows, correction=PRESETS["decoupled_k3_rs_token_tis"])
     assert lists == padded and padded.corrected is not None and lists.corrected is not None
-    assert torch.equal(flat(lists.corrected.weights), padded.corrected.weights[mask]) and not padded.corrected.weights[~mask].any()
-    assert torch.equal(flat(lists.corrected.mask), padded.corrected.mask[mask]) and not padded.corrected.mask[~mask].any()
+    assert (
+        torch.equal(flat(lists.corrected.weights), padded.corrected.weights[mask])
+        and not padded.corrected.weights[~mask].any()
+    )
+    assert (
+        torch.equal(flat(lists.corrected.mask), padded.corrected.mask[mask]) and not padded.corrected.mask[~mask].any()
+    )
     assert padded["delta/abs_mean"] == pytest.approx(float((trainer - rollout)[mask].double().abs().mean()), rel=1e-6)
 
 
@@ -92,7 +105,9 @@ def test_losses_agree_across_layouts(name: str) -> None:
         found = {}
         for kind, given in layouts(batch, seed).items():
             current = given["current"]
-            leaves = current.requires_grad_() if isinstance(current, Tensor) else [row.requires_grad_() for row in current]  # type: ignore[union-attr]
+            leaves = (
+                current.requires_grad_() if isinstance(current, Tensor) else [row.requires_grad_() for row in current]
+            )  # type: ignore[union-attr]
             loss, _ = policy_loss(
                 leaves,
                 given["trainer"],
@@ -120,7 +135,9 @@ def test_bfloat16_is_upcast_before_the_subtraction() -> None:
     wide = _cast(batch, torch.float32)
     mine = correct(batch.trainer, batch.rollout, batch.mask, PRESETS["decoupled_token_is"])
     assert mine.weights.dtype == torch.float32
-    assert torch.equal(mine.weights, correct(wide.trainer, wide.rollout, wide.mask, PRESETS["decoupled_token_is"]).weights)
+    assert torch.equal(
+        mine.weights, correct(wide.trainer, wide.rollout, wide.mask, PRESETS["decoupled_token_is"]).weights
+    )
     assert diagnose(batch.trainer, batch.rollout, batch.mask) == diagnose(wide.trainer, wide.rollout, wide.mask)
 
 
@@ -142,7 +159,9 @@ def test_empty_and_one_token_rows(preset: str, mask: list[list[int]]) -> None:
     trainer[given.bool()] = -1.0
     current = trainer.clone().requires_grad_()
     out = correct(trainer, trainer, given, PRESETS[preset], logprobs=current, advantages=torch.ones(2, 2))
-    loss, metrics = policy_loss(current, trainer, trainer, torch.ones(2, 2), given, LossConfig(correction=PRESETS[preset]))
+    loss, metrics = policy_loss(
+        current, trainer, trainer, torch.ones(2, 2), given, LossConfig(correction=PRESETS[preset])
+    )
     (grad,) = torch.autograd.grad(loss, current)
     assert torch.isfinite(loss) and torch.isfinite(grad).all() and all(v == v for v in metrics.values())
     assert out.weights.tolist() == given.float().tolist()
@@ -151,7 +170,8 @@ def test_empty_and_one_token_rows(preset: str, mask: list[list[int]]) -> None:
 
 
 def test_sums_by_pairs_depend_on_nothing_but_their_row() -> None:
-    """What a GPU sums with: every row alone, among others, and beside longer ones has the same bits, and those are right."""
+    """What a GPU sums with: every row alone, among others, and beside longer ones has the same bits, and those are
+    right."""
     generator = torch.Generator().manual_seed(0)
     sizes = [0, 1, 2, 3, 7, 64, 0, 33]
     values = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
@@ -162,7 +182,9 @@ def test_sums_by_pairs_depend_on_nothing_but_their_row() -> None:
     want = torch.tensor([math.fsum(part.tolist()) for part in parts], dtype=torch.float64)
     torch.testing.assert_close(whole, want, rtol=1e-13, atol=1e-13)
     nothing = sum_padded_rows(torch.zeros(0, requires_grad=True), torch.zeros(2, dtype=torch.long))
-    assert nothing.tolist() == [0.0, 0.0] and nothing.requires_grad  # a batch that is masked altogether has a gradient, of zeros
+    assert (
+        nothing.tolist() == [0.0, 0.0] and nothing.requires_grad
+    )  # a batch that is masked altogether has a gradient, of zeros
 
 
 def test_no_rows_at_all() -> None:
@@ -202,7 +224,10 @@ def test_non_finite_tokens_are_refused_or_handled_as_said() -> None:
     rollout[0, 1] = -torch.inf
     with pytest.raises(InputError, match=r"1 valid tokens.*row 0.*non_finite"):
         correct(trainer, rollout)
-    kept = {how: correct(trainer, rollout, None, Correction(non_finite=how)).mask.tolist() for how in ("unit", "token", "sequence")}  # type: ignore[arg-type]
+    kept = {
+        how: correct(trainer, rollout, None, Correction(non_finite=how)).mask.tolist()
+        for how in ("unit", "token", "sequence")
+    }  # type: ignore[arg-type]
     assert kept["unit"] == [[True] * 3] * 2
     assert kept["token"] == [[True, False, True], [True] * 3]
     assert kept["sequence"] == [[False] * 3, [True] * 3]
@@ -242,7 +267,9 @@ def test_moments_of_small_ratios_do_not_cancel(centre: float) -> None:
     rollout = torch.full((4, 300), -1.0, dtype=torch.float64)
     delta = centre + 0.3 * torch.randn(4, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found, ratio = diagnose(rollout + delta, rollout).metrics, delta.exp()
-    assert found["ratio/raw/ess"] == pytest.approx(float(ratio.sum() ** 2 / (ratio.numel() * (ratio * ratio).sum())), rel=1e-12)
+    assert found["ratio/raw/ess"] == pytest.approx(
+        float(ratio.sum() ** 2 / (ratio.numel() * (ratio * ratio).sum())), rel=1e-12
+    )
     assert found["ratio/raw/std"] == pytest.approx(float(ratio.std(unbiased=False)), rel=1e-10)
     assert found["chi2/token"] == pytest.approx(float((ratio * ratio - 1).mean()), rel=1e-12)
     halves = [diagnose(rollout[rows] + delta[rows], rollout[rows]).metrics for rows in (slice(0, 1), slice(1, 4))]

@@ -1,4 +1,5 @@
-"""Losses and gradients of Miles, slime, AReaL and SkyRL, from their written-out formulas, on 1,000 random batches each, to 1e-6."""
+"""Losses and gradients of Miles, slime, AReaL and SkyRL, from their written-out formulas, on 1,000 random batches each,
+to 1e-6."""
 
 from __future__ import annotations
 
@@ -38,14 +39,20 @@ HELPER: dict[str, Any] = {
 
 
 def test_miles_helper_losses_on_a_thousand_batches() -> None:
-    """Every level and mode of weights, every level of rejection, with and without normalisation, dual clip, GSPO, unbiased KL."""
+    """Every level and mode of weights, every level of rejection, with and without normalisation, dual clip, GSPO,
+    unbiased KL."""
     levels = ("token", "sequence", "geometric")
     shapes = ({}, {"dual": 3.0}, {"gspo": True}, {"kl": 0.05}, {"per_token": True})
     choices = itertools.cycle(itertools.product(levels, levels, ("truncate", "clip", "mask"), (False, True), shapes))
     moved = 0
     for seed, (tis, rs, mode, normalise, shape) in zip(range(BATCHES), choices, strict=False):
         batch = make(seed)
-        helper = HELPER | {"tis_level": tis, "rs_level": rs, "tis_mode": mode, "tis_batch_normalize": normalise and tis != "geometric"}
+        helper = HELPER | {
+            "tis_level": tis,
+            "rs_level": rs,
+            "tis_mode": mode,
+            "tis_batch_normalize": normalise and tis != "geometric",
+        }
         correction = Correction.from_miles(helper, faithful=True)
         moved += _miles(batch, correction, helper=helper, low=0.2, high=0.28, **shape)
     assert moved > 500
@@ -67,8 +74,16 @@ def test_miles_and_slime_built_in_losses_on_a_thousand_batches() -> None:
         if "opsm" in shape:
             args |= {"use_opsm": True, "opsm_delta": shape["opsm"]}
         batch = make(seed)
-        near = Batch(**{n: getattr(batch, n) for n in ("trainer", "current", "advantages", "mask")}, rollout=_near(batch))
-        moved += _miles(near if "bypass" in shape else batch, Correction.from_miles(args, faithful=True), low=0.2, high=0.28, **shape)
+        near = Batch(
+            **{n: getattr(batch, n) for n in ("trainer", "current", "advantages", "mask")}, rollout=_near(batch)
+        )
+        moved += _miles(
+            near if "bypass" in shape else batch,
+            Correction.from_miles(args, faithful=True),
+            low=0.2,
+            high=0.28,
+            **shape,
+        )
     assert moved > 800
 
 
@@ -87,7 +102,9 @@ def _miles(batch: Batch, correction: Correction, **o: Any) -> bool:
     )  # fmt: skip
 
     def oracle(current: Tensor) -> Tensor:
-        return loss_formulas.miles(current, batch.trainer, batch.rollout, batch.advantages, batch.float_mask, reference, **o)
+        return loss_formulas.miles(
+            current, batch.trainer, batch.rollout, batch.advantages, batch.float_mask, reference, **o
+        )
 
     return compare(batch, oracle, config, num_rows=1, reference_logprobs=reference)
 
@@ -96,7 +113,14 @@ def test_areal_losses_on_a_thousand_batches() -> None:
     """Every metric, level, aggregate and action; plain recompute and bypass PPO; dual clip."""
     metrics = (("ratio", 1.5, 0.4), ("kl_k1", 0.5, -0.6), ("kl_k2", 0.4, None), ("kl_k3", 0.4, None))
     rules: list[dict[str, Any] | None] = [
-        {"level": level, "action": "mask", "metric": metric, "agg": agg, "upper": upper, "lower": None if agg == "max" else lower}
+        {
+            "level": level,
+            "action": "mask",
+            "metric": metric,
+            "agg": agg,
+            "upper": upper,
+            "lower": None if agg == "max" else lower,
+        }
         for (metric, upper, lower), (level, agg) in itertools.product(
             metrics, (("token", "mean"), ("sequence", "sum"), ("sequence", "mean"), ("sequence", "max"))
         )
@@ -110,17 +134,22 @@ def test_areal_losses_on_a_thousand_batches() -> None:
     for seed, (rule, dual) in zip(range(BATCHES), itertools.cycle(itertools.product(rules, (None, 3.0))), strict=False):
         batch = make(seed)
         given = {"use_decoupled_loss": True, "rejection_sampling": rule}
-        config = LossConfig(correction=Correction.from_areal(given, faithful=True), clip_low=0.2, clip_high=0.3, dual_clip=dual)
+        config = LossConfig(
+            correction=Correction.from_areal(given, faithful=True), clip_low=0.2, clip_high=0.3, dual_clip=dual
+        )
         moved += _areal(batch, config, rule=rule, dual=dual, low=0.2, high=0.3)
     assert moved > 500
 
 
 def test_areal_bypass_and_sequence_ratios() -> None:
-    """Without the decoupled loss the rollout is the denominator. GSPO agrees where a row has one advantage and goes or stays whole."""
+    """Without the decoupled loss the rollout is the denominator. GSPO agrees where a row has one advantage and goes or
+    stays whole."""
     rule = {"level": "sequence", "action": "mask", "metric": "kl_k2", "agg": "mean", "upper": 0.4, "lower": None}
     for seed in range(300):
         batch = make(seed, sequence_advantages=True)
-        near = Batch(**{n: getattr(batch, n) for n in ("trainer", "current", "advantages", "mask")}, rollout=_near(batch))
+        near = Batch(
+            **{n: getattr(batch, n) for n in ("trainer", "current", "advantages", "mask")}, rollout=_near(batch)
+        )
         _areal(near, LossConfig(correction=Correction.from_areal({})), low=0.2, high=0.2, decoupled=False)
         correction = Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": rule}, faithful=True)
         config = LossConfig(correction=correction, surrogate="gspo", gspo_gradient="sequence")
@@ -166,7 +195,8 @@ def test_skyrl_losses_on_a_thousand_batches() -> None:
 
 
 def test_skyrl_losses_anchored_on_the_rollout_on_a_thousand_batches() -> None:
-    """CISPO on the rollout, DPPO, and its `rollout_is`, which here is REINFORCE with IcePop weights of current ÷ rollout."""
+    """CISPO on the rollout, DPPO, and its `rollout_is`, which here is REINFORCE with IcePop weights of current ÷
+    rollout."""
     calibrated = Weights(mode="mask", lower=0.7, upper=1.4, signal="ppo_rollout")
     kinds: tuple[tuple[dict[str, Any], Correction], ...] = (
         ({"kind": "cispo", "anchor": "rollout"}, Correction(denominator="rollout", surrogate="cispo")),
@@ -174,7 +204,9 @@ def test_skyrl_losses_anchored_on_the_rollout_on_a_thousand_batches() -> None:
         ({"kind": "rollout_is"}, Correction(denominator="rollout", surrogate="reinforce", weights=calibrated)),
     )
     moved = 0
-    for seed, ((kind, correction), reduction) in zip(range(BATCHES), itertools.cycle(itertools.product(kinds, REDUCTIONS)), strict=False):
+    for seed, ((kind, correction), reduction) in zip(
+        range(BATCHES), itertools.cycle(itertools.product(kinds, REDUCTIONS)), strict=False
+    ):
         batch = make(seed)
         near = Batch(**{n: getattr(batch, n) for n in ("trainer", "advantages", "mask")}, rollout=_near(batch),
                      current=(_near(batch) + (batch.current - batch.trainer)).clamp(max=0))  # fmt: skip
@@ -182,8 +214,16 @@ def test_skyrl_losses_anchored_on_the_rollout_on_a_thousand_batches() -> None:
     assert moved > 800
 
 
-def _skyrl(batch: Batch, given: dict[str, Any], correction: Correction, reduction: tuple[str, dict[str, Any]], **o: Any) -> bool:
-    surrogate = {"regular": "ppo", "dual_clip": "ppo", "gspo": "gspo", "dppo": "dppo_tv", "rollout_is": "reinforce"}.get(o["kind"], "cispo")
+def _skyrl(
+    batch: Batch, given: dict[str, Any], correction: Correction, reduction: tuple[str, dict[str, Any]], **o: Any
+) -> bool:
+    surrogate = {
+        "regular": "ppo",
+        "dual_clip": "ppo",
+        "gspo": "gspo",
+        "dppo": "dppo_tv",
+        "rollout_is": "reinforce",
+    }.get(o["kind"], "cispo")
     bounds = {} if o["kind"] == "rollout_is" else {"clip_low": o["low"], "clip_high": o["high"]}
     config = LossConfig(correction=correction, surrogate=surrogate, dual_clip=o.get("dual"), **bounds, **reduction[1])  # type: ignore[arg-type]
 

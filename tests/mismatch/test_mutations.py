@@ -52,7 +52,8 @@ def near(a: Any, b: Any, tolerance: float = 1e-9) -> None:
 
 
 def probe(m: Any) -> None:
-    """Expectations written out by hand or by plain torch on the flat tokens; nothing here is taken from the code under test."""
+    """Expectations written out by hand or by plain torch on the flat tokens; nothing here is taken from the code under
+    test."""
     delta = torch.tensor([[0.7, -0.4, 0.1, 5.0], [-0.2, 0.3, 99.0, 99.0], [-3.0, 99.0, 99.0, 99.0]], dtype=D)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
     zeros = torch.where(mask, 0.0, torch.nan).to(D)
@@ -66,17 +67,40 @@ def probe(m: Any) -> None:
 
     near(weights(upper=2.0)[mask], flat.exp().clamp(max=2.0))
     near(weights(mode="clip", lower=0.5, upper=2.0)[mask], flat.exp().clamp(0.5, 2.0))
-    near(weights(mode="mask", lower=0.5, upper=2.0)[mask], torch.where((flat.exp() >= 0.5) & (flat.exp() <= 2.0), flat.exp(), 0.0))
+    near(
+        weights(mode="mask", lower=0.5, upper=2.0)[mask],
+        torch.where((flat.exp() >= 0.5) & (flat.exp() <= 2.0), flat.exp(), 0.0),
+    )
     near(weights(level="sequence", mode="raw")[:, 0], torch.tensor([5.4, 0.1, -3.0], dtype=D).exp())
     near(weights(level="geometric", mode="raw")[:, 0], torch.tensor([1.35, 0.05, -3.0], dtype=D).exp())
     assert not weights(upper=2.0)[~mask].any()
     inner = [True, True, False, False]
-    assert kept(estimator="ratio", aggregate="token", lower=0.5, upper=2.1) == [[True, True, True, False], inner, [False] * 4]
+    assert kept(estimator="ratio", aggregate="token", lower=0.5, upper=2.1) == [
+        [True, True, True, False],
+        inner,
+        [False] * 4,
+    ]
     assert kept(estimator="k1", aggregate="seq_sum", upper=0.0) == [[True] * 4, [True, True, False, False], [False] * 4]
-    assert kept(estimator="k1", aggregate="seq_sum", upper=0.0, inverse=True) == [[False] * 4, [False] * 4, [True, False, False, False]]
-    assert kept(estimator="k2", aggregate="seq_max", upper=0.06) == [[False] * 4, [True, True, False, False], [False] * 4]
-    assert kept(estimator="ratio", aggregate="geometric", lower=0.9, upper=1.1) == [[False] * 4, [True, True, False, False], [False] * 4]
-    assert kept(estimator="k3", aggregate="seq_mean", upper=2.1) == [[False] * 4, [True, True, False, False], [True, False, False, False]]
+    assert kept(estimator="k1", aggregate="seq_sum", upper=0.0, inverse=True) == [
+        [False] * 4,
+        [False] * 4,
+        [True, False, False, False],
+    ]
+    assert kept(estimator="k2", aggregate="seq_max", upper=0.06) == [
+        [False] * 4,
+        [True, True, False, False],
+        [False] * 4,
+    ]
+    assert kept(estimator="ratio", aggregate="geometric", lower=0.9, upper=1.1) == [
+        [False] * 4,
+        [True, True, False, False],
+        [False] * 4,
+    ]
+    assert kept(estimator="k3", aggregate="seq_mean", upper=2.1) == [
+        [False] * 4,
+        [True, True, False, False],
+        [True, False, False, False],
+    ]
 
     found = m.diagnose(delta, zeros, mask, advantages=torch.tensor([1.0, -1.0, 0.0], dtype=D))
     near(found["corr/k1"], -flat.mean())
@@ -99,7 +123,9 @@ def probe(m: Any) -> None:
     assert long["tokens"] == 512 and long.worst[0].tokens == 256
     rule = m.Reject(estimator="k3", aggregate="seq_mean", upper=1.0)
     fractions = m.correct(delta, zeros, mask, m.Correction(reject=(rule,))).metrics
-    assert fractions["fraction/corr_seq_mean_k3_tokens"] == 5 / 7 and fractions["fraction/corr_seq_mean_k3_rows"] == 2 / 3
+    assert (
+        fractions["fraction/corr_seq_mean_k3_tokens"] == 5 / 7 and fractions["fraction/corr_seq_mean_k3_rows"] == 2 / 3
+    )
     parts = ((slice(0, 1), ["row 0"]), (slice(1, 3), ["row 1", "row 2"]))
     halves = [m.diagnose(delta[s], zeros[s], mask[s], row_names=n) for s, n in parts]
     assert halves[0].merge(halves[1]).metrics == m.diagnose(delta, zeros, mask).metrics
@@ -108,7 +134,9 @@ def probe(m: Any) -> None:
     _probe_newer(m)
     near(m.grpo_advantages(torch.tensor([3.0, 1.0]), [0, 0], eps=0.0), [math.sqrt(0.5), -math.sqrt(0.5)], 1e-6)
     near(m.rloo_advantages(torch.tensor([3.0, 1.0, 2.0]), [0, 0, 0]), [1.5, -1.5, 0.0], 1e-6)
-    gae, _ = m.gae_advantages(torch.tensor([[0.0, 1.0]], dtype=D), torch.tensor([[0.5, 0.25]], dtype=D), gamma=0.5, lam=0.5)
+    gae, _ = m.gae_advantages(
+        torch.tensor([[0.0, 1.0]], dtype=D), torch.tensor([[0.5, 0.25]], dtype=D), gamma=0.5, lam=0.5
+    )
     near(gae, [[0.5 * 0.25 - 0.5 + 0.25 * 0.75, 0.75]])
 
 
@@ -146,10 +174,15 @@ def _probe_losses(m: Any) -> None:
     near(penalised, 2 * (x.exp() - 1 - x).mean())
     one = torch.tensor([[-1.0]], dtype=D, requires_grad=True)
     with_penalty = m.LossConfig(surrogate="reinforce", penalty=m.Penalty(coefficient=1.0))
-    value, _ = m.policy_loss(one, None, None, torch.zeros(1, 1), None, with_penalty, reference_logprobs=torch.tensor([[-0.5]], dtype=D))
+    value, _ = m.policy_loss(
+        one, None, None, torch.zeros(1, 1), None, with_penalty, reference_logprobs=torch.tensor([[-0.5]], dtype=D)
+    )
     near(torch.autograd.grad(value, one)[0], [[1 - math.exp(0.5)]])
-    # Weights of current ÷ rollout hold the current policy, and are constants all the same: the gradient is -w·A/n and no more.
-    weighed = m.Correction(denominator="rollout", surrogate="reinforce", weights=m.Weights(upper=3.0, signal="ppo_rollout"))
+    # Weights of current ÷ rollout hold the current policy, and are constants all the same: the gradient is -w·A/n and
+    # no more.
+    weighed = m.Correction(
+        denominator="rollout", surrogate="reinforce", weights=m.Weights(upper=3.0, signal="ppo_rollout")
+    )
     value, _ = m.policy_loss(current, old, old, a, None, weighed)
     near(torch.autograd.grad(value, current)[0][0], [-0.125, 0.25, -0.375, 0.75])
 
@@ -158,9 +191,16 @@ def _probe_newer(m: Any) -> None:
     delta = torch.tensor([[0.1, 0.5, 0.5, -0.9]], dtype=D)
     zeros, a = torch.zeros_like(delta), torch.tensor([[1.0, 1.0, 1.0, -1.0]], dtype=D)
     rule = m.SecondMoment(threshold=0.15, signal="corr")
-    assert m.correct(delta, zeros, None, m.Correction(second_moment=rule), advantages=a).mask.tolist() == [[True, False, False, False]]
-    near(m.correct(delta, zeros, None, m.Correction(weights=m.Weights(mode="raw", mix=0.25))).weights, 0.75 + 0.25 * delta.exp())
-    loss, _ = m.policy_loss(delta, zeros, None, a, None, m.loss_named("sapo", sapo=m.SapoTemperatures(negative=1.0), aggregate="token_sum"))
+    assert m.correct(delta, zeros, None, m.Correction(second_moment=rule), advantages=a).mask.tolist() == [
+        [True, False, False, False]
+    ]
+    near(
+        m.correct(delta, zeros, None, m.Correction(weights=m.Weights(mode="raw", mix=0.25))).weights,
+        0.75 + 0.25 * delta.exp(),
+    )
+    loss, _ = m.policy_loss(
+        delta, zeros, None, a, None, m.loss_named("sapo", sapo=m.SapoTemperatures(negative=1.0), aggregate="token_sum")
+    )
     near(loss, -(a * torch.sigmoid(delta.exp() - 1) * 4).sum())
     loss, _ = m.policy_loss(delta, None, zeros, a, None, m.loss_named("vespo", aggregate="token_sum"))
     w, positive = math.exp(0.2), delta[0, :3].sum()
@@ -190,7 +230,11 @@ MUTANTS = [
         "return self.clear_padding(_to_chunks(grid).index_select(0, self.picked).to(dtype))",
         "return _chunked(grid).index_select(0, self.picked).to(dtype)",
     ),
-    ("batch/chunks.py", "return self.valid & per_row.index_select", "return torch.ones_like(self.valid) & per_row.index_select"),
+    (
+        "batch/chunks.py",
+        "return self.valid & per_row.index_select",
+        "return torch.ones_like(self.valid) & per_row.index_select",
+    ),
     ("correction/judge.py", 'total / count if how.level == "geometric" else total', "total"),
     ("correction/judge.py", "raw.clamp(min=how.lower, max=how.upper)", "raw.clamp(min=how.lower, max=2 * how.upper)"),
     (
@@ -210,17 +254,29 @@ MUTANTS = [
     ("correction/judge.py", "        if rule.inverse:\n            log_ratio = -log_ratio\n", ""),
     ("correction/judge.py", 'return total if rule.aggregate == "seq_sum" else total / count', "return total"),
     ("correction/judge.py", ">= limits.drop_from", "> limits.drop_from"),
-    ("correction/judge.py", "return bounded * self.mix + (1 - self.mix), unmasked", "return bounded * self.mix, unmasked"),
+    (
+        "correction/judge.py",
+        "return bounded * self.mix + (1 - self.mix), unmasked",
+        "return bounded * self.mix, unmasked",
+    ),
     ("correction/whole_batch.py", "means = ordered.cumsum(0)", "means = ordered.cumsum(0) * 0"),
     ("correction/whole_batch.py", "(advantages < 0) & (log_ratio < 0)", "(advantages < 0) & (log_ratio > 0)"),
-    ("loss/surrogates.py", "torch.sigmoid(temperature * torch.expm1(t.log_ratio)) * 4", "torch.sigmoid(temperature * t.log_ratio) * 4"),
+    (
+        "loss/surrogates.py",
+        "torch.sigmoid(temperature * torch.expm1(t.log_ratio)) * 4",
+        "torch.sigmoid(temperature * t.log_ratio) * 4",
+    ),
     ("loss/surrogates.py", "k * log_w - steepness * torch.expm1(log_w)", "k * log_w - steepness * log_w"),
     ("updates.py", "rate * self.factor", "rate"),
     ("updates.py", "gain -= float", "gain += float"),
     ("diagnosis/sums.py", "total=second - exact_total([float(tokens)])", "total=second"),
     ("diagnosis/sums.py", "unit + 2 * one + two", "unit + one + two"),
     ("diagnosis/sums.py", 'unit + one + self.totals.get("small1", 0)', "unit + one"),
-    ("diagnosis/sums.py", 'gap = per_row["rollout"] - per_row["trainer"]', 'gap = per_row["trainer"] - per_row["rollout"]'),
+    (
+        "diagnosis/sums.py",
+        'gap = per_row["rollout"] - per_row["trainer"]',
+        'gap = per_row["trainer"] - per_row["rollout"]',
+    ),
     ("diagnosis/sums.py", "(advantages > 0, advantages < 0)", "(advantages < 0, advantages > 0)"),
     ("diagnosis/sums.py", "delta > edge if most > edge else 0", "delta > 2 * edge if most > edge else 0"),
     ("diagnosis/sums.py", "third / 6 + fourth / 24", "third / 5 + fourth / 24"),
@@ -233,13 +289,29 @@ MUTANTS = [
     ("loss/surrogates.py", "torch.where(t.advantages < 0, torch.minimum(loss, cap), loss)", "torch.minimum(loss, cap)"),
     ("loss/surrogates.py", "return -t.advantages * t.current, {}", "return -t.advantages * t.log_ratio.exp(), {}"),
     ("loss/surrogates.py", "ratio = t.log_ratio.detach().exp()\n    low", "ratio = t.log_ratio.exp()\n    low"),
-    ("loss/surrogates.py", "carrier = t.current - t.current.detach()", "carrier = t.current.detach() - t.current.detach()"),
-    ("loss/surrogates.py", "change > config.clip_high, change < -config.clip_low", "change < -config.clip_low, change > config.clip_high"),
-    ("loss/policy_loss.py", 'counted = rows.valid if config.correction.loss_counts == "original" else keep', "counted = rows.valid"),
+    (
+        "loss/surrogates.py",
+        "carrier = t.current - t.current.detach()",
+        "carrier = t.current.detach() - t.current.detach()",
+    ),
+    (
+        "loss/surrogates.py",
+        "change > config.clip_high, change < -config.clip_low",
+        "change < -config.clip_low, change > config.clip_high",
+    ),
+    (
+        "loss/policy_loss.py",
+        'counted = rows.valid if config.correction.loss_counts == "original" else keep',
+        "counted = rows.valid",
+    ),
     ("loss/policy_loss.py", "sums / float(self.config.fixed_length or 1)", "sums"),
     ("loss/policy_loss.py", "return config.penalty.coefficient * reduce(value, paid)", "return reduce(value, paid)"),
     ("advantages.py", "index, counts) / (counts - 1).clamp(min=1)).sqrt()", "index, counts) / counts).sqrt()"),
-    ("advantages.py", "_centre(values, index, counts) * (counts / (counts - 1).clamp(min=1))[index]", "_centre(values, index, counts)"),
+    (
+        "advantages.py",
+        "_centre(values, index, counts) * (counts / (counts - 1).clamp(min=1))[index]",
+        "_centre(values, index, counts)",
+    ),
     ("advantages.py", "carried = errors[t] + gamma * lam * carried", "carried = errors[t] + gamma * carried"),
 ]
 
@@ -250,9 +322,17 @@ def test_the_probe_holds_for_the_code_as_it_is() -> None:
 
 
 GUARDS = [  # any one of them keeps gradient out of weights; the mutant lacks all three
-    ("correction/correct.py", "    with torch.no_grad():\n        for rows in batch", "    if True:\n        for rows in batch"),
+    (
+        "correction/correct.py",
+        "    with torch.no_grad():\n        for rows in batch",
+        "    if True:\n        for rows in batch",
+    ),
     ("correction/signals.py", "rows.read(_detach(batch.current))", "rows.read(batch.current)"),
-    ("loss/policy_loss.py", "current.detach() if isinstance(current, Tensor) else [row.detach() for row in current]", "current"),
+    (
+        "loss/policy_loss.py",
+        "current.detach() if isinstance(current, Tensor) else [row.detach() for row in current]",
+        "current",
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
-"""M2PO, SAPO, VESPO, mixed weights, update acceptance and the length schedule: against the papers' formulas and the peers' own code."""
+"""M2PO, SAPO, VESPO, mixed weights, update acceptance and the length schedule: against the papers' formulas and the
+peers' own code."""
 
 from __future__ import annotations
 
@@ -54,12 +55,19 @@ def test_m2po_masks_what_algorithm_one_masks(tokens: Any, threshold: float) -> N
         batch = make(seed)
         rule = SecondMoment(threshold=threshold, tokens=tokens)
         out = correct(
-            batch.trainer, batch.rollout, batch.mask, Correction(second_moment=rule), logprobs=batch.current, advantages=batch.advantages
+            batch.trainer,
+            batch.rollout,
+            batch.mask,
+            Correction(second_moment=rule),
+            logprobs=batch.current,
+            advantages=batch.advantages,
         )
         want = algorithm_one(batch.current - batch.rollout, batch.advantages, batch.mask, threshold, tokens)
         assert torch.equal(out.mask, want)
         dropped += int(batch.mask.sum() - out.mask.sum())
-        assert out.metrics["fraction/second_moment_tokens"] == pytest.approx(float((batch.mask & ~want).sum() / batch.mask.sum()))
+        assert out.metrics["fraction/second_moment_tokens"] == pytest.approx(
+            float((batch.mask & ~want).sum() / batch.mask.sum())
+        )
     assert dropped > 0
 
 
@@ -75,7 +83,12 @@ def test_m2po_sorts_the_tokens_of_all_blocks_together(monkeypatch: pytest.Monkey
 def test_m2po_drops_equal_values_together() -> None:
     """The mean of what is left never exceeds the threshold, also where the value at the cut occurs twice."""
     delta = torch.tensor([[0.1, 0.5, 0.5, 0.5]], dtype=D)
-    out = correct(delta, torch.zeros_like(delta), None, Correction(second_moment=SecondMoment(threshold=0.15, signal="corr", tokens="all")))
+    out = correct(
+        delta,
+        torch.zeros_like(delta),
+        None,
+        Correction(second_moment=SecondMoment(threshold=0.15, signal="corr", tokens="all")),
+    )
     assert out.mask.tolist() == [[True, False, False, False]]
 
 
@@ -128,7 +141,12 @@ def test_sapo_equals_verl(verl: SimpleNamespace) -> None:
     for seed in range(100):
         batch = make(seed, empty_rows=False)
         want, _ = verl.core.compute_policy_loss_sapo(
-            batch.trainer, batch.current, batch.advantages, batch.float_mask, "seq-mean-token-mean", verl.actor(tau_pos=1.0, tau_neg=1.05)
+            batch.trainer,
+            batch.current,
+            batch.advantages,
+            batch.float_mask,
+            "seq-mean-token-mean",
+            verl.actor(tau_pos=1.0, tau_neg=1.05),
         )
         loss, _ = policy_loss(batch.current, batch.trainer, None, batch.advantages, batch.mask, loss_named("sapo"))
         torch.testing.assert_close(loss, want.to(loss.dtype), atol=1e-7, rtol=1e-7)
@@ -137,8 +155,12 @@ def test_sapo_equals_verl(verl: SimpleNamespace) -> None:
 def test_vespo_weight_is_one_on_policy_and_falls_on_both_sides() -> None:
     """φ(W) = W^k·e^(λ(1 - W)); k = 2, λ = 3 for a positive advantage: φ(1) = 1, φ(2) = 4e⁻³, φ(1/2) = e^1.5/4."""
     rollout = torch.zeros(3, 2, dtype=D)
-    current = torch.tensor([[0.0, 0.0], [math.log(2), 0.0], [-math.log(2) / 2, -math.log(2) / 2]], dtype=D).requires_grad_()
-    loss, metrics = policy_loss(current, None, rollout, torch.ones(3, dtype=D), None, loss_named("vespo", aggregate="token_sum"))
+    current = torch.tensor(
+        [[0.0, 0.0], [math.log(2), 0.0], [-math.log(2) / 2, -math.log(2) / 2]], dtype=D
+    ).requires_grad_()
+    loss, metrics = policy_loss(
+        current, None, rollout, torch.ones(3, dtype=D), None, loss_named("vespo", aggregate="token_sum")
+    )
     (gradient,) = torch.autograd.grad(loss, current)
     want = [1.0, 4 * math.exp(-3), math.exp(1.5) / 4]
     torch.testing.assert_close(gradient, -torch.tensor(want, dtype=D).unsqueeze(1).expand(3, 2), **CLOSE)
@@ -151,7 +173,9 @@ def test_mixed_weights_interpolate() -> None:
     batch = make(2)
     full = correct(batch.trainer, batch.rollout, batch.mask, Correction(weights=Weights(upper=2.0))).weights
     for share in (0.0, 0.3, 1.0):
-        mixed = correct(batch.trainer, batch.rollout, batch.mask, Correction(weights=Weights(upper=2.0, mix=share))).weights
+        mixed = correct(
+            batch.trainer, batch.rollout, batch.mask, Correction(weights=Weights(upper=2.0, mix=share))
+        ).weights
         torch.testing.assert_close(mixed[batch.mask], (1 - share) + share * full[batch.mask], **CLOSE)
         assert not mixed[~batch.mask].any()
     with pytest.raises(ConfigError, match=r"Weights\.mix"):
@@ -185,7 +209,9 @@ def test_an_update_is_accepted_where_the_inference_policy_improves() -> None:
     none, first = torch.zeros_like(advantages), torch.tensor([[1, 0], [0, 0]], dtype=torch.bool)
     assert check_update(better, rollout, none, min_gain=1.0).accepted, "there is nothing to gain"
     assert not check_update(better, rollout, none, min_gain=1.0, max_divergence=1e-4).accepted
-    assert check_update(better, rollout, advantages * ~first, first, min_gain=1.0).accepted, "advantages of masked tokens do not count"
+    assert check_update(better, rollout, advantages * ~first, first, min_gain=1.0).accepted, (
+        "advantages of masked tokens do not count"
+    )
     masked = check_update(better, rollout, advantages, torch.tensor([[1, 0], [0, 0]], dtype=torch.bool))
     assert (masked.tokens, masked.gain) == (1, pytest.approx(math.expm1(0.1)))
     with pytest.raises(InputError, match="no valid token"):
@@ -206,7 +232,13 @@ def test_the_learning_rate_halves_when_responses_grow() -> None:
     "given",
     [
         {"loss_type": "sapo", "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.4},
-        {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.0},
+        {
+            "loss_type": "vespo",
+            "vespo_k_pos": 1.5,
+            "vespo_lambda_pos": 2.0,
+            "vespo_k_neg": 2.5,
+            "vespo_lambda_neg": 1.0,
+        },
     ],
     ids=["sapo", "vespo"],
 )
@@ -231,14 +263,21 @@ def test_a_loss_read_from_verl_is_verls(verl: SimpleNamespace) -> None:
             batch.trainer, batch.current, batch.advantages, batch.float_mask, "seq-mean-token-mean", verl.actor(**taus)
         )
         loss, _ = policy_loss(
-            batch.current, batch.trainer, None, batch.advantages, batch.mask, loss_from_verl({"loss_mode": "sapo", **taus})
+            batch.current,
+            batch.trainer,
+            None,
+            batch.advantages,
+            batch.mask,
+            loss_from_verl({"loss_mode": "sapo", **taus}),
         )
         torch.testing.assert_close(loss, want.to(loss.dtype), atol=1e-7, rtol=1e-7)
 
 
 def test_imported_losses_have_their_frameworks_defaults_and_refuse_the_rest() -> None:
     assert loss_from_trl({"loss_type": "dapo", "epsilon_high": 0.28}) == loss_named("dapo")
-    assert loss_from_trl({"loss_type": "vespo"}) == loss_named("vespo") and loss_from_trl({"loss_type": "sapo"}) == loss_named("sapo")
+    assert loss_from_trl({"loss_type": "vespo"}) == loss_named("vespo") and loss_from_trl(
+        {"loss_type": "sapo"}
+    ) == loss_named("sapo")
     assert loss_from_verl({}) == loss_named("decoupled_ppo")
     for read, given, words in (
         (loss_from_trl, {"loss_type": "luspo"}, "luspo"),

@@ -1,7 +1,8 @@
-"""The whole option matrix: every single choice, every pair of choices, either refused with a reason or harmless on hostile batches.
+"""The whole option matrix: every single choice, every pair of choices, either refused with a reason or harmless on
+hostile batches.
 
-Hostile: NaN wherever the mask is off, an empty row, a one-token row, ratios of e^±15 that whole rows are rejected for, a batch that is
-masked altogether, and valid tokens that could not be scored.
+Hostile: NaN wherever the mask is off, an empty row, a one-token row, ratios of e^±15 that whole rows are rejected for,
+a batch that is masked altogether, and valid tokens that could not be scored.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Hostile:
     @staticmethod
     def make(*, off: bool = False, unscored: bool = False) -> Hostile:
         generator = torch.Generator().manual_seed(3)
-        mask = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [1, 1, 1, 0, 0]], dtype=torch.bool)
+        mask = torch.tensor(
+            [[1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0], [1, 1, 1, 0, 0]], dtype=torch.bool
+        )
         trainer = -torch.rand(mask.shape, generator=generator, dtype=torch.float64) * 4
         gap = torch.randn(mask.shape, generator=generator, dtype=torch.float64) * 0.2
         gap[1, 0], gap[3, 2] = 15.0, -15.0
@@ -97,7 +100,9 @@ def run(config: LossConfig, batch: Hostile) -> tuple[Tensor, Tensor, Any]:
     if normalise is not None and normalise.scope == "step":
         names = ("advantages", "versions", "version", "support_log_mass")
         more = {"advantages": given["advantages"], **{k: v for k, v in rest.items() if k in names}}
-        out = correct(given["trainer"], given["rollout"], batch.mask, config.correction, logprobs=given["current"], **more)  # type: ignore[arg-type]
+        out = correct(
+            given["trainer"], given["rollout"], batch.mask, config.correction, logprobs=given["current"], **more
+        )  # type: ignore[arg-type]
         assert out.totals is not None
         rest["corrected"] = out.normalised(*out.totals)
     loss, metrics = policy_loss(
@@ -125,13 +130,27 @@ def settle(make: Any) -> bool:
     return True
 
 
-OWNERS = {"Weights", "Reject", "Normalise", "Veto", "Outlier", "OffPolicyMask", "Staleness", "Correction", "LossConfig", "Penalty"}
+OWNERS = {
+    "Weights",
+    "Reject",
+    "Normalise",
+    "Veto",
+    "Outlier",
+    "OffPolicyMask",
+    "Staleness",
+    "Correction",
+    "LossConfig",
+    "Penalty",
+}
 
 
 def test_every_kind_of_weight() -> None:
     """576 shapes with their bounds, signals and normalisations, under REINFORCE, which may be weighed by any ratio."""
     means: list[dict[str, Any] | None] = [None, {"scope": "step"}]
-    means += [{"scope": "call", "level": n, "over": o} for n, o in itertools.product(("token", "sequence"), ("kept", "valid", "raw"))]
+    means += [
+        {"scope": "call", "level": n, "over": o}
+        for n, o in itertools.product(("token", "sequence"), ("kept", "valid", "raw"))
+    ]
     done = [
         settle(lambda level=level, mode=mode, bounds=bounds, signal=signal, mean=mean: LossConfig(  # type: ignore[misc]
             correction=Correction(
@@ -146,7 +165,9 @@ def test_every_kind_of_weight() -> None:
 
 def test_every_kind_of_rejection() -> None:
     bounds = (*BOUNDS, {"upper": 0.3}, {"lower": -0.3, "upper": 0.3})
-    kinds = itertools.product(get_args(Estimator), get_args(Aggregate), bounds, SIGNALS, ("drop", "mask"), (False, True))
+    kinds = itertools.product(
+        get_args(Estimator), get_args(Aggregate), bounds, SIGNALS, ("drop", "mask"), (False, True)
+    )
     done = [
         settle(lambda e=e, a=a, b=b, s=s, act=act, i=i: LossConfig(  # type: ignore[misc]
             correction=Correction(reject=(Reject(estimator=e, aggregate=a, signal=s, action=act, inverse=i, **b),))

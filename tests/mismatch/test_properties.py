@@ -1,4 +1,5 @@
-"""What must hold for any batch: identity, monotone thresholds, permutation, padding, exact merging; and the numerics of K3."""
+"""What must hold for any batch: identity, monotone thresholds, permutation, padding, exact merging; and the numerics of
+K3."""
 
 from __future__ import annotations
 
@@ -42,7 +43,13 @@ def test_identity(seed: int, preset: str) -> None:
 
 
 @quick
-@given(seeds, st.sampled_from(["token", "seq_sum", "seq_mean", "seq_max"]), st.sampled_from(["k2", "k3"]), bounds, st.floats(1, 10))
+@given(
+    seeds,
+    st.sampled_from(["token", "seq_sum", "seq_mean", "seq_max"]),
+    st.sampled_from(["k2", "k3"]),
+    bounds,
+    st.floats(1, 10),
+)
 def test_looser_thresholds_keep_more(seed: int, aggregate: str, estimator: str, bound: float, factor: float) -> None:
     batch = make(seed)
     rules = [Reject(estimator=estimator, aggregate=aggregate, upper=u) for u in (bound, bound * factor)]  # type: ignore[arg-type]
@@ -93,7 +100,9 @@ def test_merging_parts_is_the_whole(seed: int, sizes: list[int]) -> None:
 
 
 def _rows(batch: Batch, chosen: list[int]) -> Batch:
-    return Batch(**{name: getattr(batch, name)[chosen] for name in ("trainer", "rollout", "current", "advantages", "mask")})
+    return Batch(
+        **{name: getattr(batch, name)[chosen] for name in ("trainer", "rollout", "current", "advantages", "mask")}
+    )
 
 
 def _diagnose(batch: Batch, names: list[str]):
@@ -125,7 +134,10 @@ def test_sums_that_overflow_are_refused_and_markers_are_not() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_k3_keeps_its_digits_where_the_plain_formula_is_noise(dtype: torch.dtype) -> None:
-    x = torch.tensor([s * 10.0**e * m for e in range(-12, 1) for m in (1.0, 2.7, 9.9) for s in (1, -1)] + [5.0, -15.0, 15.0], dtype=dtype)
+    x = torch.tensor(
+        [s * 10.0**e * m for e in range(-12, 1) for m in (1.0, 2.7, 9.9) for s in (1, -1)] + [5.0, -15.0, 15.0],
+        dtype=dtype,
+    )
     want = torch.tensor([_k3_exactly(float(v)) for v in x], dtype=torch.float64)
     worst = ((k3(x).double() - want) / want).abs().max()
     assert float(worst) < (1e-10 if dtype == torch.float64 else 1e-4)
@@ -214,10 +226,16 @@ def test_buckets_hold_every_token() -> None:
     found = diagnose(trainer, rollout, kinds=torch.arange(300).view(1, -1) % 2, kind_names=["even", "odd"])
     assert found["by_position/0-128"] == pytest.approx(0.25) and found["by_position/128-512"] == pytest.approx(0.25)
     assert found["by_position/512-2048"] == 0.0
-    assert found["by_probability/0.5-0.9"] == pytest.approx(0.25) and found["by_probability/0.01-0.1"] == pytest.approx(0.25)
+    assert found["by_probability/0.5-0.9"] == pytest.approx(0.25) and found["by_probability/0.01-0.1"] == pytest.approx(
+        0.25
+    )
     assert found["by_kind/even"] == pytest.approx(0.25)
     counts = {k: s.count for k, s in found.metrics.statistics.items() if k.startswith("by_probability")}  # type: ignore[union-attr]
-    assert counts["by_probability/0.5-0.9"] == 200 and counts["by_probability/0.01-0.1"] == 100 and sum(counts.values()) == 300
+    assert (
+        counts["by_probability/0.5-0.9"] == 200
+        and counts["by_probability/0.01-0.1"] == 100
+        and sum(counts.values()) == 300
+    )
 
 
 def test_clamp_hits_are_reported() -> None:
@@ -231,7 +249,9 @@ def test_clamp_hits_are_reported() -> None:
 def test_bounds_include_themselves() -> None:
     ratio = torch.tensor([[0.5, 2.0, 0.4999999, 2.0000001]], dtype=torch.float64)
     rule = Reject(estimator="ratio", aggregate="token", lower=0.5, upper=2.0)
-    assert correct(ratio.log(), torch.zeros_like(ratio), None, Correction(reject=(rule,))).mask.tolist() == [[True, True, False, False]]
+    assert correct(ratio.log(), torch.zeros_like(ratio), None, Correction(reject=(rule,))).mask.tolist() == [
+        [True, True, False, False]
+    ]
 
 
 def test_drop_takes_from_the_mask_and_mask_from_the_weight() -> None:
@@ -250,9 +270,13 @@ def test_veto_and_staleness() -> None:
     versions = torch.tensor([[3, 5], [7, 7]])
     token = correct(trainer, trainer, None, Correction(staleness=Staleness(limit=2)), versions=versions, version=7)
     assert token.mask.tolist() == [[False, True], [True, True]]
-    whole = correct(trainer, trainer, None, Correction(staleness=Staleness(limit=2, level="sequence")), versions=versions, version=7)
+    whole = correct(
+        trainer, trainer, None, Correction(staleness=Staleness(limit=2, level="sequence")), versions=versions, version=7
+    )
     assert whole.mask.tolist() == [[False, False], [True, True]]
-    per_row = correct(trainer, trainer, None, Correction(staleness=Staleness(limit=2)), versions=torch.tensor([4, 6]), version=7)
+    per_row = correct(
+        trainer, trainer, None, Correction(staleness=Staleness(limit=2)), versions=torch.tensor([4, 6]), version=7
+    )
     assert per_row.mask.tolist() == [[False, False], [True, True]]
 
 
@@ -265,7 +289,10 @@ def test_normalising_over_a_step_adds_up_micro_batches() -> None:
     call = replace(base, weights=replace(base.weights, normalise=Normalise(scope="call")))
     step = replace(base, weights=replace(base.weights, normalise=Normalise(scope="step")))
     whole = correct(batch.trainer, batch.rollout, batch.mask, call)
-    parts = [correct(batch.trainer[i : i + 1], batch.rollout[i : i + 1], batch.mask[i : i + 1], step) for i in range(len(batch.mask))]
+    parts = [
+        correct(batch.trainer[i : i + 1], batch.rollout[i : i + 1], batch.mask[i : i + 1], step)
+        for i in range(len(batch.mask))
+    ]
     assert all(part.pending for part in parts)
     total, count = (sum(part.totals[k] for part in parts) for k in (0, 1))  # type: ignore[index]
     joined = torch.cat([part.normalised(total, int(count)).weights for part in parts])  # type: ignore[arg-type]

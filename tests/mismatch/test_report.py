@@ -33,7 +33,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_samples(model_dir: Path, noise: float, temperature: float = 1.0, *, top_k: int = 0) -> list[Sample]:
-    """Rollouts whose log-probabilities are the exact trainer's plus noise. With `top_k`, over that many kept ids, which are recorded."""
+    """Rollouts whose log-probabilities are the exact trainer's plus noise. With `top_k`, over that many kept ids, which
+    are recorded."""
     from transformers import AutoModelForCausalLM
 
     from tokentrue.numerics import KeptRows, score
@@ -44,9 +45,14 @@ def make_samples(model_dir: Path, noise: float, temperature: float = 1.0, *, top
     for number in range(8):
         ids = torch.randint(0, 97, (1, 14 + number), generator=generator)
         length = ids.shape[1]
-        rows = [[] if i < GIVEN or not top_k else sorted({(int(ids[0, i]) + 7 * n) % 97 for n in range(top_k)}) for i in range(length)]
+        rows = [
+            [] if i < GIVEN or not top_k else sorted({(int(ids[0, i]) + 7 * n) % 97 for n in range(top_k)})
+            for i in range(length)
+        ]
         offsets = torch.tensor([0, *(len(row) for row in rows[1:])]).cumsum(0)
-        kept = KeptRows(token_ids=torch.tensor([one for row in rows for one in row], dtype=torch.int64), offsets=offsets)
+        kept = KeptRows(
+            token_ids=torch.tensor([one for row in rows for one in row], dtype=torch.int64), offsets=offsets
+        )
         with torch.no_grad():
             values = score(model, ids, temperature=temperature, kept=kept if top_k else None)[0]
         values = (values.double() + noise * torch.randn(values.shape, generator=generator).double()).clamp(max=-1e-9)
@@ -78,7 +84,9 @@ def answers_of(page: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_exact_rollouts_are_found_exact(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: float) -> None:
+def test_exact_rollouts_are_found_exact(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: float
+) -> None:
     """The exact operators recompute every bit, also at the temperature that the samples say they were sampled at."""
     write_samples(make_samples(model_dir, 0.0, temperature), tmp_path / "s.jsonl")
     assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir), "--json"]) == 0
@@ -96,7 +104,11 @@ def test_noise_is_measured_and_shown(model_dir: Path, tmp_path: Path, capsys: py
     report = found["report"]
     assert [chart["title"] for chart in report["charts"]][:1] == ["K1 and K3 over steps"] and len(report["charts"]) == 4
     titles = [table["title"] for table in report["tables"]]
-    assert titles[0] == "Ratio tails, raw and as applied" and titles[1].startswith("Contribution C(r)") and titles[2] == "Worst sequences"
+    assert (
+        titles[0] == "Ratio tails, raw and as applied"
+        and titles[1].startswith("Contribution C(r)")
+        and titles[2] == "Worst sequences"
+    )
     assert found["mismatch"]["tokens"] == 100 and sum(found["mismatch"]["histogram"]["count"]) == 100
     worst = report["tables"][2]["rows"][0][0]
     assert found["sessions"][0] == worst  # to be read first
@@ -104,8 +116,8 @@ def test_noise_is_measured_and_shown(model_dir: Path, tmp_path: Path, capsys: py
 
 
 def test_a_page_shows_one_contribution(model_dir: Path, tmp_path: Path) -> None:
-    """Its table and its plot have the same advantages: a session of three samples counts once, with its first sample's reward, and an
-    uncompared sample counts in its group's baseline."""
+    """Its table and its plot have the same advantages: a session of three samples counts once, with its first sample's
+    reward, and an uncompared sample counts in its group's baseline."""
     samples = [replace(s, session_id="several" if i < 3 else s.session_id, group="g" if i < 6 else None) for i, s in
                enumerate(make_samples(model_dir, 0.3))]  # fmt: skip
     samples[0] = replace(samples[0], reward=0.25)
@@ -117,16 +129,26 @@ def test_a_page_shows_one_contribution(model_dir: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     assert run("diagnose", [str(tmp_path / "s.jsonl"), *given, "-o", str(page)]) == 1
     found = answers_of(page)
-    plot, (table,) = found["mismatch"]["contribution"], [t for t in found["report"]["tables"] if t["title"].startswith("Contribution")]
+    plot, (table,) = (
+        found["mismatch"]["contribution"],
+        [t for t in found["report"]["tables"] if t["title"].startswith("Contribution")],
+    )
     shown = {label: row for label, *row in table["rows"]}
     for sign in ("positive", "negative"):
-        assert shown[f"rollout, {sign}"] == pytest.approx([plot[sign][key] for key in ("tokens", "mean", "std", "skew")], rel=1e-6)
+        assert shown[f"rollout, {sign}"] == pytest.approx(
+            [plot[sign][key] for key in ("tokens", "mean", "std", "skew")], rel=1e-6
+        )
 
 
-def test_a_gap_above_the_limit_is_found_wrong(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gap_above_the_limit_is_found_wrong(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     samples = make_samples(model_dir, 0.0)
     write_samples(samples, tmp_path / "s.jsonl")
-    lines = [{"sample_id": s.sample_id, "logprobs": [None if v is None else v - 1.0 for v in s.rollout_logprobs]} for s in samples[:-1]]
+    lines = [
+        {"sample_id": s.sample_id, "logprobs": [None if v is None else v - 1.0 for v in s.rollout_logprobs]}
+        for s in samples[:-1]
+    ]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer-logprobs", str(tmp_path / "t.jsonl"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -151,17 +173,26 @@ def rename(sample: Sample) -> Sample:
     return replace(sample, sample_id=f"{sample.sample_id}-b", session_id=f"{sample.session_id}-b")
 
 
-def test_turns_of_one_sample_may_have_different_temperatures(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_turns_of_one_sample_may_have_different_temperatures(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hot, cold = make_samples(model_dir, 0.0, 1.3)[0], make_samples(model_dir, 0.0, 0.7)[0]
     half = GIVEN + 4
-    nodes = [{"given": GIVEN, "sampled": 4, "temperature": 1.3}, {"given": 0, "sampled": len(hot.token_ids) - half, "temperature": 0.7}]
+    nodes = [
+        {"given": GIVEN, "sampled": 4, "temperature": 1.3},
+        {"given": 0, "sampled": len(hot.token_ids) - half, "temperature": 0.7},
+    ]
     logprobs = [*hot.rollout_logprobs[:half], *cold.rollout_logprobs[half:]]
-    write_samples([replace(hot, rollout_logprobs=logprobs, metadata={"tokentrue": {"nodes": nodes}})], tmp_path / "s.jsonl")
+    write_samples(
+        [replace(hot, rollout_logprobs=logprobs, metadata={"tokentrue": {"nodes": nodes}})], tmp_path / "s.jsonl"
+    )
     assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir)]) == 0
     assert "exact: all 9 log-probabilities are equal" in capsys.readouterr().out
 
 
-def test_a_filter_without_kept_ids_is_said_and_accuses_nobody(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_filter_without_kept_ids_is_said_and_accuses_nobody(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     filtered = [rename(replace(sample, sampling_mask=None)) for sample in make_samples(model_dir, 0.0, top_k=4)]
     write_samples([*filtered, *make_samples(model_dir, 0.0)], tmp_path / "s.jsonl")
     assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir)]) == 0
@@ -178,7 +209,9 @@ def write_logprobs(path: Path, rows: Sequence[tuple[str, Sequence[float | None]]
     return ["--trainer-logprobs", str(path)]
 
 
-def test_the_verdict_says_how_little_was_compared(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_says_how_little_was_compared(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     samples = make_samples(model_dir, 0.0)
     write_samples(samples, tmp_path / "s.jsonl")
     few = [value if i == GIVEN else None for i, value in enumerate(samples[0].rollout_logprobs)]
@@ -187,7 +220,9 @@ def test_the_verdict_says_how_little_was_compared(model_dir: Path, tmp_path: Pat
     assert run("diagnose", [str(tmp_path / "s.jsonl"), *given, "-o", str(page)]) == 0
     assert "not measured" in page.read_text().partition("argmax flips")[2][:60]
     said = capsys.readouterr().out
-    assert "exact: all 1 log-probabilities are equal; compared 1 of 100 trained tokens, 1 of 8 samples" in " ".join(said.split())
+    assert "exact: all 1 log-probabilities are equal; compared 1 of 100 trained tokens, 1 of 8 samples" in " ".join(
+        said.split()
+    )
     (flips,) = [line for line in said.splitlines() if "flips" in line]
     assert flips.split("│")[2].strip() == "-"  # nobody knows an argmax here
     assert run("diagnose", [str(tmp_path / "s.jsonl"), *given, "--json"]) == 0
@@ -201,10 +236,19 @@ def test_the_verdict_says_how_little_was_compared(model_dir: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (lambda row: [("s0", [None, *([0.5] * (len(row) - 1))])], "t.jsonl:1: token 1: the log-probability 0.5 is above 0"),
+        (
+            lambda row: [("s0", [None, *([0.5] * (len(row) - 1))])],
+            "t.jsonl:1: token 1: the log-probability 0.5 is above 0",
+        ),
         (lambda row: [("s0", row), ("s1", row), ("s0", row)], "t.jsonl:3: sample_id 's0' is also in line 1"),
-        (lambda row: [("s0", [*row[:-1], float("nan")])], "t.jsonl:1: token 13: the log-probability nan is not finite; write null"),
-        (lambda row: [("s0", [*row[:-1], float("-inf")])], "t.jsonl:1: token 13: the log-probability -inf is not finite; write null"),
+        (
+            lambda row: [("s0", [*row[:-1], float("nan")])],
+            "t.jsonl:1: token 13: the log-probability nan is not finite; write null",
+        ),
+        (
+            lambda row: [("s0", [*row[:-1], float("-inf")])],
+            "t.jsonl:1: token 13: the log-probability -inf is not finite; write null",
+        ),
         (lambda row: [("s0", ["-1.0"] * len(row))], "t.jsonl:1: token 0: '-1.0' is not a number"),
         (lambda row: [(3, row)], 't.jsonl:1: "sample_id" must be text'),
     ],
@@ -238,7 +282,12 @@ def test_log_probabilities_that_are_none_are_refused_by_row(
     ],
 )
 def test_called_wrong(
-    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, extra: list[str], words: str
+    model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    extra: list[str],
+    words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_samples(make_samples(model_dir, 0.0)[:1], tmp_path / "s.jsonl")
@@ -259,7 +308,9 @@ def test_a_name_that_utf8_cannot_hold_is_shown_and_refused_for_a_page(
     write_samples([replace(sample, **odd) for sample in make_samples(model_dir, 0.1)[:1]], path)
     assert run("diagnose", [str(path), "--trainer", str(model_dir)]) in {0, 1}
     assert field != "sample_id" or "worst: odd\\ud800" in capsys.readouterr().out
-    monkeypatch.setattr("tokentrue.cli.inspect.diagnose._scorer", lambda *_, **__: pytest.fail("it is refused before any scoring"))
+    monkeypatch.setattr(
+        "tokentrue.cli.inspect.diagnose._scorer", lambda *_, **__: pytest.fail("it is refused before any scoring")
+    )
     assert run("diagnose", [str(path), "--trainer", str(model_dir), "-o", str(page)]) == 2
     said = capsys.readouterr().err
     assert f"{field} 'odd\\ud800' holds a lone surrogate" in said and said.count("\n") == 1 and not page.exists()
@@ -268,13 +319,17 @@ def test_a_name_that_utf8_cannot_hold_is_shown_and_refused_for_a_page(
 def test_text_that_utf8_cannot_hold_is_in_the_page_as_an_escape(model_dir: Path, tmp_path: Path) -> None:
     path, page = tmp_path / "s.jsonl", tmp_path / "page.html"
     (sample,) = make_samples(model_dir, 0.0)[:1]
-    write_samples([replace(sample, metadata={**sample.metadata, "said": "cut \udcc3, née, \u2028", "long": 10**30})], path)
+    write_samples(
+        [replace(sample, metadata={**sample.metadata, "said": "cut \udcc3, née, \u2028", "long": 10**30})], path
+    )
     assert run("diagnose", [str(path), "--trainer", str(model_dir), "-o", str(page)]) == 0
     held = page.read_text(encoding="utf-8").partition('id="answers">')[2].partition("</script>")[0]
     assert json.loads(held)['["session","s0"]']["metadata"] == {"said": "cut \udcc3, née, \u2028", "long": 10**30}
 
 
-def test_kept_ids_beyond_the_vocabulary_are_refused(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kept_ids_beyond_the_vocabulary_are_refused(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (sample,) = make_samples(model_dir, 0.0, top_k=3)[:1]
     assert sample.sampling_mask is not None
     mask = replace(sample.sampling_mask, token_ids=TokenIds([*sample.sampling_mask.token_ids[:-1], 97]))

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.routing import from_routed, record_routing, replay_routing, routers, routing_of, routing_weights_of
+from tokentrue.mismatch.routing import (
+    from_routed,
+    record_routing,
+    replay_routing,
+    routers,
+    routing_of,
+    routing_weights_of,
+)
 from tokentrue.replay import FREE, RoutedExperts
 from tokentrue.types import Certificate, Sample
 
@@ -24,13 +31,27 @@ def build(family: str) -> nn.Module:
 
     torch.manual_seed(0)
     if family == "qwen3_moe":
-        model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, head_dim=8, norm_topk_prob=True))
+        model = t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, head_dim=8, norm_topk_prob=True)
+        )
     elif family == "mixtral":
         model = t.MixtralForCausalLM(t.MixtralConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2, head_dim=8))
     else:
-        extra = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        extra = {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        }
         extra["q_lora_rank"] = 8
-        shape = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_shared_experts": 1}
+        shape = {
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_shared_experts": 1,
+        }
         model = t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}, **extra, **shape))
     with torch.no_grad():
         for _, router in routers(model):
@@ -61,7 +82,8 @@ def test_replaying_its_own_choice_changes_no_bit(model: nn.Module) -> None:
 
 
 def test_replay_restores_the_rollout_after_the_router_moved(model: nn.Module) -> None:
-    """The trainer's router differs a little and flips experts; with replay the chosen experts are the rollout's, so δ shrinks."""
+    """The trainer's router differs a little and flips experts; with replay the chosen experts are the rollout's, so δ
+    shrinks."""
     with record_routing(model) as record:
         rollout = model(IDS).logits.log_softmax(-1)
     with torch.no_grad():
@@ -111,7 +133,11 @@ def test_what_does_not_fit_is_refused() -> None:
     model = build("qwen3_moe")
     with record_routing(model) as record:
         model(IDS)
-    wrong = ((record.experts[:, :1], "2 routers"), (record.experts + 8, "8 experts"), (record.experts[:5], "5 tokens recorded"))
+    wrong = (
+        (record.experts[:, :1], "2 routers"),
+        (record.experts + 8, "8 experts"),
+        (record.experts[:5], "5 tokens recorded"),
+    )
     for experts, words in wrong:
         with pytest.raises(InputError, match=words), replay_routing(model, experts):
             model(IDS)
@@ -139,10 +165,13 @@ def test_routing_of_a_sample_covers_every_input() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_weights_and_order_of_the_slots_are_needed_too(family: str) -> None:
-    """A router that drifted without flipping: experts alone leave a difference, with their weights the output has the same bits."""
+    """A router that drifted without flipping: experts alone leave a difference, with their weights the output has the
+    same bits."""
     model = build(family)
     weights: list[torch.Tensor] = []
-    handles = [router.register_forward_hook(lambda m, i, out: weights.append(out[1].detach())) for _, router in routers(model)]
+    handles = [
+        router.register_forward_hook(lambda m, i, out: weights.append(out[1].detach())) for _, router in routers(model)
+    ]
     with record_routing(model) as record, torch.no_grad():
         rollout = model(IDS).logits
     for handle in handles:
@@ -157,6 +186,8 @@ def test_weights_and_order_of_the_slots_are_needed_too(family: str) -> None:
         whole = model(IDS).logits
         whole.logsumexp(-1).sum().backward()
     assert torch.equal(whole.detach(), rollout) and not torch.equal(by_experts, rollout)
-    assert all(bool(router.weight.grad.abs().sum() > 0) for _, router in routers(model)), "the gradient is still the router's"
+    assert all(bool(router.weight.grad.abs().sum() > 0) for _, router in routers(model)), (
+        "the gradient is still the router's"
+    )
     with replay_routing(model, record.experts.flip(-1), scales), torch.no_grad():
         assert not torch.equal(model(IDS).logits, rollout), "weights of other slots are other weights"

@@ -32,7 +32,9 @@ def test_the_mean_ratio_is_the_kept_mass_and_alignment_makes_it_one() -> None:
     logits, kept, rollout, trainer = sampled(0.8)
     mass = support_log_mass(logits, kept)
     found = diagnose(trainer, rollout)
-    assert found["ratio/raw/mean"] == pytest.approx(float(mass.exp().mean()), abs=1e-9) and found["ratio/raw/mean"] < 0.95
+    assert (
+        found["ratio/raw/mean"] == pytest.approx(float(mass.exp().mean()), abs=1e-9) and found["ratio/raw/mean"] < 0.95
+    )
     weights = Weights(mode="clip", lower=0.5, upper=2.0)
     plain = correct(trainer, rollout, None, Correction(weights=weights))
     aligned = correct(trainer, rollout, None, Correction(weights=weights, align_support=True), support_log_mass=mass)

@@ -1,4 +1,5 @@
-"""The VeXact paper's own example: Table 1's eight tokens, their δ, ΣK3 and what its four corrections decide (arXiv 2605.14220)."""
+"""The VeXact paper's own example: Table 1's eight tokens, their δ, ΣK3 and what its four corrections decide (arXiv
+2605.14220)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def test_delta_and_k3() -> None:
 
 
 def test_argmax_flip_is_at_that() -> None:
-    """Greedy rollout: its top token is the sampled one. The trainer's top at "that" is another, with log-probability -0.577."""
+    """Greedy rollout: its top token is the sampled one. The trainer's top at "that" is another, with log-probability
+    -0.577."""
     sampled = torch.arange(8).view(1, 8)
     trainer_top = sampled.clone()
     trainer_top[0, THAT] = 99
@@ -55,7 +57,8 @@ def test_the_mean_rejects_it_too_but_barely() -> None:
 
 
 def test_the_signal_of_the_rejection_is_a_choice_of_its_own() -> None:
-    """srs-k3-ppo looks at current ÷ rollout: a policy that has moved back onto the rollout is kept, whatever the trainer recomputed."""
+    """srs-k3-ppo looks at current ÷ rollout: a policy that has moved back onto the rollout is kept, whatever the
+    trainer recomputed."""
     on_policy = correct(TRAINER, ROLLOUT, None, PRESETS["srs-k3-ppo"], logprobs=ROLLOUT)
     assert on_policy.mask.all()
     assert not correct(TRAINER, ROLLOUT, None, PRESETS["srs-k3-corr"], logprobs=ROLLOUT).mask.any()
@@ -68,7 +71,8 @@ def test_token_weights_are_truncated_ratios() -> None:
 
 
 def test_the_literal_sum_cannot_hold_on_long_rows() -> None:
-    """δ ~ N(0, 1e-3): at 8,192 tokens no row passes ΣK3 <= 0.001, all pass the mean. Both readings are there, named apart."""
+    """δ ~ N(0, 1e-3): at 8,192 tokens no row passes ΣK3 <= 0.001, all pass the mean. Both readings are there, named
+    apart."""
     delta = torch.randn(16, 8192, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-3
     zeros = torch.zeros_like(delta)
     assert not correct(delta, zeros, None, PRESETS["srs-k3-corr"]).mask.any()

@@ -1,4 +1,5 @@
-"""TRL 1.16.0 as oracle on 1,000 random float64 batches: its importance ratios, off-policy mask and whole GRPO loss with gradients."""
+"""TRL 1.16.0 as oracle on 1,000 random float64 batches: its importance ratios, off-policy mask and whole GRPO loss with
+gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from tokentrue.mismatch import Correction, LossConfig, OffPolicyMask, Penalty, c
 
 BATCHES = 1000
 CLOSE = {"atol": 1e-6, "rtol": 1e-6}
-MODES = list(itertools.product(["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"], [(None, 3.0), (0.5, 2.0)]))
+MODES = list(
+    itertools.product(["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"], [(None, 3.0), (0.5, 2.0)])
+)
 
 
 def config_of(mode: str, bounds: tuple[float | None, float]) -> dict[str, Any]:
@@ -25,7 +28,9 @@ def config_of(mode: str, bounds: tuple[float | None, float]) -> dict[str, Any]:
 def test_importance_ratios_on_a_thousand_batches(trl: SimpleNamespace) -> None:
     for seed, (mode, bounds) in zip(range(BATCHES), itertools.cycle(MODES), strict=False):
         batch = make(seed)
-        want = trl.ratio(batch.trainer, batch.rollout, batch.float_mask, mode=mode, clip_min=bounds[0], clip_max=bounds[1])
+        want = trl.ratio(
+            batch.trainer, batch.rollout, batch.float_mask, mode=mode, clip_min=bounds[0], clip_max=bounds[1]
+        )
         mine = correct(batch.trainer, batch.rollout, batch.mask, Correction.from_trl(config_of(mode, bounds)))
         torch.testing.assert_close(mine.weights[batch.mask], want.expand_as(batch.trainer)[batch.mask], **CLOSE)
         assert torch.equal(mine.mask, batch.mask)
@@ -62,7 +67,9 @@ def test_losses_and_gradients_on_a_thousand_batches(trl: SimpleNamespace) -> Non
         token_level = "importance_sampling_level" not in theirs
         beta = 0.05 if seed % 2 and token_level else 0.0
         threshold = 0.1 if seed % 3 == 0 else None
-        want = trl.loss(current, trl_inputs(trl, batch, reference), beta=beta, off_policy_mask_threshold=threshold, **theirs)
+        want = trl.loss(
+            current, trl_inputs(trl, batch, reference), beta=beta, off_policy_mask_threshold=threshold, **theirs
+        )
         correction = Correction.from_trl({"off_policy_mask_threshold": threshold})
         penalty = Penalty(coefficient=beta, estimator="unbiased", tokens="valid") if beta else None
         config = LossConfig(correction=correction, penalty=penalty, **mine)
@@ -89,7 +96,9 @@ def test_off_policy_mask(trl: SimpleNamespace) -> None:
         batch = make(seed, empty_rows=False, sequence_advantages=True)
         want = trl.off_policy_mask(batch.advantages[:, :1], batch.current, batch.rollout, batch.float_mask, 0.05)
         config = Correction(off_policy_mask=OffPolicyMask(threshold=0.05))
-        mine = correct(batch.trainer, batch.rollout, batch.mask, config, logprobs=batch.current, advantages=batch.advantages)
+        mine = correct(
+            batch.trainer, batch.rollout, batch.mask, config, logprobs=batch.current, advantages=batch.advantages
+        )
         assert torch.equal(mine.mask, batch.mask & want.bool())
         dropped += int((want == 0).sum())
     assert dropped > 50

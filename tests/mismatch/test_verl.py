@@ -1,4 +1,5 @@
-"""verl 0.9.1 as oracle on 1,000 random float64 batches: weights, rejection, losses and gradients, and where it is known to differ."""
+"""verl 0.9.1 as oracle on 1,000 random float64 batches: weights, rejection, losses and gradients, and where it is known
+to differ."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def chosen(values: Tensor, batch: Batch) -> Tensor:
 
 
 def theirs(verl: SimpleNamespace, batch: Batch, **config: Any) -> tuple[Tensor | None, Tensor]:
-    proto, mask, _ = verl.helper.compute_rollout_correction_and_rejection_mask(batch.trainer, batch.rollout, batch.float_mask, **config)
+    proto, mask, _ = verl.helper.compute_rollout_correction_and_rejection_mask(
+        batch.trainer, batch.rollout, batch.float_mask, **config
+    )
     return None if proto is None else proto.batch["rollout_is_weights"], mask.bool()
 
 
@@ -43,7 +46,9 @@ RULES = [
 @pytest.mark.filterwarnings("ignore:weights normalised over a single row")
 def test_weights_and_rejection_on_a_thousand_batches(verl: SimpleNamespace) -> None:
     rejected = truncated = 0
-    for seed, weights, (option, bound) in zip(range(BATCHES), itertools.cycle(WEIGHTS), itertools.cycle(RULES), strict=False):
+    for seed, weights, (option, bound) in zip(
+        range(BATCHES), itertools.cycle(WEIGHTS), itertools.cycle(RULES), strict=False
+    ):
         batch = make(seed)
         config = {**weights, "rollout_rs": option, "rollout_rs_threshold": bound}
         try:
@@ -61,7 +66,8 @@ def test_weights_and_rejection_on_a_thousand_batches(verl: SimpleNamespace) -> N
 
 
 def test_geometric_rejection_is_the_documented_one_without_faithful(verl: SimpleNamespace) -> None:
-    """verl's k1 bounds hold for the inverse ratio; documented are bounds on trainer ÷ rollout. Fed the inverse, it agrees."""
+    """verl's k1 bounds hold for the inverse ratio; documented are bounds on trainer ÷ rollout. Fed the inverse, it
+    agrees."""
     differs = 0
     for seed in range(200):
         batch = make(seed)
@@ -105,7 +111,11 @@ def gradient(loss: Tensor, of: Tensor) -> Tensor:
 
 
 LOSSES = [
-    ("vanilla", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28}, {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 3.0}),
+    (
+        "vanilla",
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28},
+        {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 3.0},
+    ),
     ("gspo", {"clip_ratio": 0.05}, {"surrogate": "gspo", "clip_low": 0.05, "clip_high": 0.05}),
     ("cispo", {"clip_ratio": 0.3}, {"surrogate": "cispo", "clip_low": 0.3, "clip_high": 0.3}),
     ("dppo_tv", {"clip_ratio": 0.2}, {"surrogate": "dppo_tv", "ratio_cap": 3.0}),
@@ -119,12 +129,18 @@ AGGREGATES = [
 
 
 def test_losses_and_gradients_on_a_thousand_batches(verl: SimpleNamespace) -> None:
-    """Decoupled: PPO with dual clip, GSPO, CISPO, DPPO-TV, times token weights, after k3 rejection, in every aggregate."""
+    """Decoupled: PPO with dual clip, GSPO, CISPO, DPPO-TV, times token weights, after k3 rejection, in every
+    aggregate."""
     compared = 0
     pairs = itertools.cycle(itertools.product(LOSSES, AGGREGATES))
     for seed, ((name, actor, mine), (mode, aggregate)) in zip(range(BATCHES), pairs, strict=False):
         batch = make(seed)
-        options = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 1.0}
+        options = {
+            "rollout_is": "token",
+            "rollout_is_threshold": 2.0,
+            "rollout_rs": "seq_mean_k3",
+            "rollout_rs_threshold": 1.0,
+        }
         weights, mask = theirs(verl, batch, **options)
         current = batch.current.clone().requires_grad_()
         function = getattr(verl.core, f"compute_policy_loss_{name}")
@@ -134,7 +150,9 @@ def test_losses_and_gradients_on_a_thousand_batches(verl: SimpleNamespace) -> No
         )  # fmt: skip
         reject = (Reject(estimator="k3", aggregate="seq_mean", upper=1.0),)
         surrogate = mine.get("surrogate", "ppo")
-        correction = Correction(weights=PRESETS["decoupled_token_is"].weights, reject=reject, loss_counts="kept", surrogate=surrogate)
+        correction = Correction(
+            weights=PRESETS["decoupled_token_is"].weights, reject=reject, loss_counts="kept", surrogate=surrogate
+        )
         config = LossConfig(correction=correction, **aggregate, **mine)
         loss, metrics = policy_loss(current, batch.trainer, batch.rollout, batch.advantages, batch.mask, config)
         if not mask.any():  # everything rejected: NaN there, 0 here
@@ -159,14 +177,19 @@ def test_global_counts_and_fixed_length(verl: SimpleNamespace) -> None:
                 loss_agg_mode=mode, config=verl.actor(global_batch_info=info),
             )  # fmt: skip
             config = LossConfig(dual_clip=3.0, **mine)
-            loss, _ = policy_loss(current, batch.trainer, batch.rollout, batch.advantages, batch.mask, config, num_tokens=977, num_rows=31)
+            loss, _ = policy_loss(
+                current, batch.trainer, batch.rollout, batch.advantages, batch.mask, config, num_tokens=977, num_rows=31
+            )
             torch.testing.assert_close(loss, want, **CLOSE)
             torch.testing.assert_close(gradient(loss, current), gradient(want, current), **CLOSE)
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith(("decoupled_", "bypass_")) or name == "disabled"])
+@pytest.mark.parametrize(
+    "preset", [name for name in PRESETS if name.startswith(("decoupled_", "bypass_")) or name == "disabled"]
+)
 def test_every_preset_equals_its_namesake(verl: SimpleNamespace, preset: str) -> None:
-    """The 19 presets, read from verl's own factory and run in its own mode: bypass inside the loss, decoupled before it."""
+    """The 19 presets, read from verl's own factory and run in its own mode: bypass inside the loss, decoupled before
+    it."""
     config = getattr(verl.config, preset)()
     keys = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "loss_type")
     given = {key: getattr(config, key) for key in keys}
@@ -175,15 +198,25 @@ def test_every_preset_equals_its_namesake(verl: SimpleNamespace, preset: str) ->
     options = {key: given[key] for key in keys[:4]}
     for seed in range(60):
         batch = make(seed, empty_rows=False)
-        scaled = batch.rollout + (batch.trainer - batch.rollout) * (0.999 if seed % 2 else 0.0)  # near and far from on-policy
+        scaled = batch.rollout + (batch.trainer - batch.rollout) * (
+            0.999 if seed % 2 else 0.0
+        )  # near and far from on-policy
         current = batch.current.clone().requires_grad_()
         if config.bypass_mode:
-            actor = verl.actor(policy_loss={"rollout_correction": {**options, "loss_type": config.loss_type}}, clip_ratio_c=3.0)
+            actor = verl.actor(
+                policy_loss={"rollout_correction": {**options, "loss_type": config.loss_type}}, clip_ratio_c=3.0
+            )
             want, _ = verl.core.compute_policy_loss_bypass_mode(
-                old_log_prob=scaled, log_prob=current, advantages=batch.advantages, response_mask=batch.float_mask, config=actor
+                old_log_prob=scaled,
+                log_prob=current,
+                advantages=batch.advantages,
+                response_mask=batch.float_mask,
+                config=actor,
             )
         else:
-            proto, mask, _ = verl.helper.compute_rollout_correction_and_rejection_mask(batch.trainer, scaled, batch.float_mask, **options)
+            proto, mask, _ = verl.helper.compute_rollout_correction_and_rejection_mask(
+                batch.trainer, scaled, batch.float_mask, **options
+            )
             want, _ = verl.core.compute_policy_loss_vanilla(
                 old_log_prob=batch.trainer, log_prob=current, advantages=batch.advantages, response_mask=mask, config=verl.actor(),
                 rollout_is_weights=None if proto is None else proto.batch["rollout_is_weights"],
@@ -218,7 +251,9 @@ def test_kl_penalties(verl: SimpleNamespace) -> None:
         for name in ("k1", "k2", "k3"):
             config = LossConfig(penalty=Penalty(coefficient=1.0, estimator=name))
             base, _ = policy_loss(current, batch.trainer, None, batch.advantages, batch.mask, LossConfig())
-            with_penalty, _ = policy_loss(current, batch.trainer, None, batch.advantages, batch.mask, config, reference_logprobs=reference)
+            with_penalty, _ = policy_loss(
+                current, batch.trainer, None, batch.advantages, batch.mask, config, reference_logprobs=reference
+            )
             per_token = verl.core.kl_penalty(current, reference, name)
             want = (per_token * batch.float_mask).sum() / batch.mask.sum()
             torch.testing.assert_close(with_penalty - base, want, **CLOSE)

@@ -1,4 +1,5 @@
-"""What `exact` lets through: elementwise operators whose bits depend on their place are replaced, everything unknown is refused by name."""
+"""What `exact` lets through: elementwise operators whose bits depend on their place are replaced, everything unknown is
+refused by name."""
 
 from __future__ import annotations
 
@@ -99,9 +100,13 @@ def test_elementwise_replacements_do_not_depend_on_the_place(kind: str, dtype: t
     ops = ops_for("cpu")
     x = (torch.randn(4099, generator=torch.Generator().manual_seed(1)) * 6).to(dtype)
     whole = ops.activation(x, kind)
-    assert all(same_bits(ops.activation(x[i : i + n], kind), whole[i : i + n]) for i in range(0, 200, 7) for n in (1, 3, 8, 17))
+    assert all(
+        same_bits(ops.activation(x[i : i + n], kind), whole[i : i + n]) for i in range(0, 200, 7) for n in (1, 3, 8, 17)
+    )
     wanted = getattr(F, kind)(x.double())
-    assert (whole.double() - wanted).abs().max() < {torch.float32: 1e-5, torch.bfloat16: 0.08, torch.float16: 0.01}[dtype]
+    assert (whole.double() - wanted).abs().max() < {torch.float32: 1e-5, torch.bfloat16: 0.08, torch.float16: 0.01}[
+        dtype
+    ]
     y = torch.tensor([-200.0, -3.0, 0.0, 5.0, 200.0], requires_grad=True)
     z = y.detach().clone().requires_grad_()
     ops.activation(y, kind).sum().backward()

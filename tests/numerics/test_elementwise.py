@@ -1,4 +1,5 @@
-"""Functions and products that some processors compute otherwise beside other values, or slowly: the same bits wherever a value stands."""
+"""Functions and products that some processors compute otherwise beside other values, or slowly: the same bits wherever
+a value stands."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def mix(x: Tensor) -> Tensor:
     return (padded + padded.abs().amax(-1, keepdim=True)).reshape(-1)[: len(flat)].view(x.shape)
 
 
-def test_a_library_that_mixes_neighbours_is_found_out_and_gets_each_value_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_mixes_neighbours_is_found_out_and_gets_each_value_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch, "cos", mix)
     elementwise.mixes_neighbours.cache_clear()
     try:
@@ -56,7 +59,9 @@ def test_rotary_embeddings_take_cos_and_sin_from_the_operators() -> None:
 
 
 @pytest.mark.parametrize(("k", "n", "bias"), [(90, 64, True), (256, 8, False), (64, 1, True)])
-def test_bfloat16_without_hardware_is_a_float32_product_rounded_once(monkeypatch: pytest.MonkeyPatch, k: int, n: int, bias: bool) -> None:
+def test_bfloat16_without_hardware_is_a_float32_product_rounded_once(
+    monkeypatch: pytest.MonkeyPatch, k: int, n: int, bias: bool
+) -> None:
     monkeypatch.setattr(products, "has_products", lambda dtype: False)
     generator = torch.Generator().manual_seed(0)
 

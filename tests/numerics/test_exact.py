@@ -1,4 +1,5 @@
-"""exact(model) and score: rows independent of the batch, gradients, restoration, refusals, correctness against float64."""
+"""exact(model) and score: rows independent of the batch, gradients, restoration, refusals, correctness against
+float64."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_padded_masks_on_either_side_and_positions_give_the_same_bits() -> None:
         right = model(input_ids=ids, attention_mask=mask_of(40, range(30), range(40))).logits[0, :30]
         left_ids = torch.cat((ids[:1, :10], ids[:1, :30]), 1)
         positions = torch.cat((torch.zeros(10, dtype=torch.long), torch.arange(30)))[None]
-        left = model(input_ids=left_ids, attention_mask=mask_of(40, range(10, 40)), position_ids=positions).logits[0, 10:]
+        left = model(input_ids=left_ids, attention_mask=mask_of(40, range(10, 40)), position_ids=positions).logits[
+            0, 10:
+        ]
         restarting = torch.tensor([[*range(30), *range(10)]])
         by_position = model(input_ids=torch.cat((ids[:1, :30], ids[1:, :10]), 1), position_ids=restarting).logits
     assert same_bits(right, plain) and same_bits(left, plain) and same_bits(by_position[0, :30], plain)
@@ -72,7 +75,8 @@ def test_a_model_cast_to_bfloat16_has_the_bits_of_one_loaded_in_it(tmp_path: Pat
 
 
 def test_frequencies_with_other_last_bits_are_those_of_the_host() -> None:
-    """A model that was built on a GPU has them; an engine that loads it does not. Frequencies of the user's own stay."""
+    """A model that was built on a GPU has them; an engine that loads it does not. Frequencies of the user's own
+    stay."""
     model, ids = build("llama"), ids_of(1, 90)
     frequencies = model.model.rotary_emb.inv_freq
     with torch.no_grad():
@@ -142,7 +146,10 @@ def test_gradient_checkpointing_gives_the_same_bits() -> None:
     model, ids = build("qwen3").train(), ids_of(2, 60)
     plain = gradients(model, lambda: score(model, ids).sum(), exact_on=True)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert all(same_bits(a, b) for a, b in zip(gradients(model, lambda: score(model, ids).sum(), exact_on=True), plain, strict=True))
+    assert all(
+        same_bits(a, b)
+        for a, b in zip(gradients(model, lambda: score(model, ids).sum(), exact_on=True), plain, strict=True)
+    )
 
 
 def test_everything_is_restored_also_after_an_error() -> None:
@@ -180,7 +187,10 @@ def test_unknown_parts_are_refused_by_name() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     strange = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2)).eval()
-    with pytest.raises(ExactnessError, match=r"transformer\.h\.0\.ln_1 \(LayerNorm\) has no exact form"), exact(strange):
+    with (
+        pytest.raises(ExactnessError, match=r"transformer\.h\.0\.ln_1 \(LayerNorm\) has no exact form"),
+        exact(strange),
+    ):
         pass
     for part, module in (("act_fn", nn.Softplus()), ("gate_proj", nn.Conv1d(4, 4, 1))):
         model = build("llama")

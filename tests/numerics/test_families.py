@@ -1,4 +1,5 @@
-"""gpt-oss, DeepSeek-V3, OLMo-3 and Granite under `exact`: the batch changes no bit, transformers' own forward and gradients are close."""
+"""gpt-oss, DeepSeek-V3, OLMo-3 and Granite under `exact`: the batch changes no bit, transformers' own forward and
+gradients are close."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ def test_rows_do_not_depend_on_the_batch_or_on_what_follows(kind: str, dtype: to
         assert all(same_bits(logits_of(model, ids[:1, :n]), whole[:1, :n]) for n in (1, 2, 17, 41, 128, 129))
         packed = torch.cat((ids[0, :33], ids[1, :7], ids[2]))
         found, alone = score(model, packed, cu_seqlens=torch.tensor([0, 33, 40, 180])), score(model, ids)
-        assert same_bits(found[:32], alone[0, :32]) and same_bits(found[33:39], alone[1, :6]) and same_bits(found[40:], alone[2])
+        assert (
+            same_bits(found[:32], alone[0, :32])
+            and same_bits(found[33:39], alone[1, :6])
+            and same_bits(found[40:], alone[2])
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,7 +52,9 @@ def test_logits_and_gradients_are_close_to_transformers_own(kind: str) -> None:
     model, ids = plain_model(kind), ids_of(2, 150)
 
     def scores() -> Tensor:
-        return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+        return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[
+            ..., 0
+        ]
 
     def gradients(logprobs: Tensor) -> dict[str, Tensor]:
         model.zero_grad()
@@ -70,7 +77,9 @@ def test_logits_and_gradients_are_close_to_transformers_own(kind: str) -> None:
 class WithoutSinks(CpuOps):
     """The engine's side forgets the sinks."""
 
-    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec
+    ) -> Tensor:
         plain = AttentionSpec(scale=spec.scale, window=spec.window, softcap=spec.softcap)
         return super().paged_attention(q, k_cache, v_cache, batch, plain)
 
@@ -79,7 +88,9 @@ class WithoutBias(CpuOps):
     """Experts without their biases, on both sides of the engine's proof."""
 
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-        bare = ExpertWeights(gate_up=experts.gate_up, down=experts.down, act=experts.act, interleaved=experts.interleaved)
+        bare = ExpertWeights(
+            gate_up=experts.gate_up, down=experts.down, act=experts.act, interleaved=experts.interleaved
+        )
         return super().experts(x, index, weight, bare)
 
 
@@ -96,7 +107,8 @@ def test_experts_without_their_biases_are_caught() -> None:
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "olmo3"])
 def test_another_order_of_rotary_values_is_refused_at_load(kind: str) -> None:
-    """The negative control of pairs against halves (DeepSeek-V3) and of the dtype of the rotation (OLMo-3, bfloat16)."""
+    """The negative control of pairs against halves (DeepSeek-V3) and of the dtype of the rotation (OLMo-3,
+    bfloat16)."""
 
     class Turned(CpuOps):
         def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

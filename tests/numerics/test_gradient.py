@@ -23,7 +23,9 @@ def grads_of(model: Any, cut: tuple[int, ...]) -> list[Tensor]:
     model.zero_grad()
     weights, start = torch.tensor([1.0, -0.5, 2.0, 0.25]), 0
     for end in (*cut, 4):
-        deterministic_grad(model, sequences()[start:end], lambda i, lp: -(weights[i] * lp).sum(), temperature=0.9, first=start)
+        deterministic_grad(
+            model, sequences()[start:end], lambda i, lp: -(weights[i] * lp).sum(), temperature=0.9, first=start
+        )
         start = end
     return [p.grad.clone() for p in model.parameters()]
 
@@ -87,7 +89,13 @@ def test_fsdp2_scores_have_the_same_bits_and_gradients_flow() -> None:
     from pathlib import Path
 
     root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     command = [*launch, sys.executable, "-c", FSDP]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=240)

@@ -1,4 +1,5 @@
-"""Scores without the table of logits: the bits of the table, its gradients and entropies, and memory that does not grow with the tokens."""
+"""Scores without the table of logits: the bits of the table, its gradients and entropies, and memory that does not grow
+with the tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_bits_are_those_of_the_table(kind: str, dtype: torch.dtype) -> None:
         model.config.final_logit_softcapping = 20.0
     with torch.no_grad(), exact(model):
         logits = logits_of(model, ids)[:, :-1]
-        wanted = logprobs_of(model.__dict__[STATE].ops, logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1), 0.7).view(2, -1)
+        wanted = logprobs_of(
+            model.__dict__[STATE].ops, logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1), 0.7
+        ).view(2, -1)
         assert same_bits(score(model, ids, 0.7), wanted)
         logprobs, entropy = score_with_entropy(model, ids, 0.7)
         assert same_bits(logprobs, wanted)
@@ -122,7 +125,8 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(monkeypatch: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_over_a_divisor_are_scored_as_the_model_divides_them(dtype: torch.dtype) -> None:
-    """Granite: scores and their gradients are those of the table that the model itself makes; its configuration is left as it was."""
+    """Granite: scores and their gradients are those of the table that the model itself makes; its configuration is left
+    as it was."""
     model, ids = build("granite").to(dtype), ids_of(2, 40)
     with exact(model):
         found = score(model, ids)
@@ -134,4 +138,7 @@ def test_logits_over_a_divisor_are_scored_as_the_model_divides_them(dtype: torch
         wanted.sum().backward()
     assert same_bits(found.detach(), wanted.detach()) and model.config.logits_scaling == 3.0
     for a, b in zip(mine, (p.grad for p in model.parameters() if p.grad is not None), strict=True):
-        assert b is not None and (a.float() - b.float()).norm() <= (2e-2 if dtype is torch.bfloat16 else 1e-4) * b.float().norm() + 1e-6
+        assert (
+            b is not None
+            and (a.float() - b.float()).norm() <= (2e-2 if dtype is torch.bfloat16 else 1e-4) * b.float().norm() + 1e-6
+        )

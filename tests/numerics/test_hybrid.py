@@ -30,7 +30,11 @@ def test_rows_do_not_depend_on_the_batch_or_on_what_follows(kind: str, dtype: to
         packed = torch.cat((ids[0, :33], ids[1, :7], ids[2]))
         found = score(model, packed, cu_seqlens=torch.tensor([0, 33, 40, 120]))
         alone = score(model, ids)
-        assert same_bits(found[:32], alone[0, :32]) and same_bits(found[33:39], alone[1, :6]) and same_bits(found[40:], alone[2])
+        assert (
+            same_bits(found[:32], alone[0, :32])
+            and same_bits(found[33:39], alone[1, :6])
+            and same_bits(found[40:], alone[2])
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

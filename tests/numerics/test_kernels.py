@@ -1,4 +1,5 @@
-"""What must be true of every CUDA kernel's source, seen without a GPU: a kernel that forgets to wait reads what is not yet written."""
+"""What must be true of every CUDA kernel's source, seen without a GPU: a kernel that forgets to wait reads what is not
+yet written."""
 
 from __future__ import annotations
 

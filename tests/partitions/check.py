@@ -1,8 +1,9 @@
-"""`python -m tests.partitions.check HISTORY.jsonl DATABASE_URL TOKENIZER.json`: does the database hold what the clients were told?
+"""`python -m tests.partitions.check HISTORY.jsonl DATABASE_URL TOKENIZER.json`: does the database hold what the clients
+were told?
 
-Imports nothing of tokentrue: it reads the tables and the tokens itself. Each acknowledged turn is recorded exactly once and says what the
-client heard; each generation of the engine is recorded at most once; places are contiguous; every parent is recorded before its child,
-and each prompt starts with its parent's prompt and sampled ids.
+Imports nothing of tokentrue: it reads the tables and the tokens itself. Each acknowledged turn is recorded exactly once
+and says what the client heard; each generation of the engine is recorded at most once; places are contiguous; every
+parent is recorded before its child, and each prompt starts with its parent's prompt and sampled ids.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def check(history: Path, url: str, tokenizer_file: Path) -> tuple[dict[str, int]
     recorded = Counter(row[2] for row in rows)
     for turn in told:
         if recorded[turn["node"]] != 1:
-            wrong.append(f"acknowledged turn {turn['node']} of {turn['session']} is recorded {recorded[turn['node']]} times")
+            wrong.append(
+                f"acknowledged turn {turn['node']} of {turn['session']} is recorded {recorded[turn['node']]} times"
+            )
         elif NUMBER.findall(texts[turn["node"]]) != [turn["number"]]:
             wrong.append(f"turn {turn['node']} was told as {turn['number']} and is recorded as {texts[turn['node']]!r}")
     generations = Counter(number for text in texts.values() for number in NUMBER.findall(text))
@@ -51,7 +54,10 @@ def check(history: Path, url: str, tokenizer_file: Path) -> tuple[dict[str, int]
     heard = Counter((turn["session"], turn["turn"]) for turn in told)
     wrong += [f"turn {place} was acknowledged {count} times" for place, count in heard.items() if count > 1]
     changed = {"acknowledged": len(told), "recorded": len(rows), "sessions": len(counts)}
-    return changed | {"changes_of_owner": int(tokens[0] or 0), "largest_token": int(tokens[1] or 0)} if tokens else changed, wrong
+    return changed | {
+        "changes_of_owner": int(tokens[0] or 0),
+        "largest_token": int(tokens[1] or 0),
+    } if tokens else changed, wrong
 
 
 def check_session(session: str, nodes: Sequence[Any], noted: int) -> list[str]:
@@ -67,7 +73,9 @@ def check_session(session: str, nodes: Sequence[Any], noted: int) -> list[str]:
         if hashlib.sha256(prompt).hexdigest() != json.loads(body)["prompt_sha256"]:
             wrong.append(f"session {session}: {name} was sampled after another prompt than its parent's")
         if len(sampled) // 4 != len(logprobs) // 8:
-            wrong.append(f"session {session}: {name} has {len(sampled) // 4} ids and {len(logprobs) // 8} log-probabilities")
+            wrong.append(
+                f"session {session}: {name} has {len(sampled) // 4} ids and {len(logprobs) // 8} log-probabilities"
+            )
         whole[name] = prompt + sampled
     return wrong
 

@@ -1,4 +1,5 @@
-"""Gateways in network namespaces of their own, as on machines of their own: one link to the agents and the engine, one to the database.
+"""Gateways in network namespaces of their own, as on machines of their own: one link to the agents and the engine, one
+to the database.
 
 Needs root and iproute2. A link that is down loses every packet without a word: no connection is refused or reset.
 """

@@ -1,10 +1,12 @@
-"""`python -m tests.partitions.run --seconds 600 --sessions 200`: three gateways on one PostgreSQL, agents that ask any of them, and faults.
+"""`python -m tests.partitions.run --seconds 600 --sessions 200`: three gateways on one PostgreSQL, agents that ask any
+of them, and faults.
 
-Faults come one after the other, at random: SIGKILL of a gateway, SIGSTOP for longer than its lease, a cut between it and the database,
-restart of the database (in order, or at once). With `--namespaces` (as root) each gateway is in a network namespace of its own, and a cut
-takes its link down: to the database alone, or to everything. Without it a proxy passes nothing on and then resets the connections. Agents
-retry under an idempotency key until a turn is acknowledged, and write what they were told to history.jsonl, which `tests.partitions.check`
-compares with the tables.
+Faults come one after the other, at random: SIGKILL of a gateway, SIGSTOP for longer than its lease, a cut between it
+and the database, restart of the database (in order, or at once). With `--namespaces` (as root) each gateway is in a
+network namespace of its own, and a cut
+takes its link down: to the database alone, or to everything. Without it a proxy passes nothing on and then resets the
+connections. Agents retry under an idempotency key until a turn is acknowledged, and write what they were told to
+history.jsonl, which `tests.partitions.check` compares with the tables.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ class CutLink:
 
 
 class World:
-    def __init__(self, folder: Path, database: Database, cuts: Sequence[CutProxy | CutLink], sessions: int, seed: int, host: str) -> None:
+    def __init__(
+        self, folder: Path, database: Database, cuts: Sequence[CutProxy | CutLink], sessions: int, seed: int, host: str
+    ) -> None:
         self.folder, self.database, self.sessions = folder, database, sessions
         self.rng = random.Random(seed)
         self.engine = Engine(folder, host=host)
@@ -123,9 +127,22 @@ class World:
             folder.mkdir()
             store, place = cut.place(self.url)
             host = place.pop("host", "127.0.0.1")
-            flags = ("--host", host, "--engine", "sglang", "--url", self.engine.url, "--model", str(model_dir()), "--store", store)
+            flags = (
+                "--host",
+                host,
+                "--engine",
+                "sglang",
+                "--url",
+                self.engine.url,
+                "--model",
+                str(model_dir()),
+                "--store",
+                store,
+            )
             settings = ("--set", "server.log=off", "--set", f"server.lease_s={LEASE_S}")
-            self.servers.append(await asyncio.to_thread(partial(Server, *flags, *settings, folder=folder, admin_key=KEY, **place)))
+            self.servers.append(
+                await asyncio.to_thread(partial(Server, *flags, *settings, folder=folder, admin_key=KEY, **place))
+            )
 
     async def play(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -142,24 +159,40 @@ class World:
         messages: list[Any] = [{"role": "user", "content": f"Task {name}."}]
         turn = 0
         while key and time.monotonic() < end:
-            said = await self._ask(client, end + 60, "/v1/chat/completions", {"model": "m", "messages": messages}, key, f"turn-{turn}")
+            said = await self._ask(
+                client, end + 60, "/v1/chat/completions", {"model": "m", "messages": messages}, key, f"turn-{turn}"
+            )
             if said is None:
                 return
             message = said["choices"][0]["message"]
             (number,) = NUMBER.findall(message["tool_calls"][0]["function"]["arguments"])
-            print(json.dumps({"session": name, "turn": turn, "number": number, "node": said["node"]}), file=self.history, flush=True)
+            print(
+                json.dumps({"session": name, "turn": turn, "number": number, "node": said["node"]}),
+                file=self.history,
+                flush=True,
+            )
             self.told += 1
-            messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": f"line {turn}"}]
+            messages += [
+                message,
+                {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": f"line {turn}"},
+            ]
             turn += 1
             await asyncio.sleep(self.rng.random() * 2)
 
     async def _ask(self, client: aiohttp.ClientSession, end: float, path: str, body: Any, key: str, name: str) -> Any:
-        """To a gateway at random, again and again; None where time is up. A session that exists after all was made by a lost answer."""
-        headers = {"authorization": f"Bearer {key}", "idempotency-key": name or "create", "content-type": "application/json"}
+        """To a gateway at random, again and again; None where time is up. A session that exists after all was made by a
+        lost answer."""
+        headers = {
+            "authorization": f"Bearer {key}",
+            "idempotency-key": name or "create",
+            "content-type": "application/json",
+        }
         while time.monotonic() < end:
             url = self.rng.choice(self.servers).url + path
             try:
-                async with client.post(url, data=json.dumps(body), headers=headers, timeout=aiohttp.ClientTimeout(total=20)) as answer:
+                async with client.post(
+                    url, data=json.dumps(body), headers=headers, timeout=aiohttp.ClientTimeout(total=20)
+                ) as answer:
                     said = await answer.json(content_type=None)
                     self.statuses[f"{answer.status} {said.get('error', {}).get('code', '')}".strip()] += 1
                     if answer.status in (200, 201):
@@ -236,5 +269,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     for flag, default in (("--seconds", 600), ("--sessions", 200), ("--gateways", 3), ("--seed", 0)):
         parser.add_argument(flag, type=int, default=default)
-    parser.add_argument("--namespaces", action="store_true", help="cut links of network namespaces; needs root and iproute2")
+    parser.add_argument(
+        "--namespaces", action="store_true", help="cut links of network namespaces; needs root and iproute2"
+    )
     print(json.dumps(run(**vars(parser.parse_args())), indent=1))

@@ -1,4 +1,5 @@
-"""What every provider must do, as one suite. Subclass it and give the fixtures `provider`, `truth` (a plain forward pass) and `prompt`."""
+"""What every provider must do, as one suite. Subclass it and give the fixtures `provider`, `truth` (a plain forward
+pass) and `prompt`."""
 
 from __future__ import annotations
 
@@ -24,17 +25,24 @@ class Truth:
     def logprobs(self, prompt: list[int], sampled: tuple[int, ...], sampling: Sampling) -> list[float]:
         logits = self.model(torch.tensor([[*prompt, *sampled]])).logits[0].float()
         rows = logits[len(prompt) - 1 : -1] / (sampling.temperature or 1.0)
-        return [float(filter_logprobs(torch.log_softmax(row, -1), sampling)[token]) for row, token in zip(rows, sampled, strict=True)]
-
+        return [
+            float(filter_logprobs(torch.log_softmax(row, -1), sampling)[token])
+            for row, token in zip(rows, sampled, strict=True)
+        ]
 
     @torch.no_grad()
     def kept(self, prompt: list[int], sampled: tuple[int, ...], sampling: Sampling) -> list[list[int]]:
         logits = self.model(torch.tensor([[*prompt, *sampled]])).logits[0].float()
         rows = logits[len(prompt) - 1 : -1] / (sampling.temperature or 1.0)
-        return [(filter_logprobs(torch.log_softmax(row, -1), sampling) > -torch.inf).nonzero().squeeze(-1).tolist() for row in rows]
+        return [
+            (filter_logprobs(torch.log_softmax(row, -1), sampling) > -torch.inf).nonzero().squeeze(-1).tolist()
+            for row in rows
+        ]
 
 
-async def collected(provider: Provider, prompt: list[int], sampling: Sampling) -> tuple[list[int], list[float], Completion, int]:
+async def collected(
+    provider: Provider, prompt: list[int], sampling: Sampling
+) -> tuple[list[int], list[float], Completion, int]:
     ids, logprobs, chunks, final = [], [], 0, None
     async for chunk in provider.stream(prompt, sampling):
         if chunk.final is not None:
@@ -110,11 +118,15 @@ class Conformance:
         if completion.sampling_mask is not None:
             mask = completion.sampling_mask
             kept = truth.kept(prompt, completion.token_ids, sampling)
-            assert [mask.row(i).tolist() for i in range(len(mask))] == kept, "the recorded mask is what the filters kept"
+            assert [mask.row(i).tolist() for i in range(len(mask))] == kept, (
+                "the recorded mask is what the filters kept"
+            )
             chunks = [chunk async for chunk in provider.stream(prompt, sampling)]
             rows = [row.tolist() for chunk in chunks if chunk.sampling_mask for row in chunk.sampling_mask.rows()]
             assert chunks[-1].final is not None and chunks[-1].final.sampling_mask is not None
-            assert rows == [row.tolist() for row in chunks[-1].final.sampling_mask.rows()], "a turn that is cut off has its rows, too"
+            assert rows == [row.tolist() for row in chunks[-1].final.sampling_mask.rows()], (
+                "a turn that is cut off has its rows, too"
+            )
 
     async def test_top_logprobs(self, provider: Provider, prompt: list[int]) -> None:
         completion = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=4, top_logprobs=3))
@@ -125,7 +137,9 @@ class Conformance:
 
     async def test_concurrent_requests_do_not_mix(self, provider: Provider, prompt: list[int]) -> None:
         alone = [await provider.generate(prompt[i:], Sampling(temperature=0.0, max_tokens=5)) for i in range(3)]
-        together = await asyncio.gather(*(provider.generate(prompt[i:], Sampling(temperature=0.0, max_tokens=5)) for i in range(3)))
+        together = await asyncio.gather(
+            *(provider.generate(prompt[i:], Sampling(temperature=0.0, max_tokens=5)) for i in range(3))
+        )
         assert [c.token_ids for c in together] == [c.token_ids for c in alone]
 
     async def test_closing_the_stream_cancels(self, provider: Provider, prompt: list[int]) -> None:

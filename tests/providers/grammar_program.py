@@ -1,4 +1,5 @@
-"""Run by the Python that has xgrammar (vLLM's grammar engine): what a structural tag, read from stdin, lets a model write."""
+"""Run by the Python that has xgrammar (vLLM's grammar engine): what a structural tag, read from stdin, lets a model
+write."""
 
 import json
 import sys

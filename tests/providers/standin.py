@@ -1,4 +1,5 @@
-"""A stand-in for an SGLang server (which does not run on CPU from its wheels): the documented wire format of /generate, /model_info,
+"""A stand-in for an SGLang server (which does not run on CPU from its wheels): the documented wire format of /generate,
+/model_info,
 /abort_request, /pause_generation, /continue_generation and /update_weights_from_disk, over a real tiny model.
 
 It answers what SGLang answers: cumulative or incremental events, `[logprob, id, text]` rows, `finish_reason` objects,
@@ -102,7 +103,9 @@ class SGLangStandIn:
         logprobs = torch.log_softmax(logits / (body["sampling_params"]["temperature"] or 1.0), -1)
         return [float(row[token]) for row, token in zip(logprobs, sampled, strict=True)]
 
-    async def _stream(self, request: web.Request, body: dict[str, Any], fault: str, stop: asyncio.Event) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], fault: str, stop: asyncio.Event
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         ids: list[int] = []
@@ -137,9 +140,13 @@ class SGLangStandIn:
         return response
 
     def _cut(self, body: dict[str, Any], ids: list[int], logprobs: list[float]) -> Completion:
-        return Completion(token_ids=tuple(ids), logprobs=tuple(logprobs), finish=Finish.ABORT, prompt_tokens=len(body["input_ids"]))
+        return Completion(
+            token_ids=tuple(ids), logprobs=tuple(logprobs), finish=Finish.ABORT, prompt_tokens=len(body["input_ids"])
+        )
 
-    def _event(self, body: dict[str, Any], completion: Completion, new: int, fault: str, *, ended: bool) -> dict[str, Any]:
+    def _event(
+        self, body: dict[str, Any], completion: Completion, new: int, fault: str, *, ended: bool
+    ) -> dict[str, Any]:
         filters = bool(sampling_of(body).filters)
         logprobs = self._before_filters(body, completion.token_ids) if filters else list(completion.logprobs)
         rows = [[logprob, token, None] for token, logprob in zip(completion.token_ids, logprobs, strict=True)]
@@ -162,9 +169,13 @@ class SGLangStandIn:
         if body.get("return_sampling_mask"):
             meta["output_token_sampling_logprobs"] = list(completion.logprobs[first:])
             if completion.sampling_mask is not None:
-                meta["output_token_sampling_mask"] = [completion.sampling_mask.row(i).tolist() for i in range(first, len(ids))]
+                meta["output_token_sampling_mask"] = [
+                    completion.sampling_mask.row(i).tolist() for i in range(first, len(ids))
+                ]
         if body.get("top_logprobs_num") and completion.top_logprobs:
-            meta["output_top_logprobs"] = [[[x, token, None] for token, x in top.items()] for top in completion.top_logprobs[first:]]
+            meta["output_top_logprobs"] = [
+                [[x, token, None] for token, x in top.items()] for top in completion.top_logprobs[first:]
+            ]
         return {"text": None, "output_ids": ids[first:], "meta_info": meta}
 
 

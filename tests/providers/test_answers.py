@@ -64,12 +64,16 @@ class Engine:
         response = web.StreamResponse()
         await response.prepare(request)
         for event in answer if isinstance(answer, list) else [answer]:
-            await response.write(b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n")
+            await response.write(
+                b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
+            )
         await response.write(b"data: [DONE]\n\n")
         return response
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m"}, {"id": "other", "root": "/models/other", "max_model_len": 2048}]})
+        return web.json_response(
+            {"data": [{"id": "m"}, {"id": "other", "root": "/models/other", "max_model_len": 2048}]}
+        )
 
     async def ok(self, request: web.Request) -> web.Response:
         return web.json_response({})
@@ -109,7 +113,10 @@ SGLANG: dict[str, Any] = {
     "rows of one": sglang(output_token_logprobs=[[-0.5], [-0.25]]),
     "an id that is a text": sglang(output_token_logprobs=[[-0.5, "8", None], [-0.25, 9, None]]),
     "a negative id": {**sglang(output_token_logprobs=[[-0.5, 8, None], [-0.25, -9, None]]), "output_ids": [8, -9]},
-    "an id of 40 bits": {**sglang(output_token_logprobs=[[-0.5, 8, None], [-0.25, 2**40, None]]), "output_ids": [8, 2**40]},
+    "an id of 40 bits": {
+        **sglang(output_token_logprobs=[[-0.5, 8, None], [-0.25, 2**40, None]]),
+        "output_ids": [8, 2**40],
+    },
     "a count that is a text": sglang(completion_tokens="2"),
     "a count below": sglang(completion_tokens=-1),
     "a count above": sglang(completion_tokens=5),
@@ -138,7 +145,11 @@ async def test_a_good_answer_is_taken_and_names_what_was_sent(engine: tuple[Engi
     server, provider = engine
     server.answer = sglang() if provider.name == "sglang" else vllm()
     sampling = Sampling(max_tokens=4)
-    done = (await collected(provider, list(PROMPT), sampling))[2] if streamed else await provider.generate(PROMPT, sampling)
+    done = (
+        (await collected(provider, list(PROMPT), sampling))[2]
+        if streamed
+        else await provider.generate(PROMPT, sampling)
+    )
     assert done.token_ids == (8, 9) and done.prompt_digest == PROMPT.sha256()
     assert server.requests[-1].get("input_ids", server.requests[-1].get("token_ids")) == PROMPT.tolist()
 
@@ -160,7 +171,9 @@ async def test_any_other_shape_is_the_engines_fault(engine: tuple[Engine, Provid
     assert (await provider.generate(PROMPT, Sampling(max_tokens=4))).token_ids == (8, 9)
 
 
-@pytest.mark.parametrize("engine", ["sglang"], indirect=True)  # vLLM's events are incremental: there is nothing to rewrite
+@pytest.mark.parametrize(
+    "engine", ["sglang"], indirect=True
+)  # vLLM's events are incremental: there is nothing to rewrite
 async def test_a_final_event_that_rewrites_earlier_ids_is_refused(engine: tuple[Engine, Provider]) -> None:
     server, provider = engine
     first = sglang(completion_tokens=1, finish_reason=None, output_token_logprobs=[[-0.5, 8, None]])
@@ -198,7 +211,11 @@ async def test_a_sampling_mask_is_kept_or_refused(engine: tuple[Engine, Provider
     async def ask(mask: Any) -> Completion:
         server.answer = vllm(sampling_mask=mask)
         sampling = Sampling(max_tokens=4, top_k=5)
-        return (await collected(provider, list(PROMPT), sampling))[2] if streamed else await provider.generate(PROMPT, sampling)
+        return (
+            (await collected(provider, list(PROMPT), sampling))[2]
+            if streamed
+            else await provider.generate(PROMPT, sampling)
+        )
 
     assert (await ask([[8, 3], [9]])).sampling_mask == SamplingMask.from_rows([[3, 8], [9]])
     assert (await ask(None)).sampling_mask is None
@@ -221,7 +238,11 @@ async def test_health_tells_what_the_server_says_of_the_model_in_use(engine: tup
     assert [(await first.health())[key] for key in ("model", "path", "max_model_len")] == ["m", None, None]
     chosen, missing = (VLLMProvider(first._http.url, model=name, retries=0) for name in ("other", "third"))
     try:
-        assert [(await chosen.health())[key] for key in ("model", "path", "max_model_len")] == ["other", "/models/other", 2048]
+        assert [(await chosen.health())[key] for key in ("model", "path", "max_model_len")] == [
+            "other",
+            "/models/other",
+            2048,
+        ]
         with pytest.raises(EngineContractError, match="serves m, other, not third"):
             await missing.health()
     finally:
@@ -231,7 +252,9 @@ async def test_health_tells_what_the_server_says_of_the_model_in_use(engine: tup
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("words", [*TOO_LONG.values(), "seed must be positive"])
-async def test_a_prompt_that_is_too_long_is_told_from_other_refusals(engine: tuple[Engine, Provider], words: str, streamed: bool) -> None:
+async def test_a_prompt_that_is_too_long_is_told_from_other_refusals(
+    engine: tuple[Engine, Provider], words: str, streamed: bool
+) -> None:
     server, provider = engine
     if provider.name == "vllm":
         await provider.health()

@@ -20,7 +20,9 @@ async def test_same_model_twice_is_bit_identical(tiny_model: Any, prompt: list[i
 
 
 async def test_differences_are_measured_up_to_the_fork() -> None:
-    result = await tt.check_logprobs_close(completion([1, 2, 3], [-1.0, -2.0, -3.0]), completion([1, 2, 9], [-1.0, -2.5, -3.0]))
+    result = await tt.check_logprobs_close(
+        completion([1, 2, 3], [-1.0, -2.0, -3.0]), completion([1, 2, 9], [-1.0, -2.5, -3.0])
+    )
     assert (result.compared, result.first_difference, result.max_difference) == (2, 2, 0.5)
     assert not result.close and not result.exact
     assert "token 2" in result.verdict

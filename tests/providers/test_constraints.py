@@ -1,4 +1,5 @@
-"""What must be enforced while sampling, in each engine's own words; and the model's own call format as a structural tag."""
+"""What must be enforced while sampling, in each engine's own words; and the model's own call format as a structural
+tag."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_sglang_takes_json_text() -> None:
     params = sglang.sampling_params(Sampling(extra={"response_format": ASKED, "ignore_eos": True}))
     assert isinstance(params["json_schema"], str) and json.loads(params["json_schema"]) == SCHEMA
     assert params["ignore_eos"] is True and "response_format" not in params
-    assert json.loads(sglang.sampling_params(Sampling(extra={"response_format": ANY_OBJECT}))["json_schema"]) == {"type": "object"}
+    assert json.loads(sglang.sampling_params(Sampling(extra={"response_format": ANY_OBJECT}))["json_schema"]) == {
+        "type": "object"
+    }
 
 
 def test_vllm_takes_structured_outputs() -> None:
@@ -48,7 +51,9 @@ def test_a_call_that_must_be_made_is_the_models_own_format() -> None:
         '<tool_call>\n{"name": "look", "arguments": ', '<tool_call>\n{"name": "wait", "arguments": ',
     ]  # fmt: skip
     assert calls["at_least_one"] and not calls["stop_after_first"]
-    assert calls["tags"][0]["content"]["json_schema"] == SCHEMA and calls["tags"][1]["content"]["json_schema"] == {"type": "object"}
+    assert calls["tags"][0]["content"]["json_schema"] == SCHEMA and calls["tags"][1]["content"]["json_schema"] == {
+        "type": "object"
+    }
     written = calls["tags"][0]["begin"] + '{"a": 1}' + calls["tags"][0]["end"]
     parsed = qwen().parse(qwen().encode_sampled(written + "<|im_end|>"), tools=[TOOL])
     assert parsed.message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"a": 1}'}

@@ -31,7 +31,9 @@ class TestHF(Conformance):
 
         provider = HFProvider(copy.deepcopy(tiny_model))
         before = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=5))
-        weights = {name: -tensor for name, tensor in tiny_model.state_dict().items() if "lm_head" in name or "mlp" in name}
+        weights = {
+            name: -tensor for name, tensor in tiny_model.state_dict().items() if "lm_head" in name or "mlp" in name
+        }
         await provider.publish(weights.items(), version=4)
         after = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=5))
         assert (before.policy_version, after.policy_version) == (0, 4)

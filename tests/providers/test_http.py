@@ -63,7 +63,10 @@ async def test_one_connection_serves_many_requests(at: tuple[Server, EngineHttp]
     for body in (b"1", b"2" * 300_000, b""):
         assert await http.read("POST", "/x", body) == b"{}"
     assert server.connections == 1 and [len(body) for body in server.bodies] == [1, 300_000, 0]
-    assert server.heads[0].startswith(b"POST /base/x HTTP/1.1\r\nHost: 127.0.0.1") and b"authorization: Bearer k\r\n" in server.heads[0]
+    assert (
+        server.heads[0].startswith(b"POST /base/x HTTP/1.1\r\nHost: 127.0.0.1")
+        and b"authorization: Bearer k\r\n" in server.heads[0]
+    )
 
 
 async def test_requests_at_the_same_time_have_connections_of_their_own(at: tuple[Server, EngineHttp]) -> None:
@@ -95,7 +98,9 @@ async def test_an_idle_connection_that_the_server_closed_costs_no_attempt(at: tu
         (b"~" * 320, EngineTimeout, "did not answer"),
     ],
 )
-async def test_what_goes_wrong_is_said(at: tuple[Server, EngineHttp], answer: bytes | None, error: type[Exception], words: str) -> None:
+async def test_what_goes_wrong_is_said(
+    at: tuple[Server, EngineHttp], answer: bytes | None, error: type[Exception], words: str
+) -> None:
     server, http = at
     server.answers = [answer] * (2 if answer is None else 1)  # one closed connection may have been an idle one
     with pytest.raises(error, match=words):

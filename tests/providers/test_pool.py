@@ -17,7 +17,9 @@ class Counting:
     name = "counting"
     truthful_filters: frozenset[str] | None = frozenset({"top_k"})
 
-    def __init__(self, *, break_after: list[int] | None = None, abort_after: list[int] | None = None, version: int = 1) -> None:
+    def __init__(
+        self, *, break_after: list[int] | None = None, abort_after: list[int] | None = None, version: int = 1
+    ) -> None:
         self.break_after, self.abort_after = break_after or [], abort_after or []
         self.version, self.up = version, True
         self.prompts: list[list[int]] = []
@@ -121,7 +123,9 @@ async def test_an_abort_for_a_weight_update_keeps_each_span_its_version() -> Non
 
 async def test_broken_right_at_the_limit_needs_no_more_tokens() -> None:
     class Breaks(Counting):
-        async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+        async def stream(
+            self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None
+        ) -> AsyncIterator[Chunk]:
             async for chunk in super().stream(prompt_ids, sampling):
                 if chunk.final is not None:
                     raise EngineUnreachable("at the very end")

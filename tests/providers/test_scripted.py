@@ -21,7 +21,11 @@ def script(path: Path, *turns: object) -> Path:
 
 
 async def test_answers_in_order_with_the_models_stop_token(tmp_path: Path) -> None:
-    file = script(tmp_path / "s.jsonl", {"text": "hi"}, {"token_ids": [1, 2], "logprobs": [-0.5, -0.25], "finish_reason": "length"})
+    file = script(
+        tmp_path / "s.jsonl",
+        {"text": "hi"},
+        {"token_ids": [1, 2], "logprobs": [-0.5, -0.25], "finish_reason": "length"},
+    )
     provider = tt.providers.load("scripted", script=file, encode=encode, stop_id=0)
     first = await provider.generate([9], Sampling())
     second = await provider.generate([9, 9], Sampling())

@@ -1,4 +1,5 @@
-"""The SGLang adapter against a stand-in server that speaks its documented wire format (SGLang itself does not run on CPU here)."""
+"""The SGLang adapter against a stand-in server that speaks its documented wire format (SGLang itself does not run on
+CPU here)."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class TestSGLang(Conformance):
         assert (await provider.generate(prompt, Sampling(max_tokens=2))).token_ids
         assert len(standin[0].requests) == 3
 
-    async def test_never_retries_after_it(self, provider: SGLangProvider, standin: tuple[SGLangStandIn, str], prompt: list[int]) -> None:
+    async def test_never_retries_after_it(
+        self, provider: SGLangProvider, standin: tuple[SGLangStandIn, str], prompt: list[int]
+    ) -> None:
         standin[0].faults = ["break"]
         got = []
         with pytest.raises((EngineUnreachable, EngineContractError)):

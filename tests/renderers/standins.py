@@ -1,4 +1,5 @@
-"""A tokenizer for any template: a real one that has all its tokens, else our BPE with the tokens that the template's own renders show."""
+"""A tokenizer for any template: a real one that has all its tokens, else our BPE with the tokens that the template's
+own renders show."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ _TOKENLIKE = re.compile(
     r"|<(?:beginning|begin|end)_of_(?:sentence|turn|text)>|</?(?:assistant|user|system|sep|tool)>|<reserved_\d+>|<_(?:user|bot|system|end)>"
     r"|\[\|[A-Za-z]{1,24}\|\]|<extra_id_\d+>"
 )
-_TALK = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "So?"}]
+_TALK = [
+    {"role": "user", "content": "Hello."},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "So?"},
+]
 
 
 def standin(template: str) -> Any:
@@ -24,7 +29,10 @@ def standin(template: str) -> Any:
     tokenizer = parts.standin_tokenizer(template)
     tokenizer.chat_template = template
     text = template
-    for messages in (_TALK, [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in _TALK]):
+    for messages in (
+        _TALK,
+        [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in _TALK],
+    ):
         try:
             text += tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception:  # a template that refuses this talk shows its tokens in its text alone
@@ -48,7 +56,11 @@ def standin_dir(template: str) -> Path:
 def real_tokenizers() -> dict[str, Any]:
     from transformers import AutoTokenizer
 
-    return {name: AutoTokenizer.from_pretrained(parts.tokenizer_dir(name)) for name in parts.REAL if parts.shared() is not None}
+    return {
+        name: AutoTokenizer.from_pretrained(parts.tokenizer_dir(name))
+        for name in parts.REAL
+        if parts.shared() is not None
+    }
 
 
 def tokenizer_for(template: str) -> tuple[str, Any]:

@@ -53,7 +53,11 @@ def says(text: Any, **more: Any) -> dict[str, Any]:
 
 def calls(*cities: str, text: Any = None, first: int = 0, **more: Any) -> dict[str, Any]:
     made = [
-        {"id": f"call_{first + index}", "type": "function", "function": {"name": name, "arguments": '{"city": "' + city + '"}'}}
+        {
+            "id": f"call_{first + index}",
+            "type": "function",
+            "function": {"name": name, "arguments": '{"city": "' + city + '"}'},
+        }
         for index, (name, city) in enumerate(zip(("weather", "clock"), cities, strict=False))
     ]
     return {"role": "assistant", "content": text, "tool_calls": made, **more}

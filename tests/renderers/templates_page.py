@@ -1,4 +1,5 @@
-"""Every real chat template at hand, proven or refused; `python -m tests.renderers.templates_page` writes docs/templates.md."""
+"""Every real chat template at hand, proven or refused; `python -m tests.renderers.templates_page` writes
+docs/templates.md."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def reasons(row: Row) -> str:
         return row.error[:100]
     out: list[str] = []
     for role in ROLES:
-        codes = sorted({case.why for case in row.proof.cases if case.role == role and case.outcome in {"refused", "unsupported"}})
+        codes = sorted(
+            {case.why for case in row.proof.cases if case.role == role and case.outcome in {"refused", "unsupported"}}
+        )
         whole = row.proof.roles[role] == "refused"
         if codes:
             out.append(f"{role}{'' if whole else ' (some shapes)'}: {', '.join(codes)}")
@@ -60,7 +63,9 @@ def page(found: list[Row]) -> str:
         f"{len(found)} distinct templates of released models, {cases} cases (shapes of conversation × roles appended).",
         f"{real} run on a real tokenizer with all their tokens, the others on a byte-level BPE with exactly those tokens.",
         "Each case compares the ids that `extend` adds with those that the real history's render has behind the last turn's stop token.",
-        "Of the templates, each counted where its text was first found: " + ", ".join(f"{name} {n}" for name, n in carriers.items()) + ".",
+        "Of the templates, each counted where its text was first found: "
+        + ", ".join(f"{name} {n}" for name, n in carriers.items())
+        + ".",
         "llama.cpp's are in the PyPI sdist `llama-cpp-python` 0.3.36, trl's, xinference's and axolotl's in their PyPI wheels, those of",
         "Ollama's models in the npm package `@huggingface/ollama-utils`; vllm's, sglang's and miles' are in their source repositories.",
         "",
@@ -68,7 +73,10 @@ def page(found: list[Row]) -> str:
         "",
         "| appended | proven | the real history must be the context | refused |",
         "|---|---|---|---|",
-        *(f"| {role} | {counts[role]['proven']} | {counts[role]['history']} | {counts[role]['refused']} |" for role in ROLES),
+        *(
+            f"| {role} | {counts[role]['proven']} | {counts[role]['history']} | {counts[role]['refused']} |"
+            for role in ROLES
+        ),
         "",
         "`tokentrue verify MODEL --template FILE` prints the same for one template, with every case. The table is written by",
         "`python -m tests.renderers.templates_page` and checked by `pytest tests/renderers/test_all_templates.py -m slow`.",
@@ -83,7 +91,9 @@ def page(found: list[Row]) -> str:
     ]
     for row in found:
         roles = [row.proof.roles[role] if row.proof else "refused" for role in ROLES]
-        stops = ", ".join(f"`{text}`" for kind in ("text", "call") for text in row.proof.stops[kind]) if row.proof else ""
+        stops = (
+            ", ".join(f"`{text}`" for kind in ("text", "call") for text in row.proof.stops[kind]) if row.proof else ""
+        )
         cells = [row.name, row.tokenizer, *roles, stops.replace("|", "&#124;"), reasons(row).replace("|", "&#124;")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,5 @@
-"""Every real template that can be had offline: none crashes, each is proven or refused with a reason, none is silently wrong."""
+"""Every real template that can be had offline: none crashes, each is proven or refused with a reason, none is silently
+wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import pytest
 from tests import parts
 from tests.renderers.templates_page import TARGET, Row, page, reasons, rows
 
-# one of each kind: hoists, drops, raises, carries state, opener as stop, alias, no stop, parts, short ids, tools at the last user
+# one of each kind: hoists, drops, raises, carries state, opener as stop, alias, no stop, parts, short ids, tools at the
+# last user
 SAMPLE = {
     f"llama.cpp/{name}.jinja"
     for name in (
@@ -38,9 +40,13 @@ def test_a_sample_of_templates() -> None:
     found = list(rows(SAMPLE, real=False))
     assert {row.name for row in found} == SAMPLE
     _sound(found)
-    verdicts = {row.name.partition("/")[2].removesuffix(".jinja"): row.proof.roles if row.proof else {} for row in found}
+    verdicts = {
+        row.name.partition("/")[2].removesuffix(".jinja"): row.proof.roles if row.proof else {} for row in found
+    }
     assert verdicts["Qwen3-Coder"]["tool"] == "proven"
-    assert verdicts["deepseek-ai-DeepSeek-R1-Distill-Llama-8B"]["tool"] == "history"  # its opener of results comes once in a conversation
+    assert (
+        verdicts["deepseek-ai-DeepSeek-R1-Distill-Llama-8B"]["tool"] == "history"
+    )  # its opener of results comes once in a conversation
     assert verdicts["deepseek-ai-DeepSeek-V3.1"]["system"] == "refused"  # hoisted to the top
     assert verdicts["MiniMax-M2"]["system"] == "refused"  # dropped in silence
     assert verdicts["Qwen3.5-4B"]["system"] == "refused"  # raises
@@ -57,7 +63,10 @@ def test_all_templates() -> None:
     _sound(found)
     users = Counter(row.proof.roles["user"] if row.proof else "refused" for row in found)
     tools = Counter(row.proof.roles["tool"] if row.proof else "refused" for row in found)
-    assert users["proven"] >= 0.88 * len(found) and tools["proven"] + tools["history"] >= 0.65 * len(found), (users, tools)
+    assert users["proven"] >= 0.88 * len(found) and tools["proven"] + tools["history"] >= 0.65 * len(found), (
+        users,
+        tools,
+    )
     written = TARGET.read_text(encoding="utf-8")
     if all(f"| {row.name} | {row.tokenizer} |" in written for row in found) and written.count("\n| ") > len(found):
         assert page(found) == written, "python -m tests.renderers.templates_page writes the page anew"

@@ -62,7 +62,10 @@ def test_messages(messages: Any, field: str) -> None:
         ([TOOLS[0], {"type": "function", "function": {"description": "no name"}}], "tools[1].function.name"),
         ([{"type": "function", "function": {"name": "\ud800"}}], "tools[0].function.name"),
         ([{"name": "f", "description": "\ud800"}], "tools[0].function.description"),
-        ([{"type": "function", "function": {"name": "f", "parameters": {"\ud800": 1}}}], "tools[0].function.parameters"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"\ud800": 1}}}],
+            "tools[0].function.parameters",
+        ),
     ],
 )
 def test_tools(tools: Any, field: str) -> None:
@@ -78,7 +81,10 @@ def test_tools(tools: Any, field: str) -> None:
 def test_template_settings_do_not_stand_for_the_request(kwargs: dict[str, Any]) -> None:
     with pytest.raises(MessageError, match="template_kwargs: cannot set messages, tools or add_generation_prompt"):
         loaded("qwen3-like").render([user("hi")], template_kwargs=kwargs)
-    plain, told = (loaded("qwen3-like").render([user("hi")], template_kwargs=given) for given in (None, {"add_generation_prompt": True}))
+    plain, told = (
+        loaded("qwen3-like").render([user("hi")], template_kwargs=given)
+        for given in (None, {"add_generation_prompt": True})
+    )
     assert plain.token_ids == told.token_ids
 
 
@@ -151,7 +157,9 @@ def test_template_that_does_not_compile(tmp_path: Path) -> None:
 
 
 def test_template_that_raises(tmp_path: Path) -> None:
-    renderer = tt.load_renderer(_model(tmp_path, eos_token="<|im_end|>"), chat_template="{{ raise_exception('no, never') }}")
+    renderer = tt.load_renderer(
+        _model(tmp_path, eos_token="<|im_end|>"), chat_template="{{ raise_exception('no, never') }}"
+    )
     with pytest.raises(TemplateError, match="no, never"):
         renderer.render([user("a")])
     found = renderer.extend([7], [user("a"), says("b")], [user("c")])
@@ -178,7 +186,8 @@ def test_unknown_settings(setting: Any) -> None:
 
 
 def test_ten_megabytes() -> None:
-    """Rendered, shielded and spliced, in time that grows with the text and no faster (processor time: other jobs do not count)."""
+    """Rendered, shielded and spliced, in time that grows with the text and no faster (processor time: other jobs do not
+    count)."""
     renderer = loaded("qwen3-like")
     line = "some words <|im_end|> and a line of numbers 12345\n"
 

@@ -1,4 +1,5 @@
-"""The cache of encoded texts changes nothing but the time: with it and without it the same texts give the same ids, within its bytes."""
+"""The cache of encoded texts changes nothing but the time: with it and without it the same texts give the same ids,
+within its bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_ids_are_the_same_with_and_without_the_cache(tokenizer: Tokenizer, texts
         assert cached.encode(text) == plain.encode(text)
         for mark in ("", "\ufdd0"):
             assert cached.encode_shielded(text, mark) == plain.encode_shielded(text, mark)
-            assert cached.encode_shielded_after(text, mark, literal="") == plain.encode_shielded_after(text, mark, literal="")
+            assert cached.encode_shielded_after(text, mark, literal="") == plain.encode_shielded_after(
+                text, mark, literal=""
+            )
         assert cached.encoded.used_bytes <= limit
     assert plain.encoded.used_bytes == 0
 

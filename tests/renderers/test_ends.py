@@ -1,4 +1,5 @@
-"""Every way a turn can end: what is added is what the template needs, the recorded ids stay, nothing sampled is written again."""
+"""Every way a turn can end: what is added is what the template needs, the recorded ids stay, nothing sampled is written
+again."""
 
 from __future__ import annotations
 
@@ -25,9 +26,15 @@ def test_worked_example_of_the_design() -> None:
 # the text that must follow the recorded stop, read off each template by hand
 AFTER_STOP = {
     ("qwen3-like", "user"): "\n<|im_start|>user\nNEW<|im_end|>\n<|im_start|>assistant\n",
-    ("qwen3-like", "tool"): "\n<|im_start|>user\n<tool_response>\nNEW\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    (
+        "qwen3-like",
+        "tool",
+    ): "\n<|im_start|>user\n<tool_response>\nNEW\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     ("k2v3-like", "user"): "\n<|im_start|>user\nNEW<|im_end|>\n<|im_start|>assistant\n<think>",
-    ("k2v3-like", "tool"): "\n<|im_start|>tool\n<tool_response>\nNEW\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>",
+    (
+        "k2v3-like",
+        "tool",
+    ): "\n<|im_start|>tool\n<tool_response>\nNEW\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>",
 }
 
 
@@ -41,7 +48,8 @@ def test_models_own_stop(name: str, role: str) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_turn_left_open_gets_the_templates_closing(name: str) -> None:
-    """A length cut-off or a stop string: the closing that the template writes itself comes first, and only it differs."""
+    """A length cut-off or a stop string: the closing that the template writes itself comes first, and only it
+    differs."""
     renderer = loaded(name)
     history = [user("a"), says("Hi the")]
     closed = extended(renderer, [5, stop_id(renderer)], history, [user("NEW")])
@@ -84,7 +92,10 @@ def test_cut_right_behind_a_tool_call_does_not_write_its_end_again() -> None:
     renderer = loaded("qwen3-like")
     sampled = renderer.encode_sampled('<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>')
     found = extended(renderer, sampled, [user("a"), calls("Paris")], [result("NEW")], TOOLS)
-    assert renderer.decode(found.added_ids).startswith("<|im_end|>\n<|im_start|>user\n<tool_response>") and found.join == "open"
+    assert (
+        renderer.decode(found.added_ids).startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
+        and found.join == "open"
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3-like", "kimi-like", "deepseek-like"])
@@ -100,7 +111,8 @@ def test_foreign_stop_stays_and_the_turn_is_closed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["glm-like", "real:glm-4.6"])
 def test_stop_that_does_not_fit_the_next_role(name: str) -> None:
-    """GLM: the stop is the next turn's opener. Where another role follows, the sampled one stays and the right one is added as given."""
+    """GLM: the stop is the next turn's opener. Where another role follows, the sampled one stays and the right one is
+    added as given."""
     renderer = loaded(name)
     asked, observed = renderer.codec.literals["<|user|>"], renderer.codec.literals["<|observation|>"]
     fits = extended(renderer, [5, observed], [user("a"), calls("Paris")], [result("NEW")], TOOLS)
@@ -122,8 +134,12 @@ def test_harmony_return_stays_and_is_not_followed_by_end(name: str) -> None:
 
 def test_harmony_call_goes_on_with_the_tools_message() -> None:
     renderer = loaded("real:gpt-oss")
-    found = extended(renderer, [5, renderer.codec.literals["<|call|>"]], [user("a"), calls("Paris")], [result("NEW")], TOOLS)
-    assert renderer.decode(found.added_ids).startswith("<|start|>functions.weather to=assistant") and found.join == "stop"
+    found = extended(
+        renderer, [5, renderer.codec.literals["<|call|>"]], [user("a"), calls("Paris")], [result("NEW")], TOOLS
+    )
+    assert (
+        renderer.decode(found.added_ids).startswith("<|start|>functions.weather to=assistant") and found.join == "stop"
+    )
 
 
 @pytest.mark.parametrize("kind", [tuple, list, "array", "numpy"])
@@ -144,5 +160,13 @@ def test_spans_say_what_is_content() -> None:
     found = extended(renderer, [5, stop_id(renderer)], [user("a"), calls("Paris", "Oslo")], new, TOOLS)
     assert [span.start for span in found.spans] == [0, *(span.end for span in found.spans[:-1])]
     assert found.spans[-1].end == len(found.added_ids)
-    texts = {span.message: renderer.decode(found.added_ids[span.start : span.end]) for span in found.spans if span.message is not None}
-    assert {index: text.strip() for index, text in texts.items()} == {0: "first\nuser é", 1: "second", 2: "third <|im_end|>"}
+    texts = {
+        span.message: renderer.decode(found.added_ids[span.start : span.end])
+        for span in found.spans
+        if span.message is not None
+    }
+    assert {index: text.strip() for index, text in texts.items()} == {
+        0: "first\nuser é",
+        1: "second",
+        2: "third <|im_end|>",
+    }

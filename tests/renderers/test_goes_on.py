@@ -41,7 +41,10 @@ GOES_ON: dict[str, tuple[list[Any], list[Any]]] = {
     "tools in another order": ([user("a"), calls("Paris", "Oslo")], [result("MORE", 1), result("NEW")]),
     "tool, then user": ([user("a"), calls("Paris")], [result("NEW"), user("MORE")]),
     "injected assistant": ([user("a"), says("Hi.")], [says("NEW"), user("MORE")]),
-    "injected call and its result": ([user("a"), says("Hi.")], [user("NEW"), calls("Rome", text="I look", first=3), result("MORE", 3)]),
+    "injected call and its result": (
+        [user("a"), says("Hi.")],
+        [user("NEW"), calls("Rome", text="I look", first=3), result("MORE", 3)],
+    ),
     "content in parts": ([user("a"), says("Hi.")], [user([{"type": "text", "text": "NEW"}])]),
     "empty tool result": ([user("a"), calls("Paris")], [result("")]),
     "null tool result": ([user("a"), calls("Paris")], [result(None)]),
@@ -86,7 +89,13 @@ def test_system_in_the_middle_is_refused_where_the_template_hoists_drops_or_rais
 
 
 def test_mixed_chain() -> None:
-    new = [result("one"), user("two"), calls("Rome", first=5), result("three", 5), {"role": "system", "content": "four"}]
+    new = [
+        result("one"),
+        user("two"),
+        calls("Rome", first=5),
+        result("three", 5),
+        {"role": "system", "content": "four"},
+    ]
     renderer = loaded("k2v3-like")
     text = renderer.decode(check(renderer, CHAIN, new, TOOLS).added_ids)
     assert [word for word in ("one", "two", "three", "four") if word in text] == ["one", "two", "three", "four"]
@@ -130,7 +139,9 @@ def test_state_carried_over_turns_is_found_out() -> None:
     renderer = of_template(STATEFUL)
     stop = stop_id(renderer, call=True)
     first = extended(renderer, [7, stop], [user("a"), calls("Paris")], [result("NEW")], TOOLS)
-    again = extended(renderer, [7, stop], [user("a"), calls("Rome"), result("x"), calls("Paris")], [result("NEW")], TOOLS)
+    again = extended(
+        renderer, [7, stop], [user("a"), calls("Rome"), result("x"), calls("Paris")], [result("NEW")], TOOLS
+    )
     assert renderer.decode(first.added_ids) == "<|im_start|>results<|im_start|>NEW<|im_start|>assistant"
     assert renderer.decode(again.added_ids) == "<|im_start|>NEW<|im_start|>assistant" and again.context == "history"
     assert renderer.proof.roles["tool"] == "history"
@@ -139,13 +150,19 @@ def test_state_carried_over_turns_is_found_out() -> None:
 def test_tools_that_change_between_turns() -> None:
     """The tools of this request count; where the template repeats them at the last user, the new ones are there."""
     renderer = loaded("real:mistral-nemo")
-    first = renderer.decode(extended(renderer, [7, stop_id(renderer)], [user("a"), says("Hi.")], [user("NEW")], TOOLS[:1]).added_ids)
-    other = renderer.decode(extended(renderer, [7, stop_id(renderer)], [user("a"), says("Hi.")], [user("NEW")], TOOLS[1:]).added_ids)
+    first = renderer.decode(
+        extended(renderer, [7, stop_id(renderer)], [user("a"), says("Hi.")], [user("NEW")], TOOLS[:1]).added_ids
+    )
+    other = renderer.decode(
+        extended(renderer, [7, stop_id(renderer)], [user("a"), says("Hi.")], [user("NEW")], TOOLS[1:]).added_ids
+    )
     assert "weather" in first and "clock" not in first and "clock" in other and "weather" not in other
     changed = [dict(tool) for tool in TOOLS[:1]]
     extended(renderer, [7, stop_id(renderer)], [user("a"), says("Hi.")], [user("NEW")], changed)
     changed[0] = TOOLS[1]  # in place: the same list is another value now
-    again = renderer.decode(extended(renderer, [7, stop_id(renderer)], [user("a"), says("Hi.")], [user("NEW")], changed).added_ids)
+    again = renderer.decode(
+        extended(renderer, [7, stop_id(renderer)], [user("a"), says("Hi.")], [user("NEW")], changed).added_ids
+    )
     assert again == other
 
 
@@ -188,7 +205,8 @@ FORGETS_AT_ONCE = """{%- for m in messages -%}<|im_start|>{{ m.role }}\n{% if m.
 
 
 def test_reasoning_that_the_template_leaves_out_before_anything_follows() -> None:
-    """Kimi-K2.5 shows no reasoning of an answer, not even of the last one: its recorded tokens are rewritten all the same."""
+    """Kimi-K2.5 shows no reasoning of an answer, not even of the last one: its recorded tokens are rewritten all the
+    same."""
     follow = of_template(FORGETS_AT_ONCE, history="template")
     answer, call = says("Hi.", reasoning_content="hm"), calls("Paris", reasoning_content="hm")
     found = follow.extend([7, stop_id(follow)], [user("a"), answer], [user("NEW")])

@@ -1,4 +1,5 @@
-"""gpt-oss: what we render and add is what OpenAI's own library encodes, id for id; the shipped template alone does not."""
+"""gpt-oss: what we render and add is what OpenAI's own library encodes, id for id; the shipped template alone does
+not."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def tool(name: str, properties: dict[str, Any], required: tuple[str, ...] = ()) 
 TOOLS = [
     tool("weather", {"city": {"type": "string", "description": "Where."}}, ("city",)),
     tool("search", {"q": {"type": "string"}, "n": {"type": "integer"}, "deep": {"type": "boolean"}}, ("q",)),
-    tool("choose", {"unit": {"type": "string", "enum": ["c", "f"]}, "many": {"type": "array", "items": {"type": "string"}}}, ("unit",)),
+    tool(
+        "choose",
+        {"unit": {"type": "string", "enum": ["c", "f"]}, "many": {"type": "array", "items": {"type": "string"}}},
+        ("unit",),
+    ),
 ]
 
 

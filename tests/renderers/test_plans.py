@@ -1,4 +1,5 @@
-"""A plan that is remembered from another request of the same shape gives what planning on the real history gives, for any request."""
+"""A plan that is remembered from another request of the same shape gives what planning on the real history gives, for
+any request."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def make_turn(rng: random.Random) -> dict[str, Any]:
         if rng.random() < 0.3:
             last["tool_calls"] = odd_calls(rng, last["tool_calls"])
     if rng.random() < 0.3:
-        last[rng.choice(("reasoning_content", "reasoning_content", "thinking", "name", "refusal"))] = rng.choice(("hm", None, ""))
+        last[rng.choice(("reasoning_content", "reasoning_content", "thinking", "name", "refusal"))] = rng.choice(
+            ("hm", None, "")
+        )
     if rng.random() < 0.1 and last["content"] is None:
         del last["content"]
     return last
@@ -58,12 +61,17 @@ def make_turn(rng: random.Random) -> dict[str, Any]:
 def make_new(rng: random.Random) -> list[Any]:
     new: list[Any] = []
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
-        text: Any = rng.choice(TEXTS) if rng.random() < 0.9 else rng.choice((None, 3, [{"type": "text", "text": "part"}]))
+        text: Any = (
+            rng.choice(TEXTS) if rng.random() < 0.9 else rng.choice((None, 3, [{"type": "text", "text": "part"}]))
+        )
         message = rng.choice(
-            (result(text, rng.choice((0, 0, 0, 1, 5))),) * 3 + (user(text), {"role": "system", "content": text}, says(text))
+            (result(text, rng.choice((0, 0, 0, 1, 5))),) * 3
+            + (user(text), {"role": "system", "content": text}, says(text))
         )
         if rng.random() < 0.1:
-            message[rng.choice(("name", "tool_call_id", "role", "extra"))] = rng.choice(("clock", "developer", "user", None, 4))
+            message[rng.choice(("name", "tool_call_id", "role", "extra"))] = rng.choice(
+                ("clock", "developer", "user", None, 4)
+            )
         if rng.random() < 0.03:
             message.pop(rng.choice(list(message)))
         new.append(UserDict(message) if rng.random() < 0.05 else message)
@@ -82,7 +90,9 @@ def outcome(renderer: Renderer, *args: Any) -> Any:
 def count_differences(name: str, cases: int) -> tuple[int, int]:
     """How many requests a remembered plan answers otherwise, and how many were extended."""
     rng = random.Random(name)
-    remembering, planning = (renderer_of(judge(name), directory=folder_of(name), extend_plans=most) for most in (4096, 0))
+    remembering, planning = (
+        renderer_of(judge(name), directory=folder_of(name), extend_plans=most) for most in (4096, 0)
+    )
     wrong = done = 0
     for _ in range(cases):
         head = [{"role": "system", "content": "Be brief."}] if rng.random() < 0.5 else []
@@ -104,7 +114,7 @@ def test_a_remembered_plan_gives_what_planning_gives(name: str) -> None:
 def test_a_key_that_forgets_the_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_key, "answers_older_call", lambda *_: False)
     shape_of = plan_key.shape_of
-    careless = lambda message: shape_of({**message, "tool_calls": [], "name": ""})  # noqa: E731
+    careless = lambda message: shape_of({**message, "tool_calls": [], "name": ""})
     monkeypatch.setattr(extender, "shape_of", careless)
     assert any(count_differences(name, 150)[0] for name in OWN)
 
@@ -129,13 +139,23 @@ def test_messages_changed_in_place_are_new_messages() -> None:
 
 
 def tools_with(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    function = {"name": "clock", "description": "The clock.", "parameters": {"type": "object", "properties": {"at": schema}}}
+    function = {
+        "name": "clock",
+        "description": "The clock.",
+        "parameters": {"type": "object", "properties": {"at": schema}},
+    }
     return [{"type": "function", "function": function}]
 
 
 def test_tools_that_compare_equal_are_shown_as_they_are_spelled() -> None:
     """This template writes the tools before the newest user message: those of this request, not an earlier one's."""
-    shown = ({"default": 1}, {"default": True}, {"default": 1.0}, {"type": "x", "default": 1}, {"default": 1, "type": "x"})
+    shown = (
+        {"default": 1},
+        {"default": True},
+        {"default": 1.0},
+        {"type": "x", "default": 1},
+        {"default": 1, "type": "x"},
+    )
     prefix, messages = (7, stop_id(loaded("real:mistral-nemo"), call=False)), [user("a"), says("b")]
     shared = loaded("real:mistral-nemo")
     for schema in shown:
@@ -153,7 +173,9 @@ REMEMBERS_TOOLS = """{%- set ns = namespace(used=false) -%}{%- for m in messages
 
 
 def test_a_plan_of_a_history_without_tools_is_not_used_long_after_a_tool() -> None:
-    remembering, planning = (renderer_of(judge("qwen3-like"), chat_template=REMEMBERS_TOOLS, extend_plans=most) for most in (4096, 0))
+    remembering, planning = (
+        renderer_of(judge("qwen3-like"), chat_template=REMEMBERS_TOOLS, extend_plans=most) for most in (4096, 0)
+    )
     plain = [message for _ in range(8) for message in (user("a"), says("b"))]
     prefix = (7, stop_id(remembering, call=False))
     for messages in (plain, [user("a"), calls("Oslo"), result("one"), says("b"), *plain]):

@@ -87,13 +87,17 @@ def test_silence_is_not_consent(role: str) -> None:
 
 
 def test_hoisted_system_is_refused() -> None:
-    text = "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}" + _silent("system")
+    text = "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}" + _silent(
+        "system"
+    )
     assert "message_moved" in tt.load_renderer(parts.standin_dir(text)).proof.why["system"]
 
 
 def test_a_template_that_ignores_tools_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     folder = parts.standin_dir(_silent("system"))
-    assert tt.load_renderer(folder).proof.tools == tt.load_renderer(folder).proof.tools == "ignored"  # the second one is from the cache
+    assert (
+        tt.load_renderer(folder).proof.tools == tt.load_renderer(folder).proof.tools == "ignored"
+    )  # the second one is from the cache
     assert tt.load_renderer(parts.own_dir("qwen3-like")).proof.tools == "rendered"
     assert tt.verify(folder).to_json()["tools"] == "ignored"
     run("verify", [str(folder)])
@@ -141,8 +145,11 @@ def _cut_at_first_special(codec: Any, stops: Any, request: Any, render: MarkedRe
         (splicer, "find_boundary", _cut_at_first_special, "kimi-like", 8),
     ],
 )
-def test_mutants_are_noticed(owner: Any, function: str, mutant: Any, name: str, at_least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The boundary is dropped, or the first special token is taken for the stop: the proof says "wrong", and how often."""
+def test_mutants_are_noticed(
+    owner: Any, function: str, mutant: Any, name: str, at_least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The boundary is dropped, or the first special token is taken for the stop: the proof says "wrong", and how
+    often."""
     renderer = tt.load_renderer(parts.own_dir(name))
     monkeypatch.setattr(owner, function, mutant)
     wrong = [case for case in prove(renderer).cases if case.outcome == "wrong"]
@@ -155,7 +162,7 @@ def test_without_the_comparison_with_the_history_a_stateful_template_is_wrong(mo
     folder = parts.standin_dir(STATEFUL)
     assert "history" in {case.outcome for case in tt.load_renderer(folder).proof.cases}
     whole = Splicer.plan
-    cheap = lambda self, call, history, only_history=False: (  # noqa: E731
+    cheap = lambda self, call, history, only_history=False: (
         self._try_context("light", call, ())[0] or whole(self, call, history, only_history=True)
     )
     monkeypatch.setattr(Splicer, "plan", cheap)
@@ -226,8 +233,12 @@ def test_verify_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "drops new" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("arguments", [["/nonexistent"], ["FOLDER", "--template", "/nonexistent"], ["FOLDER", "--set", "novalue"], []])
-def test_verify_called_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["/nonexistent"], ["FOLDER", "--template", "/nonexistent"], ["FOLDER", "--set", "novalue"], []]
+)
+def test_verify_called_wrong(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = str(parts.own_dir("qwen3-like"))
     assert run("verify", [folder if argument == "FOLDER" else argument for argument in arguments]) == 2

@@ -1,7 +1,8 @@
-"""Sampled tokens are never canonical: whatever ids a turn was recorded with, `extend` keeps them and adds what the template adds.
+"""Sampled tokens are never canonical: whatever ids a turn was recorded with, `extend` keeps them and adds what the
+template adds.
 
-The slow ones (`-m slow`) see 10,000 cases: 7,500 turns of text in six formats, 2,500 turns of calls in two. The others keep the suite
-short; TOKENTRUE_CASES sets their number.
+The slow ones (`-m slow`) see 10,000 cases: 7,500 turns of text in six formats, 2,500 turns of calls in two. The others
+keep the suite short; TOKENTRUE_CASES sets their number.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from tokentrue.renderers import Renderer
 from tokentrue.types import Ended
 
 CASES = int(os.environ.get("TOKENTRUE_CASES", "60"))
-many = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True)
+many = settings(
+    max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True
+)
 NAMES = ("qwen3-like", "k2v3-like", "glm-like", "kimi-like", "minimax-like", "deepseek-like")
 
 text = st.text(
-    alphabet=st.one_of(st.sampled_from('ab Z9.,\n\t"{}<>|\\é日🙂'), st.characters(codec="utf-8", exclude_characters="\ufffd")), max_size=40
+    alphabet=st.one_of(
+        st.sampled_from('ab Z9.,\n\t"{}<>|\\é日🙂'), st.characters(codec="utf-8", exclude_characters="\ufffd")
+    ),
+    max_size=40,
 )
-literals = st.sampled_from(["<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "<|user|>", "[e~[", "<|endoftext|>"])
+literals = st.sampled_from(
+    ["<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "<|user|>", "[e~[", "<|endoftext|>"]
+)
 content = st.lists(st.one_of(text, literals), max_size=5).map("".join)
 
 
@@ -60,7 +68,8 @@ def spaced(draw: Any, value: Any) -> str:
 
 
 def text_turn(name: str, data: st.DataObject) -> None:
-    """Any text, any split, any end: the prefix is bit-identical, and what is added does not depend on how the turn was spelled."""
+    """Any text, any split, any end: the prefix is bit-identical, and what is added does not depend on how the turn was
+    spelled."""
     renderer = loaded(name)
     said, asked = data.draw(content), data.draw(content)
     prompt = renderer.render([user("a")]).token_ids
@@ -79,11 +88,14 @@ def text_turn(name: str, data: st.DataObject) -> None:
     assert renderer.decode(found.added_ids).count(asked) >= 1 or not asked or asked != asked.strip()
     forged = [index for index in found.added_ids if index in renderer.codec.texts]
     harmless = renderer.extend((*prompt, *tail) if tail else prefix, [user("a"), says("x")], [user("b")])
-    assert isinstance(harmless, tt.Extension) and forged == [index for index in harmless.added_ids if index in renderer.codec.texts]
+    assert isinstance(harmless, tt.Extension) and forged == [
+        index for index in harmless.added_ids if index in renderer.codec.texts
+    ]
 
 
 def call_turn(name: str, data: st.DataObject) -> None:
-    """Calls with odd spacing and odd tokens: parse finds them, the extension after them is the same, the prefix is bit-identical."""
+    """Calls with odd spacing and odd tokens: parse finds them, the extension after them is the same, the prefix is
+    bit-identical."""
     renderer = loaded(name)
     city = data.draw(text.filter(lambda value: "�" not in value))
     arguments = {"city": city}
@@ -114,7 +126,9 @@ def _plain_call() -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-CHECKS = {f"text-{name}": (text_turn, name) for name in NAMES} | {f"calls-{name}": (call_turn, name) for name in NAMES[:2]}
+CHECKS = {f"text-{name}": (text_turn, name) for name in NAMES} | {
+    f"calls-{name}": (call_turn, name) for name in NAMES[:2]
+}
 
 
 @pytest.mark.parametrize("case", CHECKS)

@@ -1,4 +1,5 @@
-"""A template that takes too much time or memory is interrupted, whatever it does: at load, and in the middle of a conversation."""
+"""A template that takes too much time or memory is interrupted, whatever it does: at load, and in the middle of a
+conversation."""
 
 from __future__ import annotations
 
@@ -124,7 +125,9 @@ def test_a_costly_template_is_refused_at_load() -> None:
 
 
 def test_a_long_message_is_not_refused() -> None:
-    template = Template("{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim ~ '\n' }}{% endfor %}", variables={})
+    template = Template(
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim ~ '\n' }}{% endfor %}", variables={}
+    )
     text = "word " * 4_000_000
     assert template.render([user(text)], None, {}) == f"<user>{text.strip()}\n"
 

@@ -38,14 +38,19 @@ async def test_one_sample_holds_everything_in_order() -> None:
     replies = await line(session, 3)
     (sample,) = session.samples()
     assert sample.sample_id == f"{session.id}-{replies[-1].node}" and sample.finish_reason == "stop"
-    assert [(span.kind, span.turn) for span in sample.spans] == [(kind, turn) for turn in range(3) for kind in ("given", "sampled")]
+    assert [(span.kind, span.turn) for span in sample.spans] == [
+        (kind, turn) for turn in range(3) for kind in ("given", "sampled")
+    ]
     assert sample.spans[0].start == 0 and sample.spans[-1].end == len(sample.token_ids)
     for span, reply in zip(sample.spans[1::2], replies, strict=True):
         assert tuple(sample.token_ids[span.start : span.end]) == reply.completion.token_ids
         assert tuple(sample.rollout_logprobs[span.start : span.end]) == reply.completion.logprobs
         assert (span.trainable, span.why, span.policy_version, span.role) == (True, "sampled", 7, "assistant")
     for span in sample.spans[::2]:
-        assert set(sample.rollout_logprobs[span.start : span.end]) == {None} and (span.trainable, span.why) == (False, "prompt")
+        assert set(sample.rollout_logprobs[span.start : span.end]) == {None} and (span.trainable, span.why) == (
+            False,
+            "prompt",
+        )
 
 
 async def test_a_weight_update_in_mid_generation_is_a_span_border() -> None:
@@ -53,12 +58,17 @@ async def test_a_weight_update_in_mid_generation_is_a_span_border() -> None:
         def _next(self, prompt_ids: Any, sampling: Any) -> Completion:
             done = super()._next(prompt_ids, sampling)
             size = len(done.token_ids)
-            return replace(done, versions=(VersionSpan(start=0, end=2, version=4), VersionSpan(start=2, end=size, version=5)))
+            return replace(
+                done, versions=(VersionSpan(start=0, end=2, version=4), VersionSpan(start=2, end=size, version=5))
+            )
 
     session = session_of(engine=Updated)
     await session.chat(HI)
     (sample,) = session.samples()
-    assert [(span.end - span.start, span.policy_version) for span in sample.spans if span.kind == "sampled"] == [(2, 4), (3, 5)]
+    assert [(span.end - span.start, span.policy_version) for span in sample.spans if span.kind == "sampled"] == [
+        (2, 4),
+        (3, 5),
+    ]
 
 
 async def test_a_shared_span_is_trained_in_the_first_leaf_only() -> None:
@@ -71,7 +81,10 @@ async def test_a_shared_span_is_trained_in_the_first_leaf_only() -> None:
     assert [span.why for span in second.spans if span.kind == "sampled"] == ["trained_elsewhere", "sampled"]
     assert sum(first.loss_mask) + sum(second.loss_mask) == session.coverage().sampled
     shared = second.spans[1].end
-    assert first.token_ids[:shared] == second.token_ids[:shared] and first.rollout_logprobs[:shared] == second.rollout_logprobs[:shared]
+    assert (
+        first.token_ids[:shared] == second.token_ids[:shared]
+        and first.rollout_logprobs[:shared] == second.rollout_logprobs[:shared]
+    )
 
 
 @pytest.mark.parametrize("cut", range(8, 75))
@@ -131,7 +144,10 @@ async def test_of_parallel_answers_those_that_were_passed_over_are_left_out() ->
     replies = await session.turn(TurnRequest(messages=HI, n=3))
     assert session.coverage().ratio == 1.0 and len(session.samples()) == 3
     await session.chat([*HI, replies[1].message, more()])
-    assert {item.node: item.why for item in session.coverage().untrained} == {replies[0].node: "not_chosen", replies[2].node: "not_chosen"}
+    assert {item.node: item.why for item in session.coverage().untrained} == {
+        replies[0].node: "not_chosen",
+        replies[2].node: "not_chosen",
+    }
     await session.chat([*HI, replies[2].message, more()])
     assert {item.node for item in session.coverage().untrained} == {replies[0].node}
 
@@ -171,7 +187,9 @@ async def test_malformed_calls_are_named_with_their_place() -> None:
     from tests.turn.test_matching import encode, renderer
 
     text = '<think>\nx\n</think>\n\nHm. <tool_call>\n{"name": "look", "arguments": {"a": }}\n</tool_call>'
-    session = tt.Session(renderer=renderer("own"), provider=Engine([(*encode(text, "own"), renderer("own").stop_token_ids[0])]))
+    session = tt.Session(
+        renderer=renderer("own"), provider=Engine([(*encode(text, "own"), renderer("own").stop_token_ids[0])])
+    )
     reply = await session.chat(HI)
     (sample,) = session.samples()
     (attempt,) = sample.metadata["tokentrue"]["malformed_calls"]

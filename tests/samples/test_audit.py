@@ -1,4 +1,5 @@
-"""One flipped token, mask bit or log-probability is found, and located. Each mutation here is a way that data goes bad in real life."""
+"""One flipped token, mask bit or log-probability is found, and located. Each mutation here is a way that data goes bad
+in real life."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ USER = {"role": "user", "content": "go on"}
 
 async def forest() -> tt.Session:
     """Two branches that share two turns, a retried turn, a second conversation; 12 nodes."""
-    session = tt.Session(renderer=Letters(), provider=Engine(sampled(f"r{i}", f"content number {i} " * 9) for i in range(99)), group="g")
+    session = tt.Session(
+        renderer=Letters(), provider=Engine(sampled(f"r{i}", f"content number {i} " * 9) for i in range(99)), group="g"
+    )
     history: list[Any] = [{"role": "user", "content": "hi"}]
     for turn in range(5):
         reply = await session.chat(history)
@@ -208,7 +211,9 @@ async def test_any_single_change_to_a_column_is_found(rows: list[dict[str, Any]]
     column = rng.choice(["token_ids", "loss_mask", "rollout_logprobs"])
     at = rng.randrange(len(row["token_ids"]))
     value = row[column][at]
-    row[column][at] = {"token_ids": value, "loss_mask": value}.get(column, -0.125 if value is None else next_double(value))
+    row[column][at] = {"token_ids": value, "loss_mask": value}.get(
+        column, -0.125 if value is None else next_double(value)
+    )
     if column == "token_ids":
         row[column][at] = value ^ (1 << rng.randrange(17))
     elif column == "loss_mask":

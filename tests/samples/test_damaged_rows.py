@@ -1,5 +1,5 @@
-"""Every leaf of every exporter's row is changed, dropped and given a wrong type: an audit finds it, or the file is refused with a typed
-error. What may pass is listed in `UNBOUND`, with the reason."""
+"""Every leaf of every exporter's row is changed, dropped and given a wrong type: an audit finds it, or the file is
+refused with a typed error. What may pass is listed in `UNBOUND`, with the reason."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ async def sample() -> Sample:
     await session.reward(0.5, metadata={"env_name": "calc"})
     (found,) = session.samples()
     inputs = len(found.token_ids) - 1
-    kept = [[] if value is None else sorted({token, 1, 5}) for token, value in zip(found.token_ids, found.rollout_logprobs, strict=True)]
+    kept = [
+        [] if value is None else sorted({token, 1, 5})
+        for token, value in zip(found.token_ids, found.rollout_logprobs, strict=True)
+    ]
     experts = (np.arange(inputs * 4, dtype="<i2") % 7).tobytes()
     weights = np.arange(inputs * 4, dtype="<f4").tobytes()
     routed = RoutedExperts(shape=(inputs, 2, 2), data=experts, weights=weights)
@@ -73,7 +76,7 @@ def load_row(name: str, path: Path) -> Row:
     if name == "safetensors":
         with safe_open(path, framework="numpy") as file:
             header = file.metadata()
-            tensors = {key: file.get_tensor(key).tolist() for key in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {key: file.get_tensor(key).tolist() for key in file.keys()}
         return {"format": header["format"], "samples": json.loads(header["samples"]), "tensors": tensors}
     if EXPORTERS[name].suffix == ".parquet":
         (row,) = pq.read_table(path).to_pylist()
@@ -94,7 +97,14 @@ def save_row(name: str, row: Row, path: Path) -> bool:
             pq.write_table(pa.Table.from_pylist([flat]), path)
         else:
             path.write_text(json.dumps(row))
-    except (pa.ArrowException, SafetensorError, OverflowError, TypeError, ValueError, AttributeError):  # UnicodeEncodeError among them
+    except (
+        pa.ArrowException,
+        SafetensorError,
+        OverflowError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # UnicodeEncodeError among them
         return False
     return True
 
@@ -174,7 +184,9 @@ async def test_no_change_to_a_row_passes(sample: Sample, name: str, tmp_path: Pa
     row = load_row(name, path)
     assert save_row(name, row, path) and passes(path), "the row that was not changed"
     missed, tried = set[str](), 0
-    for place, change in islice(mutations(row), 0, None, 2 if EXPORTERS[name].suffix == ".parquet" else 1):  # a table takes long to write
+    for place, change in islice(
+        mutations(row), 0, None, 2 if EXPORTERS[name].suffix == ".parquet" else 1
+    ):  # a table takes long to write
         changed = copy.deepcopy(row)
         change(changed)
         if save_row(name, changed, path):
@@ -222,7 +234,9 @@ async def test_whole_numbers_of_a_slime_row_stay_whole_and_small(
     assert said in "".join(capsys.readouterr())
 
 
-async def test_a_column_that_stands_twice_is_refused(sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_column_that_stands_twice_is_refused(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "s.parquet"
     write_samples([sample], path, format="verl")
     table = pq.read_table(path)
@@ -257,7 +271,9 @@ async def test_a_damaged_row_is_named_with_its_field(
     assert "s.jsonl:1: " in error and said in error and error.count("\n") == 1
 
 
-async def test_names_that_utf8_cannot_hold_are_printed_escaped(sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_names_that_utf8_cannot_hold_are_printed_escaped(
+    sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_samples([replace(sample, sample_id="s\ud800", reward=9.0)], tmp_path / "s.jsonl")
     assert run("audit", [str(tmp_path / "s.jsonl")]) == 1
     assert "s\\ud800" in capsys.readouterr().out
@@ -279,7 +295,9 @@ async def test_values_that_are_nested_too_deeply_are_a_finding(
 
 @pytest.mark.parametrize("name", ["jsonl", "parquet", "safetensors", "verl"])
 @pytest.mark.parametrize("seed", range(4))
-async def test_changed_bytes_never_raise_anything_but_a_typed_error(sample: Sample, name: str, seed: int, tmp_path: Path) -> None:
+async def test_changed_bytes_never_raise_anything_but_a_typed_error(
+    sample: Sample, name: str, seed: int, tmp_path: Path
+) -> None:
     path = tmp_path / f"s{EXPORTERS[name].suffix}"
     write_samples([sample], path, format=name)
     whole, draw = path.read_bytes(), np.random.default_rng(seed)

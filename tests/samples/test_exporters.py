@@ -1,4 +1,5 @@
-"""Every format carries the same sample: written and read back it is equal to the last bit, and the trainer's own columns are audited."""
+"""Every format carries the same sample: written and read back it is equal to the last bit, and the trainer's own
+columns are audited."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ async def samples() -> list[Sample]:
 
 @pytest.mark.parametrize("name", EXPORTERS)
 async def test_a_sample_survives_any_format(samples: list[Sample], name: str, tmp_path: Path) -> None:
-    samples[0] = replace(samples[0], routed_experts=RoutedExperts(shape=(3, 2, 1), data=bytes(range(12))), reward=None, group=None)
+    samples[0] = replace(
+        samples[0], routed_experts=RoutedExperts(shape=(3, 2, 1), data=bytes(range(12))), reward=None, group=None
+    )
     path = tmp_path / f"s{EXPORTERS[name].suffix}"
     assert write_samples(samples, path, format=name) == len(samples)
     assert format_of(path) == name
@@ -37,7 +40,10 @@ async def test_a_sample_survives_any_format(samples: list[Sample], name: str, tm
 async def test_any_format_can_be_audited(samples: list[Sample], name: str, tmp_path: Path) -> None:
     write_samples(samples, tmp_path / "s", format=name)
     assert audit(read_samples(tmp_path / "s")).findings == []
-    broken = [replace(sample, token_ids=[*sample.token_ids[:40], sample.token_ids[40] + 1, *sample.token_ids[41:]]) for sample in samples]
+    broken = [
+        replace(sample, token_ids=[*sample.token_ids[:40], sample.token_ids[40] + 1, *sample.token_ids[41:]])
+        for sample in samples
+    ]
     write_samples(broken, tmp_path / "b", format=name)
     assert len(audit(read_samples(tmp_path / "b")).findings) >= len(samples)
 
@@ -47,7 +53,8 @@ def lines(path: Path) -> list[Any]:
 
 
 def aligned(prompt: list[int], response: list[int], mask: list[int], logprobs: list[float], sample: Sample) -> None:
-    """Prompt and response are the sequence, cut where the first token was sampled; mask and log-probabilities lie on the response."""
+    """Prompt and response are the sequence, cut where the first token was sampled; mask and log-probabilities lie on
+    the response."""
     assert prompt + response == list(sample.token_ids)
     start = len(prompt)
     assert sample.rollout_logprobs[start] is not None and set(sample.rollout_logprobs[:start]) == {None}
@@ -126,7 +133,12 @@ async def test_the_command_exports_a_journal(tmp_path: Path, capsys: pytest.Capt
     out = tmp_path / "out.parquet"
     assert run("samples", [f"sqlite:{tmp_path / 'j.db'}", "-o", str(out), "--format", "parquet", "--json"]) == 0
     report = orjson.loads(capsys.readouterr().out)
-    assert (report["samples"], report["sessions"], report["coverage"], report["untrained"]) == (2, 2, 0.5, {"retried": 8})
+    assert (report["samples"], report["sessions"], report["coverage"], report["untrained"]) == (
+        2,
+        2,
+        0.5,
+        {"retried": 8},
+    )
     assert run("audit", [str(out)]) == 0
     assert run("samples", [str(tmp_path / "j.db"), "-o", str(out), "--group", "a", "--abandoned"]) == 0
     assert len(list(read_samples(out))) == 2

@@ -1,4 +1,5 @@
-"""One baseline: a session counts once, with its first sample's reward, in the trainer, the viewer, diagnose and the adapters."""
+"""One baseline: a session counts once, with its first sample's reward, in the trainer, the viewer, diagnose and the
+adapters."""
 
 from __future__ import annotations
 

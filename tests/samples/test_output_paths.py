@@ -1,4 +1,5 @@
-"""Where samples are written to: links stay links, devices and pipes are written into, text that a format cannot hold is refused."""
+"""Where samples are written to: links stay links, devices and pipes are written into, text that a format cannot hold is
+refused."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ async def samples() -> list[Sample]:
 
 @pytest.mark.parametrize("name", EXPORTERS)
 @pytest.mark.parametrize("exists", [True, False])
-async def test_a_link_stays_and_its_target_is_written(samples: list[Sample], name: str, exists: bool, tmp_path: Path) -> None:
+async def test_a_link_stays_and_its_target_is_written(
+    samples: list[Sample], name: str, exists: bool, tmp_path: Path
+) -> None:
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "s", tmp_path / "link"
     if exists:
@@ -68,7 +71,9 @@ async def test_standard_output_is_appended_to(samples: list[Sample], tmp_path: P
     write_samples(samples, tmp_path / "s.jsonl")
     (tmp_path / "stdout").symlink_to("/proc/self/fd/1")
     with (tmp_path / "out").open("wb") as out:
-        subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "s.jsonl"), str(tmp_path / "stdout")], stdout=out, check=True)
+        subprocess.run(
+            [sys.executable, "-c", CHILD, str(tmp_path / "s.jsonl"), str(tmp_path / "stdout")], stdout=out, check=True
+        )
     assert (tmp_path / "stdout").is_symlink()
     assert (tmp_path / "out").read_bytes() == b"before\n" + (tmp_path / "s.jsonl").read_bytes()
 
@@ -82,7 +87,9 @@ async def test_links_in_a_circle_are_refused(samples: list[Sample], tmp_path: Pa
 
 @pytest.mark.parametrize("name", EXPORTERS)
 @pytest.mark.parametrize("field", ["group", "session_id", "sample_id"])
-async def test_a_lone_surrogate_is_kept_or_refused(samples: list[Sample], name: str, field: str, tmp_path: Path) -> None:
+async def test_a_lone_surrogate_is_kept_or_refused(
+    samples: list[Sample], name: str, field: str, tmp_path: Path
+) -> None:
     odd = replace(samples[0], **{field: "a\ud800"})
     try:
         write_samples([odd], tmp_path / "s", format=name)

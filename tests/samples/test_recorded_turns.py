@@ -37,7 +37,9 @@ class KeepsRows(Engine):
 
 
 @pytest.mark.parametrize(("second", "is_known"), [({}, True), ({"top_p": 0.5}, False)], ids=["whole", "filtered"])
-async def test_a_filtered_turn_without_its_kept_ids_is_not_taken_for_a_whole_one(second: dict[str, float], is_known: bool) -> None:
+async def test_a_filtered_turn_without_its_kept_ids_is_not_taken_for_a_whole_one(
+    second: dict[str, float], is_known: bool
+) -> None:
     session = tt.Session(renderer=Letters(), provider=KeepsRows([sampled("r", "one"), sampled("r", "two")]))
     opening: list[Any] = [{"role": "user", "content": "hi"}]
     reply = await session.chat(opening, sampling=tt.Sampling(top_p=0.5))
@@ -54,7 +56,9 @@ async def test_a_filtered_turn_without_its_kept_ids_is_not_taken_for_a_whole_one
 @pytest.fixture
 async def sample() -> Sample:
     """Three turns at three temperatures."""
-    session = tt.Session(renderer=Letters(), provider=Engine([sampled("r", "one"), sampled("r", "two"), sampled("r", "three")]))
+    session = tt.Session(
+        renderer=Letters(), provider=Engine([sampled("r", "one"), sampled("r", "two"), sampled("r", "three")])
+    )
     history: list[Any] = [{"role": "user", "content": "hi"}]
     for temperature in (0.7, 1.0, 0.3):
         reply = await session.chat(history, sampling=tt.Sampling(temperature=temperature, max_tokens=50))
@@ -113,14 +117,18 @@ def test_turns_stand_where_their_tokens_were_sampled(sample: Sample) -> None:
     assert [value for value in temperatures(sample) if value != 1.0].count(0.3) == turns[2].end - turns[2].start
     row = row_of(sample, "g")
     for turn in turns:
-        assert row.temperatures[turn.start : turn.end].tolist() == [pytest.approx(turn.row.temperature)] * (turn.end - turn.start)
+        assert row.temperatures[turn.start : turn.end].tolist() == [pytest.approx(turn.row.temperature)] * (
+            turn.end - turn.start
+        )
 
 
 def test_turns_that_hold_other_tokens_than_the_sample_are_refused(sample: Sample) -> None:
     """Else the temperature of one turn would be taken for the tokens of another."""
     own = copy.deepcopy(sample.metadata["tokentrue"])
     own["nodes"][0]["given"] += 1
-    with pytest.raises(TokenContractError, match=f"hold {len(sample.token_ids) + 1} tokens, the sample {len(sample.token_ids)}"):
+    with pytest.raises(
+        TokenContractError, match=f"hold {len(sample.token_ids) + 1} tokens, the sample {len(sample.token_ids)}"
+    ):
         row_of(replace(sample, metadata={"tokentrue": own}), "g")
 
 
@@ -138,7 +146,12 @@ def test_one_rule_says_which_turns_can_be_scored(sample: Sample, sampling: dict[
     greedy = replace(sample, metadata={"tokentrue": own})
     first, turn, last = read_turns(greedy)
     said = why_not_scorable(greedy, turn)
-    assert words in said and bool(words) == bool(said) and not why_not_scorable(greedy, first) and not why_not_scorable(greedy, last)
+    assert (
+        words in said
+        and bool(words) == bool(said)
+        and not why_not_scorable(greedy, first)
+        and not why_not_scorable(greedy, last)
+    )
     untrained = replace(greedy, loss_mask=[bit if i >= turn.end else 0 for i, bit in enumerate(sample.loss_mask)])
     expected = {i: t for one, t in ((first, 0.7), (turn, 1.0), (last, 0.3)) for i in range(one.start, one.end)}
     assert scoring_temperatures(untrained) == [expected.get(i, 1.0) for i in range(len(sample.token_ids))]

@@ -1,4 +1,5 @@
-"""Routing, kept ids and versions in the columns of each trainer, through the journal and back; the types that carry them."""
+"""Routing, kept ids and versions in the columns of each trainer, through the journal and back; the types that carry
+them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def experts_of(sample: Sample) -> list[Any]:
 def test_slime_columns(sample: Sample, tmp_path: Path) -> None:
     row = first_row(sample, "slime", tmp_path / "s")
     start = len(row["tokens"]) - row["response_length"]
-    assert row["rollout_routed_experts"] == experts_of(sample) and len(row["rollout_routed_experts"]) == len(row["tokens"]) - 1
+    assert (
+        row["rollout_routed_experts"] == experts_of(sample)
+        and len(row["rollout_routed_experts"]) == len(row["tokens"]) - 1
+    )
     offsets, ids = row["rollout_top_p_token_offsets"], row["rollout_top_p_token_ids"]
     assert len(offsets) == row["response_length"] + 1 and offsets[-1] == len(ids)
     assert sample.sampling_mask is not None
@@ -81,7 +85,11 @@ def test_prime_rl_columns(sample: Sample, tmp_path: Path) -> None:
     row = first_row(sample, "prime-rl", tmp_path / "s")
     told = row["routed_experts"]
     found = np.frombuffer(base64.b64decode(told["data"]), told["dtype"]).reshape(told["shape"])
-    assert found.shape[0] == len(row["token_ids"]) and found[:-1].tolist() == experts_of(sample) and (found[-1] == FREE).all()
+    assert (
+        found.shape[0] == len(row["token_ids"])
+        and found[:-1].tolist() == experts_of(sample)
+        and (found[-1] == FREE).all()
+    )
     ids, counts = (np.frombuffer(base64.b64decode(row["sampling_mask"][name]), np.int32) for name in ("ids", "counts"))
     assert len(counts) == len(row["token_ids"]) and counts.sum() == len(ids)
     assert sample.sampling_mask is not None and ids.tolist() == sample.sampling_mask.token_ids.tolist()
@@ -91,7 +99,12 @@ async def test_the_journal_gives_it_back_and_finds_a_changed_byte() -> None:
     session = await forest()
     (node, *_) = session.tree.in_order()
     mask = SamplingMask.from_rows([[i, i + 2] for i in node.sampled_ids])
-    for routing, kept in ((table(7, 2), mask), (table(7, weights=False), None), (None, mask), (table(4), empty_rows(len(mask)))):
+    for routing, kept in (
+        (table(7, 2), mask),
+        (table(7, weights=False), None),
+        (None, mask),
+        (table(4), empty_rows(len(mask))),
+    ):
         changed = replace(node, routed_experts=routing, sampling_mask=kept)
         row = row_from_body(changed, *body_from_node(changed, None))
         back = node_from_row(row, None)
@@ -101,7 +114,9 @@ async def test_the_journal_gives_it_back_and_finds_a_changed_byte() -> None:
         with pytest.raises(JournalError, match="was changed"):
             node_from_row(replace(row, routed_experts=broken), None)
     assert pack_replay(None, None) == (None, {})
-    old = unpack_replay(table(3).data, {"routed_shape": [3, 3, 2], "prompt_length": 9})  # of an older release: the sampled ones
+    old = unpack_replay(
+        table(3).data, {"routed_shape": [3, 3, 2], "prompt_length": 9}
+    )  # of an older release: the sampled ones
     assert old == (RoutedExperts(shape=(3, 3, 2), data=table(3).data, start=8), None)
 
 
@@ -111,14 +126,20 @@ def test_parts_join_and_what_does_not_fit_is_refused() -> None:
     gap = join_routing([whole.cut(0, 2), whole.cut(5, 9)])
     assert gap.known() == [True] * 2 + [False] * 3 + [True] * 4 and gap.shape == whole.shape
     assert own_routing(whole, parent_length=0, length=10) == whole
-    assert own_routing(whole, parent_length=5, length=10) == whole.cut(4, 9)  # the parent's last token became an input only now
+    assert own_routing(whole, parent_length=5, length=10) == whole.cut(
+        4, 9
+    )  # the parent's last token became an input only now
     for wrong in (
         lambda: join_routing([whole, whole]),
         lambda: own_routing(whole, parent_length=0, length=9),
         lambda: RoutedExperts(shape=(2, 3, 2), data=b"1"),
         lambda: SamplingMask(token_ids=TokenIds([1]), offsets=TokenIds([0, 2])),
-        lambda: Completion(token_ids=TokenIds([4]), logprobs=(-1.0,), finish=Finish.STOP, sampling_mask=SamplingMask.from_rows([[5]])),
-        lambda: Completion(token_ids=TokenIds([4]), logprobs=(-1.0,), finish=Finish.STOP, sampling_mask=SamplingMask.from_rows([])),
+        lambda: Completion(
+            token_ids=TokenIds([4]), logprobs=(-1.0,), finish=Finish.STOP, sampling_mask=SamplingMask.from_rows([[5]])
+        ),
+        lambda: Completion(
+            token_ids=TokenIds([4]), logprobs=(-1.0,), finish=Finish.STOP, sampling_mask=SamplingMask.from_rows([])
+        ),
     ):
         with pytest.raises(TokenContractError):
             wrong()

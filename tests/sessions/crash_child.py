@@ -1,6 +1,8 @@
-"""The victim of the crash test: many sessions at once on one journal, each acknowledged turn printed after it was acknowledged.
+"""The victim of the crash test: many sessions at once on one journal, each acknowledged turn printed after it was
+acknowledged.
 
-`python -m tests.sessions.crash_child JOURNAL SEED [LINES]`; with LINES it kills itself in the instant after that many acknowledgements.
+`python -m tests.sessions.crash_child JOURNAL SEED [LINES]`; with LINES it kills itself in the instant after that many
+acknowledgements.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ async def live(session: tt.Session, engine: Engine, rng: random.Random) -> None:
         history = [*session.tree.messages(leaf), {"role": "user", "content": "back"}]
     while True:
         count = 1 + (rng.random() < 0.2)
-        engine.answers += [sampled(f"r{rng.random()}", f"c{rng.random()}" + "x" * rng.randrange(400)) for _ in range(count)]
+        engine.answers += [
+            sampled(f"r{rng.random()}", f"c{rng.random()}" + "x" * rng.randrange(400)) for _ in range(count)
+        ]
         replies = await session.turn(TurnRequest(messages=history, n=count))
         for reply in replies:
             node = session.tree.get(reply.node)
@@ -80,7 +84,9 @@ async def main(path: str, seed: int) -> None:
             sessions.append(tt.Session(renderer=renderer, provider=engine, journal=journal))
             await sessions[-1].ready()
             acknowledge(f"session {sessions[-1].id}")
-    await asyncio.gather(*(live(session, engine, random.Random(rng.random())) for session, engine in zip(sessions, engines, strict=True)))
+    await asyncio.gather(
+        *(live(session, engine, random.Random(rng.random())) for session, engine in zip(sessions, engines, strict=True))
+    )
 
 
 if __name__ == "__main__":

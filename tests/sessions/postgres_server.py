@@ -1,4 +1,5 @@
-"""A PostgreSQL server of the tests' own: Debian's package, a fresh cluster in a temporary folder, no network but loopback."""
+"""A PostgreSQL server of the tests' own: Debian's package, a fresh cluster in a temporary folder, no network but
+loopback."""
 
 from __future__ import annotations
 
@@ -39,7 +40,19 @@ class Server:
         self._user = None if os.geteuid() else next(user for user in ("postgres", "nobody") if _exists(user))
         if self._user is not None:
             shutil.chown(folder, self._user)
-        initdb = [programs / "initdb", "-D", folder / "data", "-U", "tokentrue", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C"]
+        initdb = [
+            programs / "initdb",
+            "-D",
+            folder / "data",
+            "-U",
+            "tokentrue",
+            "-A",
+            "trust",
+            "--no-sync",
+            "-E",
+            "UTF8",
+            "--locale=C",
+        ]
         subprocess.run(initdb, check=True, capture_output=True, user=self._user, cwd=folder)
         if host != "127.0.0.1":
             with (folder / "data" / "pg_hba.conf").open("a") as rules:
@@ -63,11 +76,14 @@ class Server:
                 psycopg.connect(self.url, connect_timeout=2).close()
                 return
             except psycopg.OperationalError:
-                assert self.process.poll() is None and time.monotonic() < deadline, (self.folder / "log").read_text()[-2000:]
+                assert self.process.poll() is None and time.monotonic() < deadline, (self.folder / "log").read_text()[
+                    -2000:
+                ]
                 time.sleep(0.1)
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> None:
-        """SIGINT: connections are cut, the server ends in order. SIGQUIT: it ends at once, and recovers when it starts."""
+        """SIGINT: connections are cut, the server ends in order. SIGQUIT: it ends at once, and recovers when it
+        starts."""
         if self.process is not None:
             self.process.send_signal(number)
             self.process.wait(60)

@@ -1,4 +1,5 @@
-"""A journal notices bit rot: every single-bit flip in a real file is either reported or changes nothing that is read."""
+"""A journal notices bit rot: every single-bit flip in a real file is either reported or changes nothing that is
+read."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ async def fill(path: Path) -> None:
     journal = Journal(path)
     for number in range(12):
         engine = Engine([sampled(f"r{number}{turn}", f"c{turn}" * 20) for turn in range(4)])
-        session = tt.Session(renderer=Letters(), provider=engine, journal=journal, session_id=f"session-{number}", group=f"g{number % 3}")
+        session = tt.Session(
+            renderer=Letters(), provider=engine, journal=journal, session_id=f"session-{number}", group=f"g{number % 3}"
+        )
         messages: list[Any] = [{"role": "user", "content": f"task {number}"}]
         for turn in range(4):
             reply = await session.chat(messages)
@@ -40,7 +43,10 @@ def read_everything(path: Path) -> Any:
     try:
         records = [journal.get(f"session-{number}") for number in range(12)]
         listed = sorted(record.id for record in journal.all_sessions())
-        samples = [[sample_to_json(sample) for sample in assemble(*reversed(load_tree(journal, record.id))).samples] for record in records]
+        samples = [
+            [sample_to_json(sample) for sample in assemble(*reversed(load_tree(journal, record.id))).samples]
+            for record in records
+        ]
         return records, listed, samples
     finally:
         journal.close()

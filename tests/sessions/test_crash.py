@@ -23,12 +23,14 @@ from tokentrue.sessions.store import load_tree
 
 
 def life(journal: str, seed: int, rng: random.Random, log: Path) -> list[str]:
-    """Start the child and let it die: half of the times we kill it at a random moment after its first sign of life, half of the times it
-    kills itself in the very instant after an acknowledgement. Before we kill it, a reader opens and closes its file, as `samples` and
-    `view` do. The lines it had acknowledged."""
+    """Start the child and let it die: half of the times we kill it at a random moment after its first sign of life,
+    half of the times it kills itself in the very instant after an acknowledgement. Before we kill it, a reader opens
+    and closes its file, as `samples` and `view` do. The lines it had acknowledged."""
     lines, moment_s = rng.choice([0, rng.randrange(1, 120)]), rng.random() ** 2 * 0.25
     with log.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-m", "tests.sessions.crash_child", journal, str(seed), str(lines)], stdout=out)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.sessions.crash_child", journal, str(seed), str(lines)], stdout=out
+        )
         if lines:
             child.wait(60)
             return log.read_text().splitlines(keepends=True)

@@ -122,7 +122,9 @@ async def test_a_failing_disk_acknowledges_nothing(tmp_path: Path) -> None:
 
 async def test_sessions_are_listed_paged_and_removed(journal: Journal) -> None:
     for i in range(7):
-        await asyncio.wrap_future(journal.create(SessionRecord(id=f"s{i}", group="even" if i % 2 == 0 else "odd", created=100.0 + i)))
+        await asyncio.wrap_future(
+            journal.create(SessionRecord(id=f"s{i}", group="even" if i % 2 == 0 else "odd", created=100.0 + i))
+        )
     assert [item.id for item in journal.sessions(limit=3)] == ["s6", "s5", "s4"]
     assert [item.id for item in journal.sessions(offset=5, limit=9)] == ["s1", "s0"]
     assert [item.id for item in journal.sessions(group="odd")] == ["s5", "s3", "s1"]
@@ -154,7 +156,10 @@ def write_first_version(path: Path) -> None:
         old.execute(statement)
     old.execute("PRAGMA user_version=1")
     rewards = b'{"session":1.0,"leaves":{},"metadata":{}}'
-    body = b'{"metadata":{},"sampling":{},"history":"keep","training":true,"template":"","tokenizer":"","rewards":%s}' % rewards
+    body = (
+        b'{"metadata":{},"sampling":{},"history":"keep","training":true,"template":"","tokenizer":"","rewards":%s}'
+        % rewards
+    )
     old.execute("INSERT INTO sessions VALUES ('s', NULL, 'open', NULL, 1.0, NULL, ?)", (body,))
     old.execute("INSERT INTO nodes VALUES ('s', 0, 'old', NULL, x'01000000', x'', x'', x'00', x'7b7d', NULL, 2.0)")
     old.commit()
@@ -180,7 +185,9 @@ async def test_an_older_journal_is_brought_up_to_date(tmp_path: Path) -> None:
     await append(journal, "s", row("a", 1))
     assert [item.id for item in journal.rows("s")] == ["old", "a"]
     assert journal.read(lambda db: db.execute("PRAGMA user_version").fetchone()[0]) == VERSION == len(STEPS)
-    names = journal.read(lambda db: {item[0] for item in db.execute("SELECT name FROM sqlite_master WHERE type='index'")})
+    names = journal.read(
+        lambda db: {item[0] for item in db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
+    )
     assert "sessions_by_key" in names
     journal.close()
 

@@ -76,7 +76,8 @@ async def test_the_same_gateway_started_again_fences_its_former_self(database: s
 
 
 async def test_a_write_and_a_takeover_do_not_interleave(two: Any) -> None:
-    """A transaction that has passed the check holds the session's row: the takeover waits for it, and then reads its node."""
+    """A transaction that has passed the check holds the session's row: the takeover waits for it, and then reads its
+    node."""
     a, b = two
     await created(a, "s")
     claim = a.claim("s", ())
@@ -119,7 +120,9 @@ async def test_another_gateway_goes_on_bit_for_bit(two: Any) -> None:
     release(a)
     taken = await tt.Session.open(b, session.id, renderer=Letters(), provider=engine)
     node = session.tree.get(reply.node)
-    assert fingerprint(taken.tree.get(reply.node), taken.tree.prompt_ids(node)) == fingerprint(node, session.tree.prompt_ids(node))
+    assert fingerprint(taken.tree.get(reply.node), taken.tree.prompt_ids(node)) == fingerprint(
+        node, session.tree.prompt_ids(node)
+    )
     more = [*asked, reply.message, {"role": "user", "content": "u2"}]
     second = await taken.chat(more)
     with pytest.raises(SessionElsewhere):

@@ -10,8 +10,17 @@ import pytest
 from tokentrue.sessions.matching.match_keys import message_key
 from tokentrue.sessions.matching.projections import find_changes, format_changes
 
-CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1.0, "b": "\\u00fc", "c": [1, {"d": null}]}'}}
-SERVED: dict[str, Any] = {"role": "assistant", "content": "It is 4.", "reasoning_content": "add them", "tool_calls": [CALL]}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"a": 1.0, "b": "\\u00fc", "c": [1, {"d": null}]}'},
+}
+SERVED: dict[str, Any] = {
+    "role": "assistant",
+    "content": "It is 4.",
+    "reasoning_content": "add them",
+    "tool_calls": [CALL],
+}
 PLAIN = {k: v for k, v in SERVED.items() if k != "reasoning_content"}
 SILENT = {**SERVED, "content": None}
 PADDED = {"role": "assistant", "content": "  It is 4. \n"}
@@ -64,7 +73,11 @@ EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("reasoning edited", SERVED, {**SERVED, "reasoning_content": "add it"}),
     ("reasoning cut", SERVED, {**SERVED, "reasoning_content": "add"}),
     ("reasoning invented", PADDED, {**PADDED, "reasoning_content": "why"}),
-    ("inlined otherwise", SERVED, {**without(SERVED, "reasoning_content"), "content": "<think>\nadd it\n</think>\n\nIt is 4."}),
+    (
+        "inlined otherwise",
+        SERVED,
+        {**without(SERVED, "reasoning_content"), "content": "<think>\nadd it\n</think>\n\nIt is 4."},
+    ),
     ("call gone", SERVED, without(SERVED, "tool_calls")),
     ("call twice", SERVED, {**SERVED, "tool_calls": [CALL, CALL]}),
     ("another name", SERVED, with_arguments(CALL["function"]["arguments"], name="g")),
@@ -78,7 +91,9 @@ EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("served", "replayed", "losses"), [case[1:] for case in LOSSES], ids=[case[0] for case in LOSSES])
+@pytest.mark.parametrize(
+    ("served", "replayed", "losses"), [case[1:] for case in LOSSES], ids=[case[0] for case in LOSSES]
+)
 def test_a_known_loss_is_named(served: dict[str, Any], replayed: dict[str, Any], losses: set[str]) -> None:
     found = find_changes(served, replayed)
     assert found is not None and set(found) == losses
@@ -109,7 +124,10 @@ def test_text_that_is_no_utf8_is_compared_too() -> None:
         ({"role": "user", "content": "4"}, {"role": "user", "content": " 4"}),
         ({"role": "user", "content": "4"}, {"role": "system", "content": "4"}),
         ({"role": "user", "content": "4"}, {"role": "user", "content": "4", "name": "bob"}),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}, {"role": "user", "content": ""}),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]},
+            {"role": "user", "content": ""},
+        ),
     ],
 )
 def test_given_messages_differ_by_anything_that_is_rendered(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -119,7 +137,13 @@ def test_given_messages_differ_by_anything_that_is_rendered(one: dict[str, Any],
 def test_given_messages_agree_in_any_spelling() -> None:
     spellings: list[dict[str, Any]] = [
         {"role": "user", "content": "ab"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b", "cache_control": {"type": "x"}}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "input_text", "text": "b", "cache_control": {"type": "x"}},
+            ],
+        },
         {"role": "user", "content": "ab", "unknown": 1},
     ]
     assert len({message_key(message) for message in spellings}) == 1

@@ -1,4 +1,5 @@
-"""A model that writes a stray think tag into its visible text is still matched, and still never confused with its sibling."""
+"""A model that writes a stray think tag into its visible text is still matched, and still never confused with its
+sibling."""
 
 from __future__ import annotations
 
@@ -25,5 +26,7 @@ def test_text_with_a_stray_tag(replayed: dict[str, str], losses: tuple[str, ...]
 
 def test_inlining_is_still_seen() -> None:
     served = {"role": "assistant", "content": "4", "reasoning_content": "add"}
-    assert find_changes(served, {"role": "assistant", "content": "<think>\nadd\n</think>\n\n4"}) == ("reasoning_inlined",)
+    assert find_changes(served, {"role": "assistant", "content": "<think>\nadd\n</think>\n\n4"}) == (
+        "reasoning_inlined",
+    )
     assert find_changes(served, {"role": "assistant", "content": "<think>\nsub\n</think>\n\n4"}) is None

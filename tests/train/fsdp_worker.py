@@ -20,7 +20,9 @@ from tokentrue.train.staged import HostStagedGroup
 def main(out: str, *, is_staged: bool = False) -> None:
     torch.set_num_threads(1)
     if is_staged:  # as on ranks that share a GPU, but with this machine's tensors
-        torch.distributed.Backend.register_backend("staged", partial(HostStagedGroup, devices=("cpu",)), devices=["cpu"])
+        torch.distributed.Backend.register_backend(
+            "staged", partial(HostStagedGroup, devices=("cpu",)), devices=["cpu"]
+        )
         torch.distributed.init_process_group("staged")
     ranks = join()
     model = small_model()
@@ -30,11 +32,15 @@ def main(out: str, *, is_staged: bool = False) -> None:
     trainer = Trainer(model, config=config, optim=OptimConfig(), loss=loss_named("dapo"), ranks=ranks)
     seen: list[dict[str, float]] = []
     for step in range(3):
-        groups = ranks.from_first(groups_for(engine, groups=3, size=3, seed=step, version=step) if ranks.first else None)
+        groups = ranks.from_first(
+            groups_for(engine, groups=3, size=3, seed=step, version=step) if ranks.first else None
+        )
         report = trainer.step(groups)
         weights = dict(trainer.weights())
         engine.load_state_dict(weights, strict=False)
-        seen.append({"loss": report.metrics["update/loss"], "norm": report.metrics["update/grad_norm"], **vars_of(report)})
+        seen.append(
+            {"loss": report.metrics["update/loss"], "norm": report.metrics["update/grad_norm"], **vars_of(report)}
+        )
     checksum = sum(float(value.double().abs().sum()) for value in weights.values())
     went_on = resumed(trainer, ranks, Path(out).parent / f"checkpoints-{ranks.world}")
     trainer.config = replace(trainer.config, shard_checkpoint_gib=1 / 1024)
@@ -49,11 +55,15 @@ def resumed(trainer: Trainer, ranks: Ranks, directory: Path) -> bool:
     """Whether a trainer that loads a checkpoint of this one takes the next step to the same bits, on its own shards."""
     save(trainer, directory, model=None, run_hash="h", rounds={}, keep=1)
     torch.distributed.barrier() if ranks.world > 1 else None
-    other = Trainer(shard(small_model(), ranks), config=trainer.config, optim=OptimConfig(), loss=loss_named("dapo"), ranks=ranks)
+    other = Trainer(
+        shard(small_model(), ranks), config=trainer.config, optim=OptimConfig(), loss=loss_named("dapo"), ranks=ranks
+    )
     load(other, directory / f"step-{trainer.version:06d}", run_hash="h")
     plain = small_model()
     plain.load_state_dict(dict(trainer.weights()), strict=False)
-    groups = ranks.from_first(groups_for(plain, groups=3, size=3, seed=9, version=trainer.version) if ranks.first else None)
+    groups = ranks.from_first(
+        groups_for(plain, groups=3, size=3, seed=9, version=trainer.version) if ranks.first else None
+    )
     for each in (trainer, other):
         each.step(groups)
     pairs = list(zip(trainer.weights(), other.weights(), strict=True))

@@ -79,7 +79,12 @@ def trainer_of(ranks: Ranks, *, checkpointing: bool = False) -> Trainer:
             parameter.mul_(1.01)
     reference = shard(reference.requires_grad_(False), ranks)
     return Trainer(
-        shard(model, ranks), config=TrainConfig(micro_tokens=128), optim=OptimConfig(), loss=loss, ranks=ranks, reference=reference
+        shard(model, ranks),
+        config=TrainConfig(micro_tokens=128),
+        optim=OptimConfig(),
+        loss=loss,
+        ranks=ranks,
+        reference=reference,
     )
 
 
@@ -106,7 +111,12 @@ def published(ranks: Ranks) -> dict[str, Any]:
 
 async def gather(ranks: Ranks, *, fails: bool) -> tuple[list[int], float, str]:
     run = Run(
-        trainer=trainer_of(ranks), rounds=UnevenRounds(ranks, fails=fails), publish=Publisher(), store=None, evaluator=None, on_step=None
+        trainer=trainer_of(ranks),
+        rounds=UnevenRounds(ranks, fails=fails),
+        publish=Publisher(),
+        store=None,
+        evaluator=None,
+        on_step=None,
     )
     began = time.monotonic()
     run.start_rounds(first=0)

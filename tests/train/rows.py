@@ -1,4 +1,5 @@
-"""Samples for the trainer's tests: random ids, scored by the shipped model itself with the exact operators, as an exact engine would."""
+"""Samples for the trainer's tests: random ids, scored by the shipped model itself with the exact operators, as an exact
+engine would."""
 
 from __future__ import annotations
 
@@ -52,8 +53,11 @@ def sample_of(
     )
 
 
-def groups_for(model: torch.nn.Module, *, groups: int = 3, size: int = 4, seed: int = 0, version: int = 0) -> list[list[Sample]]:
-    """Groups with mixed rewards, lengths 6 to 60, two given runs each; log-probabilities are the model's own at this moment."""
+def groups_for(
+    model: torch.nn.Module, *, groups: int = 3, size: int = 4, seed: int = 0, version: int = 0
+) -> list[list[Sample]]:
+    """Groups with mixed rewards, lengths 6 to 60, two given runs each; log-probabilities are the model's own at this
+    moment."""
     rng = random.Random(seed)
     made: list[list[Sample]] = []
     for g in range(groups):
@@ -66,6 +70,8 @@ def groups_for(model: torch.nn.Module, *, groups: int = 3, size: int = 4, seed: 
             with torch.no_grad():
                 values = [0.0, *score(model, torch.tensor([ids]))[0].tolist()]
             reward = float(rng.random() < 0.5) if i > 1 else float(i)
-            group.append(sample_of(ids, given, values, name=f"s{seed}-{g}-{i}", group=f"g{g}", reward=reward, version=version))
+            group.append(
+                sample_of(ids, given, values, name=f"s{seed}-{g}-{i}", group=f"g{g}", reward=reward, version=version)
+            )
         made.append(group)
     return made

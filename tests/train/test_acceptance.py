@@ -1,4 +1,5 @@
-"""Update acceptance: the engines judge every update on the step's own rows, and one that they refuse is undone bit for bit."""
+"""Update acceptance: the engines judge every update on the step's own rows, and one that they refuse is undone bit for
+bit."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ from tokentrue.train.config import AcceptanceConfig
 
 
 class JudgingEngine(Engine):
-    """Plays rounds, and scores given tokens with the exact engine. From `harmed_from` on, its weights move the wrong way.
+    """Plays rounds, and scores given tokens with the exact engine. From `harmed_from` on, its weights move the wrong
+    way.
 
-    That is what a broken kernel or quantisation of the new weights would do: the trainer's policy improves, the engine's gets worse.
+    That is what a broken kernel or quantisation of the new weights would do: the trainer's policy improves, the
+    engine's gets worse.
     """
 
     name, truthful_filters, harmed_from = "stand-in", frozenset[str](), 99
@@ -53,8 +56,12 @@ class JudgingEngine(Engine):
         return await self.exact.score(token_ids)
 
 
-def played(*, harmed_from: int = 99, steps: int = 2, dtype: torch.dtype = torch.float32, **acceptance: Any) -> tuple[Trainer, Any, Any]:
-    config = TrainConfig(steps=steps, groups_per_step=2, exact=dtype == torch.float32, acceptance=AcceptanceConfig(**acceptance))
+def played(
+    *, harmed_from: int = 99, steps: int = 2, dtype: torch.dtype = torch.float32, **acceptance: Any
+) -> tuple[Trainer, Any, Any]:
+    config = TrainConfig(
+        steps=steps, groups_per_step=2, exact=dtype == torch.float32, acceptance=AcceptanceConfig(**acceptance)
+    )
     trainer = Trainer(small_model().to(dtype), config=config, optim=OptimConfig(lr=1e-4), loss=loss_named("dapo"))
     engine = JudgingEngine(trainer)
     engine.harmed_from = harmed_from
@@ -93,14 +100,19 @@ def test_an_update_that_harms_the_engine_is_undone_and_the_weights_before_are_pu
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_moments_and_master_weights_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     trainer = Trainer(
-        small_model().to(dtype), config=TrainConfig(exact=False, epochs=2), optim=OptimConfig(lr=1e-4), loss=loss_named("dapo")
+        small_model().to(dtype),
+        config=TrainConfig(exact=False, epochs=2),
+        optim=OptimConfig(lr=1e-4),
+        loss=loss_named("dapo"),
     )
     trainer.step(groups_for(small_model(), groups=2, size=3, seed=1))
     before = trainer.snapshot()
     held = [*map(torch.clone, trainer.masters.parameters), *(value.clone() for value in moments(trainer))]
     trainer.step(groups_for(small_model(), groups=2, size=3, seed=2))
     now = [*trainer.masters.parameters, *moments(trainer)]
-    assert not any(torch.equal(a, b) for a, b in zip(held, now, strict=True)), "a tensor that no update moves proves nothing"
+    assert not any(torch.equal(a, b) for a, b in zip(held, now, strict=True)), (
+        "a tensor that no update moves proves nothing"
+    )
     trainer.restore(before)
     assert all(torch.equal(a, b) for a, b in zip(held, [*trainer.masters.parameters, *moments(trainer)], strict=True))
     assert all(
@@ -170,8 +182,11 @@ def pythons_own_ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("pythons_own_ctrl_c")
 @pytest.mark.parametrize(("dies_at", "stops_at", "error"), [(2, 99, EngineUnreachable), (99, 2, KeyboardInterrupt)])
-def test_an_update_that_nobody_judged_is_in_no_checkpoint(tmp_path: Path, dies_at: int, stops_at: int, error: type[BaseException]) -> None:
-    """The engine dies before its verdict, or Ctrl-C. The run resumes with that step, and ends with the bits of an unbroken one."""
+def test_an_update_that_nobody_judged_is_in_no_checkpoint(
+    tmp_path: Path, dies_at: int, stops_at: int, error: type[BaseException]
+) -> None:
+    """The engine dies before its verdict, or Ctrl-C. The run resumes with that step, and ends with the bits of an
+    unbroken one."""
 
     def run(directory: Path, *, dies_at: int = 99, stops_at: int = 99) -> Trainer:
         config = TrainConfig(steps=2, groups_per_step=2, checkpoint_every=9, acceptance=AcceptanceConfig(enabled=True))
@@ -234,7 +249,10 @@ def test_a_row_that_fills_the_context_is_scored_without_its_last_token() -> None
     longest = max(row.length for row in rows)
     full, roomy = ExactProvider(small_model(), max_len=longest), ExactProvider(small_model())
     try:
-        counts = [asyncio.run(UpdateJudge(AcceptanceConfig(), lambda e=e: [e])(rows, [1.0] * 3, trainer.ranks)) for e in (full, roomy)]
+        counts = [
+            asyncio.run(UpdateJudge(AcceptanceConfig(), lambda e=e: [e])(rows, [1.0] * 3, trainer.ranks))
+            for e in (full, roomy)
+        ]
     finally:
         full.engine.close()
         roomy.engine.close()

@@ -1,4 +1,5 @@
-"""Rewards to advantages: what TRL and verl divide by, written out; sessions that are too long; the divergence as a cost."""
+"""Rewards to advantages: what TRL and verl divide by, written out; sessions that are too long; the divergence as a
+cost."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def rows() -> list[Row]:
     for group, rewards in REWARDS.items():
         for i, (reward, tokens) in enumerate(zip(rewards, TOKENS[group], strict=True)):
             given = [True, *[False] * tokens]
-            sample = sample_of([7] * len(given), given, [-1.0] * len(given), name=f"{group}{i}", group=group, reward=reward)
+            sample = sample_of(
+                [7] * len(given), given, [-1.0] * len(given), name=f"{group}{i}", group=group, reward=reward
+            )
             made.append(row_of(sample, group))
     return made
 
@@ -55,7 +58,9 @@ def test_epsilon_of_trl() -> None:
 def test_scale_of_the_batch_of_trl() -> None:
     """TRL's scale_rewards="batch": centred by group, over the deviation of all rewards."""
     everything = [reward for rewards in REWARDS.values() for reward in rewards]
-    expected = [(reward - mean(rewards)) / (deviation(everything) + 1e-4) for rewards in REWARDS.values() for reward in rewards]
+    expected = [
+        (reward - mean(rewards)) / (deviation(everything) + 1e-4) for rewards in REWARDS.values() for reward in rewards
+    ]
     assert advantages("grpo_batch", epsilon=1e-4) == pytest.approx(expected, rel=1e-14, abs=1e-15)
 
 
@@ -69,7 +74,8 @@ def test_a_group_of_one_of_verl() -> None:
 
 @pytest.mark.parametrize("baseline", ["whitened", "whitened_groups"])
 def test_whitening_by_tokens_of_verl(baseline: Baseline) -> None:
-    """verl's masked_whiten: every token of a row has the row's value; the variance has n - 1, and 1e-8 is added to it."""
+    """verl's masked_whiten: every token of a row has the row's value; the variance has n - 1, and 1e-8 is added to
+    it."""
     values: list[float] = []
     for group, group_rewards in REWARDS.items():
         centre = 0.0 if baseline == "whitened" or len(group_rewards) == 1 else mean(group_rewards)
@@ -78,7 +84,9 @@ def test_whitening_by_tokens_of_verl(baseline: Baseline) -> None:
     expected = [(value - mean(values)) / math.sqrt(deviation(values) ** 2 + 1e-8) for value in values]
     lengths = [n for group in TOKENS.values() for n in group]
     got = advantages(baseline, whiten_by="tokens", epsilon=1e-8, lone_group="reward")
-    assert [value for value, n in zip(got, lengths, strict=True) for _ in range(n)] == pytest.approx(expected, rel=1e-13)
+    assert [value for value, n in zip(got, lengths, strict=True) for _ in range(n)] == pytest.approx(
+        expected, rel=1e-13
+    )
     assert advantages(baseline) != pytest.approx(got, rel=1e-2)
 
 
@@ -128,7 +136,13 @@ def trainer(base: torch.nn.Module, *, loss: LossConfig | None = None, **config: 
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.99)
-    return Trainer(copy.deepcopy(base), config=settings, optim=OptimConfig(lr=1e-3), loss=loss or loss_named("dapo"), reference=other)
+    return Trainer(
+        copy.deepcopy(base),
+        config=settings,
+        optim=OptimConfig(lr=1e-3),
+        loss=loss or loss_named("dapo"),
+        reference=other,
+    )
 
 
 def cut_off(groups: list[list[Sample]]) -> list[list[Sample]]:
@@ -150,11 +164,15 @@ def test_masked_sessions_count_in_the_baseline_and_are_not_trained_on(base: torc
 
 
 @pytest.mark.parametrize(("finish", "is_cut"), [(None, False), ("stop", False), ("abort", False), ("length", True)])
-def test_a_turn_before_the_last_that_was_cut_off_masks_its_session(base: torch.nn.Module, finish: str | None, is_cut: bool) -> None:
+def test_a_turn_before_the_last_that_was_cut_off_masks_its_session(
+    base: torch.nn.Module, finish: str | None, is_cut: bool
+) -> None:
     """None: a file from before the ends of turns were recorded."""
     groups = groups_for(base)
     ends = [{} if finish is None else {"finish": finish}, {"finish": "stop"}]
-    counts = [[span.end - span.start for span in groups[0][1].spans if span.kind == kind] for kind in ("given", "sampled")]
+    counts = [
+        [span.end - span.start for span in groups[0][1].spans if span.kind == kind] for kind in ("given", "sampled")
+    ]
     nodes = [{"given": given, "sampled": sampled, **end} for given, sampled, end in zip(*counts, ends, strict=True)]
     groups[0][1] = replace(groups[0][1], metadata={"tokentrue": {"nodes": nodes}})
     metrics = trainer(base, overlong=OverlongConfig(mask=True)).step(groups).metrics
@@ -185,7 +203,9 @@ def test_the_divergence_is_subtracted_from_the_reward(base: torch.nn.Module) -> 
         assert cost != 0
     metrics = t.step(groups).metrics
     assert metrics["rows_trained"] == metrics["rows"] and metrics["kl/coefficient"] == 0.3
-    assert metrics["reward_shaped"] == pytest.approx(metrics["reward"] - 0.3 * metrics["kl/mean"] * metrics["tokens_trained"] / 12)
+    assert metrics["reward_shaped"] == pytest.approx(
+        metrics["reward"] - 0.3 * metrics["kl/mean"] * metrics["tokens_trained"] / 12
+    )
 
 
 @pytest.mark.parametrize("place", ["reward", "loss"])
@@ -193,7 +213,9 @@ def test_an_adaptive_coefficient_follows_its_target(base: torch.nn.Module, place
     """value · (1 + clip(kl / target - 1, ±0.2) · sessions / horizon), of the divergence that the step had."""
     penalty = None if place == "reward" else Penalty(coefficient=0.1)
     for target, factor in ((1e-9, 1 + 0.2 * 12 / 100), (1e9, 1 - 0.2 * 12 / 100)):
-        kl = KlConfig(reward_coefficient=0.1 if place == "reward" else 0.0, reward_estimator="k3", target=target, horizon=100)
+        kl = KlConfig(
+            reward_coefficient=0.1 if place == "reward" else 0.0, reward_estimator="k3", target=target, horizon=100
+        )
         t = trainer(base, loss=replace(loss_named("dapo"), penalty=penalty), kl=kl)
         first, second = t.step(groups_for(base)).metrics, t.step(groups_for(base)).metrics
         assert first["kl/coefficient"] == 0.1 and second["kl/coefficient"] == pytest.approx(0.1 * factor)
@@ -205,7 +227,11 @@ def test_what_makes_no_sense_is_refused(base: torch.nn.Module) -> None:
     with pytest.raises(ConfigError, match="no coefficient to adapt"):
         trainer(base, kl=KlConfig(target=0.1))
     with pytest.raises(ConfigError, match="not both"):
-        trainer(base, loss=loss_named("dapo", penalty=Penalty(coefficient=0.1)), kl=KlConfig(target=0.1, reward_coefficient=0.1))
+        trainer(
+            base,
+            loss=loss_named("dapo", penalty=Penalty(coefficient=0.1)),
+            kl=KlConfig(target=0.1, reward_coefficient=0.1),
+        )
     with pytest.raises(ConfigError, match="needs a reference model"):
         config = TrainConfig(kl=KlConfig(reward_coefficient=0.1))
         Trainer(base, config=config, optim=OptimConfig(), loss=loss_named("dapo"))

@@ -1,4 +1,5 @@
-"""Checkpoints above a size: several files with an index, the optimiser's state in shards, digests of all; and what a resumed run knows."""
+"""Checkpoints above a size: several files with an index, the optimiser's state in shards, digests of all; and what a
+resumed run knows."""
 
 from __future__ import annotations
 
@@ -156,7 +157,9 @@ def test_flops_of_a_mixture_count_the_experts_that_a_token_takes() -> None:
     found = flops_of(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)))
     attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
     assert found is not None
-    assert found.weights == 2 * (attention + 8 * 32 + 2 * 3 * 32 * 16) + 64 * 32  # router, 2 of 8 experts, head without embedding
+    assert (
+        found.weights == 2 * (attention + 8 * 32 + 2 * 3 * 32 * 16) + 64 * 32
+    )  # router, 2 of 8 experts, head without embedding
 
 
 def test_what_is_not_known_is_absent() -> None:
@@ -175,7 +178,9 @@ def test_speeds_and_shares_of_a_step() -> None:
     (report,) = asyncio.run(train(trainer, engine, Publisher(engine)))
     metrics, speeds = report.metrics, report.speeds
     shares = {name: value for name, value in speeds.items() if name.startswith("share/")}
-    assert {"share/wait", "share/recompute", "share/update", "share/publish"} <= set(shares) and 0.5 < sum(shares.values()) <= 1.0
+    assert {"share/wait", "share/recompute", "share/update", "share/publish"} <= set(shares) and 0.5 < sum(
+        shares.values()
+    ) <= 1.0
     assert speeds["speed/trained_tokens_per_s"] / speeds["speed/tokens_per_s"] == pytest.approx(
         metrics["tokens_trained"] / metrics["tokens"]
     )

@@ -65,7 +65,9 @@ def same(a: Trainer, b: Trainer) -> bool:
 # ---- a full disk -------------------------------------------------------------------------------------------------------------------------
 @contextmanager
 def small_disk(directory: Path, mib: int) -> Iterator[None]:
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(directory)], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(directory)], capture_output=True, text=True
+    )
     if made.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
     try:
@@ -107,7 +109,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_half(tmp_path: Path,
     assert same(run(tmp_path), unbroken)
 
 
-# ---- engines and environments ------------------------------------------------------------------------------------------------------------
+# ---- engines and environments
+# ------------------------------------------------------------------------------------------------------------
 class DyingEngine(Engine):
     async def play(self, number: int) -> Any:
         if number == 3:
@@ -142,13 +145,17 @@ class Unreliable:
 
 def environment_rounds(broken: int) -> RolloutRounds:
     name = "tests.train.test_drills:Unreliable"
-    return RolloutRounds(RolloutConfig(environment=name, options={"broken": broken}, tasks=2, group_size=8), StandInSessions())
+    return RolloutRounds(
+        RolloutConfig(environment=name, options={"broken": broken}, tasks=2, group_size=8), StandInSessions()
+    )
 
 
 def test_an_environment_that_raises_half_of_the_time_costs_those_rollouts_alone(tmp_path: Path) -> None:
     trainer = trainer_of(exact=False)
     reports = asyncio.run(train(trainer, environment_rounds(2), Publisher(), store=store_of(tmp_path)))
-    assert [(report.metrics["rollouts/played"], report.metrics["rollouts/failed"]) for report in reports] == [(16, 8)] * STEPS
+    assert [(report.metrics["rollouts/played"], report.metrics["rollouts/failed"]) for report in reports] == [
+        (16, 8)
+    ] * STEPS
     assert all(report.metrics["rows_trained"] == 8 for report in reports) and versions(tmp_path) == [STEPS]
 
 
@@ -159,7 +166,8 @@ def test_an_environment_that_raises_more_often_stops_the_run(tmp_path: Path) -> 
         asyncio.run(train(trainer, environment_rounds(3), Publisher(), store=store_of(tmp_path)))
 
 
-# ---- an interrupted command -------------------------------------------------------------------------------------------------------------
+# ---- an interrupted command
+# -------------------------------------------------------------------------------------------------------------
 def metrics_of(out: Path) -> list[dict[str, Any]]:
     path = out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -181,4 +189,6 @@ def test_ctrl_c_of_the_command_ends_the_step_and_the_run_resumes(tmp_path: Path)
     assert 2 <= kept < 6 and len(metrics_of(tmp_path)) >= kept - 1
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
-    assert [row["step"] for row in metrics_of(tmp_path)] == list(range(6)) and versions(tmp_path / "checkpoints")[-1] == 6
+    assert [row["step"] for row in metrics_of(tmp_path)] == list(range(6)) and versions(tmp_path / "checkpoints")[
+        -1
+    ] == 6

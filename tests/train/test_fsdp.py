@@ -1,4 +1,5 @@
-"""FSDP2 under torchrun (two processes, gloo): the losses of one process, and rollout log-probabilities still equal in every bit."""
+"""FSDP2 under torchrun (two processes, gloo): the losses of one process, and rollout log-probabilities still equal in
+every bit."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(world: int, out: Path, *options: str) -> dict[str, Any]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else [sys.executable]
+    launch = (
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        if world > 1
+        else [sys.executable]
+    )
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [*launch, "-m", "tests.train.fsdp_worker", str(out), *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)

@@ -1,4 +1,5 @@
-"""Loggers write what metrics.jsonl has, offline; a resumed run continues; what is not installed is named with its cure."""
+"""Loggers write what metrics.jsonl has, offline; a resumed run continues; what is not installed is named with its
+cure."""
 
 from __future__ import annotations
 
@@ -31,13 +32,22 @@ writer.close()
 
 def write_steps(out: Path, name: str, first: int) -> None:
     """Two steps, in a process of their own: both libraries keep state for a whole process."""
-    env = {**os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(out / "trackio"), "HOME": str(out), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", WRITE, str(out / "run"), name, str(first)], env=env, capture_output=True, text=True)
+    env = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "TRACKIO_DIR": str(out / "trackio"),
+        "HOME": str(out),
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE, str(out / "run"), name, str(first)], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def rows_of_wandb(file: Path) -> list[dict[str, float]]:
-    """The history in an offline file: a header of 7 bytes, then records of checksum, length, kind and a message. Ours fit one block."""
+    """The history in an offline file: a header of 7 bytes, then records of checksum, length, kind and a message. Ours
+    fit one block."""
     from wandb.proto import wandb_internal_pb2
 
     data, rows, place = file.read_bytes(), list[dict[str, float]](), 7
@@ -46,7 +56,9 @@ def rows_of_wandb(file: Path) -> list[dict[str, float]]:
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data[place + 7 : place + 7 + size])
         if record.WhichOneof("record_type") == "history":
-            rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item})
+            rows.append(
+                {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            )
         place += 7 + size
     return rows
 
@@ -67,7 +79,12 @@ def test_trackio_and_a_resumed_run(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "trackio" / "tokentrue.db") as database:
         rows = database.execute("SELECT step, run_name, metrics FROM metrics ORDER BY step").fetchall()
     database.close()
-    assert [(step, json.loads(metrics)["reward"]) for step, _, metrics in rows] == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)]
+    assert [(step, json.loads(metrics)["reward"]) for step, _, metrics in rows] == [
+        (0, 0.5),
+        (1, 1.5),
+        (2, 2.5),
+        (3, 3.5),
+    ]
     assert len({run for _, run, _ in rows}) == 1
 
 

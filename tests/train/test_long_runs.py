@@ -1,4 +1,5 @@
-"""What long runs need: checkpoints that are models, Ctrl-C, evaluation, probes of the engines, and nothing that fails in silence."""
+"""What long runs need: checkpoints that are models, Ctrl-C, evaluation, probes of the engines, and nothing that fails
+in silence."""
 
 from __future__ import annotations
 
@@ -49,7 +50,13 @@ def test_a_checkpoint_of_a_hub_id_is_a_whole_model(tmp_path: Path, monkeypatch: 
     monkeypatch.undo()
     assert path is not None
     names = {each.name for each in path.iterdir()}
-    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    } <= names
     again = AutoModelForCausalLM.from_pretrained(path)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trainer.model.parameters(), strict=True))
     assert (tmp_path / "c" / "latest").resolve() == path.resolve()
@@ -145,7 +152,9 @@ class ScoringEngine(Engine):
         sampled = [(7 * i) % 300 for i in range(sampling.max_tokens)]
         with torch.no_grad():
             values = score(self.model, torch.tensor([[*prompt_ids, *sampled]]))[0, -len(sampled) :]
-        return Completion(token_ids=tuple(sampled), logprobs=tuple(min(0.0, v) for v in values.tolist()), finish=Finish.LENGTH)
+        return Completion(
+            token_ids=tuple(sampled), logprobs=tuple(min(0.0, v) for v in values.tolist()), finish=Finish.LENGTH
+        )
 
 
 def probed(*, deaf_from: int) -> list[Any]:
@@ -162,7 +171,9 @@ def test_a_probe_follows_every_publication() -> None:
     assert all(report.metrics["probe/engines"] == 1 for report in reports)
 
 
-@pytest.mark.parametrize(("deaf_from", "said"), [(0, "does not take published weights"), (2, "version 2: .* samples from other weights")])
+@pytest.mark.parametrize(
+    ("deaf_from", "said"), [(0, "does not take published weights"), (2, "version 2: .* samples from other weights")]
+)
 def test_an_engine_that_keeps_old_weights_stops_the_run(deaf_from: int, said: str) -> None:
     with pytest.raises(TrainingError, match=said):
         probed(deaf_from=deaf_from)
@@ -225,10 +236,10 @@ class Half:
 async def test_too_many_failed_rollouts_stop_the_run_and_are_counted() -> None:
     config = RolloutConfig(tasks=1, group_size=4, options={"stream": False}, timeout_s=0.2)
     rounds = RolloutRounds(config, Half())
-    with pytest.raises(EngineError, match=r"4 of 4 rollouts failed .* the first said: RuntimeError: the environment broke"):
+    with pytest.raises(
+        EngineError, match=r"4 of 4 rollouts failed .* the first said: RuntimeError: the environment broke"
+    ):
         await rounds.play(0)
     counts = rounds.counts(0)
     assert (counts["rollouts/failed"], counts["rollouts/timed_out"], counts["rollouts/groups_lost"]) == (4, 2, 1)
     assert rounds.counts(0) == {}
-
-

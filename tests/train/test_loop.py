@@ -29,7 +29,8 @@ class Crash(Exception):
 
 
 class Engine:
-    """A stand-in engine: holds published weights, plays rounds with them, remembers which version played which round."""
+    """A stand-in engine: holds published weights, plays rounds with them, remembers which version played which
+    round."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -44,7 +45,9 @@ class Engine:
     async def play(self, number: int) -> Groups:
         began = self.version
         ahead = number > self.trainer.version
-        while ahead and self.trainer.version == began:  # a slow round: the step beside it has ended, its weights want to be published
+        while (
+            ahead and self.trainer.version == began
+        ):  # a slow round: the step beside it has ended, its weights want to be published
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         groups = groups_for(self.model, groups=2, size=3, seed=number, version=self.version)
@@ -70,9 +73,15 @@ def from_json(data: Mapping[str, Any]) -> Sample:
 def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tuple[Trainer, Engine, list[Any]]:
     torch.set_num_threads(1)
     config = TrainConfig(steps=6, lag=lag, checkpoint_every=every, groups_per_step=2)
-    trainer = Trainer(small_model(), config=config, optim=OptimConfig(schedule="cosine", warmup=2), loss=loss_named("dapo"))
+    trainer = Trainer(
+        small_model(), config=config, optim=OptimConfig(schedule="cosine", warmup=2), loss=loss_named("dapo")
+    )
     engine = Engine(trainer)
-    store = None if directory is None else Store(directory=directory, run_hash="h", model=None, to_json=to_json, from_json=from_json)
+    store = (
+        None
+        if directory is None
+        else Store(directory=directory, run_hash="h", model=None, to_json=to_json, from_json=from_json)
+    )
 
     def stop(report: Any, seconds: Any) -> None:
         if report.version == steps + 1:
@@ -133,7 +142,9 @@ def test_a_file_of_samples_with_other_content_is_refused(tmp_path: Path) -> None
     store = open_store("reward 0, reward 1")
     Run(trainer=trainer, rounds=Engine(trainer), publish=Publisher(), store=store, evaluator=None, on_step=None).keep()
     open_store("reward 0, reward 1")
-    with pytest.raises(FileFormatError, match=r"step-000000: another file of samples made it \(SHA-256 \w{12}…, now \w{12}…\)"):
+    with pytest.raises(
+        FileFormatError, match=r"step-000000: another file of samples made it \(SHA-256 \w{12}…, now \w{12}…\)"
+    ):
         open_store("reward 1, reward 0")
     state = tmp_path / "out" / "checkpoints" / "step-000000" / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "samples_digest": ""}))
@@ -164,7 +175,9 @@ async def test_a_source_is_read_in_one_pass_and_found_again_from_any_place() -> 
 
     source = Source()
     rounds = SourceRounds(source, 2)  # type: ignore[arg-type]
-    assert [await rounds.play(n) for n in range(4)] == [[[0], [1]], [[2], [3]], [[4]], [[0], [1]]], "no step holds a group twice"
+    assert [await rounds.play(n) for n in range(4)] == [[[0], [1]], [[2], [3]], [[4]], [[0], [1]]], (
+        "no step holds a group twice"
+    )
     assert source.passes == 2
     assert await rounds.play(1) == [[2], [3]], "a resumed run asks for a round in the middle"
 

@@ -23,7 +23,9 @@ def writer_of(directory: Path, **more: Any) -> MetricsWriter:
 
 
 @pytest.mark.parametrize(("device", "named"), [("cpu", "threads"), ("cuda:1", "GPU cuda:1")])
-def test_a_row_names_the_hardware_of_the_trainer(device: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_names_the_hardware_of_the_trainer(
+    device: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: f"GPU {device}")
     writer = writer_of(tmp_path, device=device)
@@ -39,7 +41,8 @@ def write_steps(directory: Path, count: int, *, first: int = 0) -> None:
     writer.close()
 
 
-# ---- numbers that are not finite ---------------------------------------------------------------------------------------------------------
+# ---- numbers that are not finite
+# ---------------------------------------------------------------------------------------------------------
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     writer = writer_of(tmp_path)
     writer.write(0, 1, {"reward": 0.5, "update/loss": math.nan, "update/grad_norm": math.inf}, {"step": 0.1})
@@ -57,7 +60,10 @@ def test_a_report_of_a_run_with_skipped_updates(tmp_path: Path) -> None:
     old = '{"step": 0, "policy_version": 1, "reward": 0.25, "update/loss": NaN, "update/grad_norm": Infinity}\n'
     writer.path.write_text(old + writer.path.read_text() + '{"step": 2, "rew')
     rows = read_metrics(writer.path)
-    assert [(row["step"], row["update/loss"], row["update/grad_norm"]) for row in rows] == [(0, None, None), (1, None, 2.0)]
+    assert [(row["step"], row["update/loss"], row["update/grad_norm"]) for row in rows] == [
+        (0, None, None),
+        (1, None, 2.0),
+    ]
     report = training_report(TrainRun(out=tmp_path), rows)
     assert ("update/grad_norm", "not finite", 2.0) in report.tables[0].rows
     assert [text for _, text in report.highlights] == ["0.250", "0.500"]
@@ -74,7 +80,10 @@ def test_a_resumed_run_that_cannot_write_leaves_the_rows_on_file(tmp_path: Path)
     write_steps(tmp_path, 20)
     path = tmp_path / "metrics.jsonl"
     before = path.read_bytes()
-    with file_limit(len(before) // 2), pytest.raises(TrainingError, match=r"metrics.jsonl: .*the file is as it was: make room") as raised:
+    with (
+        file_limit(len(before) // 2),
+        pytest.raises(TrainingError, match=r"metrics.jsonl: .*the file is as it was: make room") as raised,
+    ):
         write_steps(tmp_path, 1, first=19)
     assert str(path) in str(raised.value)
     assert path.read_bytes() == before and not list(tmp_path.glob(".*partial"))
@@ -86,7 +95,10 @@ def test_a_row_that_cannot_be_written_names_the_file_and_the_step(tmp_path: Path
     write_steps(tmp_path, 3)
     path = tmp_path / "metrics.jsonl"
     writer = writer_of(tmp_path, first_step=3)
-    with file_limit(path.stat().st_size + 20), pytest.raises(TrainingError, match=r"metrics.jsonl: the row of step 3 .*: make room"):
+    with (
+        file_limit(path.stat().st_size + 20),
+        pytest.raises(TrainingError, match=r"metrics.jsonl: the row of step 3 .*: make room"),
+    ):
         writer.write(3, 4, {"reward": 0.5}, {})
     writer.close()
     write_steps(tmp_path, 1, first=3)

@@ -37,7 +37,9 @@ def caught(test: Callable[[], object]) -> None:
 
 
 def test_a_comparison_that_lets_one_ulp_pass(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lenient(rows: Sequence[Row], values: Sequence[Tensor], *, version: int, places: list[tuple[int, int]] | None = None) -> Agreement:
+    def lenient(
+        rows: Sequence[Row], values: Sequence[Tensor], *, version: int, places: list[tuple[int, int]] | None = None
+    ) -> Agreement:
         near: list[Tensor] = []
         for row, found in zip(rows, values, strict=True):
             close = [ulps(float(a), float(b)) <= 1 for a, b in zip(found, row.rollout, strict=True)]
@@ -52,7 +54,10 @@ def test_a_comparison_that_lets_one_ulp_pass(base: torch.nn.Module, monkeypatch:
 
 def test_a_comparison_by_allclose(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def close(rows: Sequence[Row], values: Sequence[Tensor], *, version: int, places: object = None) -> Agreement:
-        unlike = [not torch.allclose(v.detach()[r.sampled], r.rollout[r.sampled], atol=1e-6) for r, v in zip(rows, values, strict=True)]
+        unlike = [
+            not torch.allclose(v.detach()[r.sampled], r.rollout[r.sampled], atol=1e-6)
+            for r, v in zip(rows, values, strict=True)
+        ]
         return Agreement(compared=1, differing=sum(unlike), largest=0.0)
 
     monkeypatch.setattr(trainer, "agreement", close)
@@ -72,7 +77,9 @@ def test_a_mean_over_the_rows_that_give_a_gradient_only(base: torch.nn.Module, m
 def test_a_mean_over_each_micro_batch(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def own(self: Trainer, rows: Sequence[Row], values: Any, numbers: Sequence[int], correction: Any) -> Any:
         tokens = float(sum(int(rows[i].mask.sum()) for i in numbers))
-        return plain(self, rows, values, numbers, replace(correction, num_tokens=tokens, num_sessions=float(len(numbers))))
+        return plain(
+            self, rows, values, numbers, replace(correction, num_tokens=tokens, num_sessions=float(len(numbers)))
+        )
 
     plain = Trainer.pass_loss
     monkeypatch.setattr(Trainer, "pass_loss", own)
@@ -82,7 +89,10 @@ def test_a_mean_over_each_micro_batch(base: torch.nn.Module, monkeypatch: pytest
 @pytest.mark.parametrize("part", ["exp_avg", "exp_avg_sq", "step"])
 def test_moments_that_are_not_resumed(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(target: Trainer, moments: dict[str, Tensor]) -> None:
-        plain(target, {key: torch.zeros_like(value) if key.endswith(f"|{part}") else value for key, value in moments.items()})
+        plain(
+            target,
+            {key: torch.zeros_like(value) if key.endswith(f"|{part}") else value for key, value in moments.items()},
+        )
 
     plain = optimizer.restore_optimizer
     monkeypatch.setattr(optimizer, "restore_optimizer", forgetful)
@@ -116,7 +126,9 @@ def test_samples_counted_where_sessions_should_be(monkeypatch: pytest.MonkeyPatc
     class BySample:
         @staticmethod
         def of(rows: Sequence[Row]) -> SessionRewards:
-            return SessionRewards.of([replace(row, sample=replace(row.sample, session_id=row.sample.sample_id)) for row in rows])
+            return SessionRewards.of(
+                [replace(row, sample=replace(row.sample, session_id=row.sample.sample_id)) for row in rows]
+            )
 
     monkeypatch.setattr(test_batch, "SessionRewards", BySample)
     caught(test_batch.test_a_session_with_two_samples_counts_once)

@@ -85,7 +85,10 @@ def test_masters_survive_a_checkpoint_bit_for_bit(tmp_path: Path, dtype: torch.d
 
 def test_the_exact_engine_in_bfloat16_agrees_in_every_bit_over_updates() -> None:
     trainer = Trainer(
-        load_model(torch.bfloat16), config=TrainConfig(micro_tokens=256), optim=OptimConfig(lr=1e-3), loss=loss_named("dapo")
+        load_model(torch.bfloat16),
+        config=TrainConfig(micro_tokens=256),
+        optim=OptimConfig(lr=1e-3),
+        loss=loss_named("dapo"),
     )
     engine = load_model(torch.bfloat16)
     for version in range(2):

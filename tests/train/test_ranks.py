@@ -1,4 +1,5 @@
-"""Several ranks: an engine on each, rollouts spread over them, rounds longer than a collective waits, weights handed on one by one."""
+"""Several ranks: an engine on each, rollouts spread over them, rounds longer than a collective waits, weights handed on
+one by one."""
 
 from __future__ import annotations
 
@@ -33,7 +34,15 @@ def work(world: int, out: Path) -> dict[str, Any]:
 
 
 def train(world: int, out: Path, *, steps: int = 2, **sets: object) -> list[str]:
-    settings = {"rollout.tasks": 3, "rollout.group_size": 4, "rollout.seed": 3, "optim.lr": 4e-4, "log": "[]", "threads": 1, **sets}
+    settings = {
+        "rollout.tasks": 3,
+        "rollout.group_size": 4,
+        "rollout.seed": 3,
+        "optim.lr": 4e-4,
+        "log": "[]",
+        "threads": 1,
+        **sets,
+    }
     options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     return launch(world, "tokentrue", "train", "--out", str(out), "--steps", str(steps), "--json", *options)
 
@@ -74,7 +83,9 @@ def test_an_engine_on_every_rank_samples_what_one_process_samples(tmp_path: Path
         assert row["exact_compared"] > 0 and row["exact_differing"] == 0
         assert row["rollouts/played"] == 12 and row["rollouts/failed"] == 0
     alike = ("reward", "tokens", "tokens_trained", "completion_length_max", "exact_compared")
-    assert [two[0][key] for key in alike] == [one[0][key] for key in alike], "the first round is the same whoever plays it"
+    assert [two[0][key] for key in alike] == [one[0][key] for key in alike], (
+        "the first round is the same whoever plays it"
+    )
     assert two[0]["update/grad_norm"] == pytest.approx(one[0]["update/grad_norm"], rel=1e-4)
     played = [tmp_path / "two" / name for name in ("sessions.sqlite", "sessions-1.sqlite")]
     assert all(path.exists() for path in played), "a rank played nothing"
@@ -93,9 +104,13 @@ def test_a_killed_rank_ends_the_run_and_a_resumed_one_has_the_same_bits(tmp_path
     os.kill(max(children_of(process.pid)), signal.SIGKILL)
     _, said = process.communicate(timeout=120)
     assert process.returncode != 0 and "SIGKILL" in said
-    assert not (tmp_path / "broken" / "checkpoints" / "step-000004").exists(), "the run had ended before the rank was killed"
+    assert not (tmp_path / "broken" / "checkpoints" / "step-000004").exists(), (
+        "the run had ended before the rank was killed"
+    )
     rows_of(command)
-    whole, broken = (load_file(tmp_path / name / "checkpoints" / "step-000004" / "model.safetensors") for name in ("whole", "broken"))
+    whole, broken = (
+        load_file(tmp_path / name / "checkpoints" / "step-000004" / "model.safetensors") for name in ("whole", "broken")
+    )
     assert all((whole[name].numpy().tobytes() == broken[name].numpy().tobytes()) for name in whole)
 
 

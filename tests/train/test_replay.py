@@ -1,4 +1,5 @@
-"""What the rollout recorded is what the trainer computes with: kept ids under filters and the experts of a mixture, bit for bit."""
+"""What the rollout recorded is what the trainer computes with: kept ids under filters and the experts of a mixture, bit
+for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, TrainConfig, 
 from tokentrue.train.data.batch import rows_of
 from tokentrue.types import Sample, Sampling, TurnRequest
 
-FILTERS = {"top_p": {"top_p": 0.8}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.05}, "all": {"top_p": 0.9, "top_k": 20, "min_p": 0.02}}
+FILTERS = {
+    "top_p": {"top_p": 0.8},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.05},
+    "all": {"top_p": 0.9, "top_k": 20, "min_p": 0.02},
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,9 @@ async def rollouts(model: Any, count: int = 6, **filters: Any) -> list[Sample]:
 
     async def one(index: int) -> Sample:
         session = tt.Session(renderer=renderer, provider=provider, group="g")
-        messages: list[Any] = [{"role": "user", "content": f"Ann has {index + 3} pens and buys {index} more. How many?"}]
+        messages: list[Any] = [
+            {"role": "user", "content": f"Ann has {index + 3} pens and buys {index} more. How many?"}
+        ]
         for turn in range(2):
             sampling = Sampling(temperature=1.3, max_tokens=24, seed=10 * index + turn, **filters)
             reply = await session.chat(messages, sampling=sampling)
@@ -62,14 +70,20 @@ async def rollouts(model: Any, count: int = 6, **filters: Any) -> list[Sample]:
 
 def trainer_of(model: torch.nn.Module, *, is_exact: bool, **config: Any) -> Trainer:
     settings = TrainConfig(exact=is_exact, micro_tokens=512, **config)
-    return Trainer(copy.deepcopy(model).requires_grad_(True), config=settings, optim=OptimConfig(lr=1e-4), loss=loss_named("dapo"))
+    return Trainer(
+        copy.deepcopy(model).requires_grad_(True), config=settings, optim=OptimConfig(lr=1e-4), loss=loss_named("dapo")
+    )
 
 
 def mean_ratio(model: torch.nn.Module, samples: Sequence[Sample], *, kept: bool) -> float:
     rows = rows_of([samples])
     with torch.no_grad():
-        found = PlainScorer()(model, [r.ids for r in rows], [r.temperatures for r in rows], kept=[r.kept for r in rows] if kept else None)
-    return diagnose(found.logprobs, [r.rollout for r in rows], [r.mask for r in rows], worst=0).metrics["ratio/raw/mean"]
+        found = PlainScorer()(
+            model, [r.ids for r in rows], [r.temperatures for r in rows], kept=[r.kept for r in rows] if kept else None
+        )
+    return diagnose(found.logprobs, [r.rollout for r in rows], [r.mask for r in rows], worst=0).metrics[
+        "ratio/raw/mean"
+    ]
 
 
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
@@ -115,7 +129,9 @@ async def test_the_trainer_has_the_bits_of_a_filtered_turn_that_was_cut_off(mode
     turns = [read_turns(sample) for sample in samples]
     assert [len(each) for each in turns] == [3] * 4, "the cut-off turn is continued"
     cut = [
-        sample.sampling_mask.cut(each[1].start, each[1].end) for sample, each in zip(samples, turns, strict=True) if sample.sampling_mask
+        sample.sampling_mask.cut(each[1].start, each[1].end)
+        for sample, each in zip(samples, turns, strict=True)
+        if sample.sampling_mask
     ]
     assert len(cut) == 4 and all(len(mask.token_ids) for mask in cut)
     report = trainer_of(model, is_exact=True).step([samples])
@@ -200,7 +216,9 @@ def mixture_samples(engine: Any, count: int = 4) -> list[Sample]:
     generator = torch.Generator().manual_seed(5)
     extra = {"ignore_eos": True, "routed_experts": True}
     prompts = [torch.randint(0, VOCABULARY, (8 + 5 * i,), generator=generator).tolist() for i in range(count)]
-    requests = [engine.request(prompt, Sampling(max_tokens=12, seed=i, extra=extra)) for i, prompt in enumerate(prompts)]
+    requests = [
+        engine.request(prompt, Sampling(max_tokens=12, seed=i, extra=extra)) for i, prompt in enumerate(prompts)
+    ]
     for request in requests:
         engine.core.add(request)
     while engine.core.busy:
@@ -209,7 +227,9 @@ def mixture_samples(engine: Any, count: int = 4) -> list[Sample]:
     for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         done = engine.result(request)
         ids, given = [*prompt, *done.token_ids], [True] * len(prompt) + [False] * len(done.token_ids)
-        sample = sample_of(ids, given, [0.0] * len(prompt) + list(done.logprobs), name=f"s{index}", group="g", reward=float(index % 2))
+        sample = sample_of(
+            ids, given, [0.0] * len(prompt) + list(done.logprobs), name=f"s{index}", group="g", reward=float(index % 2)
+        )
         made.append(replace(sample, routed_experts=done.routed_experts))
     return made
 
@@ -283,6 +303,10 @@ def test_a_preempted_and_a_shared_prompt_keep_the_routing_of_every_position() ->
     assert found[0] == found[1]
     ids = torch.tensor([[*prompt, *done.token_ids]])
     sample = sample_of(ids[0].tolist(), [True] * 80 + [False] * 6, [-1.0] * 86, name="s", group="g", reward=0.0)
-    with exact(engine.model), torch.no_grad(), replay_routing(engine.model, routing_of(replace(sample, routed_experts=found[0]))):
+    with (
+        exact(engine.model),
+        torch.no_grad(),
+        replay_routing(engine.model, routing_of(replace(sample, routed_experts=found[0]))),
+    ):
         assert score(engine.model, ids)[0, 79:].tolist() == list(done.logprobs)
     engine.close()

@@ -1,7 +1,8 @@
-"""One rollout may be several rows (compaction, sub-agents, forks): what a session weighs, and how many updates there are, must not change.
+"""One rollout may be several rows (compaction, sub-agents, forks): what a session weighs, and how many updates there
+are, must not change.
 
-A session's row is cut into k rows of the same ids whose loss masks share out its trained tokens, as forks of one conversation do. The model
-computes the same numbers for both, so that gradients may differ in rounding only.
+A session's row is cut into k rows of the same ids whose loss masks share out its trained tokens, as forks of one
+conversation do. The model computes the same numbers for both, so that gradients may differ in rounding only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from tokentrue.train.data.batch import rows_of, sessions_of
 from tokentrue.train.data.planning import Packing, plan_minibatches
 from tokentrue.types import Sample
 
-KEPT = Correction(weights=Weights(upper=1.0), reject=(Reject(estimator="k2", aggregate="token", upper=1e-5),), loss_counts="kept")
+KEPT = Correction(
+    weights=Weights(upper=1.0), reject=(Reject(estimator="k2", aggregate="token", upper=1e-5),), loss_counts="kept"
+)
 LOSSES: dict[str, LossConfig] = {
     "token mean": loss_named("dapo"),
     "sequence mean": loss_named("grpo"),
@@ -105,7 +108,13 @@ def test_updates_and_weights_after_a_step_are_those_of_one_row_per_session(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=6, max_size=6), st.integers(1, 8), st.integers(0, 9), st.booleans(), st.integers(0, 99))
+@given(
+    st.lists(st.integers(1, 6), min_size=6, max_size=6),
+    st.integers(1, 8),
+    st.integers(0, 9),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_minibatches_hold_whole_sessions(
     groups: list[list[Sample]], pieces: list[int], parts: int, seed: int, shuffled: bool, mixing: int
 ) -> None:

@@ -1,4 +1,5 @@
-"""Settings that cannot be meant are refused by key, NaN like any other bad number; so are those that would have no effect."""
+"""Settings that cannot be meant are refused by key, NaN like any other bad number; so are those that would have no
+effect."""
 
 from __future__ import annotations
 
@@ -49,6 +50,17 @@ def test_a_run_from_a_file_refuses_settings_of_live_runs(text: str) -> None:
 
 def test_numbers_at_the_edge_and_settings_that_a_file_uses() -> None:
     read(TrainRun, sets=["optim.clip_norm=inf", "optim.weight_decay=0.0", "optim.length_surge=0.0"])
-    read(TrainRun, sets=["optim.length_surge=1.1", "evaluation.every=1", "evaluation.patience=2", "evaluation.solved=0.0"])
+    read(
+        TrainRun,
+        sets=["optim.length_surge=1.1", "evaluation.every=1", "evaluation.patience=2", "evaluation.solved=0.0"],
+    )
     read(TrainRun, sets=["train.overlong.max_tokens=9", "train.overlong.buffer=3", "train.overlong.penalty=0.5"])
-    read(TrainRun, sets=["samples=samples.jsonl", "rollout.temperature=0.7", "rollout.tasks=2", "engine.options={dtype='bfloat16'}"])
+    read(
+        TrainRun,
+        sets=[
+            "samples=samples.jsonl",
+            "rollout.temperature=0.7",
+            "rollout.tasks=2",
+            "engine.options={dtype='bfloat16'}",
+        ],
+    )

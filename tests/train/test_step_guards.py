@@ -1,5 +1,5 @@
-"""A forward pass keeps within its budget, the policy is recomputed without dropout, each turn at its own temperature, and numbers that
-are not finite change no weight."""
+"""A forward pass keeps within its budget, the policy is recomputed without dropout, each turn at its own temperature,
+and numbers that are not finite change no weight."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def base() -> torch.nn.Module:
 
 def trainer(base: torch.nn.Module, **config: object) -> Trainer:
     return Trainer(
-        copy.deepcopy(base), config=TrainConfig(**{"micro_tokens": 128, **config}), optim=OptimConfig(lr=1e-3), loss=loss_named("dapo")
+        copy.deepcopy(base),
+        config=TrainConfig(**{"micro_tokens": 128, **config}),
+        optim=OptimConfig(lr=1e-3),
+        loss=loss_named("dapo"),
     )  # type: ignore[arg-type]
 
 
@@ -94,7 +97,10 @@ def test_each_turn_is_scored_at_the_temperature_it_was_sampled_at(base: torch.nn
         for sample in group:
             heats = (0.7, 1.3)
             with torch.no_grad():
-                values = [[0.0, *score(base, torch.tensor([sample.token_ids]), temperature=heat)[0].tolist()] for heat in heats]
+                values = [
+                    [0.0, *score(base, torch.tensor([sample.token_ids]), temperature=heat)[0].tolist()]
+                    for heat in heats
+                ]
             logprobs = list(sample.rollout_logprobs)
             sampled = [span for span in sample.spans if span.kind == "sampled"]
             for span, found in zip(sampled, values, strict=True):

@@ -1,4 +1,5 @@
-"""The step: exactness or an error that points, neutrality of packing and dropping, PPO's several updates, corrections."""
+"""The step: exactness or an error that points, neutrality of packing and dropping, PPO's several updates,
+corrections."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ def trainer(
     base: torch.nn.Module, *, loss: LossConfig | None = None, reference: torch.nn.Module | None = None, **config: object
 ) -> Trainer:
     settings = TrainConfig(**{"micro_tokens": 128, **config})  # type: ignore[arg-type]
-    return Trainer(copy.deepcopy(base), config=settings, optim=OptimConfig(lr=1e-3), loss=loss or loss_named("dapo"), reference=reference)
+    return Trainer(
+        copy.deepcopy(base),
+        config=settings,
+        optim=OptimConfig(lr=1e-3),
+        loss=loss or loss_named("dapo"),
+        reference=reference,
+    )
 
 
 def bits(model: torch.nn.Module) -> list[np.ndarray]:

@@ -1,8 +1,10 @@
-"""Whatever `policy_loss` says of a whole batch, the trainer gives for every cut of it into forward passes, ranks and packs.
+"""Whatever `policy_loss` says of a whole batch, the trainer gives for every cut of it into forward passes, ranks and
+packs.
 
-The reference is one call of `policy_loss` on all rows. The rollouts come from another policy and have rows that teach nothing, rows that
-rules reject, and rows of one token, so that counts, means and penalties all matter. Ranks are threads here: each has its own copy of the
-model and sees only its share of the rows; the real collectives are tests/train/test_fsdp.py's.
+The reference is one call of `policy_loss` on all rows. The rollouts come from another policy and have rows that teach
+nothing, rows that rules reject, and rows of one token, so that counts, means and penalties all matter. Ranks are
+threads here: each has its own copy of the model and sees only its share of the rows; the real collectives are
+tests/train/test_fsdp.py's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,18 @@ import pytest
 import torch
 
 from tests.train.rows import groups_for, sample_of, small_model
-from tokentrue.mismatch import LOSSES, PRESETS, Correction, LossConfig, Normalise, Penalty, Reject, Weights, loss_named, policy_loss
+from tokentrue.mismatch import (
+    LOSSES,
+    PRESETS,
+    Correction,
+    LossConfig,
+    Normalise,
+    Penalty,
+    Reject,
+    Weights,
+    loss_named,
+    policy_loss,
+)
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, Ranks, TrainConfig, Trainer
 from tokentrue.train.config import AdvantageConfig, KlConfig, OverlongConfig
 from tokentrue.train.data.advantages import SessionRewards, session_advantages
@@ -42,7 +55,11 @@ CONFIGS: dict[str, LossConfig] = {
     "penalty on kept rows": LossConfig(correction=KEPT, penalty=Penalty(coefficient=0.5, tokens="valid")),
     "entropy": loss_named("dapo", entropy_coefficient=0.05),
 }
-CUTS = ((100_000, 1, False), (1, 1, False), (96, 2, False))  # tokens in a forward pass, ranks, rows packed end to end (exact operators)
+CUTS = (
+    (100_000, 1, False),
+    (1, 1, False),
+    (96, 2, False),
+)  # tokens in a forward pass, ranks, rows packed end to end (exact operators)
 PACKED = (96, 1, True)
 
 
@@ -73,7 +90,9 @@ def groups(base: torch.nn.Module) -> list[list[Sample]]:
     return made
 
 
-def whole_batch(base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]], loss: LossConfig) -> tuple[Any, float]:
+def whole_batch(
+    base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]], loss: LossConfig
+) -> tuple[Any, float]:
     model = copy.deepcopy(base)
     rows = rows_of(groups)
     scorer = PlainScorer()
@@ -141,7 +160,13 @@ def trained(
             other = copy.deepcopy(reference) if loss.penalty is not None or config.kl.reward_coefficient else None
             scorer = ExactScorer() if packed else PlainScorer()
             trainer = Trainer(
-                copy.deepcopy(base), config=config, optim=OptimConfig(), loss=loss, reference=other, ranks=ranks, scorer=scorer
+                copy.deepcopy(base),
+                config=config,
+                optim=OptimConfig(),
+                loss=loss,
+                reference=other,
+                ranks=ranks,
+                scorer=scorer,
             )
             flat, metrics = trainer.gradient(groups)
             found[rank] = flat, metrics["loss"]
@@ -189,7 +214,9 @@ def test_rewards_and_advantages_do_not_depend_on_the_cut(
 ) -> None:
     groups = [[replace(groups[0][0], finish_reason="length"), *groups[0][1:]], *groups[1:]]
     (expected, value), *others = [
-        trained(base, reference, groups, loss_named("dapo"), budget=budget, world=world, packed=packed, **SETTINGS[name])
+        trained(
+            base, reference, groups, loss_named("dapo"), budget=budget, world=world, packed=packed, **SETTINGS[name]
+        )
         for budget, world, packed in (*CUTS, PACKED)
     ]
     plain, _ = trained(base, reference, groups, loss_named("dapo"), budget=100_000, world=1)
@@ -199,8 +226,11 @@ def test_rewards_and_advantages_do_not_depend_on_the_cut(
         assert loss == pytest.approx(value, rel=1e-4, abs=1e-7)
 
 
-def test_the_rules_of_these_configurations_bite(base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]]) -> None:
-    """Without this the property could hold for nothing: rows are rejected, weights differ from 1, the penalty of idle rows counts."""
+def test_the_rules_of_these_configurations_bite(
+    base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]]
+) -> None:
+    """Without this the property could hold for nothing: rows are rejected, weights differ from 1, the penalty of idle
+    rows counts."""
     kept, _ = whole_batch(base, reference, groups, CONFIGS["kept, token mean"])
     plain, _ = whole_batch(base, reference, groups, LossConfig())
     original, _ = whole_batch(base, reference, groups, LossConfig(correction=replace(KEPT, loss_counts="original")))
@@ -215,6 +245,9 @@ def test_a_lone_row_of_one_token_does_not_crash(base: torch.nn.Module) -> None:
     groups[0].append(lone)
     for exact in (True, False):
         trainer = Trainer(
-            copy.deepcopy(base), config=TrainConfig(exact=exact, micro_tokens=1), optim=OptimConfig(), loss=loss_named("dapo")
+            copy.deepcopy(base),
+            config=TrainConfig(exact=exact, micro_tokens=1),
+            optim=OptimConfig(),
+            loss=loss_named("dapo"),
         )
         assert trainer.step(groups).metrics["rows"] == 3

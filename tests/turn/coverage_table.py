@@ -61,7 +61,10 @@ def reasoning_dropped(message: Message, turn: int) -> Message:
 
 
 def reasoning_inlined(message: Message, turn: int) -> Message:
-    return {**reasoning_dropped(message, turn), "content": f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"}
+    return {
+        **reasoning_dropped(message, turn),
+        "content": f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}",
+    }
 
 
 def ids_rewritten(message: Message, turn: int) -> Message:
@@ -77,25 +80,45 @@ def arguments_respelled(message: Message, turn: int) -> Message:
         value["line"], value["big"] = 1, 1000
         return json.dumps(dict(sorted(value.items())), separators=(",", ":"), ensure_ascii=False)
 
-    calls = [{**c, "function": {**c["function"], "arguments": respell(c["function"]["arguments"])}} for c in message.get("tool_calls", ())]
+    calls = [
+        {**c, "function": {**c["function"], "arguments": respell(c["function"]["arguments"])}}
+        for c in message.get("tool_calls", ())
+    ]
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
 def as_parts(message: Message, turn: int) -> Message:
-    return {**message, "content": [{"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}]}
+    return {
+        **message,
+        "content": [{"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}],
+    }
 
 
 def empty_content(message: Message, turn: int) -> Message:
     assert not message["content"]
-    return [{**message, "content": ""}, {**message, "content": None}, {k: v for k, v in message.items() if k != "content"}][turn % 3]
+    return [
+        {**message, "content": ""},
+        {**message, "content": None},
+        {k: v for k, v in message.items() if k != "content"},
+    ][turn % 3]
 
 
 def whitespace(message: Message, turn: int) -> Message:
-    return {**message, "content": f"\n{message['content'].strip()}  \n", "reasoning_content": message["reasoning_content"].strip() + "\n"}
+    return {
+        **message,
+        "content": f"\n{message['content'].strip()}  \n",
+        "reasoning_content": message["reasoning_content"].strip() + "\n",
+    }
 
 
 def extra_fields(message: Message, turn: int) -> Message:
-    return {**message, "refusal": None, "annotations": [{"x": 1}], "provider_specific_fields": {"a": turn}, "audio": None}
+    return {
+        **message,
+        "refusal": None,
+        "annotations": [{"x": 1}],
+        "provider_specific_fields": {"a": turn},
+        "audio": None,
+    }
 
 
 def several(message: Message, turn: int) -> Message:
@@ -105,7 +128,9 @@ def several(message: Message, turn: int) -> Message:
 
 def other_dialect(message: Message, turn: int) -> Message:
     """As an Anthropic client replays it: blocks, arguments as an object, its own ids, thinking on odd turns only."""
-    blocks: list[Any] = [{"type": "thinking", "thinking": message["reasoning_content"], "signature": "x"}] if turn % 2 else []
+    blocks: list[Any] = (
+        [{"type": "thinking", "thinking": message["reasoning_content"], "signature": "x"}] if turn % 2 else []
+    )
     calls = ids_rewritten(message, turn).get("tool_calls", ())
     spelled = [{**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}} for c in calls]
     content = [*blocks, {"type": "text", "text": message["content"]}]
@@ -138,7 +163,8 @@ def silent_turn(turn: int) -> tuple[int, ...]:
 
 # Behaviours.
 async def retried(place: int, *, depth: int = 0) -> Any:
-    """At turn `place` the agent throws away the last `depth` turns and the answer after them, and asks that turn again."""
+    """At turn `place` the agent throws away the last `depth` turns and the answer after them, and asks that turn
+    again."""
     session, _ = new_session(answers(TURNS + depth + 1))
     history, turn, again = [list(OPENING)], 0, False
     while turn < TURNS:
@@ -164,7 +190,8 @@ async def twice_in_flight() -> Any:
 
 
 async def parallel() -> Any:
-    """Ten turns, then five requests at once on the same prefix with different questions, each going on for two turns."""
+    """Ten turns, then five requests at once on the same prefix with different questions, each going on for two
+    turns."""
     session, _ = new_session(answers(TURNS))
     history = list(OPENING)
     for turn in range(10):
@@ -199,7 +226,10 @@ async def sub_agents() -> Any:
         for turn in range(3):
             reply = await session.chat(history, TOOLS)
             history = [*history, reply.message, *answer_to(reply.message, turn)]
-        opening: list[Message] = [{"role": "system", "content": "You search."}, {"role": "user", "content": f"find {block}"}]
+        opening: list[Message] = [
+            {"role": "system", "content": "You search."},
+            {"role": "user", "content": f"find {block}"},
+        ]
         await agent(session, verbatim, turns=2, messages=opening)
     return session
 
@@ -218,7 +248,10 @@ async def reminders() -> Any:
     history = list(OPENING)
     for turn in range(TURNS):
         if turn == 10:
-            edited = {**history[7], "content": str(history[7]["content"]) + "<system-reminder>Use the tool.</system-reminder>"}
+            edited = {
+                **history[7],
+                "content": str(history[7]["content"]) + "<system-reminder>Use the tool.</system-reminder>",
+            }
             history = [*history[:7], edited, *history[8:]]
         reply = await session.chat(history, TOOLS)
         history = [*history, reply.message, *answer_to(reply.message, turn)]

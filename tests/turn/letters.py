@@ -1,4 +1,5 @@
-"""A renderer small enough for thousands of runs: one id per character, one per role, 1 ends a turn. Same contract as the real ones.
+"""A renderer small enough for thousands of runs: one id per character, one per role, 1 ends a turn. Same contract as
+the real ones.
 
 A sampled turn reads `reasoning~content~arguments`; a third field makes it a tool call.
 """
@@ -66,7 +67,9 @@ class Letters:
             message["reasoning_content"] = parts[0]
         if parts[2]:
             message["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": parts[2]}}]
-        return Parsed(message=message, ended=Ended.STOP if ended else Ended.OPEN, stop_id=STOP if ended else None, raw=text)
+        return Parsed(
+            message=message, ended=Ended.STOP if ended else Ended.OPEN, stop_id=STOP if ended else None, raw=text
+        )
 
     def parser(self, *, prompt_ids: Ids = (), tools: Any = None, early: bool = True) -> Any:
         return _Parser(self)

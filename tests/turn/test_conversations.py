@@ -1,4 +1,5 @@
-"""What the matcher keeps of earlier requests changes no answer: random conversations, resolved with it and without, against the same trees.
+"""What the matcher keeps of earlier requests changes no answer: random conversations, resolved with it and without,
+against the same trees.
 
 Also: a session that is closed and opened again after every turn answers as one that stays open.
 """
@@ -37,7 +38,9 @@ def replay(message: Any, how: str) -> Any:
     elif how == "inlined" and copy.get("reasoning_content"):
         copy["content"] = f"<think>{copy.pop('reasoning_content')}</think>{copy['content']}"
     elif how == "parts":
-        copy["content"] = [{"type": "text", "text": copy["content"]}] if isinstance(copy["content"], str) else copy["content"]
+        copy["content"] = (
+            [{"type": "text", "text": copy["content"]}] if isinstance(copy["content"], str) else copy["content"]
+        )
     elif how == "edited":
         copy["content"] = "edited"
     return copy
@@ -47,7 +50,8 @@ HOW = st.sampled_from(["same object", "copy", "dropped", "inlined", "parts", "ed
 
 
 class ReaderOnAndOff(RuleBasedStateMachine):
-    """Each request is resolved by three matchers: one that keeps conversations, one that does not, and one made for it alone."""
+    """Each request is resolved by three matchers: one that keeps conversations, one that does not, and one made for it
+    alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +77,10 @@ class ReaderOnAndOff(RuleBasedStateMachine):
         history = self.histories[pick % len(self.histories)]
         if mutate and len(history) > 2:
             history[-1]["content"] = f"changed in place {len(self.histories)}"
-        messages = [replay(message, how[at % 3]) if message["role"] == "assistant" else message for at, message in enumerate(history)]
+        messages = [
+            replay(message, how[at % 3]) if message["role"] == "assistant" else message
+            for at, message in enumerate(history)
+        ]
         self.compare(messages, tools)
         self.engine.answers = [sampled("r", text)] * n
         before = set(self.session.tree.nodes)
@@ -86,18 +93,25 @@ class ReaderOnAndOff(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 20))
     def walk(self, pick: int) -> None:
-        """The tree goes on from the path that was asked for last; whichever node is asked for, it gives the walk from the root."""
+        """The tree goes on from the path that was asked for last; whichever node is asked for, it gives the walk from
+        the root."""
         tree = self.session.tree
         if nodes := tree.in_order():
             node = nodes[pick % len(nodes)]
             path = tree.path(node)
-            assert tree.full_ids(node) == [id_ for step in path for ids in (step.given_ids, step.sampled_ids) for id_ in ids]
-            assert tree.messages(node) == [message for step in path for message in (*tree.given_messages(step), step.served)]
+            assert tree.full_ids(node) == [
+                id_ for step in path for ids in (step.given_ids, step.sampled_ids) for id_ in ids
+            ]
+            assert tree.messages(node) == [
+                message for step in path for message in (*tree.given_messages(step), step.served)
+            ]
 
     def compare(self, messages: list[Any], tools: Any) -> None:
         session, fresh = self.session, Matcher(self.session.tree, self.renderer)
         matchers = session._matcher, self.plain, fresh
-        plans = [self.loop.run_until_complete(matcher.resolve(matcher.read(messages, tools), {})) for matcher in matchers]
+        plans = [
+            self.loop.run_until_complete(matcher.resolve(matcher.read(messages, tools), {})) for matcher in matchers
+        ]
         names = [matcher.read(messages, tools).digest for matcher in matchers]
         assert plans[0] == plans[1] == plans[2] and names[0] == names[1] == names[2]
 
@@ -132,7 +146,12 @@ def test_a_conversation_is_read_the_same_after_any_other(requests: list[list[int
     for request in requests:
         messages = [POOL[at] for at in request]
         one, other = kept.read(messages, None), plain.read(messages, None)
-        assert (one.keys, one.references, one.calls, one.digest) == (other.keys, other.references, other.calls, other.digest)
+        assert (one.keys, one.references, one.calls, one.digest) == (
+            other.keys,
+            other.references,
+            other.calls,
+            other.digest,
+        )
 
 
 @pytest.mark.parametrize("limit", [0, 32 << 20])
@@ -140,7 +159,10 @@ def test_a_conversation_is_read_the_same_after_any_other(requests: list[list[int
 def test_a_message_that_is_changed_in_place_to_an_equal_one_is_read_again(changed: dict[str, Any], limit: int) -> None:
     reader = ConversationReader(limit)
     function: dict[str, Any] = {"name": "f", "arguments": {"a": 1, "b": 0}}
-    messages: Any = [POOL[0], {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}]
+    messages: Any = [
+        POOL[0],
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+    ]
     before = reader.read(messages, None)
     assert reader.read(messages, None).digest == before.digest
     function["arguments"].clear()
@@ -156,7 +178,8 @@ def test_any_sequence_of_messages_is_read() -> None:
 
 
 async def test_a_fit_is_not_carried_over_to_another_replay() -> None:
-    """The same turn replayed whole, then without its reasoning: the second request begins with the first one's messages up to there."""
+    """The same turn replayed whole, then without its reasoning: the second request begins with the first one's messages
+    up to there."""
     engine = Engine([sampled("r", "a"), sampled("r", "b"), sampled("r", "c")])
     session = tt.Session(renderer=Letters(), provider=engine)
     asked: list[Any] = [{"role": "user", "content": "hi"}]
@@ -177,7 +200,10 @@ def completions(draw: st.DrawFn) -> Completion:
     ids = draw(st.lists(st.integers(17, 2**31 - 1).filter(lambda i: i < 0x10000), min_size=1, max_size=6))
     cut = draw(st.integers(0, len(ids)))
     versions = draw(st.lists(st.integers(-(2**63) + 1, 2**63 - 1), min_size=2, max_size=2))
-    spans = (VersionSpan(start=0, end=cut, version=versions[0]), VersionSpan(start=cut, end=len(ids), version=versions[1]))
+    spans = (
+        VersionSpan(start=0, end=cut, version=versions[0]),
+        VersionSpan(start=cut, end=len(ids), version=versions[1]),
+    )
     tops = draw(st.none() | st.just(tuple({int(i): -0.5, 7: draw(FLOATS)} for i in ids)))
     shape, routed = (len(ids), 1, 2), st.binary(min_size=len(ids) * 4, max_size=len(ids) * 4)
     return Completion(
@@ -207,7 +233,9 @@ JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dict
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(completions(), TEXT, JSON, JSON)
-def test_whatever_is_acknowledged_comes_back_bit_for_bit(completion: Completion, text: str, extra: Any, tool: Any) -> None:
+def test_whatever_is_acknowledged_comes_back_bit_for_bit(
+    completion: Completion, text: str, extra: Any, tool: Any
+) -> None:
     journal = Journal("memory")
 
     async def run() -> None:
@@ -220,7 +248,11 @@ def test_whatever_is_acknowledged_comes_back_bit_for_bit(completion: Completion,
         assert node.sampled_ids == completion.token_ids and [x.hex() for x in node.logprobs] == [
             float(x).hex() for x in completion.logprobs
         ]
-        assert (node.versions, node.stopped_by, node.finish) == (completion.versions, completion.stopped_by, completion.finish)
+        assert (node.versions, node.stopped_by, node.finish) == (
+            completion.versions,
+            completion.stopped_by,
+            completion.finish,
+        )
         assert json.dumps(node.given[0]) == json.dumps({"role": "user", "content": text, "x": extra})
 
     try:
@@ -234,7 +266,9 @@ def test_attempts_with_arguments_beyond_json_are_kept_as_text() -> None:
     from tokentrue.sessions.stages.commits import _storable
     from tokentrue.types import Status
 
-    attempt = Attempt(status=Status.UNKNOWN_TOOL, raw='{"a": 1e400}', start=0, end=3, name="f", arguments={"a": float("inf")})
+    attempt = Attempt(
+        status=Status.UNKNOWN_TOOL, raw='{"a": 1e400}', start=0, end=3, name="f", arguments={"a": float("inf")}
+    )
     assert _storable(attempt).arguments is None and _storable(attempt).raw == attempt.raw
 
 

@@ -26,7 +26,9 @@ ASKED: list[Any] = [{"role": "user", "content": "hi"}]
 
 async def first_node() -> tuple[Tree, Node]:
     session = tt.Session(renderer=Letters(), provider=Engine([sampled("r", "a", '{"n": 1.5}')]))
-    (reply,) = await session.turn(TurnRequest(messages=ASKED, sampling=tt.Sampling(stop=("x",), stop_token_ids=(9,), seed=3)))
+    (reply,) = await session.turn(
+        TurnRequest(messages=ASKED, sampling=tt.Sampling(stop=("x",), stop_token_ids=(9,), seed=3))
+    )
     return session.tree, session.tree.get(reply.node)
 
 

@@ -1,4 +1,5 @@
-"""Callers that leave at each stage of a turn, and come back under the same key: one answer per key, every sampled token once."""
+"""Callers that leave at each stage of a turn, and come back under the same key: one answer per key, every sampled token
+once."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ async def consume(session: tt.Session, request: TurnRequest) -> list[Any]:
 async def test_a_retry_while_the_abandoned_turn_is_written_gets_that_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, streamed: bool
 ) -> None:
-    """The answer is complete and on its way into the record: sampling another one would leave two answers under one key."""
+    """The answer is complete and on its way into the record: sampling another one would leave two answers under one
+    key."""
     journal = Journal(tmp_path / "j.db")
     session, engine = session_of(*(said(text, text) for text in "abcdef"), journal=journal)
     writes = SlowWrites(monkeypatch)
@@ -60,7 +62,11 @@ async def test_a_retry_while_the_abandoned_turn_is_written_gets_that_turn(
     await asyncio.wait([first])
     again = await session.turn(request)
     assert len(replies) == len(again) == n and len(engine.prompts) == n
-    assert [reply.node for reply in replies] == [reply.node for reply in again] == [node.id for node in session.tree.in_order()]
+    assert (
+        [reply.node for reply in replies]
+        == [reply.node for reply in again]
+        == [node.id for node in session.tree.in_order()]
+    )
     journal.close()
     journal = Journal(tmp_path / "j.db")
     reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)

@@ -1,4 +1,5 @@
-"""No wrong match: siblings that differ only in what a projection drops, edits of one character, swapped results. Ambiguity is recorded."""
+"""No wrong match: siblings that differ only in what a projection drops, edits of one character, swapped results.
+Ambiguity is recorded."""
 
 from __future__ import annotations
 
@@ -119,7 +120,10 @@ async def test_swapped_tool_results_fork() -> None:
     one, other = (call["id"] for call in reply.message["tool_calls"])
 
     def results(first: str, second: str) -> list[Any]:
-        return [{"role": "tool", "tool_call_id": first, "content": "same"}, {"role": "tool", "tool_call_id": second, "content": "same"}]
+        return [
+            {"role": "tool", "tool_call_id": first, "content": "same"},
+            {"role": "tool", "tool_call_id": second, "content": "same"},
+        ]
 
     straight = await ask(session, reply.message, *results(one, other))
     swapped = await ask(session, reply.message, *results(other, one))
@@ -179,12 +183,17 @@ def named(message: Any, name: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize(("was", "now"), [(None, "look"), ("look", None), ("look", "peek")])
 @pytest.mark.parametrize("place", [0, 2], ids=["user", "tool"])
 @pytest.mark.parametrize("prints", [False, True])
-async def test_a_name_counts_where_the_template_prints_it(was: str | None, now: str | None, place: int, prints: bool) -> None:
+async def test_a_name_counts_where_the_template_prints_it(
+    was: str | None, now: str | None, place: int, prints: bool
+) -> None:
     engine = Engine([sampled("r", "a", "{}"), sampled("s", "b"), sampled("t", "c")])
     session = tt.Session(renderer=PrintsNames() if prints else Letters(), provider=engine)
     history: list[Any] = [named(USER, was if place == 0 else None)]
     first = await session.chat(history)
-    history += [first.message, named({"role": "tool", "tool_call_id": first.message["tool_calls"][0]["id"], "content": "r"}, was)]
+    history += [
+        first.message,
+        named({"role": "tool", "tool_call_id": first.message["tool_calls"][0]["id"], "content": "r"}, was),
+    ]
     second = await session.chat(history)
     history[place] = named(history[place], now)
     third = await session.chat([*history, second.message, USER])
@@ -197,7 +206,8 @@ async def test_a_name_counts_where_the_template_prints_it(was: str | None, now: 
 
 @pytest.mark.parametrize("first", ["ann", "bob"])
 async def test_sub_agents_that_differ_only_by_name_keep_their_own_turns(first: str) -> None:
-    """The template prints no name, and both are served the same text: the spelling of the question still tells them apart."""
+    """The template prints no name, and both are served the same text: the spelling of the question still tells them
+    apart."""
     session, _ = session_of(said("Yes.", "ann thinks"), said("Yes."), *[said("ok", "x")] * 2)
     asked = {name: [{"role": "user", "content": "Ready?", "name": name}] for name in ("ann", "bob")}
     replies = {name: await session.chat(asked[name]) for name in asked}
@@ -211,7 +221,9 @@ async def test_sub_agents_that_differ_only_by_name_keep_their_own_turns(first: s
 async def test_sub_agents_that_differ_only_by_name_keep_their_own_pinned_prompts() -> None:
     session, _ = session_of(*[said("Yes.")] * 3, pin=("system",))
     for name, prompt in (("ann", "Be Ann."), ("bob", "Be Bob."), ("ann", "Be Ann, at noon.")):
-        reply = await session.chat([{"role": "system", "content": prompt}, {"role": "user", "content": "Ready?", "name": name}])
+        reply = await session.chat(
+            [{"role": "system", "content": prompt}, {"role": "user", "content": "Ready?", "name": name}]
+        )
         system: Any = session.tree.get(reply.node).given[0]
         assert system["content"] == {"ann": "Be Ann.", "bob": "Be Bob."}[name]
 
@@ -255,7 +267,8 @@ EDITED = [
 
 
 async def replay_arguments(served: str, replayed: str) -> tuple[str | None, str]:
-    """Why the turn after a call with `served` was begun anew when its arguments came back as `replayed`, and how it matched."""
+    """Why the turn after a call with `served` was begun anew when its arguments came back as `replayed`, and how it
+    matched."""
     session = tt.Session(renderer=Letters(), provider=Engine([sampled("r", "c", served), sampled("s", "ok")]))
     first = await session.chat([USER])
     call = first.message["tool_calls"][0]
@@ -265,7 +278,9 @@ async def replay_arguments(served: str, replayed: str) -> tuple[str | None, str]
 
 
 @pytest.mark.parametrize(("served", "replayed", "by"), REPLAYED)
-async def test_arguments_that_a_client_decoded_and_encoded_again_are_a_replay(served: str, replayed: str, by: str) -> None:
+async def test_arguments_that_a_client_decoded_and_encoded_again_are_a_replay(
+    served: str, replayed: str, by: str
+) -> None:
     root, projection = await replay_arguments(served, replayed)
     assert root is None and projection in ("exact", "arguments"), by
 
@@ -287,9 +302,12 @@ def test_the_cases_above_are_what_node_and_python_write() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_random_histories_always_find_the_node_they_came_from(seed: int) -> None:
-    """Many conversations with equal texts in one session, in random order and random spellings: never the wrong node."""
+    """Many conversations with equal texts in one session, in random order and random spellings: never the wrong
+    node."""
     rng = random.Random(seed)
-    session, _ = session_of(*[sampled_turn(rng.randrange(3), tokens=160, tag=rng.choice("xy"), name="own") for _ in range(60)])
+    session, _ = session_of(
+        *[sampled_turn(rng.randrange(3), tokens=160, tag=rng.choice("xy"), name="own") for _ in range(60)]
+    )
     leaves: list[tuple[str | None, list[Any]]] = [(None, list(OPENING))]
     for turn in range(60):
         parent, history = rng.choice(leaves)
@@ -328,7 +346,9 @@ def calls(value: Any) -> list[Any]:
     ],
 )
 @pytest.mark.parametrize("pin", [(), ("system",)])
-async def test_malformed_messages_are_refused_by_field_and_leave_no_trace(messages: Any, field: str, pin: tuple[str, ...]) -> None:
+async def test_malformed_messages_are_refused_by_field_and_leave_no_trace(
+    messages: Any, field: str, pin: tuple[str, ...]
+) -> None:
     session, engine = session_of(said("a", "1"), pin=pin)
     with pytest.raises(MessageError) as caught:
         await session.chat(messages)
@@ -381,5 +401,8 @@ async def test_going_back_before_a_new_root_gives_up_what_followed_it() -> None:
     assert session.tree.get(second.node).origin == first.node
     third = await session.chat(OPENING, TOOLS)
     account = session.coverage()
-    assert {item.node: item.why for item in account.untrained} == {first.node: "rolled_back", second.node: "rolled_back"}
+    assert {item.node: item.why for item in account.untrained} == {
+        first.node: "rolled_back",
+        second.node: "rolled_back",
+    }
     assert [sample.metadata["tokentrue"]["leaf"] for sample in session.samples()] == [third.node]

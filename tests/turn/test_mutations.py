@@ -24,7 +24,9 @@ from tokentrue.sessions.journal import journal as claims
 from tokentrue.sessions.matching import candidates, conversations, matcher
 from tokentrue.sessions.stages import commits, generation, prompts
 
-assembling, auditing = (import_module(f"tokentrue.samples.{name}") for name in ("assemble", "audit"))  # functions hide the modules
+assembling, auditing = (
+    import_module(f"tokentrue.samples.{name}") for name in ("assemble", "audit")
+)  # functions hide the modules
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -36,12 +38,16 @@ def results_without_their_call(patch: pytest.MonkeyPatch) -> None:
     real = conversations.chain_key
     for module in (conversations, candidates):
         patch.setattr(module, "chain_key", lambda previous, key, reference: real(previous, key, None))
-    patch.setattr(matcher, "_restore", lambda tree, node, depth, facts, reference: {**facts.message, "tool_call_id": "x"})
+    patch.setattr(
+        matcher, "_restore", lambda tree, node, depth, facts, reference: {**facts.message, "tool_call_id": "x"}
+    )
 
 
 def oldest_sibling_first(patch: pytest.MonkeyPatch) -> None:
     real = matcher._Search._choose
-    patch.setattr(matcher._Search, "_choose", lambda self, fits: real(self, sorted(fits, key=lambda fit: fit[0].seq)[:1]))
+    patch.setattr(
+        matcher._Search, "_choose", lambda self, fits: real(self, sorted(fits, key=lambda fit: fit[0].seq)[:1])
+    )
 
 
 def nothing_is_given_up(patch: pytest.MonkeyPatch) -> None:
@@ -51,7 +57,9 @@ def nothing_is_given_up(patch: pytest.MonkeyPatch) -> None:
 def hash_without_logprobs(patch: pytest.MonkeyPatch) -> None:
     real = trees.next_link
     for module in (trees, commits, auditing):
-        patch.setattr(module, "next_link", lambda previous, **parts: real(previous, **{**parts, "logprobs": array("d")}))
+        patch.setattr(
+            module, "next_link", lambda previous, **parts: real(previous, **{**parts, "logprobs": array("d")})
+        )
 
 
 def seal_of_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -89,11 +97,17 @@ def joins_nobody(patch: pytest.MonkeyPatch) -> None:
 
 def identity_alone_is_trusted(patch: pytest.MonkeyPatch) -> None:
     count = conversations.Conversation.count_shared
-    patch.setattr(conversations.Conversation, "count_shared", lambda self, messages, are_final: count(self, messages, are_final=True))
+    patch.setattr(
+        conversations.Conversation,
+        "count_shared",
+        lambda self, messages, are_final: count(self, messages, are_final=True),
+    )
 
 
 def what_was_sent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commits, "_sent_digest", lambda completion, prompt, tree: tree.prompt_digest(prompt.parent, prompt.given_ids))
+    patch.setattr(
+        commits, "_sent_digest", lambda completion, prompt, tree: tree.prompt_digest(prompt.parent, prompt.given_ids)
+    )
 
 
 def a_failed_turn_leaves_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -138,12 +152,18 @@ def rows_are_not_compared_with_their_digest(patch: pytest.MonkeyPatch) -> None:
 MUTATIONS: list[tuple[Patch, Callable[[Path], Any]]] = [
     (any_replay_fits, lambda _: test_matching.test_an_edit_of_one_character_never_matches(1)),
     (results_without_their_call, lambda _: test_matching.test_swapped_tool_results_fork()),
-    (oldest_sibling_first, lambda _: test_matching.test_siblings_that_differ_only_in_what_was_dropped_are_ambiguous_and_the_newest_wins()),
+    (
+        oldest_sibling_first,
+        lambda _: test_matching.test_siblings_that_differ_only_in_what_was_dropped_are_ambiguous_and_the_newest_wins(),
+    ),
     (nothing_is_given_up, lambda _: test_matching.test_going_back_before_a_new_root_gives_up_what_followed_it()),
     (served_before_written, lambda path: test_turn.test_the_journal_has_a_turn_before_anyone_hears_of_it(path)),
     (prefix_decoded_and_encoded, lambda _: test_turn.test_prompts_are_the_recorded_ids_and_nothing_else()),
     (ids_not_restored, lambda _: test_matching.test_the_model_sees_the_ids_that_were_served()),
-    (identity_alone_is_trusted, lambda _: test_promise.test_what_a_caller_does_to_its_objects_changes_nothing_recorded()),
+    (
+        identity_alone_is_trusted,
+        lambda _: test_promise.test_what_a_caller_does_to_its_objects_changes_nothing_recorded(),
+    ),
     (what_was_sent_is_not_compared, lambda _: test_promise.test_a_provider_that_sent_other_ids_is_found_out(False)),
     (
         a_failed_turn_leaves_nothing,
@@ -151,7 +171,10 @@ MUTATIONS: list[tuple[Patch, Callable[[Path], Any]]] = [
             test_promise.TROUBLES[0], path
         ),
     ),
-    (a_failed_turn_leaves_nothing, lambda path: test_promise.test_deleting_a_session_records_what_its_streams_had_sampled(path)),
+    (
+        a_failed_turn_leaves_nothing,
+        lambda path: test_promise.test_deleting_a_session_records_what_its_streams_had_sampled(path),
+    ),
     (
         requests_are_named_loosely,
         lambda _: test_promise.test_requests_that_differ_in_a_given_assistant_message_are_two_turns(
@@ -160,12 +183,20 @@ MUTATIONS: list[tuple[Patch, Callable[[Path], Any]]] = [
     ),
     (an_old_object_may_write, lambda path: test_promise.test_a_session_has_one_writer(path)),
     (any_version_is_taken, lambda path: test_promise.test_a_version_beyond_64_bits_is_the_engines_fault(path)),
-    (given_messages_are_compared_loosely, lambda _: test_promise.test_given_parts_that_render_otherwise_are_an_edit(True)),
+    (
+        given_messages_are_compared_loosely,
+        lambda _: test_promise.test_given_parts_that_render_otherwise_are_an_edit(True),
+    ),
     (
         tools_are_compared_loosely,
-        lambda _: test_promise.test_tools_that_render_otherwise_are_other_tools([test_promise.tool("b"), test_promise.tool(True)]),
+        lambda _: test_promise.test_tools_that_render_otherwise_are_other_tools(
+            [test_promise.tool("b"), test_promise.tool(True)]
+        ),
     ),
-    (joining_a_cancelled_turn, lambda _: test_promise.test_the_same_request_after_hanging_up_starts_anew_while_the_engine_still_aborts()),
+    (
+        joining_a_cancelled_turn,
+        lambda _: test_promise.test_the_same_request_after_hanging_up_starts_anew_while_the_engine_still_aborts(),
+    ),
     (rows_are_not_compared_with_their_digest, lambda path: asyncio.to_thread(test_bit_rot.flip_bits, path, 150)),
     (joins_nobody, lambda _: test_turn.test_the_same_request_in_flight_is_one_turn_even_if_the_first_caller_leaves()),
 ]

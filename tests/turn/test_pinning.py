@@ -1,4 +1,5 @@
-"""`pin=("system",)`: the first system prompt of a conversation is what the model is given; what the client sent instead is on record.
+"""`pin=("system",)`: the first system prompt of a conversation is what the model is given; what the client sent instead
+is on record.
 
 How many samples it saves is in the coverage table (`test_coverage.py`); through HTTP it is tested in tests/client.
 """

@@ -1,4 +1,5 @@
-"""Defects that once broke the promise, one test each: histories that were lost, answers served wrongly, tokens that disappeared."""
+"""Defects that once broke the promise, one test each: histories that were lost, answers served wrongly, tokens that
+disappeared."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import tokentrue as tt
 from tests.turn.letters import Letters, sampled
 from tests.turn.test_matching import USER, bare, said, session_of
 from tests.turn.world import OPENING, OTHER_TOOLS, TOOLS, Engine, answer_to, encode, renderer
-from tokentrue.errors import EngineContractError, EngineError, MessageError, SamplingError, SessionConflict, TokenContractError
+from tokentrue.errors import (
+    EngineContractError,
+    EngineError,
+    MessageError,
+    SamplingError,
+    SessionConflict,
+    TokenContractError,
+)
 from tokentrue.samples import audit, sample_from_json, sample_to_json
 from tokentrue.sessions import Journal
 from tokentrue.types import Chunk, TurnRequest, VersionSpan
@@ -75,7 +83,9 @@ async def test_a_keyed_retry_of_a_half_failed_stream_of_two_gives_two_choices() 
     assert isinstance(error, IndexError)
     engine.answers = [said("b", "2"), said("c", "3")]
     assert [reply.message["content"] for reply in await session.turn(request)] == ["b", "c"]
-    assert [reply.message["content"] for reply in await session.turn(request)] == ["b", "c"] and len(engine.prompts) == 4
+    assert [reply.message["content"] for reply in await session.turn(request)] == ["b", "c"] and len(
+        engine.prompts
+    ) == 4
     assert {item.why for item in session.coverage().untrained} == {"engine_failed"}
 
 
@@ -129,7 +139,9 @@ TROUBLES = [
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-async def test_tokens_streamed_before_the_engine_failed_are_recorded_with_the_reason(trouble: Any, tmp_path: Path) -> None:
+async def test_tokens_streamed_before_the_engine_failed_are_recorded_with_the_reason(
+    trouble: Any, tmp_path: Path
+) -> None:
     journal = Journal(tmp_path / "j.db")
     answer = said("a long enough answer", "with reasons")
     engine = FailsInMidStream([answer], trouble)
@@ -150,7 +162,11 @@ async def test_a_final_answer_that_rewrites_the_stream_is_refused_and_what_was_s
     class Rewrites(Engine):
         async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
             async for chunk in super().stream(prompt_ids, sampling, session=session):
-                yield chunk if chunk.final is None else Chunk(final=replace(chunk.final, token_ids=(7, *chunk.final.token_ids[1:])))
+                yield (
+                    chunk
+                    if chunk.final is None
+                    else Chunk(final=replace(chunk.final, token_ids=(7, *chunk.final.token_ids[1:])))
+                )
 
     answer = said("a", "1")
     session = tt.Session(renderer=renderer("own"), provider=Rewrites([answer]))
@@ -182,7 +198,9 @@ async def test_deleting_a_session_records_what_its_streams_had_sampled(tmp_path:
 
 
 @pytest.mark.parametrize("moment", ["before it began", "while it is rendered", "while it is committed"])
-async def test_a_session_deleted_at_any_moment_of_a_turn_is_a_conflict_and_no_cancellation(moment: str, tmp_path: Path) -> None:
+async def test_a_session_deleted_at_any_moment_of_a_turn_is_a_conflict_and_no_cancellation(
+    moment: str, tmp_path: Path
+) -> None:
     journal = Journal(tmp_path / "j.db")
     session, _ = session_of(said("a", "1"), journal=journal)
     await session.ready()
@@ -196,7 +214,9 @@ async def test_a_session_deleted_at_any_moment_of_a_turn_is_a_conflict_and_no_ca
             await append(*args)
 
         journal.append_nodes = slow  # type: ignore[method-assign]
-    messages = [{"role": "user", "content": "x" * 20_000}] if moment == "while it is rendered" else OPENING  # in a thread
+    messages = (
+        [{"role": "user", "content": "x" * 20_000}] if moment == "while it is rendered" else OPENING
+    )  # in a thread
     turn = asyncio.create_task(session.turn(TurnRequest(messages=messages)))
     await (reached.wait() if moment == "while it is committed" else asyncio.sleep(0))
     await session.end()
@@ -237,7 +257,9 @@ async def test_a_sample_says_what_the_engine_was_sent_and_audit_checks_it() -> N
     sent = [node["prompt_sha256"] for node in rows[0]["metadata"]["tokentrue"]["nodes"]]
     assert sent == [TokenIds(prompt).sha256().hex() for prompt in engine.prompts]
     rows[0]["metadata"]["tokentrue"]["nodes"][1]["prompt_sha256"] = sent[0]
-    assert any("not what the engine was sent" in finding.what for finding in audit(map(sample_from_json, rows)).findings)
+    assert any(
+        "not what the engine was sent" in finding.what for finding in audit(map(sample_from_json, rows)).findings
+    )
 
 
 # A real edit forks, a replay does not.
@@ -250,7 +272,9 @@ async def test_deleted_visible_text_is_an_edit_and_an_inlined_replay_of_it_is_no
     assert session.tree.get(cut.node).parent is None and cut.root == "edited"
     inlined = await session.chat([USER, {"role": "assistant", "content": f"<think>r</think>{served}"}, USER])
     assert session.tree.get(inlined.node).parent == first.node and inlined.projection == "reasoning_inlined"
-    doubled = await session.chat([USER, {**first.message, "content": f"<think>other</think>{served}"}, {"role": "user", "content": "x"}])
+    doubled = await session.chat(
+        [USER, {**first.message, "content": f"<think>other</think>{served}"}, {"role": "user", "content": "x"}]
+    )
     assert session.tree.get(doubled.node).parent is None
 
 
@@ -499,7 +523,9 @@ async def test_messages_that_json_cannot_hold_are_refused_before_anything_is_gen
 # Streamed text is the recorded text.
 @pytest.mark.parametrize("stops", [("abc", "b"), ("bc", "abc"), ("c x", "abc"), ("b",)])
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-async def test_overlapping_stop_strings_cut_a_stream_where_they_cut_the_record(stops: tuple[str, ...], size: int) -> None:
+async def test_overlapping_stop_strings_cut_a_stream_where_they_cut_the_record(
+    stops: tuple[str, ...], size: int
+) -> None:
     from tokentrue.sessions.stages.serving import StreamedMessage, find_stop
     from tokentrue.types import Delta
 

@@ -32,12 +32,16 @@ def test_seeds_wrap_around() -> None:
     assert choice_seed(3, 2) == 5 and choice_seed(-1, 1) == 0
 
 
-async def test_a_record_with_values_that_are_refused_now_opens_and_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_record_with_values_that_are_refused_now_opens_and_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine([sampled("r", "a")] * 2)
     with closing(Journal(f"sqlite:{tmp_path / 'journal.db'}")) as journal:
         with monkeypatch.context() as earlier:
             earlier.setattr(tt.Sampling, "__post_init__", tt.Sampling._check_types)  # pyright: ignore[reportPrivateUsage]
-            old = tt.Session(renderer=Letters(), provider=engine, journal=journal, sampling={"seed": 2**64, "max_tokens": 2**40})
+            old = tt.Session(
+                renderer=Letters(), provider=engine, journal=journal, sampling={"seed": 2**64, "max_tokens": 2**40}
+            )
             await old.chat([USER])
         session = await tt.Session.open(journal, old.id, renderer=Letters(), provider=engine)
         (node,) = session.tree.in_order()

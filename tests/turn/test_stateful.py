@@ -1,7 +1,9 @@
-"""The whole session against a simple model: random interleavings of turns, retries, forks, hang-ups, failures, crashes and reopenings.
+"""The whole session against a simple model: random interleavings of turns, retries, forks, hang-ups, failures, crashes
+and reopenings.
 
-The model is a table: what the engine was given and what it sampled, by node. Invariants: prefix identity, the right parent, exactly
-once, coverage adds up, certificates verify, and a reopened session is the same. `TOKENTRUE_STATEFUL_RUNS=20000` runs more.
+The model is a table: what the engine was given and what it sampled, by node. Invariants: prefix identity, the right
+parent, exactly once, coverage adds up, certificates verify, and a reopened session is the same.
+`TOKENTRUE_STATEFUL_RUNS=20000` runs more.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ store = Store()
 
 
 class Conversations(RuleBasedStateMachine):
-    """`talks` are the histories that some client holds: (node they end at, messages as that client replays them, number of tools)."""
+    """`talks` are the histories that some client holds: (node they end at, messages as that client replays them, number
+    of tools)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +98,10 @@ class Conversations(RuleBasedStateMachine):
                 call["id"] = "other"
             if loss in ("arguments", "all"):
                 value = json.loads(call["function"]["arguments"])
-                call["function"] = {"name": "f", "arguments": json.dumps({"a": 1, "n": value["n"]}, separators=(",", ":"))}
+                call["function"] = {
+                    "name": "f",
+                    "arguments": json.dumps({"a": 1, "n": value["n"]}, separators=(",", ":")),
+                }
             out["tool_calls"] = [call]
         if loss in ("spaces", "all"):
             out["content"] = out["content"].strip()
@@ -108,7 +114,9 @@ class Conversations(RuleBasedStateMachine):
     def follow(self, reply: Any, history: list[Any], loss: str, tools: int) -> None:
         message = self.replayed(reply.message, loss)
         calls = message.get("tool_calls") or ()
-        tail = [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls] or [{"role": "user", "content": "more"}]
+        tail = [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls] or [
+            {"role": "user", "content": "more"}
+        ]
         self.talks.append((reply.node, [*history, message, *tail], tools))
 
     def ask(self, history: list[Any], tools: int, **options: Any) -> Any:
@@ -243,7 +251,9 @@ class Conversations(RuleBasedStateMachine):
         self.run_async(self.session.ready())
         if file_too == 0:
             store.reopen()
-        self.session = self.run_async(tt.Session.open(store.journal, self.session.id, renderer=self.renderer, provider=self.engine))
+        self.session = self.run_async(
+            tt.Session.open(store.journal, self.session.id, renderer=self.renderer, provider=self.engine)
+        )
         assert (self.session.samples(), self.session.coverage()) == before
 
     def teardown(self) -> None:
@@ -266,7 +276,10 @@ class Conversations(RuleBasedStateMachine):
             self.check_samples(everything)
 
     def check_samples(self, everything: bool) -> None:
-        samples, account = self.session.samples(include_abandoned=everything), self.session.coverage(include_abandoned=everything)
+        samples, account = (
+            self.session.samples(include_abandoned=everything),
+            self.session.coverage(include_abandoned=everything),
+        )
         trained: Counter[str] = Counter()
         for sample in samples:
             at = 0
@@ -282,9 +295,13 @@ class Conversations(RuleBasedStateMachine):
         assert account.sampled == sum(len(said) for _, said in self.known.values())
         assert account.trained == sum(trained.values())
         left_out = {item.node: item.tokens for item in account.untrained}
-        assert account.sampled == account.trained + sum(left_out.values()) and all(item.why for item in account.untrained)
+        assert account.sampled == account.trained + sum(left_out.values()) and all(
+            item.why for item in account.untrained
+        )
         assert not (everything and left_out)
-        assert audit(sample_from_json(json.loads(json.dumps(sample_to_json(sample)))) for sample in samples).findings == []
+        assert (
+            audit(sample_from_json(json.loads(json.dumps(sample_to_json(sample)))) for sample in samples).findings == []
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -48,7 +48,9 @@ async def test_prompts_are_the_recorded_ids_and_nothing_else() -> None:
         assert engine.prompts[turn][: len(before)] == before
     (sample,) = session.samples()
     assert tuple(sample.token_ids) == (*engine.prompts[4], *answers[4])
-    assert [i for i, bit in zip(sample.token_ids, sample.loss_mask, strict=True) if bit] == [i for answer in answers for i in answer]
+    assert [i for i, bit in zip(sample.token_ids, sample.loss_mask, strict=True) if bit] == [
+        i for answer in answers for i in answer
+    ]
 
 
 async def test_a_stream_tells_the_same_as_the_whole_turn() -> None:
@@ -66,7 +68,7 @@ async def test_a_stream_tells_the_same_as_the_whole_turn() -> None:
     assert "".join(delta.content for delta in deltas) == last.message["content"]
     (opened,) = [delta for delta in deltas if delta.name]
     assert opened.call_id == last.message["tool_calls"][0]["id"]
-    strip = lambda message: {**message, "tool_calls": [{**c, "id": ""} for c in message["tool_calls"]]}  # noqa: E731
+    strip = lambda message: {**message, "tool_calls": [{**c, "id": ""} for c in message["tool_calls"]]}
     assert strip(last.message) == strip(reply.message)
     assert len(events) > 20, "not one big chunk"
 
@@ -153,7 +155,12 @@ async def test_a_request_key_gives_the_recorded_answer_also_after_a_restart(tmp_
     events = await heard(reopened, request)
     replies = [event.reply for event in events if event.reply is not None]
     for was, now in zip(first, replies, strict=True):
-        assert (now.node, now.message, now.parsed, now.completion) == (was.node, was.message, was.parsed, was.completion)
+        assert (now.node, now.message, now.parsed, now.completion) == (
+            was.node,
+            was.message,
+            was.parsed,
+            was.completion,
+        )
     assert len(engine.prompts) == 2
     with pytest.raises(SessionConflict, match="another request"):
         await reopened.turn(replace(request, messages=[*OPENING, USER]))
@@ -201,7 +208,9 @@ async def test_an_engine_that_counts_another_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_prompt_that_leaves_the_record_is_never_committed(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_leaves_the_record_is_never_committed(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the engine was given is compared with the record, whoever built it."""
     session, engine = session_of(said("a", "1"), said("b", "2"), said("b", "2"))
     reply = await session.chat(OPENING)
@@ -251,7 +260,9 @@ async def test_an_engine_that_has_not_said_what_it_can_do_is_asked_before_it_is_
 
 async def test_pinned_values_win_and_are_recorded(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.db")
-    session, engine = session_of(said("a", "1"), said("b", "2"), journal=journal, sampling={"temperature": 0.7, "max_tokens": 50})
+    session, engine = session_of(
+        said("a", "1"), said("b", "2"), journal=journal, sampling={"temperature": 0.7, "max_tokens": 50}
+    )
     await session.chat(OPENING, sampling=tt.Sampling(temperature=0.1, max_tokens=9, seed=3))
     assert (engine.settings[0].temperature, engine.settings[0].max_tokens, engine.settings[0].seed) == (0.7, 50, 3)
     assert set(renderer("own").stop_token_ids) <= set(engine.settings[0].stop_token_ids)
@@ -320,7 +331,9 @@ async def test_each_turn_records_the_routing_of_the_positions_that_it_added(star
             done = super()._next(prompt_ids, sampling)
             size = len(prompt_ids) + len(done.token_ids) - 1 - start
             data = bytes([len(self.prompts)]) * (size * 4)
-            return replace(done, routed_experts=RoutedExperts(shape=(size, 2, 1), data=data, start=start, weights=data + data))
+            return replace(
+                done, routed_experts=RoutedExperts(shape=(size, 2, 1), data=data, start=start, weights=data + data)
+            )
 
     session = tt.Session(renderer=renderer("own"), provider=Mixture([said("a", "1"), said("b", "2")]))
     first = await session.chat(OPENING)
@@ -394,7 +407,8 @@ async def test_another_tokenizer_may_not_go_on(tmp_path: Path) -> None:
 
 
 async def test_thinking_may_be_switched_from_turn_to_turn() -> None:
-    """A setting that only changes how the generation prompt ends goes on; one that changes the prompt's head begins a new root."""
+    """A setting that only changes how the generation prompt ends goes on; one that changes the prompt's head begins a
+    new root."""
     session, _ = session_of(*[said("a", "1")] * 3)
     first = await session.chat(OPENING)
     second = await session.chat([*OPENING, first.message, USER], template_kwargs={"enable_thinking": False})
@@ -413,7 +427,9 @@ async def chatting(chat: Any, task: str) -> float:
 async def openai_like(client: Any, task: str) -> dict[str, Any]:
     messages: list[Any] = [{"role": "user", "content": task}]
     for _ in range(2):
-        done = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, temperature=1.0, max_tokens=500)
+        done = await client.chat.completions.create(
+            model="m", messages=messages, tools=TOOLS, temperature=1.0, max_tokens=500
+        )
         assert done.choices[0].finish_reason == "tool_calls" and done.usage.completion_tokens == 160
         messages += [done.choices[0].message, *answer_to(done.choices[0].message.model_dump(), 0)]
     stream = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, stream=True)
@@ -458,7 +474,9 @@ async def test_an_agent_that_never_asked_has_no_sample() -> None:
         await tt.rollout(idle, None, session)
 
 
-async def test_samples_are_built_in_a_thread_from_what_was_there_when_they_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_samples_are_built_in_a_thread_from_what_was_there_when_they_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import threading
 
     import tokentrue.turn as corridor

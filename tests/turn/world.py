@@ -1,4 +1,5 @@
-"""A small world for the corridor's tests: a renderer, an engine that says exactly what it is told, and an agent with a tool."""
+"""A small world for the corridor's tests: a renderer, an engine that says exactly what it is told, and an agent with a
+tool."""
 
 from __future__ import annotations
 
@@ -104,11 +105,18 @@ def encode(text: str, name: str = "qwen3") -> list[int]:
 
 def arguments(turn: int) -> dict[str, Any]:
     """Everything that a harness may spell otherwise: key order, spaces, accents, numbers; and none at all."""
-    return {} if turn % 4 == 3 else {"path": f"süß/{turn}.py", "line": 1.0, "big": 1e3, "deep": {"y": [1, 2.5], "x": True, "n": None}}
+    return (
+        {}
+        if turn % 4 == 3
+        else {"path": f"süß/{turn}.py", "line": 1.0, "big": 1e3, "deep": {"y": [1, 2.5], "x": True, "n": None}}
+    )
 
 
-def sampled_turn(turn: int, *, tokens: int = 100, call: bool = True, tag: str = "", name: str = "qwen3") -> tuple[int, ...]:
-    """Exactly `tokens` ids: reasoning (with a split that no tokenizer would make), text with outer blanks, a tool call, the stop."""
+def sampled_turn(
+    turn: int, *, tokens: int = 100, call: bool = True, tag: str = "", name: str = "qwen3"
+) -> tuple[int, ...]:
+    """Exactly `tokens` ids: reasoning (with a split that no tokenizer would make), text with outer blanks, a tool call,
+    the stop."""
     head = encode(f"<think>\n{tag}step {turn}, add", name) + encode(" th", name) + encode("em", name)
     spelled = json.dumps(arguments(turn), ensure_ascii=True)
     body = f"\n</think>\n\nLooking at {turn}{tag}. "

@@ -26,7 +26,9 @@ expect.set_options(timeout=30_000)  # for machines that other jobs keep busy
 def find_browser() -> str | None:
     """A system browser; None lets Playwright use the one that it installed itself."""
     named = os.environ.get("TOKENTRUE_BROWSER")
-    return named or next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+    return named or next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
 
 
 @contextmanager
@@ -34,7 +36,9 @@ def open_browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         path = find_browser()
         if path is None and not Path(playwright.chromium.executable_path).exists():
-            pytest.fail("no browser: run `sh scripts/install_browser.sh .venv/bin/python`, or set TOKENTRUE_BROWSER to a Chromium")
+            pytest.fail(
+                "no browser: run `sh scripts/install_browser.sh .venv/bin/python`, or set TOKENTRUE_BROWSER to a Chromium"
+            )
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
             yield browser
@@ -69,9 +73,17 @@ class Watched:
         self.page, self.base = page, base
         self.errors: list[str] = []
         self.outside: list[str] = []
-        page.on("console", lambda message: self.errors.append(message.text) if message.type in {"error", "warning"} else None)
+        page.on(
+            "console",
+            lambda message: self.errors.append(message.text) if message.type in {"error", "warning"} else None,
+        )
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith((base, "data:", "blob:")) else self.outside.append(request.url))
+        page.on(
+            "request",
+            lambda request: (
+                None if request.url.startswith((base, "data:", "blob:")) else self.outside.append(request.url)
+            ),
+        )
 
     def open(self, path: str = "") -> Page:
         self.page.goto("about:blank")

@@ -45,7 +45,9 @@ def main() -> None:
                         page.wait_for_timeout(200)
                     target = FIGURES / f"{name}.png"
                     page.screenshot(path=target)
-                    Image.open(target).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
+                    Image.open(target).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(
+                        target, optimize=True
+                    )
                     seen.check()
                     print(f"{target.name}: {target.stat().st_size / 1000:.0f} kB")
         source.close()

@@ -1,4 +1,5 @@
-"""The viewer in a real browser: open, navigate, point, colour, what would have broken, groups, plots, live, long sessions, export."""
+"""The viewer in a real browser: open, navigate, point, colour, what would have broken, groups, plots, live, long
+sessions, export."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from playwright.sync_api import Browser, expect
 
 import tokentrue as tt
 from tests.viewer.browser import open_browser, serve, violations, watched
-from tests.viewer.world import TASKS, Told, build_store, long_sample, play, renderer, run_apart, store_samples, write_trainer_file
+from tests.viewer.world import (
+    TASKS,
+    Told,
+    build_store,
+    long_sample,
+    play,
+    renderer,
+    run_apart,
+    store_samples,
+    write_trainer_file,
+)
 from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
 from tokentrue.sessions import Journal
 from tokentrue.viewer import (
@@ -28,7 +39,14 @@ from tokentrue.viewer import (
     write_report,
 )
 
-VIEWS = ("", "#/session/task0-rollout1", "#/session/task0-rollout2/x/breaks", "#/groups", "#/group/task-0", "#/mismatch")
+VIEWS = (
+    "",
+    "#/session/task0-rollout1",
+    "#/session/task0-rollout2/x/breaks",
+    "#/groups",
+    "#/group/task-0",
+    "#/mismatch",
+)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +152,9 @@ def test_what_would_have_broken(browser: Browser, url: str, data: ViewerData) ->
         expect(page.locator(".headline")).to_contain_text(f"{found['lost']} of {found['sampled']}")
         expect(page.locator(".diff tbody tr")).to_have_count(len(found["breaks"]))
         page.get_by_role("button", name="reasoning removed").click()
-        expect(page.locator(".diff tbody tr")).to_have_count(sum(one[0] == "reasoning removed" for one in found["breaks"]))
+        expect(page.locator(".diff tbody tr")).to_have_count(
+            sum(one[0] == "reasoning removed" for one in found["breaks"])
+        )
         page.locator(".diff tbody button").first.click()
         expect(page.locator(".t.active")).to_have_attribute("id", f"t{found['first']}")
         seen.check()
@@ -204,7 +224,8 @@ def test_a_live_source_grows_on_the_page(browser: Browser, tmp_path: Path) -> No
 
 
 def frame_times(page: Any) -> list[float]:
-    """Milliseconds that the page's main thread works for each frame (script, style, layout) while the tokens are scrolled, a page or a
+    """Milliseconds that the page's main thread works for each frame (script, style, layout) while the tokens are
+    scrolled, a page or a
     far jump each frame. Processor time of the thread: other processes of the machine do not count."""
     client = page.context.new_cdp_session(page)
     client.send("Performance.enable", {"timeDomain": "threadTicks"})
@@ -238,7 +259,9 @@ def test_a_hundred_thousand_tokens_scroll_like_five_thousand(browser: Browser) -
             page.wait_for_selector(".t.sampled")
             times = sorted(frame_times(page))
             medians[name] = statistics.median(times)
-            print(f"{name}, frame ms: median {medians[name]:.1f}, 95% {times[int(len(times) * 0.95)]:.1f}, max {times[-1]:.1f}")
+            print(
+                f"{name}, frame ms: median {medians[name]:.1f}, 95% {times[int(len(times) * 0.95)]:.1f}, max {times[-1]:.1f}"
+            )
         assert medians["long"] < 2 * medians["short"]
         assert page.locator(".t").count() < 6000  # virtualised: only what is in sight is in the document
         page.get_by_role("grid").focus()
@@ -273,12 +296,21 @@ def test_a_report_has_charts_and_rollouts(browser: Browser, data: ViewerData, tm
         highlights=[("reward after", "0.750")],
         charts=[
             Chart(title="Reward", x_label="step", y_label="reward", x=steps, series={"reward": [0.1, None, 0.7]}),
-            Chart(title="Both", x_label="", y_label="reward", labels=("before", "after"), kind="bars", series={"r": [0.1, 0.7]}),
+            Chart(
+                title="Both",
+                x_label="",
+                y_label="reward",
+                labels=("before", "after"),
+                kind="bars",
+                series={"r": [0.1, 0.7]},
+            ),
         ],
         tables=[ReportTable(title="Steps", columns=("step", "reward"), rows=[("1", 0.1)])],
     )
     target = tmp_path / "report.html"
-    write_report(target, report, source=ChosenSessions(data.source, ["task0-rollout0", "task0-rollout1"]), renderer=renderer())
+    write_report(
+        target, report, source=ChosenSessions(data.source, ["task0-rollout0", "task0-rollout1"]), renderer=renderer()
+    )
     with watched(browser, f"file://{target}") as seen:
         page = seen.open()
         expect(page.locator("h1")).to_have_text("A run")

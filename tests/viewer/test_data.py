@@ -1,4 +1,5 @@
-"""The data API without a browser: one shape for every source, what would have broken, advantages, plots, export, bad input."""
+"""The data API without a browser: one shape for every source, what would have broken, advantages, plots, export, bad
+input."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ import pytest
 from starlette.testclient import TestClient
 
 import tokentrue as tt
-from tests.viewer.world import STEPS, SYSTEM, Told, build_store, long_sample, renderer, run_apart, split, store_samples, write_trainer_file
+from tests.viewer.world import (
+    STEPS,
+    SYSTEM,
+    Told,
+    build_store,
+    long_sample,
+    renderer,
+    run_apart,
+    split,
+    store_samples,
+    write_trainer_file,
+)
 from tokentrue.errors import ConfigError, FileFormatError, SessionNotFound
 from tokentrue.samples import write_samples
 from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
@@ -51,7 +63,9 @@ def from_store(store: Path) -> Iterator[ViewerData]:
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "safetensors"])
-def test_a_file_and_a_store_give_the_same_shape(from_store: ViewerData, samples: list[Sample], tmp_path: Path, format: str) -> None:
+def test_a_file_and_a_store_give_the_same_shape(
+    from_store: ViewerData, samples: list[Sample], tmp_path: Path, format: str
+) -> None:
     path = tmp_path / f"samples.{format}"
     write_samples(samples, path, format=format)
     from_file = ViewerData(FileSource(path), renderer=renderer())
@@ -60,7 +74,10 @@ def test_a_file_and_a_store_give_the_same_shape(from_store: ViewerData, samples:
     assert same_keys(from_file.session(name) | {"nodes": []}, from_store.session(name) | {"nodes": []})
     mine, theirs = (data.branch(name, sample.sample_id) for data in (from_file, from_store))
     assert mine.keys() == theirs.keys()
-    sampled = [[(b["start"], b["body"], b["end"], b["message"]) for b in one["blocks"] if b["kind"] == "sampled"] for one in (mine, theirs)]
+    sampled = [
+        [(b["start"], b["body"], b["end"], b["message"]) for b in one["blocks"] if b["kind"] == "sampled"]
+        for one in (mine, theirs)
+    ]
     assert sampled[0] == sampled[1]
     for key in ("token_ids", "rollout_logprobs", "spans", "reward", "pieces", "certificate", "advantage"):
         assert mine[key] == theirs[key], key
@@ -76,7 +93,9 @@ def same_keys(a: Any, b: Any) -> bool:
     return True
 
 
-def test_every_token_is_in_one_block_and_blocks_carry_their_messages(from_store: ViewerData, samples: list[Sample]) -> None:
+def test_every_token_is_in_one_block_and_blocks_carry_their_messages(
+    from_store: ViewerData, samples: list[Sample]
+) -> None:
     for sample in samples:
         branch = from_store.branch(sample.session_id, sample.sample_id)
         edges = [block["start"] for block in branch["blocks"]] + [branch["blocks"][-1]["end"]]
@@ -94,7 +113,8 @@ def test_abandoned_attempts_are_branches_that_train_nothing(from_store: ViewerDa
 
 
 def test_breaks_name_every_difference(from_store: ViewerData, samples: list[Sample]) -> None:
-    """The same conversation rendered again: splits healed, reasoning gone, a call's spacing changed; and every difference found is real."""
+    """The same conversation rendered again: splits healed, reasoning gone, a call's spacing changed; and every
+    difference found is real."""
     for sample in samples:
         found = from_store.breaks(sample.session_id, sample.sample_id)
         rebuilt: list[int] = []
@@ -196,7 +216,9 @@ def test_plots_count_every_token_once() -> None:
     assert found["tail"]["share"][0] == pytest.approx(sum(delta != 0 for delta in deltas) / 1000)
 
 
-def test_exact_log_probabilities_are_said_to_be_exact(from_store: ViewerData, samples: list[Sample], tmp_path: Path) -> None:
+def test_exact_log_probabilities_are_said_to_be_exact(
+    from_store: ViewerData, samples: list[Sample], tmp_path: Path
+) -> None:
     trainer = read_trainer_logprobs(write_trainer_file(tmp_path / "t.jsonl", samples, exact=True))
     found = ViewerData(from_store.source, trainer=trainer).mismatch()
     assert found["equal"] == found["tokens"] == sum(sum(sample.loss_mask) for sample in samples)
@@ -283,24 +305,32 @@ def test_a_report_is_one_file_that_asks_for_nothing(samples: list[Sample], tmp_p
     path = tmp_path / "deep" / "report.html"
     write_report(path, Report(title="A run", verdict="fine </script><b>"), source=SampleList(samples[:1], name="s"))
     text = path.read_text(encoding="utf-8")
-    assert "default-src 'none'" in text and 'src="' not in text.replace('type="module"', "") and "</script><b>" not in text
+    assert (
+        "default-src 'none'" in text and 'src="' not in text.replace('type="module"', "") and "</script><b>" not in text
+    )
     assert key_of("report").replace('"', '\\"') in text
 
 
-@pytest.mark.parametrize("value", ["née", "a\u2028b", "\U0001f600", '"\\', "\x00\x1f\x7f", "lone \ud800", "\udfff/", 'née "\udc00"'])
+@pytest.mark.parametrize(
+    "value", ["née", "a\u2028b", "\U0001f600", '"\\', "\x00\x1f\x7f", "lone \ud800", "\udfff/", 'née "\udc00"']
+)
 def test_an_export_spells_its_keys_as_the_page_does(value: str) -> None:
     script = "process.stdin.on('data', text => process.stdout.write(JSON.stringify(JSON.parse(text))))"
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node here")
     asked = json.dumps(["session", value])
-    spelled = subprocess.run([node, "-e", script], input=asked, capture_output=True, text=True, encoding="utf-8", timeout=60, check=True)
+    spelled = subprocess.run(
+        [node, "-e", script], input=asked, capture_output=True, text=True, encoding="utf-8", timeout=60, check=True
+    )
     assert key_of("session", value) == spelled.stdout
 
 
 def test_text_that_utf8_cannot_hold_is_answered_as_an_escape(samples: list[Sample]) -> None:
     metadata = {**samples[0].metadata, "said": "cut \udcc3, née", "rate": math.nan, "long": 10**30}
-    client = TestClient(create_app(ViewerData(SampleList([replace(samples[0], metadata=metadata)], name="caf\udce9.jsonl"))))
+    client = TestClient(
+        create_app(ViewerData(SampleList([replace(samples[0], metadata=metadata)], name="caf\udce9.jsonl")))
+    )
     assert client.get("/data/index?offset=0").json()["source"]["name"] == "caf\udce9.jsonl"
     shown = client.get(f"/data/session?session={samples[0].session_id}").json()["metadata"]
     assert (shown["said"], shown["rate"], shown["long"]) == ("cut \udcc3, née", None, 10**30)
@@ -311,7 +341,11 @@ def test_a_name_that_no_address_can_hold_is_refused(samples: list[Sample], tmp_p
     odd: Any = {field: "\ud800"}
     write_samples([replace(samples[0], **odd)], tmp_path / "s.jsonl")
     done = run_cli(str(tmp_path / "s.jsonl"), "--export", str(tmp_path / "page.html"))
-    assert done.returncode == 2 and f"{field} '\\ud800' holds a lone surrogate" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and f"{field} '\\ud800' holds a lone surrogate" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
     if field != "sample_id":  # which the list does not name
         client = TestClient(create_app(ViewerData(FileSource(tmp_path / "s.jsonl"))))
         assert client.get("/data/index?offset=0").status_code == 422
@@ -327,7 +361,9 @@ def test_a_long_branch_is_answered_in_time() -> None:
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tokentrue", "view", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, stdin=subprocess.DEVNULL
+    )
 
 
 def test_the_command_exports_and_names_what_is_wrong(samples: list[Sample], tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The viewer of a real `tokentrue serve`: `/view` behind the admin key, live in a browser; and `tokentrue view URL` over its HTTP."""
+"""The viewer of a real `tokentrue serve`: `/view` behind the admin key, live in a browser; and `tokentrue view URL`
+over its HTTP."""
 
 from __future__ import annotations
 
@@ -29,13 +30,17 @@ KEY = "the-admin-key"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = scripted_server(tmp_path_factory.mktemp("view"), ten_turns(), "--set", "engine.options.loop=true", admin_key=KEY)
+    made = scripted_server(
+        tmp_path_factory.mktemp("view"), ten_turns(), "--set", "engine.options.loop=true", admin_key=KEY
+    )
     yield made
     made.stop()
 
 
 def chat(server: Server, session: Any, history: list[Any]) -> list[Any]:
-    status, answer = server.ask("POST", f"/sessions/{session.session_id}/v1/chat/completions", {"model": "m", "messages": history})
+    status, answer = server.ask(
+        "POST", f"/sessions/{session.session_id}/v1/chat/completions", {"model": "m", "messages": history}
+    )
     assert status == 200, answer
     return [*history, answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
 
@@ -61,7 +66,12 @@ def basic(password: str) -> str:
 @pytest.mark.parametrize("path", ["/view/", "/view/data/index?offset=0", "/view/static/app.js", "/view/anything"])
 def test_nothing_is_shown_without_the_admin_key(server: Server, path: str) -> None:
     own = server.session().api_key
-    for headers in ({}, {"authorization": basic("wrong")}, {"authorization": f"Bearer {own}"}, {"authorization": "Basic ???"}):
+    for headers in (
+        {},
+        {"authorization": basic("wrong")},
+        {"authorization": f"Bearer {own}"},
+        {"authorization": "Basic ???"},
+    ):
         status, answered, body = fetch(server.url + path, **headers)
         assert status in {401, 403} and b"sessions" not in body
         assert answered["www-authenticate"].startswith("Basic ")
@@ -73,7 +83,9 @@ def test_the_page_needs_the_key_and_other_paths_do_not_take_it_as_a_password(ser
     status, headers, _ = fetch(f"{server.url}/view/", authorization=basic(KEY))
     assert status == 200 and "script-src 'self'" in headers["content-security-policy"]
     assert fetch(f"{server.url}/view/data/index?offset=0", authorization=f"Bearer {KEY}")[0] == 200
-    assert fetch(f"{server.url}/sessions", authorization=basic(KEY))[0] == 401  # a browser would send it for any page's form
+    assert (
+        fetch(f"{server.url}/sessions", authorization=basic(KEY))[0] == 401
+    )  # a browser would send it for any page's form
     assert server.ask("POST", "/view/", {})[0] == 405
 
 
@@ -115,7 +127,8 @@ def test_a_gateway_is_read_over_its_public_http(server: Server) -> None:
 
 
 def test_every_source_and_view_shows_one_reward(server: Server) -> None:
-    """The mean over samples, also where a leaf has a reward of its own: over HTTP, in the gateway's own page (a store) and of a file."""
+    """The mean over samples, also where a leaf has a reward of its own: over HTTP, in the gateway's own page (a store)
+    and of a file."""
     session = server.session(session_id="leaves", group="leaves")
     chat(server, session, chat(server, session, [{"role": "user", "content": "Begin."}]))
     chat(server, session, [{"role": "user", "content": "Another one."}])
@@ -132,8 +145,15 @@ def test_every_source_and_view_shows_one_reward(server: Server) -> None:
     answers = [(own_page("index?offset=0"), own_page("session?session=leaves"))]
     for data in (ViewerData(over_http), ViewerData(SampleList(samples, name="file"))):
         answers.append((data.index(), data.session("leaves")))
-    rows = [one for index, shown in answers for one in (*index["sessions"], shown["session"]) if one["session_id"] == "leaves"]
-    seen = [json.dumps({key: row[key] for key in sorted(row.keys() - {"state", "created"})}) for row in rows]  # a file has neither
+    rows = [
+        one
+        for index, shown in answers
+        for one in (*index["sessions"], shown["session"])
+        if one["session_id"] == "leaves"
+    ]
+    seen = [
+        json.dumps({key: row[key] for key in sorted(row.keys() - {"state", "created"})}) for row in rows
+    ]  # a file has neither
     assert len(seen) == 6 and set(seen) == {seen[0]}
     assert [rows[0][key] for key in ("reward", "turns", "branches", "forks")] == [0.625, 3, 2, 1]
 

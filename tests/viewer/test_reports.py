@@ -25,7 +25,14 @@ def test_a_training_run_without_steps_has_no_report(tmp_path: Path) -> None:
 
 def test_a_training_run_is_drawn_from_its_metrics(tmp_path: Path) -> None:
     rows = [
-        {"step": n, "policy_version": n + 1, "reward": 0.1 * n, "mismatch/k3": 0.0, "update/grad_norm": 1.0 + n, "exact_compared": 50}
+        {
+            "step": n,
+            "policy_version": n + 1,
+            "reward": 0.1 * n,
+            "mismatch/k3": 0.0,
+            "update/grad_norm": 1.0 + n,
+            "exact_compared": 50,
+        }
         | {"exact_differing": 0, "seconds/wait": 1.0}
         for n in range(4)
     ]
@@ -33,7 +40,11 @@ def test_a_training_run_is_drawn_from_its_metrics(tmp_path: Path) -> None:
     page = write_training_report(TrainRun(out=tmp_path))
     assert page is not None
     report = answers_of(page)['["report"]']
-    assert [chart["title"] for chart in report["charts"]] == ["Reward by step", "Gradient norm", "Time of a step"]  # K3 is 0 throughout
+    assert [chart["title"] for chart in report["charts"]] == [
+        "Reward by step",
+        "Gradient norm",
+        "Time of a step",
+    ]  # K3 is 0 throughout
     assert report["charts"][0]["series"]["rollouts"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert ["of 200 log-probabilities differ", "0"] in report["highlights"]
     assert report["tables"][0]["rows"][0] == ["reward", 0.0, pytest.approx(0.3)]
@@ -56,8 +67,13 @@ def test_an_experiment_has_its_claim_table_and_curves(tmp_path: Path) -> None:
 
     name = next(each for each in EXPERIMENTS if getattr(module_of(each), "CURVES", None))
     key = next(iter(module_of(name).CURVES))
-    results = [{"arm": "exact", "seed": 0, "rows": [{key: 1.0}, {key: 2.0}]}, {"arm": "off", "seed": 0, "error": "diverged", "rows": []}]
-    (tmp_path / f"{name}.json").write_text(json.dumps({"experiment": name, "machine": "here", "arms": [], "results": results}))
+    results = [
+        {"arm": "exact", "seed": 0, "rows": [{key: 1.0}, {key: 2.0}]},
+        {"arm": "off", "seed": 0, "error": "diverged", "rows": []},
+    ]
+    (tmp_path / f"{name}.json").write_text(
+        json.dumps({"experiment": name, "machine": "here", "arms": [], "results": results})
+    )
     table = SimpleNamespace(title="a table", columns=("arm", "reward"), rows=[("exact", "1.0")])
     report = answers_of(write_lab_report(tmp_path, name, table))['["report"]']
     assert report["verdict"] == EXPERIMENTS[name].claim and not report["ok"]

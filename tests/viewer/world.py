@@ -1,4 +1,5 @@
-"""Data for the viewer's tests: a store with groups, forks, retries, splits that no tokenizer would make, and a long session."""
+"""Data for the viewer's tests: a store with groups, forks, retries, splits that no tokenizer would make, and a long
+session."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class Told:
                 VersionSpan(start=middle, end=len(ids), version=self.version + 1),
             ),
             prompt_tokens=len(prompt_ids),
-            top_logprobs=tuple({token: value, token + 1: -2.0 + value / 9} for token, value in zip(ids, logprobs, strict=True)),
+            top_logprobs=tuple(
+                {token: value, token + 1: -2.0 + value / 9} for token, value in zip(ids, logprobs, strict=True)
+            ),
         )
 
     async def health(self) -> dict[str, Any]:
@@ -113,7 +116,9 @@ async def fill(path: Path) -> None:
                 metadata={"task": task},
             )  # fmt: skip
             await session.ready()
-            await play(session, engine, task, seed=group * 10 + number, turns=2 + (number + group) % 3, retry=number == 1)
+            await play(
+                session, engine, task, seed=group * 10 + number, turns=2 + (number + group) % 3, retry=number == 1
+            )
             await session.reward((number * 3 + group) % 4 / 3)
             if group == 0:
                 await session.end()

@@ -1,8 +1,8 @@
 """A gateway with an embedded engine in a thread of this process, for synchronous trainers and notebooks.
 
-    with BackgroundGateway(model="path/to/model") as gateway:
-        client = tt.Client(gateway.url, gateway.admin_key)
-        gateway.publish(model.state_dict(), version=1)
+with BackgroundGateway(model="path/to/model") as gateway:
+    client = tt.Client(gateway.url, gateway.admin_key)
+    gateway.publish(model.state_dict(), version=1)
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, ServerC
 
 
 class BackgroundGateway:
-    """Use as a context manager. `engine` and `options` are those of `tokentrue serve`; `settings` stand for all of them."""
+    """Use as a context manager. `engine` and `options` are those of `tokentrue serve`; `settings` stand for all of
+    them."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""TOML and `--set a.b=c` into frozen dataclasses: an unknown key, a wrong type or a bad value is one line that names the key.
+"""TOML and `--set a.b=c` into frozen dataclasses: an unknown key, a wrong type or a bad value is one line that names
+the key.
 
-Worked example: `read(ServeConfig, Path("serve.toml"), ["server.port=9000"])`. `as_mapping(config)` is the way back, for the copy that is
-written beside every output.
+Worked example: `read(ServeConfig, Path("serve.toml"), ["server.port=9000"])`. `as_mapping(config)` is the way back, for
+the copy that is written beside every output.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def read(
     overrides: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """The dataclasses' defaults, then `defaults` (dotted keys of one command), then the file, then `overrides` (dotted keys from flags;
-    None means not given), then `--set`."""
+    """The dataclasses' defaults, then `defaults` (dotted keys of one command), then the file, then `overrides` (dotted
+    keys from flags; None means not given), then `--set`."""
     values: dict[str, Any] = {}
     for dotted, value in (defaults or {}).items():
         set_dotted(values, dotted, value)
@@ -99,7 +100,8 @@ def build(type_: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
 
 
 def change(base: T, values: Mapping[str, Any], *, path: str = "") -> T:
-    """The same dataclass with other values, checked like those of `build`. A table changes the record that is there, field by field."""
+    """The same dataclass with other values, checked like those of `build`. A table changes the record that is there,
+    field by field."""
     type_ = type(base)
     hints = get_type_hints(type_)
     known = sorted(field.name for field in dataclasses.fields(cast("Any", base)) if field.init)
@@ -148,7 +150,8 @@ def _value(hint: Any, value: Any, path: str) -> Any:
 
 
 def _one_of(hints: tuple[Any, ...], value: Any, path: str) -> Any:
-    """The first of several types that the value is of. "none" stands for None where text is not expected: TOML has no word for it."""
+    """The first of several types that the value is of. "none" stands for None where text is not expected: TOML has no
+    word for it."""
     if type(None) in hints and (value is None or (value == NONE and str not in hints)):
         return None
     failure: ConfigError | None = None
@@ -164,7 +167,10 @@ def _one_of(hints: tuple[Any, ...], value: Any, path: str) -> Any:
 def _sequence(origin: Any, inner: tuple[Any, ...], value: Any, path: str) -> Any:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ConfigError(f"{path}: must be a list")
-    made = [_value(inner[0] if inner else Any, item, f"{path}[{index}]") for index, item in enumerate(cast("Sequence[Any]", value))]
+    made = [
+        _value(inner[0] if inner else Any, item, f"{path}[{index}]")
+        for index, item in enumerate(cast("Sequence[Any]", value))
+    ]
     return tuple(made) if origin is tuple else made
 
 
@@ -184,7 +190,11 @@ def as_mapping(config: Any) -> Any:
         pairs = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
         return {name: as_mapping(value) for name, value in pairs if value is not None}
     if isinstance(config, Mapping):
-        return {str(name): as_mapping(value) for name, value in cast("Mapping[Any, Any]", config).items() if value is not None}
+        return {
+            str(name): as_mapping(value)
+            for name, value in cast("Mapping[Any, Any]", config).items()
+            if value is not None
+        }
     if isinstance(config, list | tuple):
         return [as_mapping(value) for value in cast("Sequence[Any]", config)]
     return str(config) if isinstance(config, Path) else config

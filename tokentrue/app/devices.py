@@ -23,7 +23,9 @@ def require_device(device: str) -> None:
         why = "finds no GPU" if torch.version.cuda else "is built without CUDA"
         raise ConfigError(f"device: {device!r} is not available: torch {torch.__version__} {why}; use cpu")
     if kind == "cuda" and index is not None and index >= torch.cuda.device_count():
-        raise ConfigError(f"device: {device!r} is not available: GPUs here: {torch.cuda.device_count()}, counted from 0")
+        raise ConfigError(
+            f"device: {device!r} is not available: GPUs here: {torch.cuda.device_count()}, counted from 0"
+        )
 
 
 def require_dtype(dtype: str) -> None:

@@ -1,4 +1,5 @@
-"""A gateway inside this process: the real server on a port of its host (loopback unless told), for as long as a block runs."""
+"""A gateway inside this process: the real server on a port of its host (loopback unless told), for as long as a block
+runs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Embedded:
 
 @contextlib.asynccontextmanager
 async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, None]:
-    """Serves until the block ends; signals stay with the caller. Where no admin key is set, this gateway gets one of its own."""
+    """Serves until the block ends; signals stay with the caller. Where no admin key is set, this gateway gets one of
+    its own."""
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.workers.server import listen, log_to_stderr, serve_embedded, url_of
 

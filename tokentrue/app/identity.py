@@ -1,6 +1,8 @@
-"""Is the model that a remote engine serves the one whose tokenizer we use? Checked at start, per replica; a mismatch is refused.
+"""Is the model that a remote engine serves the one whose tokenizer we use? Checked at start, per replica; a mismatch is
+refused.
 
-The engine's own tokenisation of a probe text decides where the engine offers one. Where it does not, only the absence of `--model`
+The engine's own tokenisation of a probe text decides where the engine offers one. Where it does not, only the absence
+of `--model`
 can be judged: the engine's reported model must then be a directory on this machine.
 """
 
@@ -22,7 +24,8 @@ PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 �
 
 
 def identify_model(config: ServeConfig) -> ServeConfig:
-    """The configuration with its model settled; raises ConfigError where an engine is unreachable or serves another model."""
+    """The configuration with its model settled; raises ConfigError where an engine is unreachable or serves another
+    model."""
     if config.engine.name not in REMOTE:
         return config
     if not config.engine.urls:
@@ -67,7 +70,8 @@ async def _compare_tokens(provider: Provider, renderer: Renderer, url: str) -> N
 
 
 def _config_from_engine(model: ModelConfig, engine: EngineConfig, facts: list[Mapping[str, Any]]) -> ModelConfig:
-    """Without --model: the model that the engine reports, where it is a directory here, or the shipped one under its own name."""
+    """Without --model: the model that the engine reports, where it is a directory here, or the shipped one under its
+    own name."""
     names = {str(fact.get("path") or fact.get("model")) for fact in facts}
     if len(names) > 1:
         raise ConfigError(f"the replicas serve different models: {', '.join(sorted(names))}")
@@ -76,4 +80,6 @@ def _config_from_engine(model: ModelConfig, engine: EngineConfig, facts: list[Ma
         return replace(model, path=name)
     if name == SMALL_MODEL.name:
         return replace(model, path=str(SMALL_MODEL))
-    raise ConfigError(f"the {engine.name} engine serves {name!r}, which is no directory here: give --model its directory or hub id")
+    raise ConfigError(
+        f"the {engine.name} engine serves {name!r}, which is no directory here: give --model its directory or hub id"
+    )

@@ -1,8 +1,10 @@
 """A process that needs no torch does not load it, also where it is installed.
 
-Loading a tokenizer imports transformers, which imports torch wherever it finds it: seconds of start-up and hundreds of megabytes per
-gateway process. There is no switch for that in transformers, so torch is hidden while transformers looks for it; transformers looks once
-and remembers. Only for processes of our own whose engine is elsewhere: after this, transformers has no models in this process.
+Loading a tokenizer imports transformers, which imports torch wherever it finds it: seconds of start-up and hundreds of
+megabytes per gateway process. There is no switch for that in transformers, so torch is hidden while transformers looks
+for it; transformers looks once
+and remembers. Only for processes of our own whose engine is elsewhere: after this, transformers has no models in this
+process.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ NEEDS_NO_TORCH = frozenset({"sglang", "vllm", "scripted"})
 
 @contextmanager
 def without_torch(engine: str) -> Generator[None, None, None]:
-    """Within the block transformers is loaded without torch, where `engine` runs elsewhere and torch is not loaded already."""
+    """Within the block transformers is loaded without torch, where `engine` runs elsewhere and torch is not loaded
+    already."""
     if engine not in NEEDS_NO_TORCH or "torch" in sys.modules or "transformers" in sys.modules:
         yield
         return

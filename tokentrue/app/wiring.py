@@ -1,6 +1,7 @@
 """The one place that picks implementations: from configuration to a renderer, an engine, a journal, a gateway.
 
-Everything heavy is imported inside the function that needs it, so a gateway in front of a remote engine starts without torch.
+Everything heavy is imported inside the function that needs it, so a gateway in front of a remote engine starts without
+torch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class ModelConfig:
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
     encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 switches the cache off
-    extend_plans: int = 4096  # shapes of requests whose suffix is planned once; 0 plans each request on its real history
+    extend_plans: int = (
+        4096  # shapes of requests whose suffix is planned once; 0 plans each request on its real history
+    )
 
     def __post_init__(self) -> None:
         newest = Path(self.path or "") / "checkpoints" / "latest"
@@ -78,12 +81,16 @@ class ServerConfig:
     port: int = 8000
     workers: int = 1
     store: str = DEFAULT_STORE
-    durability: Literal["normal", "full"] = "normal"  # full: acknowledged turns survive a loss of power, not only of the process
+    durability: Literal["normal", "full"] = (
+        "normal"  # full: acknowledged turns survive a loss of power, not only of the process
+    )
     base_url: str = ""
     address: str = ""  # where other gateways on the same PostgreSQL reach this one; default: the address that it binds
     lease_s: float = 15.0  # PostgreSQL: a gateway that is silent for longer loses its sessions to the others
     training: bool = True
-    pin: tuple[str, ...] = ()  # of sessions that do not say: ["system"] keeps the first system prompt of each conversation
+    pin: tuple[
+        str, ...
+    ] = ()  # of sessions that do not say: ["system"] keeps the first system prompt of each conversation
     keep_alive_s: float = 10.0
     drain_s: float = 30.0
     purge_after_s: float = 30 * 86400.0
@@ -115,7 +122,9 @@ def renderer_for(config: ModelConfig) -> Callable[[str], Renderer]:
         from tokentrue.renderers import load_renderer
 
         kwargs = dict(config.template_kwargs) or None
-        settings: dict[str, Any] = {name: getattr(config, name) for name in ("injection", "encode_cache_bytes", "extend_plans")}
+        settings: dict[str, Any] = {
+            name: getattr(config, name) for name in ("injection", "encode_cache_bytes", "extend_plans")
+        }
         return load_renderer(path, config.chat_template, kwargs, history=history, **settings)
 
     return load  # pyright: ignore[reportReturnType]
@@ -131,7 +140,9 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
         require_device(str(options.get("device", "cpu")))
         require_dtype(str(options.get("dtype", "float32")))
     elif here := sorted({"device", "dtype"} & options.keys()):
-        raise ConfigError(f"engine {config.name!r} does not run in this process: --{here[0]} is for {' and '.join(sorted(IN_PROCESS))}")
+        raise ConfigError(
+            f"engine {config.name!r} does not run in this process: --{here[0]} is for {' and '.join(sorted(IN_PROCESS))}"
+        )
     if config.name in REMOTE:
         if not config.urls:
             raise ConfigError(f"engine {config.name!r} needs --url (one for each replica)")
@@ -157,13 +168,16 @@ def connect_engine(config: EngineConfig, url: str) -> Provider:
 
 
 def check_journal(journal: Journal, renderer: Renderer, store: str) -> None:
-    """Refuses the default journal where its last session is another model's; a journal that was chosen gets a warning."""
+    """Refuses the default journal where its last session is another model's; a journal that was chosen gets a
+    warning."""
     last = next(iter(journal.sessions(limit=1)), None)
     if last is None or last.tokenizer == renderer.tokenizer_hash:
         return
     said = f"{store} holds sessions of another model: the last one, {last.id}, was recorded with another tokenizer"
     if store == DEFAULT_STORE:
-        raise ConfigError(f"{said}; give this model a journal of its own (--store sqlite:PATH), or serve the recorded model (--model)")
+        raise ConfigError(
+            f"{said}; give this model a journal of its own (--store sqlite:PATH), or serve the recorded model (--model)"
+        )
     logging.getLogger("tokentrue").warning("%s; these sessions can be read, not continued", said)
 
 
@@ -207,7 +221,9 @@ def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | N
         config.server.store,
         durability=config.server.durability,
         lock=workers is None,
-        name=f"{socket.gethostname()} {config.server.address} {workers.me if workers is not None else 0}" if config.server.address else "",
+        name=f"{socket.gethostname()} {config.server.address} {workers.me if workers is not None else 0}"
+        if config.server.address
+        else "",
         address=config.server.address,
         lease_s=config.server.lease_s,
     )

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A table of one run: `rows` are tuples in the order of `columns`; `notes` say what the ratios mean and on what machine."""
+    """A table of one run: `rows` are tuples in the order of `columns`; `notes` say what the ratios mean and on what
+    machine."""
 
     title: str
     columns: Sequence[str]

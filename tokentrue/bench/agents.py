@@ -1,4 +1,5 @@
-"""Agents for benchmarks: conversations with one tool call and one tool result per turn, and the smallest HTTP client that times them."""
+"""Agents for benchmarks: conversations with one tool call and one tool result per turn, and the smallest HTTP client
+that times them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class TimedResponse:
 
 
 class HttpClient(asyncio.Protocol):
-    """One connection, one request at a time. It costs less than a general client, so that the servers are what is measured."""
+    """One connection, one request at a time. It costs less than a general client, so that the servers are what is
+    measured."""
 
     def __init__(self) -> None:
         self._parser: Any = None
@@ -98,7 +100,8 @@ def read_pages() -> Iterator[str]:
 
 
 class Agent:
-    """A conversation as the bytes of its request: the client appends to them, so that it costs the same at every turn."""
+    """A conversation as the bytes of its request: the client appends to them, so that it costs the same at every
+    turn."""
 
     def __init__(self, pages: Iterator[str]) -> None:
         self._pages = pages
@@ -135,4 +138,9 @@ def message_from_stream(stream: bytes) -> dict[str, Any]:
             for name in ("content", "reasoning_content"):
                 text[name] += delta.get(name) or ""
     call = {"id": text["id"], "type": "function", "function": {"name": text["name"], "arguments": text["arguments"]}}
-    return {"role": "assistant", "content": text["content"], "reasoning_content": text["reasoning_content"], "tool_calls": [call]}
+    return {
+        "role": "assistant",
+        "content": text["content"],
+        "reasoning_content": text["reasoning_content"],
+        "tool_calls": [call],
+    }

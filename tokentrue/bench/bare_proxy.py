@@ -1,4 +1,5 @@
-"""The yardstick: a reverse proxy with nothing in it. Starlette and an aiohttp client; JSON parsed and dumped both ways with orjson.
+"""The yardstick: a reverse proxy with nothing in it. Starlette and an aiohttp client; JSON parsed and dumped both ways
+with orjson.
 
 Run: `python -m tokentrue.bench.bare_proxy UPSTREAM_URL`; it prints its port.
 """
@@ -37,7 +38,9 @@ def application(upstream: str) -> Starlette:
         body: dict[str, Any] = orjson.loads(await request.body())
         if body.get("stream"):
             return StreamingResponse(events(orjson.dumps(body)), media_type="text/event-stream")
-        async with clients[0].post(upstream + "/v1/chat/completions", data=orjson.dumps(body), headers=HEADERS) as answer:
+        async with clients[0].post(
+            upstream + "/v1/chat/completions", data=orjson.dumps(body), headers=HEADERS
+        ) as answer:
             return Response(orjson.dumps(orjson.loads(await answer.read())), media_type="application/json")
 
     async def events(body: bytes) -> AsyncIterator[bytes]:

@@ -1,7 +1,8 @@
-"""The price of exactness on the CPU, in one run: the exact engine against Hugging Face `generate`, exact training against sdpa,
-a pipeline of processes against one.
+"""The price of exactness on the CPU, in one run: the exact engine against Hugging Face `generate`, exact training
+against sdpa, a pipeline of processes against one.
 
-Rounds of both sides alternate, and a ratio is the median over rounds. Every speed stands beside the bit check of the same tokens.
+Rounds of both sides alternate, and a ratio is the median over rounds. Every speed stands beside the bit check of the
+same tokens.
 """
 
 from __future__ import annotations
@@ -45,12 +46,26 @@ def models(quick: bool) -> list[tuple[str, Any]]:
     if (shipped / "model.safetensors").exists():
         small = load_causal_model(shipped, dtype="float32")
     else:
-        shape = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        shape = {
+            "hidden_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+        }
         small = Qwen3ForCausalLM(Qwen3Config(vocab_size=768, intermediate_size=384, **shape, **plain))
     found = [("shipped (0.7M)", small)]
     if not quick:
-        shape = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
-        large = Qwen3ForCausalLM(Qwen3Config(vocab_size=32000, intermediate_size=2048, tie_word_embeddings=True, **shape, **plain))
+        shape = {
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        }
+        large = Qwen3ForCausalLM(
+            Qwen3Config(vocab_size=32000, intermediate_size=2048, tie_word_embeddings=True, **shape, **plain)
+        )
         found.append(("random (100M)", large))
     for _, model in found:
         model.eval().config._attn_implementation = "sdpa"
@@ -87,7 +102,15 @@ def generation(quick: bool) -> Report:
         engine.close()
     return Report(
         title=f"Generation on the CPU, float32: prompt {PROMPT}, sampled at temperature 1",
-        columns=("model", "requests", "generate tok/s", "exact tok/s", "exact / generate", "first token ms", "bits equal"),
+        columns=(
+            "model",
+            "requests",
+            "generate tok/s",
+            "exact tok/s",
+            "exact / generate",
+            "first token ms",
+            "bits equal",
+        ),
         rows=rows,
         notes=(
             "generate: transformers' own loop, sdpa, one batch of equal lengths; it reports no log-probabilities, the exact engine does.",
@@ -107,7 +130,9 @@ def race(model: Any, engine: Any, count: int, shared: bool, output: int, rounds:
     def plain() -> float:
         start = time.perf_counter()
         length = {"max_new_tokens": output, "min_new_tokens": output}
-        out = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, pad_token_id=0, **length)
+        out = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, pad_token_id=0, **length
+        )
         assert out.shape == (count, PROMPT + output)
         return time.perf_counter() - start
 
@@ -128,7 +153,10 @@ async def ask(engine: Any, prompts: list[list[int]], output: int) -> list[Any]:
 
     engine.core.pool.forget()  # no round profits from the one before
     engine.core.meter.first_token_s.clear()
-    asked = (engine.generate(prompt, Sampling(max_tokens=output, seed=i, extra={"ignore_eos": True})) for i, prompt in enumerate(prompts))
+    asked = (
+        engine.generate(prompt, Sampling(max_tokens=output, seed=i, extra={"ignore_eos": True}))
+        for i, prompt in enumerate(prompts)
+    )
     return await asyncio.gather(*asked)
 
 
@@ -153,7 +181,13 @@ def measure_training(quick: bool) -> Report:
     for name, model in models(quick):
         shapes = ((8, 256), (2, 128)) if "100M" not in name else ((2, 256),)
         for batch, length in shapes:
-            rows.append((name, f"{batch} x {length}", *train_race(model, batch, length, rounds=3 if quick or "100M" in name else 7)))
+            rows.append(
+                (
+                    name,
+                    f"{batch} x {length}",
+                    *train_race(model, batch, length, rounds=3 if quick or "100M" in name else 7),
+                )
+            )
     return Report(
         title="Training on the CPU, float32: forward and backward of -log p",
         columns=("model", "batch", "sdpa ms", "exact ms", "exact / sdpa", "largest |log p| difference"),
@@ -201,8 +235,8 @@ def train_race(model: Any, batch: int, length: int, rounds: int) -> tuple[Any, .
 
 # ---- pipeline ----------------------------------------------------------------------------------------------------
 def measure_pipeline(quick: bool) -> Report:
-    """Each number of stages has an engine of its own, and rounds alternate between them. One thread in each process: with more threads than
-    cores, processes wait for each other's."""
+    """Each number of stages has an engine of its own, and rounds alternate between them. One thread in each process:
+    with more threads than cores, processes wait for each other's."""
     import torch
 
     from tokentrue.engine import ExactEngine
@@ -249,9 +283,13 @@ def pipeline_race(engines: dict[int, Any], count: int, output: int, rounds: int)
     rows: list[tuple[Any, ...]] = []
     for stages, seconds in times.items():
         equal = sum(
-            a == b for one, other in zip(last[1], last[stages], strict=True) for a, b in zip(one.logprobs, other.logprobs, strict=True)
+            a == b
+            for one, other in zip(last[1], last[stages], strict=True)
+            for a, b in zip(one.logprobs, other.logprobs, strict=True)
         )
-        rows.append((stages, count * output / min(seconds), median_ratio(times[1], seconds), f"{equal} of {count * output}"))
+        rows.append(
+            (stages, count * output / min(seconds), median_ratio(times[1], seconds), f"{equal} of {count * output}")
+        )
     return rows
 
 

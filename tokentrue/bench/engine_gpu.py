@@ -1,9 +1,10 @@
 """The exact engine on a CUDA device: speed and bits in one job, never one without the other.
 
-Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an integer, with a plain
-trainer forward over its sequence. With `--shapes`, one table of these shapes beside other engines: vLLM where TOKENTRUE_VLLM names a
-folder that holds it, VeXact where TOKENTRUE_VEXACT names a checkout. Without, the 0.6B shape beside the same engine with exactness off,
-prefix sharing, random schedules, and a pipeline of two processes.
+Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an
+integer, with a plain trainer forward over its sequence. With `--shapes`, one table of these shapes beside other
+engines: vLLM where TOKENTRUE_VLLM names a folder that holds it, VeXact where TOKENTRUE_VEXACT names a checkout.
+Without, the 0.6B shape beside the same engine with exactness off, prefix sharing, random schedules, and a pipeline of
+two processes.
 
     python -m tokentrue.bench.engine_gpu [--quick | --shapes 0.6B 8B 30B-A3B [--peers vllm vllm-invariant vexact]]
 """
@@ -76,7 +77,10 @@ def generate(engine: ExactEngine, prompts: Prompts, samplings: Sequence[Sampling
 
 def count_differing(model: Any, run: Run) -> tuple[int, int]:
     """(tokens whose log-probability differs in any bit from a plain trainer forward, tokens)."""
-    order = sorted(range(len(run.prompts)), key=lambda i: (run.temperatures[i], len(run.prompts[i]) + len(run.completions[i].token_ids)))
+    order = sorted(
+        range(len(run.prompts)),
+        key=lambda i: (run.temperatures[i], len(run.prompts[i]) + len(run.completions[i].token_ids)),
+    )
     wrong = total = 0
     with exact(model), torch.no_grad():
         for temperature, group in itertools.groupby(order, key=lambda i: run.temperatures[i]):
@@ -84,7 +88,9 @@ def count_differing(model: Any, run: Run) -> tuple[int, int]:
                 rows = [[*run.prompts[i], *run.completions[i].token_ids] for i in part]
                 width = max(map(len, rows))
                 trainer = score(
-                    model, torch.tensor([row + [0] * (width - len(row)) for row in rows], device="cuda"), temperature=temperature
+                    model,
+                    torch.tensor([row + [0] * (width - len(row)) for row in rows], device="cuda"),
+                    temperature=temperature,
                 )
                 for i, row, found in zip(part, rows, trainer, strict=True):
                     rollout = torch.tensor(run.completions[i].logprobs, dtype=torch.float32, device="cuda")
@@ -117,7 +123,8 @@ def engine_of(model: Any, *, inexact: bool = False, **options: Any) -> Iterator[
 
 
 def bandwidth_limit(model: Any) -> float:
-    """Tokens per second of one sequence if every weight is read once a token at the bandwidth of a device-to-device copy."""
+    """Tokens per second of one sequence if every weight is read once a token at the bandwidth of a device-to-device
+    copy."""
     source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     times = []
@@ -187,14 +194,18 @@ def replace_bits(shared: Shared, model: Any) -> Report:
         wrong, total = count_differing(model, run)
         rows.append((name, f"{run.rate:.0f}", f"{run.seconds:.2f}", f"{wrong} of {total}"))
     gain = shared.groups.rate / shared.distinct.rate
-    notes = [f"prompt 1,024 tokens; sharing gains {gain:.2f}x; {100 * shared.hits:.0f}% of prompt tokens came from the cache"]
+    notes = [
+        f"prompt 1,024 tokens; sharing gains {gain:.2f}x; {100 * shared.hits:.0f}% of prompt tokens came from the cache"
+    ]
     return Report(title="Prefix sharing", columns=("load", "tok/s", "seconds", "bits differ"), rows=rows, notes=notes)
 
 
 def measure_pipeline(quick: bool) -> list[Report]:
     """One process against two on the same GPU, hidden states through host memory."""
     counts, output, repeats = ((1,), 16, 1) if quick else ((1, 32), 128, 3)
-    model = model_of("0.6B").bfloat16()  # as the engines' copies will be: rotary frequencies are then made anew, on the host, on every side
+    model = model_of(
+        "0.6B"
+    ).bfloat16()  # as the engines' copies will be: rotary frequencies are then made anew, on the host, on every side
     rows = []
     for stages in (1, 2):
         gc.collect()
@@ -205,13 +216,16 @@ def measure_pipeline(quick: bool) -> list[Report]:
             wrong, total = count_differing(model, run)
             rows.append((stages, len(run.prompts), f"{run.rate:.0f}", f"{wrong} of {total}"))
     columns = ("processes", "sequences", "tok/s", "bits differ")
-    notes = [f"random Qwen3-0.6B, bf16, prompt {PROMPT}, output {output}; two processes share the GPU and replay no graphs"]
+    notes = [
+        f"random Qwen3-0.6B, bf16, prompt {PROMPT}, output {output}; two processes share the GPU and replay no graphs"
+    ]
     return [Report(title="Pipeline on one GPU", columns=columns, rows=rows, notes=notes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRun:
-    """What came of a random schedule: log-probabilities that differ, of `tokens`; requests that differ alone, of `asked`."""
+    """What came of a random schedule: log-probabilities that differ, of `tokens`; requests that differ alone, of
+    `asked`."""
 
     wrong: int
     tokens: int
@@ -227,8 +241,13 @@ def storm(model: Any, count: int, seed: int) -> ScheduleRun:
     chance = random.Random(seed)
     chaos = Chaos(pages=random.Random(seed + 1), chunk=lambda request, most: chance.randint(1, most))
     prefix = prompts_of(1, 300, seed)[0]
-    prompts = [[*prefix[: chance.choice((0, 64, 200, 300))], *prompts_of(1, chance.randint(1, 700), seed + i)[0]] for i in range(count)]
-    samplings = [plain(chance.randint(1, 300), seed=i, temperature=chance.choice((0.6, 1.0, 1.0, 1.3))) for i in range(count)]
+    prompts = [
+        [*prefix[: chance.choice((0, 64, 200, 300))], *prompts_of(1, chance.randint(1, 700), seed + i)[0]]
+        for i in range(count)
+    ]
+    samplings = [
+        plain(chance.randint(1, 300), seed=i, temperature=chance.choice((0.6, 1.0, 1.0, 1.3))) for i in range(count)
+    ]
     small = ScheduleLimits(max_requests=128, step_tokens=2048, chunk_tokens=1024)
     with engine_of(model, limits=small, kv_tokens=max(12_000, 75 * count), chaos=chaos) as engine:
         run = generate(engine, prompts, samplings)
@@ -241,7 +260,9 @@ def storm(model: Any, count: int, seed: int) -> ScheduleRun:
         for i in alone:
             again = generate(engine, [prompts[i]], [replace(samplings[i])]).completions[0]
             moved += again.token_ids != run.completions[i].token_ids or again.logprobs != run.completions[i].logprobs
-    return ScheduleRun(wrong=wrong, tokens=total, moved=moved, asked=len(alone), preemptions=preemptions, prefix_hits=hits, first=first)
+    return ScheduleRun(
+        wrong=wrong, tokens=total, moved=moved, asked=len(alone), preemptions=preemptions, prefix_hits=hits, first=first
+    )
 
 
 def where_they_part(engine: ExactEngine, model: Any, run: Run) -> str:
@@ -249,7 +270,8 @@ def where_they_part(engine: ExactEngine, model: Any, run: Run) -> str:
     for prompt, completion, temperature in zip(run.prompts, run.completions, run.temperatures, strict=True):
         if count_differing(model, Run([prompt], [completion], run.seconds, [temperature]))[0]:
             return str(
-                engine.core.compare([*prompt, *completion.token_ids]) or "the operators agree in a plain step: look at the decode graphs"
+                engine.core.compare([*prompt, *completion.token_ids])
+                or "the operators agree in a plain step: look at the decode graphs"
             )
     return ""
 
@@ -262,11 +284,17 @@ def bits(quick: bool) -> list[Report]:
         rows.append((
             shape, f"{found.wrong} of {found.tokens}", f"{found.moved} of {found.asked}", found.preemptions, found.prefix_hits
         ))  # fmt: skip
-        print(f"{shape}: {found.wrong} of {found.tokens} log-probabilities differ. {found.first}", file=sys.stderr, flush=True)
+        print(
+            f"{shape}: {found.wrong} of {found.tokens} log-probabilities differ. {found.first}",
+            file=sys.stderr,
+            flush=True,
+        )
         del model
         torch.cuda.empty_cache()
     columns = ("shape", "log-probabilities differ", "requests that differ alone", "preemptions", "prompt tokens shared")
-    notes = ["random lengths, temperatures, chunk sizes, page order, shared prefixes and preemptions in one run per shape"]
+    notes = [
+        "random lengths, temperatures, chunk sizes, page order, shared prefixes and preemptions in one run per shape"
+    ]
     return [Report(title="Bits under a random schedule, bf16", columns=columns, rows=rows, notes=notes)]
 
 
@@ -275,14 +303,19 @@ TABLE = {"0.6B": ((1, 32, 256), 256), "8B": ((1, 32, 128), 128), "30B-A3B": ((1,
 
 
 def compare_engines(shapes: Sequence[str], peers: Sequence[str]) -> Report:
-    """One row for each shape and number of sequences, with three columns for each peer; results are printed as they come."""
+    """One row for each shape and number of sequences, with three columns for each peer; results are printed as they
+    come."""
     peers = [name for name in peers if is_available(name)]
     rows = []
     for shape in shapes:
         counts, output = TABLE[shape]
-        others = measure_peers([name for name in peers if name != "vexact" or "num_experts" not in SHAPES[shape]], shape, counts, output)
+        others = measure_peers(
+            [name for name in peers if name != "vexact" or "num_experts" not in SHAPES[shape]], shape, counts, output
+        )
         for count, rate, differing in measure_exact(shape, counts, output):
-            print(f"exact {shape}: {count} sequences, {rate:.0f} tok/s, {differing} differ", file=sys.stderr, flush=True)
+            print(
+                f"exact {shape}: {count} sequences, {rate:.0f} tok/s, {differing} differ", file=sys.stderr, flush=True
+            )
             cells = [cell for name in peers for cell in cells_of(others.get(name, {}).get(count), rate)]
             rows.append((shape, count, f"{rate:.0f}", differing, *cells))
     columns = ["shape", "sequences", "exact tok/s", "bits differ"]
@@ -310,7 +343,11 @@ def measure_exact(shape: str, counts: Sequence[int], output: int) -> Iterator[tu
 def cells_of(found: PeerResult | None, exact_rate: float) -> tuple[str, str, str]:
     if found is None:
         return "", "", ""
-    return f"{found.rate:.0f}", f"{exact_rate / found.rate:.2f}", f"{found.wrong} of {found.total}" if found.total else "not compared"
+    return (
+        f"{found.rate:.0f}",
+        f"{exact_rate / found.rate:.2f}",
+        f"{found.wrong} of {found.total}" if found.total else "not compared",
+    )
 
 
 PARTS = (measure_speed, bits, measure_pipeline)
@@ -333,9 +370,15 @@ def text_of(report: Report) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The exact engine on a CUDA device: speed and bits in one job.")
     parser.add_argument("--quick", action="store_true", help="a smoke test")
-    parser.add_argument("--shapes", nargs="+", choices=list(TABLE), default=(), help="one table of these shapes beside other engines")
     parser.add_argument(
-        "--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="the other engines, where their place is given"
+        "--shapes", nargs="+", choices=list(TABLE), default=(), help="one table of these shapes beside other engines"
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=list(PEERS),
+        default=list(PEERS),
+        help="the other engines, where their place is given",
     )
     options = parser.parse_args()
     if options.shapes:

@@ -1,5 +1,5 @@
-"""What exactness costs a trainer on a CUDA device: forward and backward with activation checkpointing, beside sdpa with a table of logits;
-and how far either's gradients are from those of float32.
+"""What exactness costs a trainer on a CUDA device: forward and backward with activation checkpointing, beside sdpa with
+a table of logits; and how far either's gradients are from those of float32.
 
 Random weights in the shapes of Qwen3 models, bf16, log-probabilities of every token.
 
@@ -51,7 +51,11 @@ def cost_of(shape: str, batch: int, tokens: int, *, exactly: bool, repeats: int)
     cost = measure(shape, batch, tokens, exactly=exactly, repeats=repeats)
     gc.collect()
     torch.cuda.empty_cache()
-    print(f"{shape} {batch} × {tokens:,} {'exact' if exactly else 'sdpa'}: {cost.step_ms:.0f} ms", file=sys.stderr, flush=True)
+    print(
+        f"{shape} {batch} × {tokens:,} {'exact' if exactly else 'sdpa'}: {cost.step_ms:.0f} ms",
+        file=sys.stderr,
+        flush=True,
+    )
     return cost
 
 
@@ -80,18 +84,25 @@ def measure(shape: str, batch: int, tokens: int, *, exactly: bool, repeats: int)
 
 
 def gradient_errors(shape: str, batch: int, tokens: int) -> dict[str, float]:
-    """Relative distance of each way's gradients, over all weights, from those of float32: what one step of rounding costs either way.
-    Both sdpa runs compute the same sum; the second has the sequences in another order, as two runs of a trainer would."""
+    """Relative distance of each way's gradients, over all weights, from those of float32: what one step of rounding
+    costs either way. Both sdpa runs compute the same sum; the second has the sequences in another order, as two runs of
+    a trainer would."""
     torch.manual_seed(0)
     model = model_of(shape).train()
     model.config._attn_implementation = "sdpa"
     ids = torch.randint(1000, 100_000, (batch, tokens), device="cuda")
     with exact(model):
         found = {"exact": gradients_of(model, exact_scores, ids)}
-    found |= {"sdpa": gradients_of(model, table_scores, ids), "sdpa, other order": gradients_of(model, table_scores, ids.flip(0))}
+    found |= {
+        "sdpa": gradients_of(model, table_scores, ids),
+        "sdpa, other order": gradients_of(model, table_scores, ids.flip(0)),
+    }
     reference = gradients_of(model.float(), table_scores, ids)
     size = norm_of(reference)
-    errors = {name: norm_of([a.float() - b for a, b in zip(grads, reference, strict=True)]) / size for name, grads in found.items()}
+    errors = {
+        name: norm_of([a.float() - b for a, b in zip(grads, reference, strict=True)]) / size
+        for name, grads in found.items()
+    }
     pair = zip(found["sdpa"], found["sdpa, other order"], strict=True)
     return {**errors, "between the two": norm_of([a.float() - b.float() for a, b in pair]) / size}
 
@@ -139,8 +150,19 @@ def run(*, quick: bool) -> list[Report]:
         rows.append((
             f"{shape} {batch} × {tokens:,}", f"{ours.step_ms:.0f}", none, none, f"{ours.forward_ms:.0f}", none, f"{ours.peak_gib:.1f}", none
         ))  # fmt: skip
-    columns = ("tokens", "exact ms", "sdpa ms", "ratio", "exact forward ms", "sdpa forward ms", "exact peak GiB", "sdpa peak GiB")
-    notes = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}; bf16, forward and backward with activation checkpointing"]
+    columns = (
+        "tokens",
+        "exact ms",
+        "sdpa ms",
+        "ratio",
+        "exact forward ms",
+        "sdpa forward ms",
+        "exact peak GiB",
+        "sdpa peak GiB",
+    )
+    notes = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; bf16, forward and backward with activation checkpointing"
+    ]
     prices = Report(title="Price of exactness in training", columns=columns, rows=rows, notes=notes)
     return [prices, *(report_gradients(*point) for point in GRADIENT_POINTS[: 1 if quick else None])]
 

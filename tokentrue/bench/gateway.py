@@ -1,9 +1,10 @@
 """What the gateway adds to a turn, against a bare reverse proxy in the same run: `tokentrue bench gateway`.
 
-Processes on one machine: this client, an engine stand-in (SGLang's wire format, answers at once), the gateway, and a proxy on the same
-server and client libraries. Agents run conversations with one tool call per turn; each turn goes to the gateway and to the proxy, one
-after the other, so that both see the same noise. CPU time is the kernel's own account of each process.
-`--set key=value` starts a second gateway with that setting (a cache switched off, say) and measures it in the same run.
+Processes on one machine: this client, an engine stand-in (SGLang's wire format, answers at once), the gateway, and a
+proxy on the same server and client libraries. Agents run conversations with one tool call per turn; each turn goes to
+the gateway and to the proxy, one after the other, so that both see the same noise. CPU time is the kernel's own account
+of each process. `--set key=value` starts a second gateway with that setting (a cache switched off, say) and measures it
+in the same run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ TARGETS = {8: 2.3, 128: 1.3}
 FIRST_BYTE_TARGET = 2.0
 CPU_GROWTH_TARGET = 2.0
 THROUGHPUT_TARGET = 0.4
-SHORT, LONG_AGENTS = 32, 2  # conversations up to this turn are played by more agents than longer ones, which take most of the time
+SHORT, LONG_AGENTS = (
+    32,
+    2,
+)  # conversations up to this turn are played by more agents than longer ones, which take most of the time
 WINDOW = 4  # turns on either side of a mark that count for it
 QUIET = 0.1  # cores that other processes may keep busy before the figures are doubtful
 CONCURRENT_AGENTS, CONCURRENT_TURNS = 64, 12
@@ -63,11 +67,16 @@ class Figures:
 
 def run(*, quick: bool = False, settings: Sequence[str] = ()) -> list[Report]:
     marks = (8, 32) if quick else (8, 32, 128, 256)
-    with tempfile.TemporaryDirectory(prefix="tokentrue-bench-") as folder, start_servers(Path(folder), settings) as servers:
+    with (
+        tempfile.TemporaryDirectory(prefix="tokentrue-bench-") as folder,
+        start_servers(Path(folder), settings) as servers,
+    ):
         started, before = time.perf_counter(), others_cpu_s(servers)
         figures, tokens = asyncio.run(measure(servers, marks, agents=4 if quick else 6))
         busy = (others_cpu_s(servers) - before) / (time.perf_counter() - started)
-    note = f"other processes kept {busy:.2f} of {os.cpu_count()} cores busy" + ("; measure again when it is quiet" if busy > QUIET else "")
+    note = f"other processes kept {busy:.2f} of {os.cpu_count()} cores busy" + (
+        "; measure again when it is quiet" if busy > QUIET else ""
+    )
     return [report_latency(figures, marks, tokens, note), report_first_byte(figures), report_throughput(figures)]
 
 
@@ -86,9 +95,19 @@ def standin_settings(model: str, **more: Any) -> dict[str, Any]:
     renderer = load_renderer(model)
     digits = [renderer.encode_sampled(digit)[-1] for digit in "0123456789"]
     tail = [*renderer.encode_sampled(ANSWER_END), renderer.stop_token_ids[0]]
-    call = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": '{"path": "src/module_1000001.py"}'}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "read", "arguments": '{"path": "src/module_1000001.py"}'},
+    }
     message = {"role": "assistant", "content": "Reading on.", "tool_calls": [call]}
-    chat = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [{"index": 0, "message": message}]}
+    chat = {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "message": message}],
+    }
     return {"head": list(renderer.encode_sampled(ANSWER)), "digits": digits, "tail": tail, "chat": chat, **more}
 
 
@@ -98,7 +117,9 @@ class ServerProcess:
     def __init__(self, *command: str, admin_key: str = "") -> None:
         env = {**os.environ, ADMIN_KEY: admin_key}
         arguments = [sys.executable, "-m", *command]
-        self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+        self.process = subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        )
         self.admin_key = admin_key
         assert self.process.stdout is not None
         first = self.process.stdout.readline()
@@ -147,7 +168,9 @@ def others_cpu_s(servers: dict[str, ServerProcess]) -> float:
     return used - time.process_time() - sum(server.cpu_s() for server in servers.values())
 
 
-async def measure(servers: dict[str, ServerProcess], marks: Sequence[int], *, agents: int) -> tuple[dict[str, Figures], dict[int, int]]:
+async def measure(
+    servers: dict[str, ServerProcess], marks: Sequence[int], *, agents: int
+) -> tuple[dict[str, Figures], dict[int, int]]:
     """Figures of every server, and the prompt tokens at each mark."""
     measured = {name: server for name, server in servers.items() if name != "engine"}
     await play(measured, marks[:1], {name: Figures() for name in measured}, {})  # warm-up: not counted
@@ -181,7 +204,9 @@ async def open_conversation(server: ServerProcess) -> Conversation:
     return Conversation(client=client, key=key, agent=Agent(read_pages()))
 
 
-async def play(servers: dict[str, ServerProcess], marks: Sequence[int], figures: dict[str, Figures], tokens: dict[int, int]) -> None:
+async def play(
+    servers: dict[str, ServerProcess], marks: Sequence[int], figures: dict[str, Figures], tokens: dict[int, int]
+) -> None:
     talks = {name: await open_conversation(server) for name, server in servers.items()}
     for turn in range(1, max(marks) + WINDOW + 1):
         mark = mark_near(turn, marks)
@@ -261,8 +286,22 @@ def report_latency(figures: dict[str, Figures], marks: Sequence[int], tokens: di
             proxy_cpu = statistics.median(figures["proxy"].cpu[mark]) * 1e3
             rows.append((name, mark, tokens[mark], *ours, *theirs, ours[0] / theirs[0], target, cpu[mark], proxy_cpu))
         if 256 in cpu:
-            notes.append(f"{name}: CPU per turn at 256 ÷ at 8: {cpu[256] / cpu[8]:.2f} (target ≤ {CPU_GROWTH_TARGET:g})")
-    columns = ("server", "turn", "prompt tokens", "p50 ms", "p99 ms", "proxy p50", "proxy p99", "ratio", "target", "CPU ms", "proxy CPU")
+            notes.append(
+                f"{name}: CPU per turn at 256 ÷ at 8: {cpu[256] / cpu[8]:.2f} (target ≤ {CPU_GROWTH_TARGET:g})"
+            )
+    columns = (
+        "server",
+        "turn",
+        "prompt tokens",
+        "p50 ms",
+        "p99 ms",
+        "proxy p50",
+        "proxy p99",
+        "ratio",
+        "target",
+        "CPU ms",
+        "proxy CPU",
+    )
     return Report(title="time per turn, gateway against bare proxy", columns=columns, rows=rows, notes=notes)
 
 

@@ -1,7 +1,8 @@
 """Correction and diagnosis of one large batch against verl's helper, in one process, call after call.
 
-verl's own code is used where it can be had: installed, or from its wheel in a checkout (`tests/mismatch/peers.py` loads it). Without
-it our own figures are printed, and that it is absent. Time is the processor's, of one thread, so that neighbours disturb it least.
+verl's own code is used where it can be had: installed, or from its wheel in a checkout (`tests/mismatch/peers.py` loads
+it). Without it our own figures are printed, and that it is absent. Time is the processor's, of one thread, so that
+neighbours disturb it least.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def on_device(device: str, *, quick: bool) -> Report:
 
     taken = _time_interleaved({name: timed(call) for name, call in calls.items()}, rounds, time.perf_counter)
     lines = [(name, *_figures(taken, name), _device_peak(calls[name], device)) for name in taken]
-    notes = [f"{rows} rows of up to {width:,} tokens, float32; peak: the allocator's, over one call, in MiB, inputs not counted"]
+    notes = [
+        f"{rows} rows of up to {width:,} tokens, float32; peak: the allocator's, over one call, in MiB, inputs not counted"
+    ]
     if helper is None:
         notes.append(f"verl is absent ({why}): no ratio against it")
     return Report(title=f"correction and diagnosis on {_device_name(device)}", columns=COLUMNS, rows=lines, notes=notes)
@@ -158,7 +161,11 @@ def _agreement(calls: dict[str, Callable[[], Any]]) -> str:
 
 def _peak(name: str, rows: int, width: int) -> float:
     """Resident growth over the second call in a process of its own; the first call pays for what is set up once."""
-    command = [sys.executable, "-c", f"from tokentrue.bench.mismatch import measure; measure({name!r}, {rows}, {width})"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from tokentrue.bench.mismatch import measure; measure({name!r}, {rows}, {width})",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout.splitlines()[-1]))
 

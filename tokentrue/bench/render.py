@@ -1,7 +1,8 @@
-"""Rendering: what `extend` costs at a short and at a long history, beside a peer's bridge and beside rendering everything again.
+"""Rendering: what `extend` costs at a short and at a long history, beside a peer's bridge and beside rendering
+everything again.
 
-Every timed call gets a tool result that was not seen before. The model is a directory named by TOKENTRUE_BENCH_MODEL (a real tokenizer
-with a chat template; Qwen3's for the peer's row), else the small model that ships with the package.
+Every timed call gets a tool result that was not seen before. The model is a directory named by TOKENTRUE_BENCH_MODEL (a
+real tokenizer with a chat template; Qwen3's for the peer's row), else the small model that ships with the package.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ def run(*, quick: bool) -> list[Report]:
         f"model: {Path(model).name}; every call appends a tool result of about 2.2 kB that was not seen before; medians",
         f"the new ids equal those of apply_chat_template on the same messages: {same}",
     )
-    return [Report(title="extend, as ratios in one run", columns=("what", "history tokens", "ms", "ratio"), rows=rows, notes=notes)]
+    return [
+        Report(
+            title="extend, as ratios in one run",
+            columns=("what", "history tokens", "ms", "ratio"),
+            rows=rows,
+            notes=notes,
+        )
+    ]
 
 
 def _text(rng: random.Random, size: int) -> str:
@@ -66,13 +74,23 @@ def _text(rng: random.Random, size: int) -> str:
 
 def _tools() -> list[dict[str, Any]]:
     rng = random.Random(7)
-    parameters = {"type": "object", "properties": {"q": {"type": "string", "description": "what to look for"}}, "required": ["q"]}
-    functions = [{"name": f"tool{index}", "description": _text(rng, 300), "parameters": parameters} for index in range(10)]
+    parameters = {
+        "type": "object",
+        "properties": {"q": {"type": "string", "description": "what to look for"}},
+        "required": ["q"],
+    }
+    functions = [
+        {"name": f"tool{index}", "description": _text(rng, 300), "parameters": parameters} for index in range(10)
+    ]
     return [{"type": "function", "function": function} for function in functions]
 
 
 def _call(rng: random.Random, index: int) -> dict[str, Any]:
-    call = {"id": f"call{index:05d}", "type": "function", "function": {"name": "tool1", "arguments": {"q": _text(rng, 60)}}}
+    call = {
+        "id": f"call{index:05d}",
+        "type": "function",
+        "function": {"name": "tool1", "arguments": {"q": _text(rng, 60)}},
+    }
     return {"role": "assistant", "content": _text(rng, 100), "tool_calls": [call]}
 
 
@@ -84,13 +102,23 @@ def _conversation(renderer: Renderer, tokens: int) -> dict[str, Any]:
     """Messages that end in a turn of calls, and the ids of about `tokens` that were recorded for them."""
     rng = random.Random(tokens)
     tools = _tools()
-    messages: list[dict[str, Any]] = [{"role": "system", "content": _text(rng, 2000)}, {"role": "user", "content": _text(rng, 500)}]
-    rounds = max(1, round((tokens - len(renderer.render(messages, tools).token_ids)) / len(renderer.encode_sampled(_text(rng, 2500)))))
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": _text(rng, 2000)},
+        {"role": "user", "content": _text(rng, 500)},
+    ]
+    rounds = max(
+        1,
+        round(
+            (tokens - len(renderer.render(messages, tools).token_ids)) / len(renderer.encode_sampled(_text(rng, 2500)))
+        ),
+    )
     for index in range(rounds):
         messages += [_call(rng, index), _result(rng, index)]
     messages.append(_call(rng, rounds))
     stop = renderer.stop_token_ids[0]
-    prefix = TokenIds([*renderer.render(messages[:-1], tools).token_ids, *renderer.encode_sampled(messages[-1]["content"]), stop])
+    prefix = TokenIds(
+        [*renderer.render(messages[:-1], tools).token_ids, *renderer.encode_sampled(messages[-1]["content"]), stop]
+    )
     return {"messages": messages, "prefix": prefix, "tools": tools, "rng": rng, "index": rounds}
 
 
@@ -137,7 +165,11 @@ def _whole(model: str, renderer: Renderer, talk: dict[str, Any]) -> tuple[Callab
 
     def ids(new: list[dict[str, Any]]) -> list[int]:
         return tokenizer.apply_chat_template(
-            [*talk["messages"], *new], tools=talk["tools"], add_generation_prompt=True, return_dict=False, **renderer.template_kwargs
+            [*talk["messages"], *new],
+            tools=talk["tools"],
+            add_generation_prompt=True,
+            return_dict=False,
+            **renderer.template_kwargs,
         )
 
     def once() -> float:
@@ -153,6 +185,7 @@ def _whole(model: str, renderer: Renderer, talk: dict[str, Any]) -> tuple[Callab
 
 
 def _time_interleaved(calls: list[Callable[[], float]], rounds: int) -> list[float]:
-    """Medians of calls that take turns, so that another job on the machine slows all of them alike; two rounds are not counted."""
+    """Medians of calls that take turns, so that another job on the machine slows all of them alike; two rounds are not
+    counted."""
     times = [[call() for call in calls] for _ in range(rounds + 2)][2:]
     return [statistics.median(column) for column in zip(*times, strict=True)]

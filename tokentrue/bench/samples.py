@@ -1,7 +1,9 @@
-"""Sample assembly and memory: linear in tokens. Ratios inside one run; the sizes are those at which peers were measured.
+"""Sample assembly and memory: linear in tokens. Ratios inside one run; the sizes are those at which peers were
+measured.
 
-`assembly`: CPU seconds of one session's samples, with every certificate link computed again (one thread that never waits, so CPU time
-is what an idle machine's clock would show). `memory`: what a session keeps per token, arrays, indexes and caches included.
+`assembly`: CPU seconds of one session's samples, with every certificate link computed again (one thread that never
+waits, so CPU time is what an idle machine's clock would show). `memory`: what a session keeps per token, arrays,
+indexes and caches included.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def _tree(turns: int, tokens: int) -> tuple[Any, Any]:
         sampled = TokenIds((i * 104_729 + turn) % 150_000 for i in range(tokens - given_count))
         logprobs = array("d", (-((i * 31 + turn) % 997) / 500 for i in range(len(sampled))))
         versions = (VersionSpan(start=0, end=len(sampled), version=turn // 10),)
-        link = next_link(tree.link_before(parent), given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions)
+        link = next_link(
+            tree.link_before(parent), given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions
+        )
         node = Node(
             id=f"{turn:032x}",
             seq=turn,
@@ -93,7 +97,9 @@ def _linear(curve: tuple[tuple[int, int], ...]) -> Report:
     for _ in range(5):  # interleaved: a disturbance of the machine hits every size
         for size, tree, record in trees:
             made = assemble(tree, record).samples
-            for index, work in enumerate((lambda tree=tree, record=record: assemble(tree, record), lambda made=made: audit(made))):
+            for index, work in enumerate(
+                (lambda tree=tree, record=record: assemble(tree, record), lambda made=made: audit(made))
+            ):
                 best[size][index] = min(best[size][index], _best(work, max(1, 100_000 // size)) / size * 1e9)
     measured = [(size, *times) for size, times in best.items()]
     first = measured[0]
@@ -115,12 +121,23 @@ def _turns(quick: bool) -> Report:
     lengths = (8, 32, 128) if quick else (8, 32, 128, 256)
     measured = [(turns, *asyncio.run(measure_turn(turns))) for turns in lengths]
     for turns, fresh, shared, tokens in measured:
-        rows.append((turns, tokens, f"{fresh:.0f}", f"{fresh / measured[0][1]:.2f}", f"{shared:.0f}", f"{shared / measured[0][2]:.2f}"))
+        rows.append(
+            (
+                turns,
+                tokens,
+                f"{fresh:.0f}",
+                f"{fresh / measured[0][1]:.2f}",
+                f"{shared:.0f}",
+                f"{shared / measured[0][2]:.2f}",
+            )
+        )
     return Report(
         title="one turn of a session (no engine, no tokenizer, no journal)",
         columns=("turns before it", "prompt tokens", "fresh objects, µs", "÷ first", "shared objects, µs", "÷ first"),
         rows=rows,
-        notes=("every request replays the whole history: as new message objects, or as the same objects with new ones appended",),
+        notes=(
+            "every request replays the whole history: as new message objects, or as the same objects with new ones appended",
+        ),
     )
 
 

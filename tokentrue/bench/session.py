@@ -9,7 +9,20 @@ from statistics import median
 from typing import Any
 
 from tokentrue.ids import TokenIds
-from tokentrue.types import Chunk, Completion, Ended, Extension, Finish, Ids, Messages, Parsed, Rendered, Sampling, Tools, TurnRequest
+from tokentrue.types import (
+    Chunk,
+    Completion,
+    Ended,
+    Extension,
+    Finish,
+    Ids,
+    Messages,
+    Parsed,
+    Rendered,
+    Sampling,
+    Tools,
+    TurnRequest,
+)
 
 GIVEN, SAMPLED, STOP = 200, 80, 1
 
@@ -25,13 +38,23 @@ class FreeRenderer:
     def render(self, messages: Messages, tools: Tools | None = None, *, template_kwargs: Any = None) -> Rendered:
         return Rendered(token_ids=TokenIds(self._given * len(messages)))
 
-    def extend(self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Any = None, *, template_kwargs: Any = None) -> Extension:
+    def extend(
+        self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Any = None, *, template_kwargs: Any = None
+    ) -> Extension:
         return Extension(prefix_ids=TokenIds(prefix_ids), added_ids=TokenIds(self._given))
 
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Any = None) -> Parsed:
         number = str(sampled_ids[0])
-        call = {"type": "function", "function": {"name": "look", "arguments": json.dumps({"path": f"src/{number}.py", "lines": [1, 40]})}}
-        message = {"role": "assistant", "content": f"step {number}", "reasoning_content": "let me see " * 20, "tool_calls": [call]}
+        call = {
+            "type": "function",
+            "function": {"name": "look", "arguments": json.dumps({"path": f"src/{number}.py", "lines": [1, 40]})},
+        }
+        message = {
+            "role": "assistant",
+            "content": f"step {number}",
+            "reasoning_content": "let me see " * 20,
+            "tool_calls": [call],
+        }
         return Parsed(message=message, ended=Ended.STOP, stop_id=STOP)
 
     def parser(self, *, prompt_ids: Ids = (), tools: Any = None, early: bool = True) -> Any:
@@ -58,7 +81,9 @@ class FreeEngine:
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         self.count += 1
         ids = (self.count, *range(1_000, 1_000 + SAMPLED - 2), STOP)
-        return Completion(token_ids=TokenIds(ids), logprobs=(-0.5,) * SAMPLED, finish=Finish.STOP, prompt_tokens=len(prompt_ids))
+        return Completion(
+            token_ids=TokenIds(ids), logprobs=(-0.5,) * SAMPLED, finish=Finish.STOP, prompt_tokens=len(prompt_ids)
+        )
 
     def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
         raise NotImplementedError("the benchmark does not stream")
@@ -72,15 +97,22 @@ class FreeEngine:
 
 def _follow(message: Mapping[str, Any]) -> list[Any]:
     replay = {k: v for k, v in message.items() if k != "reasoning_content"}
-    return [replay, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "def f():\n    return 1\n" * 60}]
+    return [
+        replay,
+        {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "def f():\n    return 1\n" * 60},
+    ]
 
 
 async def measure_turn(turns: int, *, times: int = 30) -> tuple[float, float, int]:
-    """Median CPU µs of one more turn after `turns` turns, for a history of new objects and of the same ones; and prompt tokens."""
+    """Median CPU µs of one more turn after `turns` turns, for a history of new objects and of the same ones; and prompt
+    tokens."""
     from tokentrue.turn import Session
 
     session = Session(renderer=FreeRenderer(), provider=FreeEngine())
-    history: list[Any] = [{"role": "system", "content": "You are careful. " * 50}, {"role": "user", "content": "Mend the build."}]
+    history: list[Any] = [
+        {"role": "system", "content": "You are careful. " * 50},
+        {"role": "user", "content": "Mend the build."},
+    ]
     (reply,) = await session.turn(TurnRequest(messages=history))
     fresh: list[float] = []
     shared: list[float] = []

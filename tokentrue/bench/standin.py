@@ -1,7 +1,8 @@
 """An engine stand-in that answers at once: SGLang's /generate wire format over bare asyncio, in a process of its own.
 
-It only counts the prompt's ids, so that a benchmark sees what stands before it. Every answer carries a running number, so that a
-load test can tell each generation from every other. `fails` and `hangs` are shares of calls; `/v1/chat/completions` answers a bare
+It only counts the prompt's ids, so that a benchmark sees what stands before it. Every answer carries a running number,
+so that a load test can tell each generation from every other. `fails` and `hangs` are shares of calls;
+`/v1/chat/completions` answers a bare
 proxy with as many bytes. Run: `python -m tokentrue.bench.standin SETTINGS.json`; it prints its port.
 """
 
@@ -77,11 +78,13 @@ BEHIND = b',"completion_tokens":%d,"weight_version":"1","output_token_logprobs":
 
 
 class Prompts:
-    """Counts the ids of a prompt, so that a gateway can check that every one arrived. An engine has the beginning of a conversation in its
-    cache, and one that answers at once must not count it anew."""
+    """Counts the ids of a prompt, so that a gateway can check that every one arrived. An engine has the beginning of a
+    conversation in its cache, and one that answers at once must not count it anew."""
 
     def __init__(self) -> None:
-        self._seen: dict[bytes, tuple[bytes, int, int]] = {}  # by session: the last body, where its ids end, how many they are
+        self._seen: dict[
+            bytes, tuple[bytes, int, int]
+        ] = {}  # by session: the last body, where its ids end, how many they are
 
     def count(self, body: bytes) -> int:
         end = body.rfind(b'],"sampling_params":')
@@ -149,7 +152,9 @@ class Door(asyncio.Protocol):
             return
         self._start_events()
         for count in range(1, len(self._engine.head) + 7 + len(self._engine.tail) + 1):
-            self._event(b'{"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}],"id":"x","object":"chat.completion.chunk"}')
+            self._event(
+                b'{"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}],"id":"x","object":"chat.completion.chunk"}'
+            )
             if count == 1:
                 await asyncio.sleep(0)  # an engine sends its first token before it has the second
         self._end_events()
@@ -182,7 +187,9 @@ class Door(asyncio.Protocol):
         self._end_events()
 
     def _start_events(self) -> None:
-        self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
 
     def _event(self, data: bytes) -> None:
         line = b"data: " + data + b"\n\n"

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 EXTRAS: dict[str, frozenset[str]] = {
     "gateway": frozenset(
-        {"aiohttp", "httptools", "jinja2", "prometheus_client", "regex", "starlette", "tokenizers", "transformers", "uvicorn", "uvloop"}
+        {
+            "aiohttp",
+            "httptools",
+            "jinja2",
+            "prometheus_client",
+            "regex",
+            "starlette",
+            "tokenizers",
+            "transformers",
+            "uvicorn",
+            "uvloop",
+        }
     ),
     "engine": frozenset({"torch"}),
     "train": frozenset({"matplotlib", "openai", "tensorboard"}),

@@ -1,5 +1,5 @@
-"""The command line: one module per command, imported when it is called; exit 0 fine, 1 found something wrong, 2 called wrong,
-70 a defect of tokentrue itself."""
+"""The command line: one module per command, imported when it is called; exit 0 fine, 1 found something wrong, 2 called
+wrong, 70 a defect of tokentrue itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`
     "lab": "experiments that show where mismatch hurts, and which correction helps: list, run NAME, show NAME",
     "completion": "print a completion script for bash, zsh or fish",
 }
-INSPECT = {"verify", "samples", "sessions", "audit", "diagnose", "view", "doctor"}  # in cli/inspect; the others are in cli/run
+INSPECT = {
+    "verify",
+    "samples",
+    "sessions",
+    "audit",
+    "diagnose",
+    "view",
+    "doctor",
+}  # in cli/inspect; the others are in cli/run
 
 TRACEBACK = "TOKENTRUE_TRACEBACK"
 INTERRUPTED = {
@@ -59,7 +67,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def flush_output(code: int, text: str = "") -> int:
-    """Prints `text` and writes out whatever was printed before; returns the exit code. A full disk is one line, not a traceback at exit."""
+    """Prints `text` and writes out whatever was printed before; returns the exit code. A full disk is one line, not a
+    traceback at exit."""
     try:
         print(text, end="", flush=True)
         return code
@@ -73,14 +82,17 @@ def flush_output(code: int, text: str = "") -> int:
 
 
 def run(name: str, rest: list[str]) -> int:
-    """The command's exit code. What a user can correct (a TokenTrueError, a file, a missing extra) is one line, without a stack trace."""
+    """The command's exit code. What a user can correct (a TokenTrueError, a file, a missing extra) is one line, without
+    a stack trace."""
     import typer
 
     escape_in_output()
     try:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         app.command(name)(load_command(name))
-        code = int(app(rest, prog_name=f"tokentrue {name}", standalone_mode=False) or 0)  # of an interrupted command, typer returns 130
+        code = int(
+            app(rest, prog_name=f"tokentrue {name}", standalone_mode=False) or 0
+        )  # of an interrupted command, typer returns 130
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
@@ -95,7 +107,8 @@ def run(name: str, rest: list[str]) -> int:
 
 
 def escape_in_output() -> None:
-    """What standard output cannot encode is printed as an escape: lone surrogates in damaged files, other scripts on an ASCII terminal."""
+    """What standard output cannot encode is printed as an escape: lone surrogates in damaged files, other scripts on an
+    ASCII terminal."""
     out: Any = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
         out.reconfigure(errors="backslashreplace")
@@ -107,12 +120,16 @@ def load_command(name: str) -> Callable[..., int]:
 
 
 def report_error(name: str, error: Exception) -> int:
-    """One line on stderr, and the exit code. A defect of ours keeps its traceback in a file; TOKENTRUE_TRACEBACK=1 raises it instead."""
+    """One line on stderr, and the exit code. A defect of ours keeps its traceback in a file; TOKENTRUE_TRACEBACK=1
+    raises it instead."""
     if os.environ.get(TRACEBACK):
         raise error
     text, code = message_of(error), 2
     if text is None:
-        text, code = f"internal error: {type(error).__name__}: {error}; the traceback is in {save_traceback(error)}, please report it", 70
+        text, code = (
+            f"internal error: {type(error).__name__}: {error}; the traceback is in {save_traceback(error)}, please report it",
+            70,
+        )
     print(f"tokentrue {name}: {' '.join(text.split())}", file=sys.stderr)
     return code
 

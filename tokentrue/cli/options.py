@@ -12,7 +12,8 @@ SUBJECT = "model: "  # what `tokentrue.hub` and `load_renderer` begin with
 
 
 def require_utf8(option: str, text: str) -> None:
-    """Bytes of the command line that are not UTF-8 arrive as lone surrogates; no name of a session or a group holds any."""
+    """Bytes of the command line that are not UTF-8 arrive as lone surrogates; no name of a session or a group holds
+    any."""
     if not is_utf8(text):
         raise ConfigError(f"{option}: {text!r} is not UTF-8 text")
 

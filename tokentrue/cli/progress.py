@@ -18,7 +18,9 @@ def progress_bar(title: str, total: int, *, quiet: bool = False) -> Generator[Ca
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     note = TextColumn("{task.fields[note]}")
-    with Progress(TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn(), note) as progress:
+    with Progress(
+        TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn(), note
+    ) as progress:
         task = progress.add_task(title, total=total, note="")
 
         def advance(note: str) -> None:
@@ -29,7 +31,8 @@ def progress_bar(title: str, total: int, *, quiet: bool = False) -> Generator[Ca
 
 @contextlib.contextmanager
 def loading(what: str, *, quiet: bool = False) -> Generator[None, None, None]:
-    """Says on stderr that something is being loaded: a spinner with the elapsed time on a terminal, one line elsewhere."""
+    """Says on stderr that something is being loaded: a spinner with the elapsed time on a terminal, one line
+    elsewhere."""
     if quiet:
         yield
         return

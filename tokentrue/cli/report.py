@@ -1,4 +1,5 @@
-"""What the demo found, and its report: one HTML file with the viewer's parts, and rollouts of the first and the last step to read."""
+"""What the demo found, and its report: one HTML file with the viewer's parts, and rollouts of the first and the last
+step to read."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """What the demo found. `ok` is what it promises: reward up (where judged), every token covered, no bit different."""
+    """What the demo found. `ok` is what it promises: reward up (where judged), every token covered, no bit
+    different."""
 
     model: str
     parameters: int
@@ -50,14 +52,19 @@ class DemoResult:
         return rose and self.trained == self.sampled > 0 and self.differing == 0 and self.compared > 0
 
 
-def write_demo_report(path: Path, result: DemoResult, rows: Sequence[Row], *, store: str, samples: Path, renderer: Any) -> None:
-    """`store` and `samples` are what the demo wrote: its sessions, and the samples that it trained on in their order."""
+def write_demo_report(
+    path: Path, result: DemoResult, rows: Sequence[Row], *, store: str, samples: Path, renderer: Any
+) -> None:
+    """`store` and `samples` are what the demo wrote: its sessions, and the samples that it trained on in their
+    order."""
     from tokentrue.sessions.journal import open_journal
     from tokentrue.viewer import ChosenSessions, StoreSource, write_report
 
     source = StoreSource(open_journal(store, read_only=True), name="rollouts of the first and the last step")
     try:
-        write_report(path, demo_report(result, rows), source=ChosenSessions(source, pick_sessions(samples)), renderer=renderer)
+        write_report(
+            path, demo_report(result, rows), source=ChosenSessions(source, pick_sessions(samples)), renderer=renderer
+        )
     finally:
         source.close()
 
@@ -82,7 +89,9 @@ def demo_report(result: DemoResult, rows: Sequence[Row]) -> Report:
     verdict = "The reward rose, every sampled token was trained, and no log-probability differs in any bit between rollout and trainer."
     return Report(
         title="tokentrue demo",
-        verdict=verdict if result.ok else "Not as promised: the reward must rise, coverage must be 100% and no bit may differ.",
+        verdict=verdict
+        if result.ok
+        else "Not as promised: the reward must rise, coverage must be 100% and no bit may differ.",
         ok=result.ok,
         highlights=[
             (f"held-out reward before, {result.tasks} tasks", f"{result.reward_before:.3f}"),
@@ -134,7 +143,17 @@ def _charts(result: DemoResult, rows: Sequence[Row]) -> list[Chart]:
 def _steps_table(rows: Sequence[Row]) -> ReportTable:
     from tokentrue.viewer import ReportTable
 
-    columns = ("step", "reward", "rows trained", "tokens compared", "bits differ", "gradient norm", "play s", "train s", "publish ms")
+    columns = (
+        "step",
+        "reward",
+        "rows trained",
+        "tokens compared",
+        "bits differ",
+        "gradient norm",
+        "play s",
+        "train s",
+        "publish ms",
+    )
     cells = [
         (
             str(number), f"{row['reward']:.3f}", f"{row['rows_trained']:.0f}", f"{row['exact_compared']:.0f}",

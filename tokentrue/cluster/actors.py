@@ -1,9 +1,9 @@
 """The two kinds of actors. Imported where Ray is installed.
 
-A `GatewayActor` serves a gateway with its own engine; started again after a crash it finds its sessions in its journal. Where all gateways
-share a record (PostgreSQL), any of them continues the sessions of one that died with its node. A `RolloutActor` runs rollouts; started
-again, it begins a lost rollout anew in the same session, gets the recorded answers, and samples only what was never answered. So a death
-costs the current turn of the rollouts that it touched.
+A `GatewayActor` serves a gateway with its own engine; started again after a crash it finds its sessions in its journal.
+Where all gateways share a record (PostgreSQL), any of them continues the sessions of one that died with its node. A
+`RolloutActor` runs rollouts; started again, it begins a lost rollout anew in the same session, gets the recorded
+answers, and samples only what was never answered. So a death costs the current turn of the rollouts that it touched.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ ANSWER_S = 10.0  # after which an actor that is being started again is passed ov
 class GatewayActor:
     """`settings` is a ServeConfig; the store is in it, and must outlive the process.
 
-    It listens where Ray says that its node is to be found: loopback on a Ray of one's own, the node's address in a cluster. `newest` names
-    the `NewestWeights` actor of a training run: its weights are loaded before anybody hears where this gateway listens.
+    It listens where Ray says that its node is to be found: loopback on a Ray of one's own, the node's address in a
+    cluster. `newest` names the `NewestWeights` actor of a training run: its weights are loaded before anybody hears
+    where this gateway listens.
     """
 
     def __init__(self, settings: Any, admin_key: str, threads: int = 1, newest: str = "") -> None:
@@ -46,7 +47,8 @@ class GatewayActor:
         self._starting = ThreadPoolExecutor(1).submit(self._start)
 
     def _start(self) -> str:
-        """The address. A gateway that cannot start raises RuntimeError, whatever its reason: a reason may look like an absence."""
+        """The address. A gateway that cannot start raises RuntimeError, whatever its reason: a reason may look like an
+        absence."""
         try:
             self._gateway.__enter__()
             if self._newest:
@@ -102,7 +104,9 @@ class RolloutActor:
 
     async def play(self, plan: Plan, gateways: Sequence[Any]) -> Rollout:
         """`gateways` are handles of the actors that can serve the session, the one that it is pinned to first."""
-        return await play_through(self._environment, plan, lambda: find_gateway(gateways), self._config, self._admin_key)
+        return await play_through(
+            self._environment, plan, lambda: find_gateway(gateways), self._config, self._admin_key
+        )
 
     def pid(self) -> int:
         return os.getpid()
@@ -121,15 +125,21 @@ async def find_gateway(gateways: Sequence[Any]) -> str:
     return await ask(gateways[-1])
 
 
-async def play_through(environment: Any, plan: Plan, whereabouts: Callable[[], Awaitable[str]], config: Any, admin_key: str) -> Rollout:
+async def play_through(
+    environment: Any, plan: Plan, whereabouts: Callable[[], Awaitable[str]], config: Any, admin_key: str
+) -> Rollout:
     """One rollout, begun again in its session while the gateway is away, until `PATIENCE_S` after it first was."""
     began, end = time.perf_counter(), math.inf
     while True:
         try:
             address = await whereabouts()
-            async with GatewaySessions(address, sampling=config.sampling, pin=config.pin, admin_key=admin_key, resume=True) as sessions:
+            async with GatewaySessions(
+                address, sampling=config.sampling, pin=config.pin, admin_key=admin_key, resume=True
+            ) as sessions:
                 try:
-                    return await run_one(environment, plan, sessions, timeout_s=config.timeout_s, is_raised=is_conflict_or_absence)
+                    return await run_one(
+                        environment, plan, sessions, timeout_s=config.timeout_s, is_raised=is_conflict_or_absence
+                    )
                 except SessionConflict:  # it had ended, and the actor that reported it died
                     session_id, reward, samples, coverage = await sessions.read_ended(plan)
             return Rollout(

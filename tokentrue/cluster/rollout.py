@@ -1,8 +1,8 @@
 """tokentrue rollout --ray: gateways and rollout workers as actors, sessions pinned to their gateway.
 
-A rollout belongs to the gateway that its key hashes to. Ray starts dead actors again; a lost rollout is begun anew in its session. With
-`nodes` the actors are placed on that many nodes and share one record, so that the sessions of a node that died continue on the others.
-Nothing here knows about tokens.
+A rollout belongs to the gateway that its key hashes to. Ray starts dead actors again; a lost rollout is begun anew in
+its session. With `nodes` the actors are placed on that many nodes and share one record, so that the sessions of a node
+that died continue on the others. Nothing here knows about tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ JOIN_S = 30.0
 
 
 class Fleet:
-    """The actors of one run. `gateways` and `workers` are Ray handles. `newest` names the actor with a training run's weights."""
+    """The actors of one run. `gateways` and `workers` are Ray handles. `newest` names the actor with a training run's
+    weights."""
 
     def __init__(self, settings: RolloutRun, *, gateways: int, workers: int, nodes: int = 0, newest: str = "") -> None:
         ray = import_ray()
@@ -43,9 +44,12 @@ class Fleet:
         at_once = settings.rollout.concurrency
         worker_class = ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
         self.gateways = [
-            placed(gateway_class, places, number).remote(config, admin_key, newest=newest) for number, config in enumerate(served)
+            placed(gateway_class, places, number).remote(config, admin_key, newest=newest)
+            for number, config in enumerate(served)
         ]
-        self.workers = [placed(worker_class, places, number).remote(settings.rollout, admin_key) for number in range(workers)]
+        self.workers = [
+            placed(worker_class, places, number).remote(settings.rollout, admin_key) for number in range(workers)
+        ]
 
     def gateways_of(self, plan: Plan) -> list[Any]:
         """The one that the rollout is pinned to, by its key alone; then those that could take it over."""
@@ -54,7 +58,10 @@ class Fleet:
 
     def play(self, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> None:
         """Hands out every rollout, and reports each as it ends."""
-        running = [self.workers[number % len(self.workers)].play.remote(plan, self.gateways_of(plan)) for number, plan in enumerate(plans)]
+        running = [
+            self.workers[number % len(self.workers)].play.remote(plan, self.gateways_of(plan))
+            for number, plan in enumerate(plans)
+        ]
         while running:
             ended, running = self._ray.wait(running, num_returns=1)
             for reference in ended:
@@ -90,10 +97,14 @@ def placed(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
         return actor_class
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return actor_class.options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True))
+    return actor_class.options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True)
+    )
 
 
-def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on_rollout: Callable[[Rollout], None]) -> None:
+def play_on_ray(
+    settings: RolloutRun, plans: Sequence[Plan], *, address: str, on_rollout: Callable[[Rollout], None]
+) -> None:
     with attach(address):
         fleet = Fleet(settings, gateways=settings.gateways, workers=settings.workers)
         try:
@@ -104,7 +115,8 @@ def play_on_ray(settings: RolloutRun, plans: Sequence[Plan], *, address: str, on
 
 @contextlib.contextmanager
 def attach(address: str) -> Generator[Any, None, None]:
-    """This process's Ray, or a connection to the one at `address` for as long as the block runs; `local` starts one here."""
+    """This process's Ray, or a connection to the one at `address` for as long as the block runs; `local` starts one
+    here."""
     ray = import_ray()
     mine = not ray.is_initialized()
     if mine:

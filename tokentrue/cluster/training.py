@@ -1,8 +1,10 @@
-"""tokentrue train --ray: gateways with their engines, and environments, as actors on any node; the trainer in this process.
+"""tokentrue train --ray: gateways with their engines, and environments, as actors on any node; the trainer in this
+process.
 
-A version of the weights goes once into Ray's object store, and every gateway loads it from there and confirms it before anything is
-sampled. A `NewestWeights` actor remembers the newest: a gateway that Ray starts again has them before it says where it listens. Lag and
-rounds are those of `tokentrue.train.loop`: a round is sampled by one version, whatever node plays it.
+A version of the weights goes once into Ray's object store, and every gateway loads it from there and confirms it before
+anything is sampled. A `NewestWeights` actor remembers the newest: a gateway that Ray starts again has them before it
+says where it listens. Lag and rounds are those of `tokentrue.train.loop`: a round is sampled by one version, whatever
+node plays it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from tokentrue.cluster.rollout import Fleet, attach, import_ray
 from tokentrue.environments import Plan, Rollout, group_rollouts, log_failure
 from tokentrue.errors import ConfigError, EngineError
 
-REPEATED = {"max_task_retries": -1}  # calls that are repeated when their actor has died: without it Ray fails them while it starts again
+REPEATED = {
+    "max_task_retries": -1
+}  # calls that are repeated when their actor has died: without it Ray fails them while it starts again
 
 
 class NewestWeights:
@@ -73,7 +77,8 @@ class FleetSink:
         await asyncio.gather(*(self._publish(gateway, reference, version) for gateway in self._fleet.gateways))
 
     async def _publish(self, gateway: Any, reference: Any, version: int) -> None:
-        """A gateway that dies meanwhile is waited for: Ray starts it again with the newest weights, and repeats the calls."""
+        """A gateway that dies meanwhile is waited for: Ray starts it again with the newest weights, and repeats the
+        calls."""
         await answer_of(gateway.publish.options(**REPEATED).remote(reference, version), "publish the weights")
         found = await answer_of(gateway.version.options(**REPEATED).remote(), "publish the weights")
         if found != version:
@@ -108,9 +113,11 @@ async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> Asyn
 
 
 def rollouts_of(settings: TrainRun) -> RolloutRun:
-    """The fleet's part of the settings. Journals are of this start alone: rounds of another start may have had other weights."""
+    """The fleet's part of the settings. Journals are of this start alone: rounds of another start may have had other
+    weights."""
     refused = {
-        f"engine {settings.engine.name!r}: its servers are reached from here; leave --ray out": settings.engine.name in REMOTE,
+        f"engine {settings.engine.name!r}: its servers are reached from here; leave --ray out": settings.engine.name
+        in REMOTE,
         "samples: rollouts of a file need no Ray": settings.samples is not None,
         "evaluation.every: not with --ray": bool(settings.evaluation.every),
         "train.acceptance: not with --ray": settings.train.acceptance.enabled,

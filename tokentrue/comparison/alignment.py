@@ -1,7 +1,7 @@
 """The shortest edit script between two sequences (Myers' greedy algorithm), with the work bounded.
 
-Cost grows with length × differences. Past `LIMIT` differences the middle is no longer searched for matches: everything in it counts as
-replaced, which is reported as that many differences and never as fewer.
+Cost grows with length × differences. Past `LIMIT` differences the middle is no longer searched for matches: everything
+in it counts as replaced, which is reported as that many differences and never as fewer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def _search(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[dict[in
     for edits in range(min(len(left) + len(right), LIMIT) + 1):
         trace.append(dict(reach))
         for diagonal in range(-edits, edits + 1, 2):
-            down = diagonal == -edits or (diagonal != edits and reach.get(diagonal - 1, -1) < reach.get(diagonal + 1, -1))
+            down = diagonal == -edits or (
+                diagonal != edits and reach.get(diagonal - 1, -1) < reach.get(diagonal + 1, -1)
+            )
             x = reach[diagonal + 1] if down else reach[diagonal - 1] + 1
             y = x - diagonal
             while x < len(left) and y < len(right) and left[x] == right[y]:

@@ -1,13 +1,14 @@
 """Two id sequences in, graded and aligned differences out.
 
-Both are cut into segments: every structural token is one, every run of other tokens between them is one. The segments are aligned
-(shortest edit script), so that one extra segment is one difference and hides nothing after it. Nothing is trimmed. Graded:
+Both are cut into segments: every structural token is one, every run of other tokens between them is one. The segments
+are aligned (shortest edit script), so that one extra segment is one difference and hides nothing after it. Nothing is
+trimmed. Graded:
 
 * `special_token_count`: a structural token is missing or extra (hard);
 * `special_token_type`: another structural token stands in its place (hard);
 * `non_assistant_text`: text of the prompt, the user or a tool differs, or reads the same from other ids (hard);
-* `assistant_text`: text inside an assistant's turn differs (soft). Other ids with the same text are no difference here: sampled
-  tokens are never canonical.
+* `assistant_text`: text inside an assistant's turn differs (soft). Other ids with the same text are no difference here:
+  sampled tokens are never canonical.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedSpan:
-    """Tokens `[start, end)` of one sequence and their text; empty where the other sequence has something that this one lacks."""
+    """Tokens `[start, end)` of one sequence and their text; empty where the other sequence has something that this one
+    lacks."""
 
     start: int
     end: int
@@ -59,7 +61,8 @@ class ComparedSpan:
 class Mismatch:
     """One difference. `token` is its first token in the actual sequence.
 
-    `message` (by its opener) and `turn` (of the assistant) say where it lies; both count from 0 and are -1 before the first.
+    `message` (by its opener) and `turn` (of the assistant) say where it lies; both count from 0 and are -1 before the
+    first.
     """
 
     kind: Kind
@@ -86,7 +89,8 @@ class _Segment:
 
 
 def compare(expected_ids: Ids, actual_ids: Ids, *, renderer: Reader) -> list[Mismatch]:
-    """Every difference between what a render gives and what a record holds, in order; an empty list where they agree."""
+    """Every difference between what a render gives and what a record holds, in order; an empty list where they
+    agree."""
     expected, actual = _segments(expected_ids, renderer), _segments(actual_ids, renderer)
     found: list[Mismatch] = []
     for mine, theirs in _pairs(expected, actual, expected_ids, actual_ids):
@@ -138,8 +142,12 @@ def _pairs(
     expected: list[_Segment], actual: list[_Segment], expected_ids: Ids, actual_ids: Ids
 ) -> list[tuple[_Segment | None, _Segment | None]]:
     """Segments side by side. First by their exact ids, then, inside what differs, by kind alone."""
-    mine = [(segment.key, *(expected_ids[segment.start : segment.end] if segment.key < 0 else ())) for segment in expected]
-    theirs = [(segment.key, *(actual_ids[segment.start : segment.end] if segment.key < 0 else ())) for segment in actual]
+    mine = [
+        (segment.key, *(expected_ids[segment.start : segment.end] if segment.key < 0 else ())) for segment in expected
+    ]
+    theirs = [
+        (segment.key, *(actual_ids[segment.start : segment.end] if segment.key < 0 else ())) for segment in actual
+    ]
     pairs: list[tuple[_Segment | None, _Segment | None]] = []
     left: list[_Segment] = []
     right: list[_Segment] = []
@@ -178,17 +186,29 @@ def _inner(left: list[_Segment], right: list[_Segment]) -> list[tuple[_Segment |
     return pairs
 
 
-def _difference(mine: _Segment | None, theirs: _Segment | None, expected_ids: Ids, actual_ids: Ids, renderer: Reader) -> Mismatch | None:
+def _difference(
+    mine: _Segment | None, theirs: _Segment | None, expected_ids: Ids, actual_ids: Ids, renderer: Reader
+) -> Mismatch | None:
     one = theirs or mine
     assert one is not None
     expected, actual = _part(mine, expected_ids, renderer, one), _part(theirs, actual_ids, renderer, one)
     kind, detail = _grade(mine, theirs, expected, actual)
     if kind is None:
         return None
-    return Mismatch(kind=kind, expected=expected, actual=actual, turn=one.turn, message=one.message, token=actual.start, detail=detail)
+    return Mismatch(
+        kind=kind,
+        expected=expected,
+        actual=actual,
+        turn=one.turn,
+        message=one.message,
+        token=actual.start,
+        detail=detail,
+    )
 
 
-def _grade(mine: _Segment | None, theirs: _Segment | None, expected: ComparedSpan, actual: ComparedSpan) -> tuple[Kind | None, str]:
+def _grade(
+    mine: _Segment | None, theirs: _Segment | None, expected: ComparedSpan, actual: ComparedSpan
+) -> tuple[Kind | None, str]:
     if mine is None or theirs is None:
         one, what = (theirs, "extra") if mine is None else (mine, "missing")
         assert one is not None
@@ -196,7 +216,11 @@ def _grade(mine: _Segment | None, theirs: _Segment | None, expected: ComparedSpa
             return "special_token_count", f"{what}: {(expected.text or actual.text)!r}"
         return ("assistant_text" if one.assistant else "non_assistant_text"), f"{what} text"
     if mine.key >= 0:
-        return ("special_token_type", f"{actual.text!r} instead of {expected.text!r}") if mine.key != theirs.key else (None, "")
+        return (
+            ("special_token_type", f"{actual.text!r} instead of {expected.text!r}")
+            if mine.key != theirs.key
+            else (None, "")
+        )
     if mine.assistant and theirs.assistant:
         return ("assistant_text", "") if expected.text != actual.text else (None, "")
     return "non_assistant_text", ("the same text from other ids" if expected.text == actual.text else "")

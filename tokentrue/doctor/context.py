@@ -41,7 +41,9 @@ class Examination:
     max_tokens: int = 32
     seed: int = 7
     observations: list[Observation] = field(default_factory=list[Observation])
-    uncertain: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # prompts whose next token is least certain
+    uncertain: list[tuple[int, ...]] = field(
+        default_factory=list[tuple[int, ...]]
+    )  # prompts whose next token is least certain
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Chat prompts of the model's own template."""
@@ -69,7 +71,9 @@ class Examination:
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """All at once, as an engine batches them. Where one fails the others end before its error is raised."""
-        found = await asyncio.gather(*(self.provider.generate(prompt, sampling) for prompt in prompts), return_exceptions=True)
+        found = await asyncio.gather(
+            *(self.provider.generate(prompt, sampling) for prompt in prompts), return_exceptions=True
+        )
         for one in found:
             if isinstance(one, BaseException):
                 raise one

@@ -49,10 +49,12 @@ async def examine(
     interrupt: bool = False,
     on_progress: Progress = lambda _: None,
 ) -> Report:
-    """Runs every probe. `dtype` is what the engine should compute in (the dtype that the model was saved in by default).
+    """Runs every probe. `dtype` is what the engine should compute in (the dtype that the model was saved in by
+    default).
 
-    `engine_model` is the engine's torch module where it runs in this process: then the first layer that differs is looked for.
-    `interrupt` pauses and preempts a running generation too, which holds up the engine's other clients for a moment.
+    `engine_model` is the engine's torch module where it runs in this process: then the first layer that differs is
+    looked for. `interrupt` pauses and preempts a running generation too, which holds up the engine's other clients for
+    a moment.
     """
     exam = Examination(
         provider=provider,
@@ -83,7 +85,9 @@ async def examine(
     if samples:
         on_progress("samples")
         findings += probe_samples(exam, samples)
-    return Report(engine=provider.name, model=str(reference.source or ""), facts=facts, findings=tuple(settle(findings)))
+    return Report(
+        engine=provider.name, model=str(reference.source or ""), facts=facts, findings=tuple(settle(findings))
+    )
 
 
 async def _facts(exam: Examination) -> dict[str, str]:
@@ -98,7 +102,9 @@ def settle(findings: Sequence[Finding]) -> list[Finding]:
     faults = [finding for finding in findings if finding.verdict is Verdict.FAULT]
     kept: list[Finding] = []
     for finding in findings:
-        earlier = next((one.fault for one in faults if finding.fault in FOLLOWS.get(one.fault, ()) and one is not finding), None)
+        earlier = next(
+            (one.fault for one in faults if finding.fault in FOLLOWS.get(one.fault, ()) and one is not finding), None
+        )
         if finding.verdict is Verdict.FAULT and earlier is not None:
             kept.append(cannot_tell(finding.probe, f"{finding.figure}; follows from {earlier}"))
         else:

@@ -1,6 +1,8 @@
-"""Which known fault explains the difference between the engine's numbers and the reference's. Pure functions over vectors.
+"""Which known fault explains the difference between the engine's numbers and the reference's. Pure functions over
+vectors.
 
-`e` is engine - reference, one value per observed token. A hypothesis predicts `h`; its share explained is 1 - Σ|e - h| / Σ|e|.
+`e` is engine - reference, one value per observed token. A hypothesis predicts `h`; its share explained is 1 - Σ|e - h|
+/ Σ|e|.
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ class Explanation:
 
 
 def spread_of(e: Tensor) -> Spread:
-    return Spread(mean=float(e.abs().mean()), largest=float(e.abs().amax())) if e.numel() else Spread(mean=0.0, largest=0.0)
+    return (
+        Spread(mean=float(e.abs().mean()), largest=float(e.abs().amax()))
+        if e.numel()
+        else Spread(mean=0.0, largest=0.0)
+    )
 
 
 def explained_share(e: Tensor, prediction: Tensor) -> float:
@@ -74,7 +80,8 @@ def best(explanations: Sequence[Explanation]) -> Explanation | None:
 
 
 def grows_with_position(e: Tensor, positions: Tensor) -> float:
-    """Mean |e| over the last third of the positions, over that of the first third; wrong position settings make it large."""
+    """Mean |e| over the last third of the positions, over that of the first third; wrong position settings make it
+    large."""
     order = positions.argsort()
     third = max(1, e.numel() // 3)
     first, last = e[order[:third]].abs().mean(), e[order[-third:]].abs().mean()

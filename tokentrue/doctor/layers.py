@@ -1,4 +1,5 @@
-"""The first layer whose output differs between the reference and the engine's own module, where that module is in this process."""
+"""The first layer whose output differs between the reference and the engine's own module, where that module is in this
+process."""
 
 from __future__ import annotations
 
@@ -22,13 +23,20 @@ def locate_difference(exam: Examination, findings: Sequence[Finding], engine_mod
         return []
     if engine_model is None:
         return [cannot_tell(name, "the engine's layers cannot be reached from here; --engine hf can be looked into")]
-    place, size = first_difference(exam.reference.model, engine_model, exam.observations[0].token_ids, TOLERANCES.get(exam.dtype, 1e-4))
-    detail = "no single layer differs: the difference is in what surrounds the layers" if not place else f"first in {place}"
-    return [Finding(probe=name, verdict=Verdict.CANNOT_TELL, figure=f"{size:.2g} relative" if place else "-", detail=detail)]
+    place, size = first_difference(
+        exam.reference.model, engine_model, exam.observations[0].token_ids, TOLERANCES.get(exam.dtype, 1e-4)
+    )
+    detail = (
+        "no single layer differs: the difference is in what surrounds the layers" if not place else f"first in {place}"
+    )
+    return [
+        Finding(probe=name, verdict=Verdict.CANNOT_TELL, figure=f"{size:.2g} relative" if place else "-", detail=detail)
+    ]
 
 
 def first_difference(reference: nn.Module, other: nn.Module, ids: Sequence[int], tolerance: float) -> tuple[str, float]:
-    """The name of the first operator, in the order of execution, whose output differs by more than `tolerance`; "" if none does."""
+    """The name of the first operator, in the order of execution, whose output differs by more than `tolerance`; "" if
+    none does."""
     expected, found = outputs_of(reference, ids), outputs_of(other, ids)
     for name, value in expected.items():
         theirs = found.get(name)

@@ -1,7 +1,7 @@
 """The reference forward: the trainer's model in float32, and copies of it with one known fault each.
 
-A variant predicts what an engine with that fault would report. The engine's own numbers are compared with every prediction, so that a
-fault is named by what it does to the log-probabilities, not by their size alone.
+A variant predicts what an engine with that fault would report. The engine's own numbers are compared with every
+prediction, so that a fault is named by what it does to the log-probabilities, not by their size alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Reference:
         return int(getattr(self.config, "max_position_embeddings", 2048))
 
     def logprobs(self, observations: Sequence[Observation]) -> Tensor:
-        """Of every observed token, end to end, as float64: at the temperature that it was sampled at, over the ids that were kept."""
+        """Of every observed token, end to end, as float64: at the temperature that it was sampled at, over the ids that
+        were kept."""
         return score(self.model, observations)
 
     def logprobs_at(self, observations: Sequence[Observation], temperatures: Sequence[float]) -> Tensor:
@@ -78,7 +79,8 @@ class Reference:
 
 
 def saved_dtype(config: Any) -> str:
-    """The dtype that the model was saved in, which is what engines serve by default. A loaded model's configuration has that of loading."""
+    """The dtype that the model was saved in, which is what engines serve by default. A loaded model's configuration has
+    that of loading."""
     return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
 
@@ -124,7 +126,9 @@ def quantising_cache(dtype: torch.dtype) -> Any:
     class QuantisingCache(DynamicCache):
         """Keys and values lose precision on their way into the cache, as in an engine with a quantised one."""
 
-        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
             keys, values = (states.to(dtype).to(states.dtype) for states in (key_states, value_states))
             return super().update(keys, values, layer_idx, *args, **kwargs)
 
@@ -139,15 +143,23 @@ def variants_of(reference: Reference, *, previous: str | Path | None = None) -> 
     """The faults of weights that can be simulated for this model, the likeliest first."""
     model, config = reference.model, reference.config
     if previous is not None:
-        yield Variant(fault="stale_weights", label=f"weights of {Path(previous).name}", change=lambda _: load_model(previous))
+        yield Variant(
+            fault="stale_weights", label=f"weights of {Path(previous).name}", change=lambda _: load_model(previous)
+        )
     if reference.adapter is not None and reference.source is not None:
         base = reference.source
-        yield Variant(fault="adapter_missing", label=f"without adapter {reference.adapter.name}", change=lambda _: load_model(base))
+        yield Variant(
+            fault="adapter_missing",
+            label=f"without adapter {reference.adapter.name}",
+            change=lambda _: load_model(base),
+        )
     for name in ("float16", "bfloat16"):
         yield dtype_variant(name)
     yield Variant(fault="int8_weights", label="int8 per channel", change=lambda m: quantise(m, to_int8))
     yield Variant(fault="fp8_weights", label="float8_e4m3 per tensor", change=lambda m: quantise(m, to_fp8))
-    yield Variant(fault="fp8_kv_cache", label="KV cache in float8_e4m3", change=lambda m: m, kv_dtype=torch.float8_e4m3fn)
+    yield Variant(
+        fault="fp8_kv_cache", label="KV cache in float8_e4m3", change=lambda m: m, kv_dtype=torch.float8_e4m3fn
+    )
     if any(isinstance(module, nn.Linear) and module.bias is not None for module in model.modules()):
         yield Variant(fault="bias_dropped", label="biases set to 0", change=drop_biases)
     if not getattr(config, "tie_word_embeddings", True):
@@ -156,7 +168,9 @@ def variants_of(reference: Reference, *, previous: str | Path | None = None) -> 
     if "rope_theta" in rope:
         theta = float(rope["rope_theta"])
         for other in sorted({*THETAS, theta * 10, theta / 10} - {theta}):
-            yield Variant(fault="rope", label=f"rope_theta {other:g} instead of {theta:g}", change=rope_change(rope_theta=other))
+            yield Variant(
+                fault="rope", label=f"rope_theta {other:g} instead of {theta:g}", change=rope_change(rope_theta=other)
+            )
         if rope.get("rope_type", "default") != "default":
             yield Variant(fault="rope", label="no rope scaling", change=rope_change(rope_type="default"))
         else:

@@ -25,7 +25,8 @@ class EngineRoutes(Protocol):
         ...
 
     async def preempt(self) -> bool:
-        """Of a paused engine: drops the keys and values of running generations, which are computed again. False: no such route."""
+        """Of a paused engine: drops the keys and values of running generations, which are computed again. False: no
+        such route."""
         ...
 
     async def resume(self) -> bool: ...
@@ -61,7 +62,9 @@ class HttpRoutes:
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds | None:
         model = (await self._provider.health())["model"]
-        return await read_tokens(self._http, "/tokenize", {"model": model, "messages": list(messages), "add_generation_prompt": True})
+        return await read_tokens(
+            self._http, "/tokenize", {"model": model, "messages": list(messages), "add_generation_prompt": True}
+        )
 
     async def pause(self) -> bool:
         return await self._post("/pause?mode=keep") or await self._post("/pause_generation", {"mode": "in_place"})

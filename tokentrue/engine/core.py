@@ -96,7 +96,8 @@ class Core:
         self.scheduler.add(request)
 
     def version_of(self, request: Request) -> int:
-        """Policy version of the weights that sample this request's next token: its adapter's own, where that has one."""
+        """Policy version of the weights that sample this request's next token: its adapter's own, where that has
+        one."""
         adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
         return self.version if adapter is None or adapter.version is None else adapter.version
 
@@ -118,12 +119,17 @@ class Core:
     def proof_steps(self, *, seed: int, adapter: str | None = None, length: int = PROOF_LENGTH) -> list[StepInputs]:
         """Random tokens of one sequence, cut into pieces, in blocks that are free again: later steps overwrite them."""
         length = min(length, self.capacity)
-        ids = torch.randint(0, self.runner.sizes.vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        ids = torch.randint(
+            0, self.runner.sizes.vocabulary, (length,), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
         self.free_blocks(length)
         return cut_steps(self.scheduler, ids, PIECES, adapter)
 
-    def compare(self, ids: Sequence[int], model: nn.Module | None = None, pieces: Sequence[int] = PIECES) -> Difference | None:
-        """The first operator whose bits differ between pages and the forward of `model` (the engine's own, unless given)."""
+    def compare(
+        self, ids: Sequence[int], model: nn.Module | None = None, pieces: Sequence[int] = PIECES
+    ) -> Difference | None:
+        """The first operator whose bits differ between pages and the forward of `model` (the engine's own, unless
+        given)."""
         return difference_of(self.forward, model or self.model, cut_steps(self.scheduler, ids, pieces))
 
     def drain(self) -> None:
@@ -235,7 +241,8 @@ class Core:
         self.notify(request, 1)
 
     def take_run(self, request: Request, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Tokens that a decoding request sampled one after the other, without filters; what follows its end is dropped."""
+        """Tokens that a decoding request sampled one after the other, without filters; what follows its end is
+        dropped."""
         if request.sampling.stop:  # text is read token by token
             for token, logprob in zip(ids, logprobs, strict=True):
                 if request.phase is Phase.RUNNING:
@@ -308,8 +315,9 @@ class Core:
         self.runner.close()
 
     def load(self, weights: Weights, version: int) -> None:
-        """New weights between two steps. Keys and values of the old ones are dropped and computed anew where they are still needed, so
-        that every later token's log-probability is the one of the new weights over its whole context."""
+        """New weights between two steps. Keys and values of the old ones are dropped and computed anew where they are
+        still needed, so that every later token's log-probability is the one of the new weights over its whole
+        context."""
         self.drain()
         self.scheduler.restart()
         try:
@@ -329,8 +337,16 @@ class Core:
 def bursts_of(core: Core) -> Bursts | None:
     """Captured decode steps, on CUDA in one process alone; recurrent states are not captured."""
     runner = core.runner
-    if not isinstance(runner, LocalRunner) or runner.forward.device.type != "cuda" or runner.sizes.num_states is not None:
+    if (
+        not isinstance(runner, LocalRunner)
+        or runner.forward.device.type != "cuda"
+        or runner.sizes.num_states is not None
+    ):
         return None
     return Bursts(
-        core.forward, core.scheduler, capacity=core.capacity, deliver=core.take_run, reject=lambda request: core.take(request, not_finite())
+        core.forward,
+        core.scheduler,
+        capacity=core.capacity,
+        deliver=core.take_run,
+        reject=lambda request: core.take(request, not_finite()),
     )

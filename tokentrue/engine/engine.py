@@ -1,4 +1,5 @@
-"""ExactEngine: the facade. One thread owns the core; callers are asyncio tasks or other threads, and concurrent calls are batched.
+"""ExactEngine: the facade. One thread owns the core; callers are asyncio tasks or other threads, and concurrent calls
+are batched.
 
 engine = ExactEngine("model_dir", device="cpu", dtype="float32")
 completion = await engine.generate(prompt_ids, Sampling(max_tokens=64, seed=1))
@@ -48,7 +49,8 @@ class ExactEngine:
         limits: ScheduleLimits | None = None, max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
         read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None, chaos: Chaos | None = None,
     ) -> None:  # fmt: skip
-        """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes itself."""
+        """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes
+        itself."""
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         where = torch.device(device)
@@ -62,7 +64,9 @@ class ExactEngine:
             if pipeline == 1:
                 runner: Runner = self._local_runner(ops, positions, kv_tokens)
             else:
-                plan = PipelinePlan(stages=pipeline, device=device, max_positions=positions, kv_tokens=kv_tokens, limits=self.limits)
+                plan = PipelinePlan(
+                    stages=pipeline, device=device, max_positions=positions, kv_tokens=kv_tokens, limits=self.limits
+                )
                 runner = start_pipeline(self.model, plan)
                 self.model = runner.model  # its weights are in the stages
             self.contract: Contract = runner.contract
@@ -98,7 +102,8 @@ class ExactEngine:
     ) -> Completion:
         """Sample until a stop, the limit or cancellation of this task (which cancels the generation too).
 
-        `adapter` (or `sampling.extra["adapter"]`) names a loaded LoRA adapter; requests of different adapters share batches.
+        `adapter` (or `sampling.extra["adapter"]`) names a loaded LoRA adapter; requests of different adapters share
+        batches.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -121,12 +126,17 @@ class ExactEngine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         from dataclasses import replace
 
-        return list(await asyncio.gather(*(self.generate(prompt_ids, replace(sampling, seed=child_seed(seed, i))) for i in range(n))))
+        return list(
+            await asyncio.gather(
+                *(self.generate(prompt_ids, replace(sampling, seed=child_seed(seed, i))) for i in range(n))
+            )
+        )
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
     ) -> AsyncIterator[Chunk]:
-        """A chunk per sampled token, then one with the whole completion. Closing the iterator cancels the generation."""
+        """A chunk per sampled token, then one with the whole completion. Closing the iterator cancels the
+        generation."""
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
 
@@ -144,7 +154,9 @@ class ExactEngine:
                 for at in range(sent, request.num_sampled):
                     token, logprob, version = request.tokens[prompt + at], request.logprobs[at], request.versions[at]
                     mask = mask_of(request.kept[at : at + 1]) if sampling.truncates else None
-                    yield Chunk(token_ids=TokenIds((token,)), logprobs=(logprob,), policy_version=version, sampling_mask=mask)
+                    yield Chunk(
+                        token_ids=TokenIds((token,)), logprobs=(logprob,), policy_version=version, sampling_mask=mask
+                    )
                     sent = at + 1
                 if ended:
                     yield Chunk(final=self.result(request))
@@ -153,14 +165,21 @@ class ExactEngine:
             self.cancel(request)
 
     def submit(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[Request], None], *, adapter: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        listener: Callable[[Request], None],
+        *,
+        adapter: str | None = None,
     ) -> Request:
         request = self.request(prompt_ids, sampling, listener, adapter=adapter)
         with self._state:
             if self._closed:
                 raise EngineError("the engine is closed")
             if len(self._inbox) + len(self.core.scheduler.waiting) >= self.limits.max_waiting:
-                raise LimitExceeded(f"{self.limits.max_waiting} requests are waiting already; try again later", retry_after_s=1.0)
+                raise LimitExceeded(
+                    f"{self.limits.max_waiting} requests are waiting already; try again later", retry_after_s=1.0
+                )
             self._inbox.append(request)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="exact-engine", daemon=True)
@@ -168,7 +187,9 @@ class ExactEngine:
             self._state.notify_all()
         return request
 
-    def request(self, prompt_ids: Sequence[int], sampling: Sampling, listener: Any = None, *, adapter: str | None = None) -> Request:
+    def request(
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Any = None, *, adapter: str | None = None
+    ) -> Request:
         """Checked here, so that nothing in the loop can fail because of one caller."""
         ids = tuple(map(int, prompt_ids))
         vocabulary, capacity = self.core.runner.sizes.vocabulary, self.core.capacity
@@ -178,7 +199,9 @@ class ExactEngine:
         if low < 0 or high >= vocabulary:
             raise EngineRejected(f"prompt_ids holds {low if low < 0 else high}, outside the vocabulary of {vocabulary}")
         if len(ids) >= capacity:
-            raise PromptTooLong(f"prompt is too long: {len(ids)} tokens; this engine holds {capacity - 1} and one more to sample")
+            raise PromptTooLong(
+                f"prompt is too long: {len(ids)} tokens; this engine holds {capacity - 1} and one more to sample"
+            )
         unknown = sorted(set(sampling.extra) - EXTRAS)
         if unknown:
             raise SamplingError(f"extra {unknown} unknown to the exact engine; it knows {sorted(EXTRAS)}")
@@ -188,7 +211,9 @@ class ExactEngine:
         if sampling.extra.get("routed_experts") and not has_experts(self.model):
             raise SamplingError("extra routed_experts: this model is no mixture of experts; leave it out")
         if sampling.stop and self.core.read is None:
-            raise SamplingError("stop strings need a reader of tokens: ExactEngine(..., read=renderer.decode); or use stop_token_ids")
+            raise SamplingError(
+                "stop strings need a reader of tokens: ExactEngine(..., read=renderer.decode); or use stop_token_ids"
+            )
         stops = set(sampling.stop_token_ids) | (set() if sampling.extra.get("ignore_eos") else set(self.eos_ids))
         room = capacity - len(ids)
         return Request(
@@ -220,7 +245,8 @@ class ExactEngine:
             self.core.load(weights, version)
 
     def load_adapter(self, name: str, source: AdapterSource, *, config: Any = None, version: int | None = None) -> None:
-        """Load or replace a LoRA adapter: a directory saved by peft, or its state dict with `config` (kept for later loads of the name).
+        """Load or replace a LoRA adapter: a directory saved by peft, or its state dict with `config` (kept for later
+        loads of the name).
 
         Live when this returns. Its completions carry `version`, or the engine's where none is given.
         """

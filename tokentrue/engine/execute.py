@@ -1,4 +1,5 @@
-"""The computing half of a step: logits of the wanted rows, then sampled tokens, prompt log-probabilities and chosen experts.
+"""The computing half of a step: logits of the wanted rows, then sampled tokens, prompt log-probabilities and chosen
+experts.
 
 It runs where the output head is: in the engine's own process, or in the last stage of a pipeline.
 """
@@ -33,8 +34,8 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWants:
-    """What a step must answer. `rows` are token rows whose logits are needed; `sampling` indexes into them. `routing` are the token rows
-    (first, end) of each request that wants to know their experts."""
+    """What a step must answer. `rows` are token rows whose logits are needed; `sampling` indexes into them. `routing`
+    are the token rows (first, end) of each request that wants to know their experts."""
 
     rows: list[int] = field(default_factory=list[int])
     sampling: list[tuple[int, SamplingRow]] = field(default_factory=list[tuple[int, SamplingRow]])
@@ -66,7 +67,9 @@ def wants_of(batch: Sequence[Work]) -> StepWants:
         if scores_prompt(work):
             stop = min(work.start + work.count + 1, len(request.prompt_ids))
             targets = tuple(request.prompt_ids[work.start + 1 : stop])
-            wants.scoring.append(PromptRows(first=len(wants.rows), targets=targets, temperature=request.sampling.temperature or 1.0))
+            wants.scoring.append(
+                PromptRows(first=len(wants.rows), targets=targets, temperature=request.sampling.temperature or 1.0)
+            )
             wants.rows.extend(range(start, start + work.count))
         elif work.samples:
             wants.rows.append(start + work.count - 1)
@@ -86,7 +89,11 @@ def scores_prompt(work: Work) -> bool:
 
 
 def execute(
-    forward: Forward, inputs: StepInputs, wants: StepWants, adapters: Mapping[str, Adapter], prefills: PrefillReplay | None = None
+    forward: Forward,
+    inputs: StepInputs,
+    wants: StepWants,
+    adapters: Mapping[str, Adapter],
+    prefills: PrefillReplay | None = None,
 ) -> StepResult:
     """A whole step in one process."""
     if not wants.routing:
@@ -123,5 +130,8 @@ def answer(forward: Forward, logits: Tensor, wants: StepWants) -> StepResult:
 
 
 def score_prompt(forward: Forward, logits: Tensor, part: PromptRows) -> list[float]:
-    rows, targets = logits[part.first : part.first + len(part.targets)], torch.tensor(part.targets, device=logits.device)
+    rows, targets = (
+        logits[part.first : part.first + len(part.targets)],
+        torch.tensor(part.targets, device=logits.device),
+    )
     return logprobs_of(forward.ops, rows, targets, part.temperature).tolist()

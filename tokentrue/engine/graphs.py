@@ -1,8 +1,10 @@
 """Decode steps on a CUDA device, captured once a batch size and replayed without the host in between.
 
-A step reads and moves device state alone (`Rows`): the sampled token is the next step's input, its place in the pages comes from the row's
-table. The host sees a burst's tokens at its end; what a row samples past its stop is dropped there, and what it writes past its blocks goes
-to the null block. Bits do not change: rows are independent of the batch, and the noise depends on seed and position alone.
+A step reads and moves device state alone (`Rows`): the sampled token is the next step's input, its place in the pages
+comes from the row's table. The host sees a burst's tokens at its end; what a row samples past its stop is dropped
+there, and what it writes past its blocks goes
+to the null block. Bits do not change: rows are independent of the batch, and the noise depends on seed and position
+alone.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Pending:
         return self.ids.t().tolist(), logprobs.tolist(), torch.isfinite(logprobs).all(-1).tolist()
 
 
-def capture_graph(step: Callable[[], Result], pool: tuple[int, int] | None = None) -> tuple[torch.cuda.CUDAGraph, Result]:
+def capture_graph(
+    step: Callable[[], Result], pool: tuple[int, int] | None = None
+) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A graph of what `step` launches, and the tensors that every replay leaves its results in."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -72,14 +76,16 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def start(self, requests: Sequence[Request], steps: int) -> Pending:
-        """Launch the next `steps` steps of requests that are decoding, plain, and own the blocks of the tokens that they will keep."""
+        """Launch the next `steps` steps of requests that are decoding, plain, and own the blocks of the tokens that
+        they will keep."""
         graph, rows = self.captured(len(requests))
         self.fill(rows, requests)
         return self.launch(graph, rows, steps)
 
     @torch.inference_mode()
     def go_on(self, requests: Sequence[Request], steps: int) -> Pending:
-        """The same for the rows of the last launch, whose tokens the host need not have seen; only their blocks may have grown."""
+        """The same for the rows of the last launch, whose tokens the host need not have seen; only their blocks may
+        have grown."""
         graph, rows = self.captured(len(requests))
         rows.tables.copy_(self.table_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
         rows.starts.copy_(rows.positions)
@@ -127,9 +133,16 @@ class DecodeGraphs:
         state[3, :count] = [to_signed(mix((r.seed * GOLDEN + 1) & MASK)) for r in requests]
         numbers[0, :count] = [r.sampling.temperature or 1.0 for r in requests]
         numbers[1, :count] = [r.sampling.temperature > 0 for r in requests]
-        state_d, numbers_d = (torch.from_numpy(a).pin_memory().to(rows.ids.device, non_blocking=True) for a in (state, numbers))
+        state_d, numbers_d = (
+            torch.from_numpy(a).pin_memory().to(rows.ids.device, non_blocking=True) for a in (state, numbers)
+        )
         rows.tables.copy_(self.table_of(requests, size).pin_memory(), non_blocking=True)
-        for target, source in ((rows.ids, state_d[0]), (rows.positions, state_d[1]), (rows.starts, state_d[1]), (rows.slots, state_d[2])):
+        for target, source in (
+            (rows.ids, state_d[0]),
+            (rows.positions, state_d[1]),
+            (rows.starts, state_d[1]),
+            (rows.slots, state_d[2]),
+        ):
             target.copy_(source)
         rows.keys.copy_(state_d[3])
         rows.contexts.copy_(state_d[1] + 1)

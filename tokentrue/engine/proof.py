@@ -1,4 +1,5 @@
-"""The proof at load: this engine's forward over pages equals the model's own forward, bit for bit, on prefill, chunk and decode."""
+"""The proof at load: this engine's forward over pages equals the model's own forward, bit for bit, on prefill, chunk
+and decode."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Ad
         return
     if adapter is not None:
         raise ExactnessError(f"adapter {adapter.name!r}: engine and trainer forwards differ in bits")
-    raise ExactnessError(f"{type(model).__name__} has a part without an exact form; {difference_of(forward, model, steps)}")
+    raise ExactnessError(
+        f"{type(model).__name__} has a part without an exact form; {difference_of(forward, model, steps)}"
+    )
 
 
 def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> Difference | None:

@@ -58,7 +58,9 @@ class LocalRunner:
     depth = 1
     dead: str | None = None
 
-    def __init__(self, model: Any, decoder: Decoder, ops: Ops, contract: Contract, *, num_blocks: int, limits: ScheduleLimits) -> None:
+    def __init__(
+        self, model: Any, decoder: Decoder, ops: Ops, contract: Contract, *, num_blocks: int, limits: ScheduleLimits
+    ) -> None:
         num_states = states_for(decoder, limits)
         self.model = model
         self.contract = contract

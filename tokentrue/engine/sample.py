@@ -1,7 +1,8 @@
-"""Logits to tokens: Gumbel-max with counter-based noise, so that a request's tokens do not depend on what else is in the batch.
+"""Logits to tokens: Gumbel-max with counter-based noise, so that a request's tokens do not depend on what else is in
+the batch.
 
-The noise of a token is a hash of (seed, position, token id), in float64: token = argmax(scaled logits + noise), which samples from the
-softmax. Temperature 0 takes the argmax itself, and then reports log-probabilities at temperature 1.
+The noise of a token is a hash of (seed, position, token id), in float64: token = argmax(scaled logits + noise), which
+samples from the softmax. Temperature 0 takes the argmax itself, and then reports log-probabilities at temperature 1.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def stream_key(seed: int, position: int) -> int:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of a group; index 0 keeps the seed itself. Seeds that are equal modulo 2^64 sample alike."""
+    """The seed of sample `index` of a group; index 0 keeps the seed itself. Seeds that are equal modulo 2^64 sample
+    alike."""
     return seed if index == 0 else to_signed(mix((seed ^ (index * GOLDEN)) & MASK))
 
 
@@ -50,7 +52,8 @@ def counters(vocabulary: int, device: torch.device) -> Tensor:
 
 
 def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torch.device) -> Tensor:
-    """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash (`mix`, on signed integers, so shifts are masked)."""
+    """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash (`mix`, on signed integers, so shifts are
+    masked)."""
     keys = torch.tensor([to_signed(stream_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
     z = keys[:, None] + counters(vocabulary, device)
     z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(to_signed(MIX[0]))
@@ -129,14 +132,18 @@ def kept_ids(filtered_V: Tensor) -> bytes:
 def not_finite() -> Exception:
     from tokentrue.errors import EngineError
 
-    return EngineError("the model's logits are not finite: the weights hold NaN or infinity; load good weights and ask again")
+    return EngineError(
+        "the model's logits are not finite: the weights hold NaN or infinity; load good weights and ask again"
+    )
 
 
 def choose(scaled_RV: Tensor, requests: Sequence[SamplingRow]) -> Tensor:
     noisy = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
     if not noisy:
         return scaled_RV.argmax(-1)
-    noise = gumbel([requests[i].seed for i in noisy], [requests[i].position for i in noisy], scaled_RV.shape[-1], scaled_RV.device)
+    noise = gumbel(
+        [requests[i].seed for i in noisy], [requests[i].position for i in noisy], scaled_RV.shape[-1], scaled_RV.device
+    )
     if len(noisy) == len(requests):
         return noise.add_(scaled_RV).argmax(-1)
     chosen = scaled_RV.argmax(-1)

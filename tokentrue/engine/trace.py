@@ -1,4 +1,5 @@
-"""Where two forward passes part: the first operator, in order of computation, whose bits differ, and the first token that shows it."""
+"""Where two forward passes part: the first operator, in order of computation, whose bits differ, and the first token
+that shows it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Difference:
 
 
 def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]) -> Difference | None:
-    """Both map operator -> [tokens, values], in order of computation; operators that one side does not tell are passed over."""
+    """Both map operator -> [tokens, values], in order of computation; operators that one side does not tell are passed
+    over."""
     for name, found in engine.items():
         wanted = trainer.get(name)
         if wanted is None:
@@ -106,7 +108,9 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
     for index, layer in enumerate(model.model.layers):
         name, children = f"layers.{index}", dict(layer.named_children())
         norms = LAYOUTS[frozenset(children) - MIXERS - {"mlp"}]
-        yield from ((f"{name}.{role}", children[child], result) for role, child in zip(ROLES, norms, strict=True) if child)
+        yield from (
+            (f"{name}.{role}", children[child], result) for role, child in zip(ROLES, norms, strict=True) if child
+        )
         attention = children.get("self_attn")
         if attention is None:
             yield f"{name}.out", children["linear_attn"], result

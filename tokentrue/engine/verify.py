@@ -28,7 +28,8 @@ class Draw:
 
 @torch.no_grad()
 def redraw(core: Core, ids: Sequence[int], proposed: Sequence[int], sampling: Sampling, seed: int) -> list[Draw]:
-    """What the trainer draws after `ids`: proposed tokens as long as it agrees, then its own. One token more than agreed, always."""
+    """What the trainer draws after `ids`: proposed tokens as long as it agrees, then its own. One token more than
+    agreed, always."""
     device = core.forward.device
     room = core.capacity - len(ids)
     proposed = list(proposed)[: room - 1] if room > 0 else []
@@ -43,7 +44,11 @@ def redraw(core: Core, ids: Sequence[int], proposed: Sequence[int], sampling: Sa
             raise result
         draws.append(
             Draw(
-                token_id=result.token_id, logprob=result.logprob, raw_logprob=result.raw_logprob, top=result.top or {}, kept=result.kept
+                token_id=result.token_id,
+                logprob=result.logprob,
+                raw_logprob=result.raw_logprob,
+                top=result.top or {},
+                kept=result.kept,
             )
         )
         if count == len(proposed) or result.token_id != proposed[count]:

@@ -1,8 +1,9 @@
-"""The interface between a rollout and whatever runs in it: an environment lists tasks and runs one with an OpenAI client in hand.
+"""The interface between a rollout and whatever runs in it: an environment lists tasks and runs one with an OpenAI
+client in hand.
 
-An environment never sees tokens, sessions or the trainer, and sets no sampling values: the session pins them. `client` is
-anything with the OpenAI client's `chat.completions.create(...)`: the real `openai.AsyncOpenAI` pointed at a gateway, or a stand-in
-with the same call.
+An environment never sees tokens, sessions or the trainer, and sets no sampling values: the session pins them. `client`
+is anything with the OpenAI client's `chat.completions.create(...)`: the real `openai.AsyncOpenAI` pointed at a gateway,
+or a stand-in with the same call.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from tokentrue.environments.tools import CALCULATOR, calculate, last_number
 
 
 class Calculator:
-    """Reward 1 when the last number of the answer is right, else 0. `steps` fixes how many steps a problem has (otherwise one or two)."""
+    """Reward 1 when the last number of the answer is right, else 0. `steps` fixes how many steps a problem has
+    (otherwise one or two)."""
 
     name = "calculator"
 

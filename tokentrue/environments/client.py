@@ -1,7 +1,7 @@
 """One model call through an OpenAI client, streamed or not, folded into one assistant message.
 
-The message is what an ordinary harness keeps: content and tool calls. Reasoning is shown by the model and dropped here, as most
-harnesses do; the gateway's record does not depend on it.
+The message is what an ordinary harness keeps: content and tool calls. Reasoning is shown by the model and dropped here,
+as most harnesses do; the gateway's record does not depend on it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ async def ask(
 
 def message_of(message: Any) -> dict[str, Any]:
     calls = message.tool_calls or ()
-    plain = [{"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}} for c in calls]
+    plain = [
+        {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}}
+        for c in calls
+    ]
     return make_message(message.content or "", plain)
 
 
@@ -49,7 +52,9 @@ async def message_from_stream(stream: Any) -> dict[str, Any]:
         if delta.content:
             content.append(delta.content)
         for piece in delta.tool_calls or ():
-            call = calls.setdefault(piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+            call = calls.setdefault(
+                piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            )
             call["id"] = piece.id or call["id"]
             if piece.function is not None:
                 call["function"]["name"] += piece.function.name or ""

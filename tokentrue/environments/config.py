@@ -14,7 +14,8 @@ from tokentrue.types import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session, whatever the agent asks for."""
+    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session, whatever the agent
+    asks for."""
 
     environment: str = "calculator"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -23,11 +24,15 @@ class RolloutConfig:
     group_size: int = 8
     temperature: float = 1.0
     max_tokens: int = 64
-    pin: tuple[str, ...] | None = None  # ("system",) keeps the first system prompt of each conversation; None: as the environment asks
+    pin: tuple[str, ...] | None = (
+        None  # ("system",) keeps the first system prompt of each conversation; None: as the environment asks
+    )
     concurrency: int = 64
     timeout_s: float = 120.0
     max_failed: float = 0.5  # share of a training round's rollouts that may fail; more stop the run
-    resample: int = 0  # of a training round: how often groups whose rewards are all equal are replaced by groups of other tasks
+    resample: int = (
+        0  # of a training round: how often groups whose rewards are all equal are replaced by groups of other tasks
+    )
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -51,5 +56,6 @@ class RolloutConfig:
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """Filters are pinned off: agents ask for them, and log-probabilities would then be those of another distribution."""
+        """Filters are pinned off: agents ask for them, and log-probabilities would then be those of another
+        distribution."""
         return {"temperature": self.temperature, "max_tokens": self.max_tokens, "top_p": 1.0, "top_k": 0}

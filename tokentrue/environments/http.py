@@ -1,8 +1,8 @@
 """Sessions on a gateway over HTTP: opened by the admin routes, used with the real OpenAI client, closed with a reward.
 
-Every model call carries an Idempotency-Key made of its body and of how often this rollout has sent that body before. A retry, or a
-rollout that is begun again in its session after a crash, therefore gets the recorded answers and adds nothing; only what was never
-answered is sampled.
+Every model call carries an Idempotency-Key made of its body and of how often this rollout has sent that body before. A
+retry, or a rollout that is begun again in its session after a crash, therefore gets the recorded answers and adds
+nothing; only what was never answered is sampled.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class GatewaySession:
 class GatewaySessions:
     """A pool of connections to one gateway. Use as an async context manager.
 
-    `resume` names sessions after their rollouts, so that one which exists already is gone on with; that takes the admin key.
-    `pin` names prompts that are pinned in every session (see `session_settings`).
+    `resume` names sessions after their rollouts, so that one which exists already is gone on with; that takes the admin
+    key. `pin` names prompts that are pinned in every session (see `session_settings`).
     `retries` is how often an administrative call or a model call is tried again while the gateway is away.
     """
 
@@ -82,9 +82,15 @@ class GatewaySessions:
         except ImportError as error:
             raise ConfigError("the OpenAI client is missing: pip install 'tokentrue[train]'") from error
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=self._timeout_s, event_hooks={"request": [self._name]})
-        self._openai = openai.AsyncOpenAI(base_url=self.base_url, api_key="unset", http_client=http, max_retries=self._retries)
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s), connector=aiohttp.TCPConnector(limit=0))
+        http = openai.DefaultAsyncHttpxClient(
+            limits=limits, timeout=self._timeout_s, event_hooks={"request": [self._name]}
+        )
+        self._openai = openai.AsyncOpenAI(
+            base_url=self.base_url, api_key="unset", http_client=http, max_retries=self._retries
+        )
+        self._http = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s), connector=aiohttp.TCPConnector(limit=0)
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -107,7 +113,8 @@ class GatewaySessions:
 
     @asynccontextmanager
     async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession, None]:
-        """A session for one rollout. It is ended when the block ends in order; after an error it stays, to be looked at or resumed."""
+        """A session for one rollout. It is ended when the block ends in order; after an error it stays, to be looked at
+        or resumed."""
         session_id, base_url, api_key = await self._create(plan)
         yield GatewaySession(self, session_id, self._openai.with_options(base_url=base_url, api_key=api_key))
         await self.call("DELETE", f"/sessions/{session_id}" + ("?purge=true" if self._purge else ""))
@@ -127,7 +134,8 @@ class GatewaySessions:
         return made["session_id"], made["base_url"], made["api_key"]
 
     async def read_ended(self, plan: Plan) -> tuple[str, float, Sequence[Any], Mapping[str, Any]]:
-        """Session, reward, samples and coverage of a rollout that has ended before. Raises SessionConflict where it has not."""
+        """Session, reward, samples and coverage of a rollout that has ended before. Raises SessionConflict where it has
+        not."""
         session_id = resumed_id(plan)
         state = await self.call("GET", f"/sessions/{session_id}")
         if state["state"] != "ended" or state["reward"] is None:

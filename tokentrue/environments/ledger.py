@@ -1,4 +1,5 @@
-"""Compaction: questions one after the other; after every two the harness asks for a summary and goes on from it in a fresh context.
+"""Compaction: questions one after the other; after every two the harness asks for a summary and goes on from it in a
+fresh context.
 
 The session then holds several roots. Each is a sample of its own, and together they train every sampled token.
 """
@@ -32,7 +33,14 @@ class Ledger:
         for problem in islice(problems(rng, split=split, steps=self.questions), count):
             told = [problem.told(step) for step in problem.steps]
             data = {"opening": problem.opening, "told": told}
-            found.append(Task(task_id=f"{self.name}/{digest(problem.text)[:12]}", prompt=problem.text, answer=problem.answer, data=data))
+            found.append(
+                Task(
+                    task_id=f"{self.name}/{digest(problem.text)[:12]}",
+                    prompt=problem.text,
+                    answer=problem.answer,
+                    data=data,
+                )
+            )
         return found
 
     async def run(self, client: Any, task: Task) -> float:

@@ -1,7 +1,8 @@
-"""Word problems with whole numbers 0..99: the pure generator behind the environments and behind the shipped model's training data.
+"""Word problems with whole numbers 0..99: the pure generator behind the environments and behind the shipped model's
+training data.
 
-Invariants: the same `random.Random` state gives the same problem; every intermediate value of a right solution lies in 0..99;
-a problem's split follows from its text (`base.split_of`), so held-out texts never reach a training generator.
+Invariants: the same `random.Random` state gives the same problem; every intermediate value of a right solution lies in
+0..99; a problem's split follows from its text (`base.split_of`), so held-out texts never reach a training generator.
 """
 
 from __future__ import annotations
@@ -118,7 +119,24 @@ class PriceList:
 
 GOODS: Sequence[str] = (
     *THINGS,
-    *["bread", "milk", "salt", "tea", "rice", "soap", "rope", "lamp", "nails", "paint", "wood", "wool", "corn", "beans", "pears", "honey"],
+    *[
+        "bread",
+        "milk",
+        "salt",
+        "tea",
+        "rice",
+        "soap",
+        "rope",
+        "lamp",
+        "nails",
+        "paint",
+        "wood",
+        "wool",
+        "corn",
+        "beans",
+        "pears",
+        "honey",
+    ],
 )
 
 

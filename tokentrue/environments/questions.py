@@ -34,7 +34,9 @@ class Questions:
         return [task_of(*rng.choice(known)) for _ in range(count)]
 
     async def run(self, client: Any, task: Task) -> float:
-        reply = await client.chat.completions.create(model="tokentrue", messages=[{"role": "user", "content": task.prompt}])
+        reply = await client.chat.completions.create(
+            model="tokentrue", messages=[{"role": "user", "content": task.prompt}]
+        )
         return float(is_right(reply.choices[0].message.content or "", str(task.data["answer"])))
 
 

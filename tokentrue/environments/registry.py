@@ -23,7 +23,9 @@ ENVIRONMENTS: Mapping[str, str] = {
 }
 
 
-LOG = logging.getLogger("tokentrue.rollouts")  # tracebacks of user code; `tokentrue rollout` and `train` write them to rollouts.log
+LOG = logging.getLogger(
+    "tokentrue.rollouts"
+)  # tracebacks of user code; `tokentrue rollout` and `train` write them to rollouts.log
 LOG.addHandler(logging.NullHandler())
 
 
@@ -40,7 +42,9 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     if not attribute:
         raise ConfigError(f"environment: no {name!r}; one of {', '.join(ENVIRONMENTS)}, or package.module:Class")
     if name not in ENVIRONMENTS and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `tokentrue` is a script of its own folder: a module beside the user's files is not on its path
+        sys.path.insert(
+            0, os.getcwd()
+        )  # `tokentrue` is a script of its own folder: a module beside the user's files is not on its path
     try:
         made = getattr(import_module(module_name), attribute)(**(options or {}))
     except ConfigError:  # an environment that names what is wrong with its options

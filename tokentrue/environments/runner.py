@@ -1,7 +1,7 @@
 """Runs groups of rollouts: n per task, a bounded number at once, each with its own time limit and its own failure.
 
-Invariants: every planned rollout ends in exactly one `Rollout`; an exception or a time-out costs that rollout alone; what a rollout
-samples depends on its seed and not on what runs beside it.
+Invariants: every planned rollout ends in exactly one `Rollout`; an exception or a time-out costs that rollout alone;
+what a rollout samples depends on its seed and not on what runs beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tokentrue.plain_json import is_utf8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One rollout to be run. `key` is unique in a run and names its session, so that a resumed run knows what is done."""
+    """One rollout to be run. `key` is unique in a run and names its session, so that a resumed run knows what is
+    done."""
 
     key: str
     group: str
@@ -34,7 +35,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One rollout that ran. `reward` is None where it failed, and then `error` says how; `trace` is the traceback of what was raised."""
+    """One rollout that ran. `reward` is None where it failed, and then `error` says how; `trace` is the traceback of
+    what was raised."""
 
     plan: Plan
     session_id: str
@@ -76,14 +78,19 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
     plans: list[Plan] = []
     for task in tasks:
         if not is_utf8(task.task_id):
-            raise ConfigError(f"tasks: the id {task.task_id!r} holds a lone surrogate, which UTF-8 cannot hold; choose another id")
+            raise ConfigError(
+                f"tasks: the id {task.task_id!r} holds a lone surrogate, which UTF-8 cannot hold; choose another id"
+            )
         group = f"{tag}/{task.task_id}" if tag else task.task_id
-        plans += [Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=seed_of(seed, group, i)) for i in range(n)]
+        plans += [
+            Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=seed_of(seed, group, i)) for i in range(n)
+        ]
     return plans
 
 
 def session_settings(plan: Plan, sampling: Mapping[str, Any], pin: Sequence[str] | None = None) -> dict[str, Any]:
-    """What a rollout's session is opened with. `pin` None leaves it to the task (`data["pin"]`), and then to the gateway."""
+    """What a rollout's session is opened with. `pin` None leaves it to the task (`data["pin"]`), and then to the
+    gateway."""
     metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
     settings: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**sampling, "seed": plan.seed}}
     said = plan.task.data.get("pin") if pin is None else pin
@@ -98,7 +105,8 @@ async def run_one(
     timeout_s: float,
     is_raised: Callable[[Exception], bool] = lambda _: False,
 ) -> Rollout:
-    """An agent may raise anything, SystemExit and the CancelledError of a task of its own included; it costs this rollout alone.
+    """An agent may raise anything, SystemExit and the CancelledError of a task of its own included; it costs this
+    rollout alone.
 
     A cancellation of the rollout itself, and errors of which `is_raised` holds, are left to the caller.
     """
@@ -121,7 +129,13 @@ async def run_one(
             raise
         return failed_rollout(plan, error, began, session_id=session_id)
     return Rollout(
-        plan=plan, session_id=session_id, reward=reward, error=None, seconds=time.perf_counter() - began, samples=samples, coverage=coverage
+        plan=plan,
+        session_id=session_id,
+        reward=reward,
+        error=None,
+        seconds=time.perf_counter() - began,
+        samples=samples,
+        coverage=coverage,
     )
 
 
@@ -137,11 +151,14 @@ def failed_rollout(plan: Plan, error: BaseException | str, began: float, *, sess
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         trace = escape_surrogates("".join(traceback.format_exception(error)).rstrip())
     seconds = time.perf_counter() - began
-    return Rollout(plan=plan, session_id=session_id, reward=None, error=escape_surrogates(str(said)), seconds=seconds, trace=trace)
+    return Rollout(
+        plan=plan, session_id=session_id, reward=None, error=escape_surrogates(str(said)), seconds=seconds, trace=trace
+    )
 
 
 def escape_surrogates(text: str) -> str:
-    """Lone surrogates as `\\udce9`: files, logs and terminals take UTF-8. An error that names such a file holds them."""
+    """Lone surrogates as `\\udce9`: files, logs and terminals take UTF-8. An error that names such a file holds
+    them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -13,7 +13,8 @@ from tokentrue.environments.tools import CALCULATOR, PRICES, calculate, last_num
 
 
 class Shop:
-    """Reward 1 when the sum of the two prices is right. `pages` repeats the list under further headings to lengthen the output."""
+    """Reward 1 when the sum of the two prices is right. `pages` repeats the list under further headings to lengthen the
+    output."""
 
     name = "shop"
 
@@ -29,7 +30,9 @@ class Shop:
             key = f"{prices.text}\n{prices.listing}"
             if split_of(key) == split:
                 data = {"listing": prices.listing}
-                found.append(Task(task_id=f"{self.name}/{digest(key)[:12]}", prompt=prices.text, answer=prices.answer, data=data))
+                found.append(
+                    Task(task_id=f"{self.name}/{digest(key)[:12]}", prompt=prices.text, answer=prices.answer, data=data)
+                )
         return found
 
     async def run(self, client: Any, task: Task) -> float:

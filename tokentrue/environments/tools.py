@@ -24,7 +24,8 @@ EXPRESSION = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
 
 
 def calculate(arguments: str) -> str:
-    """The value of `{"expression": "12 + 5"}`, or a sentence that the model can read: a bad call is an answer, not a crash."""
+    """The value of `{"expression": "12 + 5"}`, or a sentence that the model can read: a bad call is an answer, not a
+    crash."""
     try:
         expression = json.loads(arguments)["expression"]
     except (ValueError, KeyError, TypeError):

@@ -53,7 +53,9 @@ class AdmissionGate:
         if self.closing:
             raise HttpError(503, "shutting_down", "the gateway is shutting down; send this again", retry_after_s=1.0)
         if self.in_flight >= self._config.limits.in_flight:
-            raise HttpError(429, "too_many_in_flight", f"{self.in_flight} generations are in flight; try again", retry_after_s=1.0)
+            raise HttpError(
+                429, "too_many_in_flight", f"{self.in_flight} generations are in flight; try again", retry_after_s=1.0
+            )
         self.in_flight += 1
         self._idle.clear()
         try:
@@ -67,11 +69,15 @@ class AdmissionGate:
         if not self.paused:
             return
         if self.waiting + self.in_flight >= self._config.limits.in_flight:
-            raise HttpError(429, "too_many_in_flight", "paused, and enough generations wait; try again", retry_after_s=5.0)
+            raise HttpError(
+                429, "too_many_in_flight", "paused, and enough generations wait; try again", retry_after_s=5.0
+            )
         self.waiting += 1
         try:
             await asyncio.wait_for(self._open.wait(), self._config.pause_wait_s)
         except TimeoutError:
-            raise HttpError(503, "paused", "generation is paused by the administrator; try again", retry_after_s=10.0) from None
+            raise HttpError(
+                503, "paused", "generation is paused by the administrator; try again", retry_after_s=10.0
+            ) from None
         finally:
             self.waiting -= 1

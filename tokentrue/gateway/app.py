@@ -1,7 +1,7 @@
 """The ASGI application: routes, the one place where errors become answers, and start-up and shutdown.
 
-Invariant: `GENERATES` and `GOOGLE_STREAMS` are the whole list of generating paths, and each of them runs a recorded turn. Any other path is
-refused.
+Invariant: `GENERATES` and `GOOGLE_STREAMS` are the whole list of generating paths, and each of them runs a recorded
+turn. Any other path is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from tokentrue.gateway.admin.routes import admin_routes
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send, WatchedSend, problem_headers, send_json
 from tokentrue.gateway.auth import SessionAccess
 from tokentrue.gateway.config import GatewayConfig
-from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, PathFields, ReasoningSigner
+from tokentrue.gateway.dialects import (
+    Anthropic,
+    Dialect,
+    Google,
+    OpenAIChat,
+    OpenAIResponses,
+    PathFields,
+    ReasoningSigner,
+)
 from tokentrue.gateway.dialects.base import Problem
 from tokentrue.gateway.memory import release_freed_memory
 from tokentrue.gateway.metrics.meter import MeteredProvider
@@ -36,7 +44,11 @@ from tokentrue.sessions.journal import Journal
 from tokentrue.tracing import annotate, is_traced, stop_tracing, trace_request
 
 LOG = logging.getLogger("tokentrue.gateway")
-GENERATES: Mapping[str, str] = {"chat/completions": "openai_chat", "responses": "openai_responses", "messages": "anthropic"}
+GENERATES: Mapping[str, str] = {
+    "chat/completions": "openai_chat",
+    "responses": "openai_responses",
+    "messages": "anthropic",
+}
 # Google generates under models/{model}:{verb}.
 GOOGLE_STREAMS: Mapping[str, bool] = {"generateContent": False, "streamGenerateContent": True}
 GOOGLE_COUNTS = "countTokens"
@@ -52,7 +64,8 @@ ERROR_DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in EV
 
 
 class Gateway:
-    """`renderer_for` gives the renderer of a history policy ("keep" or "template"); `view` makes the page under `/view`."""
+    """`renderer_for` gives the renderer of a history policy ("keep" or "template"); `view` makes the page under
+    `/view`."""
 
     def __init__(
         self,
@@ -64,7 +77,9 @@ class Gateway:
         workers: WorkerLinks | None = None,
         view: LoadPage | None = None,
     ) -> None:
-        self.services = build_services(config=config, renderer_for=renderer_for, provider=provider, journal=journal, workers=workers)
+        self.services = build_services(
+            config=config, renderer_for=renderer_for, provider=provider, journal=journal, workers=workers
+        )
         model_requests = ModelRequests(self.services.config, TurnHandler(self.services), self.services)
         roots = [f"{root}/{version}" for root in ("", "/sessions/{session_id}") for version in VERSIONS]
         model_routes = [Route(f"{root}/{{operation:path}}", model_requests) for root in roots]
@@ -94,8 +109,8 @@ class Gateway:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Every error of every request becomes an answer here, in the dialect of its path; inner handlers record or log it and raise it
-        again."""
+        """Every error of every request becomes an answer here, in the dialect of its path; inner handlers record or log
+        it and raise it again."""
         dialect = ERROR_DIALECTS[dialect_name(scope["path"])]
         watched = WatchedSend(send)
         try:
@@ -104,7 +119,9 @@ class Gateway:
             self.services.metrics.errors.labels(dialect.name, "client_gone").inc()
         except asyncio.CancelledError:  # the server stops and has waited long enough for this request
             if not watched.started:
-                stopping = HttpError(503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0)
+                stopping = HttpError(
+                    503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0
+                )
                 await self._answer_problem(problem_from(stopping), dialect, scope, watched)
         except Exception as error:
             problem = problem_from(error)
@@ -113,7 +130,8 @@ class Gateway:
             await self._answer_problem(problem, dialect, scope, watched)
 
     async def _answer_problem(self, problem: Problem, dialect: Dialect, scope: Scope, send: WatchedSend) -> None:
-        """As the answer, or as the last event of a stream that has begun. An answer that is sent already stays as it is."""
+        """As the answer, or as the last event of a stream that has begun. An answer that is sent already stays as it
+        is."""
         self.services.metrics.errors.labels(dialect.name, problem.code).inc()
         stream: EventStream | None = scope.get(STREAM)
         if not send.started:
@@ -196,10 +214,16 @@ class ModelRequests:
             except NotOpened as error:  # nothing of the body has been read
                 await self._services.peers.forward(error.elsewhere, scope, receive, send)
 
-    async def _dispatch(self, operation: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _dispatch(
+        self, operation: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         model, verb = google_call(operation)
         in_google = dialect_name(scope["path"]) == "google"
-        known = verb in GOOGLE_STREAMS or verb == GOOGLE_COUNTS if in_google else operation in GENERATES or operation in (COUNTS, LISTS)
+        known = (
+            verb in GOOGLE_STREAMS or verb == GOOGLE_COUNTS
+            if in_google
+            else operation in GENERATES or operation in (COUNTS, LISTS)
+        )
         if not known:
             raise HttpError(404, "unknown_path", "no such path; docs/gateway.md lists the routes")
         expected = "GET" if operation == LISTS else "POST"
@@ -218,7 +242,9 @@ class ModelRequests:
         else:
             await self._turns.find(access)
             base = self._config.model
-            await send_json(send, 200, list_models(base, *(f"{base}:{name}" for name in self._services.provider.adapters)))
+            await send_json(
+                send, 200, list_models(base, *(f"{base}:{name}" for name in self._services.provider.adapters))
+            )
 
 
 def dialect_name(path: str) -> str:
@@ -249,6 +275,12 @@ def check_streamed_as_events(in_path: PathFields, scope: Scope) -> None:
 
 def list_models(*names: str) -> dict[str, Any]:
     """Both vendors' fields: OpenAI's list and Anthropic's page."""
-    kind = {"object": "model", "type": "model", "created": 0, "owned_by": "tokentrue", "created_at": "1970-01-01T00:00:00Z"}
+    kind = {
+        "object": "model",
+        "type": "model",
+        "created": 0,
+        "owned_by": "tokentrue",
+        "created_at": "1970-01-01T00:00:00Z",
+    }
     data = [{"id": name, **kind, "display_name": name} for name in names]
     return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}

@@ -1,7 +1,8 @@
-"""Keys. A session's key names the session, so that any worker knows its owner, and ends in a secret of which only the hash is stored.
+"""Keys. A session's key names the session, so that any worker knows its owner, and ends in a secret of which only the
+hash is stored.
 
-Nothing else opens anything: no default key, and no key in a URL but the `?key=` of Google's protocol. Comparisons take constant time,
-and keys are never logged.
+Nothing else opens anything: no default key, and no key in a URL but the `?key=` of Google's protocol. Comparisons take
+constant time, and keys are never logged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 def check_session_id(value: str) -> str:
     if not SESSION_ID.fullmatch(value):
-        raise InputError("session_id: use 1 to 128 of the characters A-Z a-z 0-9 . _ : -, starting with a letter or a digit")
+        raise InputError(
+            "session_id: use 1 to 128 of the characters A-Z a-z 0-9 . _ : -, starting with a letter or a digit"
+        )
     return value
 
 
@@ -73,12 +76,15 @@ class ApiKeys:
         return hmac.compare_digest(presented.encode(), self._admin)
 
     def authenticate(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
-        """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one that the key names,
-        or, with the admin key, the one in the header `X-Session-ID`, for programs that run many rollouts against one address.
-        `in_url` is a key from the query, where the dialect has one there; a header wins over it."""
+        """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one
+        that the key names, or, with the admin key, the one in the header `X-Session-ID`, for programs that run many
+        rollouts against one address. `in_url` is a key from the query, where the dialect has one there; a header wins
+        over it."""
         presented = read_key(headers) or in_url
         if presented is None:
-            raise HttpError(401, "missing_key", "send the session's api_key as Authorization: Bearer, x-api-key or x-goog-api-key")
+            raise HttpError(
+                401, "missing_key", "send the session's api_key as Authorization: Bearer, x-api-key or x-goog-api-key"
+            )
         if self.is_admin(presented):
             if named is not None:
                 return SessionAccess(session_id=named, key_hash=None)
@@ -99,7 +105,9 @@ class ApiKeys:
             raise HttpError(401, "missing_key", "send the admin key as Authorization: Bearer")
         if not self.is_admin(presented):
             of_session = session_from_key(presented) is not None
-            raise HttpError(403 if of_session else 401, "not_admin" if of_session else "invalid_key", "this needs the admin key")
+            raise HttpError(
+                403 if of_session else 401, "not_admin" if of_session else "invalid_key", "this needs the admin key"
+            )
 
 
 def session_from_key(presented: str) -> str | None:

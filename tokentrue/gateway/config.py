@@ -1,4 +1,5 @@
-"""The gateway's settings: names, keys, limits, deadlines. Secrets come from the environment, through the wiring of the command line."""
+"""The gateway's settings: names, keys, limits, deadlines. Secrets come from the environment, through the wiring of the
+command line."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from tokentrue.sessions.limits import SessionLimits as SessionLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayLimits:
-    """Past a size: 413; past a number or a sum in flight: 429 with Retry-After; past a time: the connection is closed, or 504.
+    """Past a size: 413; past a number or a sum in flight: 429 with Retry-After; past a time: the connection is closed,
+    or 504.
 
-    Byte limits of one process: `bodies_bytes` for request bodies being read, `message_caches_bytes` for parsed messages that are kept,
-    `live_sessions_bytes` for the records of sessions in memory. A session that leaves the memory is in the journal.
+    Byte limits of one process: `bodies_bytes` for request bodies being read, `message_caches_bytes` for parsed messages
+    that are kept, `live_sessions_bytes` for the records of sessions in memory. A session that leaves the memory is in
+    the journal.
     """
 
     body_bytes: int = 64 << 20
@@ -54,7 +57,9 @@ class GatewayConfig:
     session_limits: SessionLimits = field(default_factory=SessionLimits)
     history: Literal["keep", "template"] = "keep"
     training: bool = True
-    pin: tuple[str, ...] = ()  # of sessions that do not say: ("system",) keeps the first system prompt of each conversation
+    pin: tuple[
+        str, ...
+    ] = ()  # of sessions that do not say: ("system",) keeps the first system prompt of each conversation
     keep_alive_s: float = 10.0
     pause_wait_s: float = 600.0  # how long a held-back generation waits for /admin/resume
     drain_s: float = 30.0

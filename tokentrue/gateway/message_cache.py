@@ -1,11 +1,11 @@
-"""A cache of parsed messages: an agent sends its whole conversation with every turn. The items that an earlier request of the session began
-with, byte for byte, are not parsed, validated and normalised again.
+"""A cache of parsed messages: an agent sends its whole conversation with every turn. The items that an earlier request
+of the session began with, byte for byte, are not parsed, validated and normalised again.
 
-A dialect parses the same item of the same session to the same messages, once it is settled. An assistant turn that spans several items is
-reused only if all of them are the same. The cached message objects themselves are returned, so nobody may change them
-(`TurnRequest.messages_are_final`); `sessions/matching/conversations` knows them by their identity. `limits.message_cache_bytes = 0`
-switches it off. On and off in one run of `bench gateway`: turn 128 2.8 and 7.2 times the bare proxy's time, 64 agents 249 and 188 turns per
-second.
+A dialect parses the same item of the same session to the same messages, once it is settled. An assistant turn that
+spans several items is reused only if all of them are the same. The cached message objects themselves are returned, so
+nobody may change them (`TurnRequest.messages_are_final`); `sessions/matching/conversations` knows them by their
+identity. `limits.message_cache_bytes = 0` switches it off. On and off in one run of `bench gateway`: turn 128 2.8 and
+7.2 times the bare proxy's time, 64 agents 249 and 188 turns per second.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class CacheBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParsedItems:
-    """The items of one request and their messages. Of the first i + 1 items: `ends[i]` counts their messages (None while the turn of item i
-    goes on, and from the first item on that is not settled), `sizes[i]` estimates the bytes that they take in memory."""
+    """The items of one request and their messages. Of the first i + 1 items: `ends[i]` counts their messages (None
+    while the turn of item i goes on, and from the first item on that is not settled), `sizes[i]` estimates the bytes
+    that they take in memory."""
 
     dialect: str = ""
     items: Sequence[Raw] = ()
@@ -63,7 +64,8 @@ def count_equal(one: Sequence[Raw], other: Sequence[Raw]) -> int:
 
 
 class MessageCache:
-    """The last conversations of one session, newest first. Bounded in bytes, per session and with all others of the process."""
+    """The last conversations of one session, newest first. Bounded in bytes, per session and with all others of the
+    process."""
 
     def __init__(self, limit: int, budget: CacheBudget) -> None:
         self._limit, self._budget = limit, budget

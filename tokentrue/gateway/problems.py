@@ -38,7 +38,9 @@ LONGEST = 600
 class HttpError(TokenTrueError):
     """A request that the gateway itself refuses."""
 
-    def __init__(self, status: int, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.problem = Problem(status=status, code=code, message=message, field=field, retry_after_s=retry_after_s)
 

@@ -25,7 +25,8 @@ RendererFor = Callable[[str], Renderer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """`renderer_for` gives the renderer of a history policy ("keep" or "template"); `workers` is None where there is one process."""
+    """`renderer_for` gives the renderer of a history policy ("keep" or "template"); `workers` is None where there is
+    one process."""
 
     config: GatewayConfig
     journal: Journal
@@ -63,7 +64,8 @@ class Services:
         self._apply_version(version)
 
     def restore_admin_state(self) -> None:
-        """A worker that starts takes what is set. It writes nothing: an administrator may set something else meanwhile."""
+        """A worker that starts takes what is set. It writes nothing: an administrator may set something else
+        meanwhile."""
         if self.workers is not None:
             self._apply_pause(self.workers.state.paused)
             self._apply_version(self.workers.state.version)
@@ -82,7 +84,12 @@ class Services:
 
 
 def build_services(
-    *, config: GatewayConfig, renderer_for: RendererFor, provider: EngineControl, journal: Journal, workers: WorkerLinks | None
+    *,
+    config: GatewayConfig,
+    renderer_for: RendererFor,
+    provider: EngineControl,
+    journal: Journal,
+    workers: WorkerLinks | None,
 ) -> Services:
     metered = MeteredProvider(provider)
     config = replace(config, session_limits=fit_in_memory(config.session_limits, config.limits))
@@ -90,7 +97,9 @@ def build_services(
     async def open_session(session_id: str) -> Session:
         record = await asyncio.to_thread(journal.get, session_id)
         renderer = renderer_for(record.history)
-        return await Session.open(journal, session_id, renderer=renderer, provider=metered, limits=config.session_limits)
+        return await Session.open(
+            journal, session_id, renderer=renderer, provider=metered, limits=config.session_limits
+        )
 
     return Services(
         config=config,

@@ -1,8 +1,9 @@
-"""Sessions in memory: opened from the journal when first asked for, evicted when idle, or when they are too many or too large.
+"""Sessions in memory: opened from the journal when first asked for, evicted when idle, or when they are too many or too
+large.
 
-A `SessionHandle` adds to the `Session` what only HTTP needs: its key, its dialects (whose signer is this session's own), the parsed
-messages of its last requests, and the names of retried requests. While a request uses a handle (`hold`), it is not evicted: there is one
-live object for a session.
+A `SessionHandle` adds to the `Session` what only HTTP needs: its key, its dialects (whose signer is this session's
+own), the parsed messages of its last requests, and the names of retried requests. While a request uses a handle
+(`hold`), it is not evicted: there is one live object for a session.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from tokentrue.errors import (
 )
 from tokentrue.gateway.asgi import Scope, read_header
 from tokentrue.gateway.config import GatewayLimits
-from tokentrue.gateway.dialects import Anthropic, DecodedBody, Dialect, Google, OpenAIChat, OpenAIResponses, ReasoningSigner, RequestHead
+from tokentrue.gateway.dialects import (
+    Anthropic,
+    DecodedBody,
+    Dialect,
+    Google,
+    OpenAIChat,
+    OpenAIResponses,
+    ReasoningSigner,
+    RequestHead,
+)
 from tokentrue.gateway.dialects.base import Json
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 from tokentrue.gateway.problems import HttpError
@@ -47,7 +57,8 @@ NODE_BYTES = 4096
 
 
 def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
-    """A session may use at most half of `live_sessions_bytes`: one in use cannot be evicted, so a larger one would evict all others."""
+    """A session may use at most half of `live_sessions_bytes`: one in use cannot be evicted, so a larger one would
+    evict all others."""
     most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
     return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
@@ -71,7 +82,9 @@ class SessionHandle:
         self._limits = limits
         self._leading_messages: tuple[Message, ...] = ()  # of the last request: an equal one is the same object
         self._tools: tuple[bytes, tuple[Tool, ...] | None] = (b"", None)  # of the last request, as JSON and as parsed
-        self._request_numbers: OrderedDict[str, int] = OrderedDict()  # digest of a body -> the number of the last request that had it
+        self._request_numbers: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # digest of a body -> the number of the last request that had it
         self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
 
     # Requests.
@@ -98,7 +111,9 @@ class SessionHandle:
 
     def parse_messages(self, dialect: Dialect, decoded: DecodedBody) -> list[Message]:
         if len(decoded.items) > self._limits.messages:
-            raise LimitExceeded(f"{len(decoded.items)} messages; at most {self._limits.messages} are taken (limits.messages)")
+            raise LimitExceeded(
+                f"{len(decoded.items)} messages; at most {self._limits.messages} are taken (limits.messages)"
+            )
         return self.cache.parse_items(dialect, decoded.items)
 
     def _enforce_choice(self, head: RequestHead) -> RequestHead:
@@ -115,7 +130,8 @@ class SessionHandle:
         return replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))
 
     def _continued_history(self, head: RequestHead) -> Sequence[Message]:
-        """The conversation that led to an earlier answer, and the answer, without its `instructions`: those are never carried over."""
+        """The conversation that led to an earlier answer, and the answer, without its `instructions`: those are never
+        carried over."""
         assert head.continues is not None
         node = self.session.tree.nodes.get(head.continues.node)
         if node is None:
@@ -125,8 +141,9 @@ class SessionHandle:
 
     # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
-        """A name that a request shares with its retries and with no other request: the client's `Idempotency-Key`; for SDKs that send
-        `x-stainless-retry-count`, the body's digest and a number that grows with every request that is no retry; else None."""
+        """A name that a request shares with its retries and with no other request: the client's `Idempotency-Key`; for
+        SDKs that send `x-stainless-retry-count`, the body's digest and a number that grows with every request that is
+        no retry; else None."""
         given = read_header(scope["headers"], b"idempotency-key")
         retries = read_header(scope["headers"], b"x-stainless-retry-count")
         if given:
@@ -136,7 +153,9 @@ class SessionHandle:
         digest = body_digest(dialect, body)
         if retries == "0" or digest not in self._request_numbers:
             recorded = self._requests_with(digest)
-            self._request_numbers[digest] = recorded if retries == "0" else max(0, recorded - 1)  # the latter: a retry after a restart
+            self._request_numbers[digest] = (
+                recorded if retries == "0" else max(0, recorded - 1)
+            )  # the latter: a retry after a restart
             self._request_numbers.move_to_end(digest)
             while len(self._request_numbers) > REMEMBERED_BODIES:
                 self._request_numbers.popitem(last=False)
@@ -154,7 +173,12 @@ class SessionHandle:
     def count_in_flight(self) -> Generator[None, None, None]:
         """One generation of this session, if the limit admits it."""
         if self.in_flight >= self._limits.in_flight_per_session:
-            raise HttpError(429, "too_many_in_flight", f"{self.in_flight} generations of this session are in flight", retry_after_s=1.0)
+            raise HttpError(
+                429,
+                "too_many_in_flight",
+                f"{self.in_flight} generations of this session are in flight",
+                retry_after_s=1.0,
+            )
         self.in_flight += 1
         try:
             yield
@@ -165,7 +189,9 @@ class SessionHandle:
         self.session.check_open()
         record = self.session.record
         if time.time() - record.created > self._limits.session_age_s:
-            raise SessionConflict(f"session {record.id!r} is older than {self._limits.session_age_s:g} s (limits.session_age_s)")
+            raise SessionConflict(
+                f"session {record.id!r} is older than {self._limits.session_age_s:g} s (limits.session_age_s)"
+            )
 
     @property
     def memory_bytes(self) -> int:
@@ -187,11 +213,15 @@ class SessionHandle:
 
 @lru_cache(maxsize=8)
 def ignores_tools(renderer: Renderer) -> bool:
-    """True where the template renders the same prompt with a tool and without one. A process has a renderer per history policy."""
+    """True where the template renders the same prompt with a tool and without one. A process has a renderer per history
+    policy."""
     asked: list[Message] = [{"role": "user", "content": "x"}]
     tool: Json = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
     try:
-        return renderer.render(asked, [{"type": "function", "function": tool}]).token_ids == renderer.render(asked).token_ids
+        return (
+            renderer.render(asked, [{"type": "function", "function": tool}]).token_ids
+            == renderer.render(asked).token_ids
+        )
     except RenderError:
         return False  # the request's own rendering says what is wrong
 
@@ -219,13 +249,16 @@ class CoverageTotals:
 class SessionRegistry:
     """The sessions in memory, least recently used first."""
 
-    def __init__(self, open_session: OpenSession, limits: GatewayLimits, lease_number: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, open_session: OpenSession, limits: GatewayLimits, lease_number: Callable[[], int] = lambda: 0
+    ) -> None:
         self._open_session, self._limits, self._lease_number = open_session, limits, lease_number
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._cache_budget = CacheBudget(limits.message_caches_bytes)
         self.memory_bytes = 0  # of all sessions in memory, an estimate
-        # Of evicted sessions, minus what reloaded ones had already: with that of live sessions it is the total since start.
+        # Of evicted sessions, minus what reloaded ones had already: with that of live sessions it is the total since
+        # start.
         self._evicted_coverage = CoverageTotals()
 
     def __len__(self) -> int:
@@ -327,7 +360,8 @@ class SessionRegistry:
             self.forget(handle.session.id)
 
     async def totals(self) -> CoverageTotals:
-        """What was sampled since the start, in sessions that are in memory or have left it. Lets other work run in between."""
+        """What was sampled since the start, in sessions that are in memory or have left it. Lets other work run in
+        between."""
         for handle in list(self._live.values()):
             if not handle.has_coverage:
                 await asyncio.sleep(0)

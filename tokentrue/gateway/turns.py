@@ -1,7 +1,7 @@
 """One turn over HTTP: check the key, read and parse the body, run the turn, answer in the dialect. Read `serve` first.
 
-Invariants: keys are checked before bodies are read; no answer, and no last event, before the turn is durable; a client that disconnects
-cancels its generation; every turn leaves one log line and its metrics.
+Invariants: keys are checked before bodies are read; no answer, and no last event, before the turn is durable; a client
+that disconnects cancels its generation; every turn leaves one log line and its metrics.
 """
 
 from __future__ import annotations
@@ -70,7 +70,13 @@ class TurnHandler:
         return handle
 
     async def serve(
-        self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None = None
+        self,
+        name: str,
+        access: SessionAccess,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        in_path: PathFields | None = None,
     ) -> None:
         clock = TurnClock()
         CLOCK.set(clock)
@@ -83,7 +89,14 @@ class TurnHandler:
             raise
 
     async def _serve(
-        self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send, in_path: PathFields | None, clock: TurnClock
+        self,
+        name: str,
+        access: SessionAccess,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        in_path: PathFields | None,
+        clock: TurnClock,
     ) -> None:
         with self._services.sessions.hold(await self.find(access)) as handle:
             dialect = handle.dialects[name]
@@ -102,7 +115,9 @@ class TurnHandler:
                     replies = await self._run_in_time(work)
         self._note(dialect, handle.session.id, head, replies, clock)
 
-    async def _read(self, dialect: Dialect, handle: SessionHandle, scope: Scope, receive: Receive) -> tuple[RequestHead, TurnRequest]:
+    async def _read(
+        self, dialect: Dialect, handle: SessionHandle, scope: Scope, receive: Receive
+    ) -> tuple[RequestHead, TurnRequest]:
         with self._services.bodies.reserve() as take:
             body = await read_body(scope, receive, self._services.config.limits.body_bytes, take)
             head, messages = handle.parse(dialect, body)
@@ -164,20 +179,26 @@ class TurnHandler:
         with self._services.sessions.hold(await self.find(access)) as handle:
             dialect = cast("CountingDialect", handle.dialects[name])
             with self._services.bodies.reserve() as take:
-                decoded = dialect.decode_count(await read_body(scope, receive, self._services.config.limits.body_bytes, take))
+                decoded = dialect.decode_count(
+                    await read_body(scope, receive, self._services.config.limits.body_bytes, take)
+                )
                 messages = [*decoded.head.leading_messages, *handle.parse_messages(dialect, decoded)]
             chars = count_chars(messages) + count_chars(decoded.head.tools or ())
             handle.session.limits.check_text(chars)
             rendered = await run_by_size(handle.session.renderer.render, chars, messages, decoded.head.tools)
             await send_json(send, 200, dialect.build_count(len(rendered.token_ids)))
 
-    def _note(self, dialect: Dialect, session_id: str, head: RequestHead, replies: Sequence[Reply], clock: TurnClock) -> None:
+    def _note(
+        self, dialect: Dialect, session_id: str, head: RequestHead, replies: Sequence[Reply], clock: TurnClock
+    ) -> None:
         """The metrics and the log line of a committed turn."""
         annotate(session=session_id, node=replies[0].node, tokens_in=replies[0].prompt_tokens, streamed=head.stream)
         now, first, metrics = time.perf_counter(), replies[0], self._services.metrics
         sampled = sum(len(reply.completion.token_ids) for reply in replies)
         metrics.note_turn(dialect.name, first, sampled, streamed=head.stream)
-        added_s = None if first.replayed else now - clock.started - clock.engine_s  # one that joined waited for another's engine call
+        added_s = (
+            None if first.replayed else now - clock.started - clock.engine_s
+        )  # one that joined waited for another's engine call
         if added_s is not None:
             metrics.added.labels(dialect.name).observe(added_s)
         metrics.turn_time.observe(now - clock.started)
@@ -209,7 +230,8 @@ def answer_headers(handle: SessionHandle, reply: Reply) -> RawHeaders:
 
 
 def name_adapter(request: TurnRequest, model: str, services: Services) -> TurnRequest:
-    """Sample with an adapter where the model's name is one: `adapter`, or `base:adapter`. Any other name is the base model's."""
+    """Sample with an adapter where the model's name is one: `adapter`, or `base:adapter`. Any other name is the base
+    model's."""
     loaded, base = services.provider.adapters, services.config.model
     name = model.removeprefix(f"{base}:")
     if name not in loaded:

@@ -1,7 +1,10 @@
-"""`/view`: a read-only web page behind the admin key. The page is an ASGI application of the wiring's, made when it is first asked for.
+"""`/view`: a read-only web page behind the admin key. The page is an ASGI application of the wiring's, made when it is
+first asked for.
 
-A browser cannot send a bearer token when it opens an address, so this path, and no other, also takes the admin key as the password of
-HTTP Basic authentication. Only GET and HEAD are answered: a browser repeats such a password by itself, so nothing here may change anything.
+A browser cannot send a bearer token when it opens an address, so this path, and no other, also takes the admin key as
+the password of
+HTTP Basic authentication. Only GET and HEAD are answered: a browser repeats such a password by itself, so nothing here
+may change anything.
 """
 
 from __future__ import annotations

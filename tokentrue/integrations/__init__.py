@@ -1,4 +1,5 @@
-"""Adapters to trainer frameworks, one file each, imported by name. None of them imports torch or its framework before it is called."""
+"""Adapters to trainer frameworks, one file each, imported by name. None of them imports torch or its framework before
+it is called."""
 
 from __future__ import annotations
 

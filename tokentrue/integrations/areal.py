@@ -1,9 +1,10 @@
 """AReaL: a rollout workflow whose episodes go through a gateway.
 
-    trainer.train(workflow=workflow(my_agent, url="http://gateway:8000", admin_key=KEY, temperature=gconfig.temperature), …)
+    trainer.train(workflow=workflow(my_agent, url="http://gateway:8000", admin_key=KEY,
+    temperature=gconfig.temperature), …)
 
-`agent(client, data)` gets the dataset's row. Every sample of an episode is a row of the returned batch, each value at its token's own
-index, padded on the right.
+`agent(client, data)` gets the dataset's row. Every sample of an episode is a row of the returned batch, each value at
+its token's own index, padded on the right.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from tokentrue.samples.exporters.base import fill_logprobs, token_versions
 from tokentrue.types import Sample
 
 
-def workflow(agent: Agent, *, url: str, admin_key: str | None = None, temperature: float | None = None, **settings: Any) -> Any:
+def workflow(
+    agent: Agent, *, url: str, admin_key: str | None = None, temperature: float | None = None, **settings: Any
+) -> Any:
     """`settings` are those of `GatewayRollouts`."""
     base: Any = import_module("areal.api").RolloutWorkflow
 
@@ -25,7 +28,9 @@ def workflow(agent: Agent, *, url: str, admin_key: str | None = None, temperatur
 
     class GatewayWorkflow(base):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
-            samples = await rollouts.run_rollout(data, group=group_name(data), sampling=scored_settings({"temperature": temperature}))
+            samples = await rollouts.run_rollout(
+                data, group=group_name(data), sampling=scored_settings({"temperature": temperature})
+            )
             return tensors_of(samples)
 
     return GatewayWorkflow()

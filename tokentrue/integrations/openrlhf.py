@@ -5,8 +5,8 @@
 
     AgentExecutor = agent_executor(my_agent, url="http://gateway:8000", admin_key=KEY)
 
-`agent(client, task)` gets `{"prompt": …, "label": …}`. OpenRLHF takes one row per rollout: the sample that trains most tokens is used, and
-`extra_logs["tokens_left_out"]` counts the rest.
+`agent(client, task)` gets `{"prompt": …, "label": …}`. OpenRLHF takes one row per rollout: the sample that trains most
+tokens is used, and `extra_logs["tokens_left_out"]` counts the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from importlib import import_module
 from typing import Any
 
 from tokentrue.errors import ConfigError
-from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, reward_of, scored_settings, tokens_left_out
+from tokentrue.integrations.rollouts import (
+    Agent,
+    GatewayRollouts,
+    group_name,
+    largest,
+    reward_of,
+    scored_settings,
+    tokens_left_out,
+)
 from tokentrue.samples.exporters.base import fill_logprobs
 from tokentrue.types import Sample
 
@@ -28,11 +36,20 @@ def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **se
 
     class AgentExecutor(base):
         async def execute(
-            self, prompt: Any, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any, images: Any = None
+            self,
+            prompt: Any,
+            label: Any,
+            sampling_params: Any,
+            max_length: int,
+            hf_tokenizer: Any,
+            llm_engine: Any,
+            images: Any = None,
         ) -> dict[str, Any]:
             names = ("temperature", "top_p", "top_k")
             sampling = scored_settings({name: getattr(sampling_params, name, None) for name in names})
-            samples = await rollouts.run_rollout({"prompt": prompt, "label": label}, group=group_name(prompt), sampling=sampling)
+            samples = await rollouts.run_rollout(
+                {"prompt": prompt, "label": label}, group=group_name(prompt), sampling=sampling
+            )
             chosen = largest(samples)
             if len(chosen.token_ids) > max_length:
                 raise ConfigError(

@@ -16,13 +16,14 @@ from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.types import Sample
 
 Agent: TypeAlias = Callable[[Any, Any], Awaitable[float | None] | float | None]
-"""`agent(client, task)`: any program that takes an `openai.AsyncOpenAI` and a task. A number that it returns is the reward."""
+"""`agent(client, task)`: any program that takes an `openai.AsyncOpenAI` and a task. A number that it returns is the
+reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayRollouts:
-    """Where and how rollouts run. `sampling` pins values over the agent's own; with a `seed`, each rollout gets one made of it, of its
-    group and of its place, so that a run can be repeated."""
+    """Where and how rollouts run. `sampling` pins values over the agent's own; with a `seed`, each rollout gets one
+    made of it, of its group and of its place, so that a run can be repeated."""
 
     url: str
     agent: Agent
@@ -49,10 +50,12 @@ class GatewayRollouts:
     async def run_rollout(
         self, task: Any, *, group: str, index: int | None = None, sampling: Mapping[str, Any] | None = None
     ) -> list[Sample]:
-        """The samples of one rollout, for frameworks that ask for one at a time. `sampling` adds what the framework scores with, `index`
-        is the rollout's place in its group."""
+        """The samples of one rollout, for frameworks that ask for one at a time. `sampling` adds what the framework
+        scores with, `index` is the rollout's place in its group."""
         if index is None and self.seed is not None:
-            raise ConfigError("this trainer does not number the rollouts of a group, so one seed would make them all equal; leave it out")
+            raise ConfigError(
+                "this trainer does not number the rollouts of a group, so one seed would make them all equal; leave it out"
+            )
         async with AsyncClient(self.url, self.admin_key, timeout_s=self.timeout_s) as client:
             return await self._run_one(client, task, group, {**(sampling or {}), **self._pinned(group, index or 0)})
 
@@ -75,7 +78,8 @@ class GatewayRollouts:
 
 
 def largest(samples: Sequence[Sample]) -> Sample:
-    """The sample of a rollout that trains the most tokens, for trainers that take one row per rollout; ties go to the last one."""
+    """The sample of a rollout that trains the most tokens, for trainers that take one row per rollout; ties go to the
+    last one."""
     return max(reversed(samples), key=lambda sample: sum(sample.loss_mask))
 
 
@@ -91,7 +95,8 @@ def group_name(*parts: Any) -> str:
 
 
 def scored_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Of a framework's sampling settings those that it scores with. What leaves the distribution as it is, is left out."""
+    """Of a framework's sampling settings those that it scores with. What leaves the distribution as it is, is left
+    out."""
     temperature, top_p, top_k = ((settings or {}).get(name) for name in ("temperature", "top_p", "top_k"))
     pinned: dict[str, Any] = {} if temperature is None else {"temperature": float(temperature)}
     if top_p is not None and top_p < 1:

@@ -2,11 +2,12 @@
 
     class Exp(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
-            return generator(my_agent, url="http://gateway:8000", admin_key=KEY, step_wise=cfg.generator.step_wise_trajectories)
+            return generator(my_agent, url="http://gateway:8000", admin_key=KEY,
+            step_wise=cfg.generator.step_wise_trajectories)
 
-`agent(client, task)` gets `{"prompt": messages, "env_class": …, "extras": …}`. With `generator.step_wise_trajectories` every sample of a
-rollout is a row and SkyRL gives all rows of a rollout its advantage; without it SkyRL wants one row per prompt, so the sample that trains
-most tokens is used and `rollout_metrics["tokens_left_out"]` counts the rest.
+`agent(client, task)` gets `{"prompt": messages, "env_class": …, "extras": …}`. With `generator.step_wise_trajectories`
+every sample of a rollout is a row and SkyRL gives all rows of a rollout its advantage; without it SkyRL wants one row
+per prompt, so the sample that trains most tokens is used and `rollout_metrics["tokens_left_out"]` counts the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from importlib import import_module
 from typing import Any
 
 from tokentrue.errors import ConfigError
-from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, reward_of, scored_settings, tokens_left_out
+from tokentrue.integrations.rollouts import (
+    Agent,
+    GatewayRollouts,
+    group_name,
+    largest,
+    reward_of,
+    scored_settings,
+    tokens_left_out,
+)
 from tokentrue.samples.exporters.base import split
 from tokentrue.types import Sample
 
@@ -47,7 +56,9 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
                 identity = trajectories[index]
                 async with slots:
                     group = group_name(step, identity.instance_id)
-                    return await rollouts.run_rollout(task, group=group, index=identity.repetition_id, sampling=sampling)
+                    return await rollouts.run_rollout(
+                        task, group=group, index=identity.repetition_id, sampling=sampling
+                    )
 
             found = await asyncio.gather(*map(run_one, range(len(trajectories))))
             return output_of(found, trajectories, step_wise=step_wise)
@@ -58,13 +69,20 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
 def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any], *, step_wise: bool) -> dict[str, Any]:
     """SkyRL's columns. The reward stands on the last response token, as SkyRL does with scalar rewards."""
     chosen = rollouts if step_wise else [[largest(samples)] for samples in rollouts]
-    rows = [(sample, identity, sample is samples[-1]) for samples, identity in zip(chosen, trajectories, strict=True) for sample in samples]
+    rows = [
+        (sample, identity, sample is samples[-1])
+        for samples, identity in zip(chosen, trajectories, strict=True)
+        for sample in samples
+    ]
     parts = [split(sample) for sample, _, _ in rows]
     left_out = sum(tokens_left_out(samples, largest(samples)) for samples in rollouts)
     return {
         "prompt_token_ids": [part.prompt_ids for part in parts],
         "response_ids": [part.response_ids for part in parts],
-        "rewards": [[0.0] * (len(part.response_ids) - 1) + [reward_of(sample)] for part, (sample, _, _) in zip(parts, rows, strict=True)],
+        "rewards": [
+            [0.0] * (len(part.response_ids) - 1) + [reward_of(sample)]
+            for part, (sample, _, _) in zip(parts, rows, strict=True)
+        ],
         "loss_masks": [part.response_mask for part in parts],
         "stop_reasons": [sample.finish_reason for sample, _, _ in rows],
         "rollout_metrics": {"tokens_left_out": 0 if step_wise else left_out},

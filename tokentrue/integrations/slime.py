@@ -8,8 +8,9 @@
     --custom-generate-function-path my_rollouts.generate
     --custom-reward-post-process-path tokentrue.integrations.slime.group_rewards
 
-`agent(client, sample)` gets the framework's own `Sample` (its `prompt`, `label` and `metadata`). All samples of a rollout are returned;
-they share a `rollout_id`, so both frameworks average within the rollout and do not count it more than once. `group_rewards` is needed
+`agent(client, sample)` gets the framework's own `Sample` (its `prompt`, `label` and `metadata`). All samples of a
+rollout are returned; they share a `rollout_id`, so both frameworks average within the rollout and do not count it more
+than once. `group_rewards` is needed
 where rollouts have several samples: slime itself then takes the whole batch for one group.
 """
 
@@ -27,14 +28,20 @@ from tokentrue.samples.exporters.slime import row
 FIELDS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "weight_versions")
 
 
-def generate_function(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> Callable[..., Awaitable[list[Any]]]:
+def generate_function(
+    agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any
+) -> Callable[..., Awaitable[list[Any]]]:
     """`generate(args, sample, sampling_params, evaluation=False)`. `settings` are those of `GatewayRollouts`."""
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
-    async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> list[Any]:
+    async def generate(
+        args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
+    ) -> list[Any]:
         sampling = scored_settings(sampling_params)
         if not evaluation and sampling.keys() & {"top_p", "top_k"}:
-            raise ConfigError("top_p and top_k change what the trainer must score; set --rollout-top-p 1 and --rollout-top-k -1")
+            raise ConfigError(
+                "top_p and top_k change what the trainer must score; set --rollout-top-p 1 and --rollout-top-k -1"
+            )
         group = group_name(sample.group_index, sample.prompt)
         found = await rollouts.run_rollout(sample, group=group, index=sample.index or 0, sampling=sampling)
         return [_filled(sample, row(each)) for each in found]
@@ -43,7 +50,8 @@ def generate_function(agent: Agent, *, url: str, admin_key: str | None = None, *
 
 
 def _filled(sample: Any, recorded: Mapping[str, Any]) -> Any:
-    """A copy of the framework's sample with what was recorded. Rewards that the framework computes itself stay its own."""
+    """A copy of the framework's sample with what was recorded. Rewards that the framework computes itself stay its
+    own."""
     made = copy.copy(sample)
     for name in FIELDS:
         setattr(made, name, recorded[name])
@@ -56,8 +64,8 @@ def _filled(sample: Any, recorded: Mapping[str, Any]) -> Any:
 
 
 def group_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Raw rewards, and rewards minus the mean of their prompt's group (over its deviation if `grpo_std_normalization`); each rollout counts
-    once, however many samples it has."""
+    """Raw rewards, and rewards minus the mean of their prompt's group (over its deviation if `grpo_std_normalization`);
+    each rollout counts once, however many samples it has."""
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     groups: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, raw, strict=True):
@@ -67,4 +75,6 @@ def group_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[
         name: stdev(rewards.values()) + 1e-6 if args.grpo_std_normalization and len(rewards) > 1 else 1.0
         for name, rewards in groups.items()
     }
-    return raw, [(reward - means[s.group_index]) / scales[s.group_index] for s, reward in zip(samples, raw, strict=True)]
+    return raw, [
+        (reward - means[s.group_index]) / scales[s.group_index] for s, reward in zip(samples, raw, strict=True)
+    ]

@@ -3,7 +3,8 @@
     groups = GatewayRollouts(url=url, agent=my_agent).run(tasks, names)
     client.forward_backward(datums([sample for samples in groups for sample in samples]), "importance_sampling")
 
-Input is `ids[:-1]`, targets are `ids[1:]`. Tokens that were not sampled have advantage 0, because Tinker removes the mask.
+Input is `ids[:-1]`, targets are `ids[1:]`. Tokens that were not sampled have advantage 0, because Tinker removes the
+mask.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def datum(sample: Sample, advantage: float) -> Any:
     """A `tinker.Datum`."""
     tinker: Any = import_module("tinker")
     recorded = row(sample)
-    inputs: dict[str, Any] = {name: tinker.TensorData(**recorded["loss_fn_inputs"][name]) for name in ("target_tokens", "logprobs")}
+    inputs: dict[str, Any] = {
+        name: tinker.TensorData(**recorded["loss_fn_inputs"][name]) for name in ("target_tokens", "logprobs")
+    }
     values = [advantage * bit for bit in sample.loss_mask[1:]]
     inputs["advantages"] = tinker.TensorData(data=values, dtype="float32", shape=[len(values)])
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(list(sample.token_ids[:-1])), loss_fn_inputs=inputs)

@@ -2,12 +2,13 @@
 
     from tokentrue.integrations.trl import correct_with_gateway_logprobs, rollout_func
 
-    trainer = GRPOTrainer(model, reward_funcs=reward_from_rollout, rollout_func=rollout_func(agent, url=url, admin_key=key), …)
+    trainer = GRPOTrainer(model, reward_funcs=reward_from_rollout, rollout_func=rollout_func(agent, url=url,
+    admin_key=key), …)
     correct_with_gateway_logprobs(trainer, publish)       # importance weights from the sampler's own log-probabilities
     trainer.train()
 
-TRL takes one row per rollout. Where a rollout has several samples (sub-agents, compaction), the one that trains most tokens is used,
-and `tokens_left_out` counts the others; use a trainer that takes them all where that matters.
+TRL takes one row per rollout. Where a rollout has several samples (sub-agents, compaction), the one that trains most
+tokens is used, and `tokens_left_out` counts the others; use a trainer that takes them all where that matters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def rollout_func(
     concurrency: int = 16,
     timeout_s: float = 600.0,
 ) -> Callable[[Sequence[Any], Any], dict[str, list[Any]]]:
-    """`rollout_func(prompts, trainer)` for TRL: each prompt, as the dataset has it, is one task for `agent(client, prompt)`.
+    """`rollout_func(prompts, trainer)` for TRL: each prompt, as the dataset has it, is one task for `agent(client,
+    prompt)`.
 
     The temperature is pinned to the trainer's, because TRL scores completions at `args.temperature`.
     """
@@ -55,15 +57,18 @@ def reward_from_rollout(completions: Sequence[Any], reward: Sequence[float | Non
     """A reward function for TRL that returns what each agent returned, or what was posted to its session."""
     missing = [index for index, value in enumerate(reward) if value is None]
     if missing:
-        raise ConfigError(f"rollouts {missing} have no reward: return a number from the agent, or use reward functions of your own")
+        raise ConfigError(
+            f"rollouts {missing} have no reward: return a number from the agent, or use reward functions of your own"
+        )
     return [float(value) for value in reward if value is not None]
 
 
 def correct_with_gateway_logprobs(trainer: Any, publish: Callable[[Any, int], None]) -> None:
-    """Let TRL's importance-sampling correction read the gateway's log-probabilities, and publish weights before each generation.
+    """Let TRL's importance-sampling correction read the gateway's log-probabilities, and publish weights before each
+    generation.
 
-    TRL applies that correction only where it believes that vLLM sampled; this sets the three attributes that it looks at.
-    `publish(model, step)` must return when the engine behind the gateway samples from these weights.
+    TRL applies that correction only where it believes that vLLM sampled; this sets the three attributes that it looks
+    at. `publish(model, step)` must return when the engine behind the gateway samples from these weights.
     """
     if not trainer.vllm_importance_sampling_correction:
         raise ConfigError("GRPOConfig.vllm_importance_sampling_correction is off; switch it on, or do not call this")

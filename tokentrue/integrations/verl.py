@@ -9,8 +9,9 @@ verl finds it through `actor_rollout_ref.rollout.agent.agent_loop_config_path`, 
 `_target_: my_loops.GatewayLoop`, and `default_agent_loop: gateway`. Set `rollout.calculate_log_probs` and
 `algorithm.rollout_correction`, or verl does not read the log-probabilities.
 
-`agent(client, row)` gets the dataset's row. The v1 trainer (TransferQueue) takes every sample of a rollout; the older one takes one row,
-so there the sample that trains most tokens is used and `extra_fields["tokens_left_out"]` counts the rest.
+`agent(client, row)` gets the dataset's row. The v1 trainer (TransferQueue) takes every sample of a rollout; the older
+one takes one row, so there the sample that trains most tokens is used and `extra_fields["tokens_left_out"]` counts the
+rest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from importlib import import_module
 from typing import Any
 
 from tokentrue.errors import ConfigError
-from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, scored_settings, tokens_left_out
+from tokentrue.integrations.rollouts import (
+    Agent,
+    GatewayRollouts,
+    group_name,
+    largest,
+    scored_settings,
+    tokens_left_out,
+)
 from tokentrue.samples.exporters import verl as exported
 from tokentrue.samples.exporters.base import versions_of
 from tokentrue.types import Sample
@@ -38,7 +46,9 @@ def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settin
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
             group = str(row["uid"]) if "uid" in row else group_name(row.get("index"), row.get("raw_prompt"))
             takes_all = "session_id" in row  # the v1 trainer numbers the rollouts of a prompt
-            samples = await rollouts.run_rollout(row, group=group, index=row.get("session_id"), sampling=scored_settings(sampling_params))
+            samples = await rollouts.run_rollout(
+                row, group=group, index=row.get("session_id"), sampling=scored_settings(sampling_params)
+            )
             if takes_all:
                 return [output_of(sample) for sample in samples]
             chosen = largest(samples)
@@ -62,7 +72,9 @@ def output_of(sample: Sample, **extra: Any) -> Any:
         "max_global_steps": max(versions, default=None),
         "sample_id": sample.sample_id,
     }
-    return verl.AgentLoopOutput(**{name: row[name] for name in FIELDS}, metrics=verl.AgentLoopMetrics(), extra_fields=extra_fields)
+    return verl.AgentLoopOutput(
+        **{name: row[name] for name in FIELDS}, metrics=verl.AgentLoopMetrics(), extra_fields=extra_fields
+    )
 
 
 def require_fit(output: Any, config: Any) -> None:
@@ -73,4 +85,6 @@ def require_fit(output: Any, config: Any) -> None:
     ):
         if len(ids) > bound:
             sample = output.extra_fields["sample_id"]
-            raise ConfigError(f"sample {sample}: its {name} has {len(ids)} tokens; rollout.{name}_length is {bound}: raise it")
+            raise ConfigError(
+                f"sample {sample}: its {name} has {len(ids)} tokens; rollout.{name}_length is {bound}: raise it"
+            )

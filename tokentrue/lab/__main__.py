@@ -1,4 +1,5 @@
-"""`python -m tokentrue.lab NAME …`: the same experiments where the command line's own dependencies are not installed (a bare GPU box)."""
+"""`python -m tokentrue.lab NAME …`: the same experiments where the command line's own dependencies are not installed (a
+bare GPU box)."""
 
 from __future__ import annotations
 
@@ -26,12 +27,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/lab"))
     given = parser.parse_args()
     named = {key: getattr(given, key) for key in ("model", "tasks", "device", "steps", "groups", "lr", "jobs")}
-    scale = replace(Scale(seeds=tuple(range(given.seeds))), **{key: value for key, value in named.items() if value is not None})
+    scale = replace(
+        Scale(seeds=tuple(range(given.seeds))), **{key: value for key, value in named.items() if value is not None}
+    )
 
     def report(result: dict[str, object]) -> None:
-        print(result["arm"], result["seed"], result.get("after"), result.get("seconds"), result.get("error", ""), flush=True)
+        print(
+            result["arm"],
+            result["seed"],
+            result.get("after"),
+            result.get("seconds"),
+            result.get("error", ""),
+            flush=True,
+        )
 
-    print(run_experiment(given.name, scale, quick=given.quick, out=given.out, only=given.only, on_result=report).as_text())
+    print(
+        run_experiment(given.name, scale, quick=given.quick, out=given.out, only=given.only, on_result=report).as_text()
+    )
 
 
 if __name__ == "__main__":

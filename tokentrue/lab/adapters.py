@@ -1,7 +1,7 @@
 """LoRA adapters in the lab: trained alone, and handed to the engine beside the base weights or merged into them.
 
-Merging adds B·A·scale to a weight and rounds the sum to the weight's dtype, as peft's `merge_adapter` does; the trainer, which keeps the
-two apart, computes another policy.
+Merging adds B·A·scale to a weight and rounds the sum to the weight's dtype, as peft's `merge_adapter` does; the
+trainer, which keeps the two apart, computes another policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PREFIX = "base_model.model."
 
 
 def add_adapter(model: nn.Module) -> nn.Module:
-    """The model with an adapter on every linear layer of its decoder; nothing else is trained. B is 0: it starts as the model."""
+    """The model with an adapter on every linear layer of its decoder; nothing else is trained. B is 0: it starts as the
+    model."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:

@@ -1,4 +1,5 @@
-"""One arm of an experiment: a source of mismatch, a loss, a correction; run for some steps from the same start, measured every step."""
+"""One arm of an experiment: a source of mismatch, a loss, a correction; run for some steps from the same start,
+measured every step."""
 
 from __future__ import annotations
 
@@ -61,10 +62,11 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """`source` changes the rollout's weights, `scorer="plain"` takes the trainer off the engine's kernels (the everyday mismatch),
-    `rewriting` trains on something else than what was sampled. `variant` names a relative of the scale's model, in the directory beside
-    it with that ending; `horizon` is the number of steps of every problem (otherwise one or two). `routing_replay` has the engine record
-    the experts of every position, for the trainer to take. With an `adapter` nothing but that is trained."""
+    """`source` changes the rollout's weights, `scorer="plain"` takes the trainer off the engine's kernels (the everyday
+    mismatch), `rewriting` trains on something else than what was sampled. `variant` names a relative of the scale's
+    model, in the directory beside it with that ending; `horizon` is the number of steps of every problem (otherwise one
+    or two). `routing_replay` has the engine record the experts of every position, for the trainer to take. With an
+    `adapter` nothing but that is trained."""
 
     name: str
     source: str = "none"
@@ -88,7 +90,9 @@ class Arm:
 
     @property
     def exact(self) -> bool:
-        return self.source == "none" and self.scorer == "exact" and self.rewriting == "none" and self.adapter != "merged"
+        return (
+            self.source == "none" and self.scorer == "exact" and self.rewriting == "none" and self.adapter != "merged"
+        )
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -106,7 +110,8 @@ KEPT = (
 
 
 class Engines:
-    """Engines that outlive a run: the next run of the same model and dtype publishes its weights to one that is there."""
+    """Engines that outlive a run: the next run of the same model and dtype publishes its weights to one that is
+    there."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str, str], ExactProvider] = {}
@@ -125,7 +130,8 @@ class Engines:
 
 
 def run_arm(arm: Arm, scale: Scale, seed: int, engines: Engines | None = None) -> dict[str, Any]:
-    """One run; returns its curves and its held-out reward before and after. Its engine is closed, unless `engines` keeps it."""
+    """One run; returns its curves and its held-out reward before and after. Its engine is closed, unless `engines`
+    keeps it."""
     torch.set_num_threads(scale.threads)
     return asyncio.run(_run(arm, scale, seed, engines))
 
@@ -159,7 +165,9 @@ async def run_on(provider: ExactProvider, arm: Arm, scale: Scale, seed: int) -> 
         row = {name: float(report.metrics[name]) for name in KEPT if name in report.metrics}
         rows.append(row | flips(arm, trainer, rounds.kept.pop(report.step)))
 
-    if arm.adapter != "none":  # the engine may hold the weights of another run; an adapter that is still 0 merges to the base weights
+    if (
+        arm.adapter != "none"
+    ):  # the engine may hold the weights of another run; an adapter that is still 0 merges to the base weights
         await MergingSink(provider).publish(trainer.weights(), version=0)
     before = await held_out_reward(arm, trainer, provider, config, renderer, scale.heldout)
     publish = Publisher(SourceSink(sink_for(arm, provider), arm.source))
@@ -168,7 +176,15 @@ async def run_on(provider: ExactProvider, arm: Arm, scale: Scale, seed: int) -> 
     after = await held_out_reward(arm, trainer, provider, config, renderer, scale.heldout)
     size = sum(p.numel() for p in trainer.model.parameters())
     seconds = time.perf_counter() - began
-    return {"arm": arm.name, "seed": seed, "before": before, "after": after, "parameters": size, "seconds": seconds, "rows": rows}
+    return {
+        "arm": arm.name,
+        "seed": seed,
+        "before": before,
+        "after": after,
+        "parameters": size,
+        "seconds": seconds,
+        "rows": rows,
+    }
 
 
 class KeptRounds:
@@ -219,8 +235,11 @@ def rounds_for(arm: Arm, config: RolloutConfig, sessions: Sessions, renderer: An
     return RewrittenRounds(rounds, arm.rewriting, renderer=renderer, provider=provider)
 
 
-async def held_out_reward(arm: Arm, trainer: Trainer, provider: ExactProvider, config: RolloutConfig, renderer: Any, tasks: int) -> float:
-    """Mean reward over fixed held-out tasks, greedy, with the trainer's own weights (an adapter held as the arm's engine holds it)."""
+async def held_out_reward(
+    arm: Arm, trainer: Trainer, provider: ExactProvider, config: RolloutConfig, renderer: Any, tasks: int
+) -> float:
+    """Mean reward over fixed held-out tasks, greedy, with the trainer's own weights (an adapter held as the arm's
+    engine holds it)."""
     await Publisher(sink_for(arm, provider))(trainer)
     extra = {key: value for key, value in arm.extra.items() if key == "adapter"}
     greedy = LocalSessions(renderer, provider, sampling={**replace(config, temperature=0.0).sampling, "extra": extra})
@@ -233,7 +252,9 @@ def flips(arm: Arm, trainer: Trainer, groups: Groups) -> dict[str, float]:
     if arm.source == "none" or not is_mixture(trainer.model):
         return {}
     longest = max((sample for group in groups for sample in group), key=lambda sample: len(sample.token_ids))
-    return {"routing_flips": routing_flips(trainer.model, rollout_weights(trainer.weights(), arm.source), longest.token_ids)}
+    return {
+        "routing_flips": routing_flips(trainer.model, rollout_weights(trainer.weights(), arm.source), longest.token_ids)
+    }
 
 
 def model_of(arm: Arm, scale: Scale) -> str:
@@ -246,7 +267,9 @@ def model_of(arm: Arm, scale: Scale) -> str:
 
 def provider_for(arm: Arm, scale: Scale, *, at_once: int) -> ExactProvider:
     """The exact engine. Its cache holds `at_once` conversations and no more: many runs share a device."""
-    return ExactProvider(model_of(arm, scale), device=scale.device, dtype=arm.dtype, kv_tokens=at_once * CONVERSATION_TOKENS)
+    return ExactProvider(
+        model_of(arm, scale), device=scale.device, dtype=arm.dtype, kv_tokens=at_once * CONVERSATION_TOKENS
+    )
 
 
 def sink_for(arm: Arm, provider: ExactProvider) -> WeightSink:

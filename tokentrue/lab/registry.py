@@ -30,19 +30,32 @@ def notes_of(name: str) -> list[str]:
 
 def select_arms(module: Any, *, quick: bool, only: str | None) -> list[Any]:
     """`only` is a list of texts with commas between them; an arm whose name holds one of them stays."""
-    return [arm for arm in module.arms(quick=quick) if only is None or any(text.strip() in arm.name for text in only.split(","))]
+    return [
+        arm
+        for arm in module.arms(quick=quick)
+        if only is None or any(text.strip() in arm.name for text in only.split(","))
+    ]
 
 
 def run_experiment(
-    name: str, scale: Scale, *, quick: bool, out: Path, only: str | None = None, on_result: Callable[[Any], None] | None = None
+    name: str,
+    scale: Scale,
+    *,
+    quick: bool,
+    out: Path,
+    only: str | None = None,
+    on_result: Callable[[Any], None] | None = None,
 ) -> Table:
-    """Runs it, writes JSON, table and figure under `out`, and returns the table. `only` keeps arms whose name holds that text."""
+    """Runs it, writes JSON, table and figure under `out`, and returns the table. `only` keeps arms whose name holds
+    that text."""
     module = module_of(name)
     out.mkdir(parents=True, exist_ok=True)
     scale = replace(scale, **QUICK) if quick else scale
     arms = select_arms(module, quick=quick, only=only)
     if not arms:
-        raise ConfigError(f"--only {only!r} fits no arm of {name}; they are {', '.join(a.name for a in module.arms(quick=quick))}")
+        raise ConfigError(
+            f"--only {only!r} fits no arm of {name}; they are {', '.join(a.name for a in module.arms(quick=quick))}"
+        )
 
     def record(result: Any) -> None:
         with (out / f"{name}.runs.jsonl").open("a") as file:  # a study that is stopped keeps what it has
@@ -52,7 +65,11 @@ def run_experiment(
 
     (out / f"{name}.runs.jsonl").unlink(missing_ok=True)
     together = hasattr(module, "run_arms")
-    results = run_seeds_guarded(module.run_arms, arms, scale, record) if together else run_study(arms, scale, on_result=record)
+    results = (
+        run_seeds_guarded(module.run_arms, arms, scale, record)
+        if together
+        else run_study(arms, scale, on_result=record)
+    )
     table = table_of(f"### {name}", arms, results, module.COLUMNS, notes=notes_of(name))
     write(out, name, arms, results, table, module)
     return table

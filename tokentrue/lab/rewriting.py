@@ -1,7 +1,8 @@
 """What a trainer learns from that gets text or messages instead of the sampled ids: the same rollouts with other ids.
 
-`RewrittenRounds` changes each sample after the rollout. The log-probabilities of the changed ids are those that the rollout engine itself
-gives them, asked for as prompt log-probabilities: the sampler reported none, because nobody sampled these ids.
+`RewrittenRounds` changes each sample after the rollout. The log-probabilities of the changed ids are those that the
+rollout engine itself gives them, asked for as prompt log-probabilities: the sampler reported none, because nobody
+sampled these ids.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def reencode(sample: Sample, renderer: Any) -> Sample:
 
 def rerender(sample: Sample, renderer: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Sample:
     """The conversation rendered again from the messages that a harness kept: what a trainer sees that gets messages."""
-    messages = [change(message) if message["role"] == "assistant" else message for message in sample.metadata["messages"]]
+    messages = [
+        change(message) if message["role"] == "assistant" else message for message in sample.metadata["messages"]
+    ]
     version = next(span.policy_version for span in sample.spans if span.kind == "sampled")
     ids: list[int] = []
     spans: list[Span] = []
@@ -85,25 +88,42 @@ def rerender(sample: Sample, renderer: Any, change: Callable[[dict[str, Any]], d
 
 
 def replace_ids(sample: Sample, ids: list[int], spans: Sequence[Span]) -> Sample:
-    """Other ids in the sample's place, not yet scored: no log-probability, so that nothing can train on it unscored. The record of the
+    """Other ids in the sample's place, not yet scored: no log-probability, so that nothing can train on it unscored.
+    The record of the
     sampled turns is dropped: it counts other tokens."""
     mask = [int(span.kind == "sampled") for span in spans for _ in range(span.start, span.end)]
     metadata = {name: value for name, value in sample.metadata.items() if name != "tokentrue"}
-    return replace(sample, token_ids=ids, loss_mask=mask, rollout_logprobs=[None] * len(ids), spans=tuple(spans), metadata=metadata)
+    return replace(
+        sample, token_ids=ids, loss_mask=mask, rollout_logprobs=[None] * len(ids), spans=tuple(spans), metadata=metadata
+    )
 
 
 def given_span(start: int, end: int, turn: int) -> Span:
-    return Span(start=start, end=end, kind="given", role="user", turn=turn, policy_version=None, trainable=False, why="prompt")
+    return Span(
+        start=start, end=end, kind="given", role="user", turn=turn, policy_version=None, trainable=False, why="prompt"
+    )
 
 
 def sampled_span(start: int, end: int, turn: int, version: int | None) -> Span:
-    return Span(start=start, end=end, kind="sampled", role="assistant", turn=turn, policy_version=version, trainable=True, why="sampled")
+    return Span(
+        start=start,
+        end=end,
+        kind="sampled",
+        role="assistant",
+        turn=turn,
+        policy_version=version,
+        trainable=True,
+        why="sampled",
+    )
 
 
 def stringify(message: dict[str, Any]) -> dict[str, Any]:
     """A JavaScript harness: reasoning dropped, arguments parsed and written again without spaces."""
     calls = list(message.get("tool_calls") or ())
-    calls = [{**call, "function": {**call["function"], "arguments": compact(call["function"]["arguments"])}} for call in calls]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": compact(call["function"]["arguments"])}}
+        for call in calls
+    ]
     kept = {key: value for key, value in message.items() if key not in {"reasoning_content", "tool_calls"}}
     return {**kept, "tool_calls": calls} if calls else kept
 
@@ -115,7 +135,8 @@ def compact(arguments: str) -> str:
         return arguments
 
 
-# ---- the messages that a harness would have kept -----------------------------------------------------------------------------------------
+# ---- the messages that a harness would have kept
+# -----------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Transcript:
     """An in-process client that also keeps the conversation, the model's turns as they were served."""

@@ -1,7 +1,7 @@
 """Routing flips of a mixture of experts: how often other weights send a token to other experts.
 
-A flip changes which weights a token meets at all, so that a tiny change of the router's input can be a large change of the output: δ gets
-tails that a dense model does not have.
+A flip changes which weights a token meets at all, so that a tiny change of the router's input can be a large change of
+the output: δ gets tails that a dense model does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def is_mixture(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def routing_flips(model: nn.Module, other: Iterable[tuple[str, Tensor]], token_ids: Sequence[int]) -> float:
-    """The share of (token, layer) whose set of experts differs between the model's weights and `other`, over one sequence."""
+    """The share of (token, layer) whose set of experts differs between the model's weights and `other`, over one
+    sequence."""
     ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
     mine = chosen_experts(model, dict(model.named_parameters()), ids)
     theirs = chosen_experts(model, dict(other), ids)

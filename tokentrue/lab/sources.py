@@ -1,7 +1,8 @@
-"""Where mismatch comes from: ways in which a rollout's weights or arithmetic differ from the trainer's. All of them exist in the field.
+"""Where mismatch comes from: ways in which a rollout's weights or arithmetic differ from the trainer's. All of them
+exist in the field.
 
-A source turns the trainer's weights into the weights that the rollout engine holds. The engine itself is exact in every arm, so that
-the source is the only difference there is.
+A source turns the trainer's weights into the weights that the rollout engine holds. The engine itself is exact in every
+arm, so that the source is the only difference there is.
 """
 
 from __future__ import annotations

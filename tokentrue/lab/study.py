@@ -1,6 +1,7 @@
 """A study: arms × seeds in processes of their own, one table, one figure, all numbers on file.
 
-Every experiment is a module with `arms(quick)` and `COLUMNS`, listed in catalog.py; it is run by `run_study` and shown by `table_of`.
+Every experiment is a module with `arms(quick)` and `COLUMNS`, listed in catalog.py; it is run by `run_study` and shown
+by `table_of`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def run_arms_guarded(
 
 
 def run_seeds_guarded(
-    run: Callable[[Sequence[Arm], Scale, int], list[Result]], arms: Sequence[Arm], scale: Scale, on_result: Callable[[Result], None] | None
+    run: Callable[[Sequence[Arm], Scale, int], list[Result]],
+    arms: Sequence[Arm],
+    scale: Scale,
+    on_result: Callable[[Result], None] | None,
 ) -> list[Result]:
     """For experiments whose arms share their rollouts: one process per seed."""
     results: list[Result] = []
@@ -97,14 +101,18 @@ def run_seeds_guarded(
     return sorted(results, key=lambda result: (order[result["arm"]], result["seed"]))
 
 
-def table_of(title: str, arms: Sequence[Arm], results: Sequence[Result], columns: Sequence[Column], notes: Sequence[str] = ()) -> Table:
+def table_of(
+    title: str, arms: Sequence[Arm], results: Sequence[Result], columns: Sequence[Column], notes: Sequence[str] = ()
+) -> Table:
     rows: list[list[str]] = []
     for arm in arms:
         mine = [result for result in results if result["arm"] == arm.name]
         good = [result for result in mine if "error" not in result]
         cells = [arm.name, *(show(good) if good else "–" for _, show in columns)]
         if len(good) < len(mine):
-            cells[0] += f" ({len(mine) - len(good)} of {len(mine)} stopped: {next(r['error'] for r in mine if 'error' in r)[:80]})"
+            cells[0] += (
+                f" ({len(mine) - len(good)} of {len(mine)} stopped: {next(r['error'] for r in mine if 'error' in r)[:80]})"
+            )
         rows.append(cells)
     return Table(title=title, columns=["arm", *(name for name, _ in columns)], rows=rows, notes=notes)
 
@@ -177,7 +185,9 @@ def write(out: Path, name: str, arms: Sequence[Arm], results: Sequence[Result], 
     out.mkdir(parents=True, exist_ok=True)
     where = measured_on(results)
     (out / f"{name}.json").write_text(
-        json.dumps({"experiment": name, "machine": where, "arms": [repr(arm) for arm in arms], "results": list(results)})
+        json.dumps(
+            {"experiment": name, "machine": where, "arms": [repr(arm) for arm in arms], "results": list(results)}
+        )
     )
     (out / f"{name}.md").write_text(table.as_text() + f"\n\nmeasured on: {where}\n")
     good = [result for result in results if "error" not in result]
@@ -221,7 +231,9 @@ def band(axis: Any, results: Sequence[Result], key: str, **style: Any) -> None:
         return
     columns = list(zip(*runs, strict=False))
     (line,) = axis.plot(range(len(columns)), [statistics.fmean(c) for c in columns], linewidth=1.4, **style)
-    axis.fill_between(range(len(columns)), [min(c) for c in columns], [max(c) for c in columns], alpha=0.12, color=line.get_color())
+    axis.fill_between(
+        range(len(columns)), [min(c) for c in columns], [max(c) for c in columns], alpha=0.12, color=line.get_color()
+    )
 
 
 def save(drawn: Any, path: Path) -> None:

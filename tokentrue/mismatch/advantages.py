@@ -1,4 +1,5 @@
-"""Advantages from rewards: group-relative (GRPO, Dr. GRPO), leave-one-out (RLOO), batch-whitened REINFORCE and GAE. float64 inside."""
+"""Advantages from rewards: group-relative (GRPO, Dr. GRPO), leave-one-out (RLOO), batch-whitened REINFORCE and GAE.
+float64 inside."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ def grpo_advantages(
 ) -> Tensor:
     """Reward less its group's mean, over a standard deviation (n - 1) plus `eps`; `std=False` is Dr. GRPO.
 
-    The deviation is the group's own, or with `scale="batch"` that of all rewards (TRL's `scale_rewards="batch"`). A group whose rewards are
-    all equal has nothing to compare: exactly 0. So has a group of one, unless `lone="reward"`: its mean is then 0 and its deviation 1, as
-    in verl.
+    The deviation is the group's own, or with `scale="batch"` that of all rewards (TRL's `scale_rewards="batch"`). A
+    group whose rewards are
+    all equal has nothing to compare: exactly 0. So has a group of one, unless `lone="reward"`: its mean is then 0 and
+    its deviation 1, as in verl.
     """
     values, index, counts = _group_rows(rewards, groups)
     centred = _centre(values, index, counts)
@@ -46,7 +48,8 @@ def grpo_advantages(
 
 
 def rloo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, lone: LoneGroup = "zero") -> Tensor:
-    """Reward less the mean of the other members of its group. A group of one has no others: 0, or with `lone="reward"` its reward."""
+    """Reward less the mean of the other members of its group. A group of one has no others: 0, or with `lone="reward"`
+    its reward."""
     values, index, counts = _group_rows(rewards, groups)
     made = _centre(values, index, counts) * (counts / (counts - 1).clamp(min=1))[index]
     if lone == "reward":
@@ -62,10 +65,13 @@ def whitened_advantages(
     tokens: Sequence[int] | Tensor | None = None,
     lone: LoneGroup = "zero",
 ) -> Tensor:
-    """Batch-whitened REINFORCE (REINFORCE++): zero mean and unit deviation over the batch; with `groups`, of group-centred rewards.
+    """Batch-whitened REINFORCE (REINFORCE++): zero mean and unit deviation over the batch; with `groups`, of
+    group-centred rewards.
 
-    With `tokens`, each row's number of trained tokens, mean and variance are over tokens instead of rows, and `eps` is added to the
-    variance: (r - m) / sqrt(v + eps), m = sum(n r) / N, v = sum(n (r - m)^2) / (N - 1). That is verl's `masked_whiten`, with eps 1e-8.
+    With `tokens`, each row's number of trained tokens, mean and variance are over tokens instead of rows, and `eps` is
+    added to the
+    variance: (r - m) / sqrt(v + eps), m = sum(n r) / N, v = sum(n (r - m)^2) / (N - 1). That is verl's `masked_whiten`,
+    with eps 1e-8.
     """
     _require_finite(rewards)
     values = rewards.double() if groups is None else grpo_advantages(rewards.double(), groups, std=False, lone=lone)
@@ -75,7 +81,9 @@ def whitened_advantages(
         return ((values - values.mean()) / (values.std() + eps)).to(_kind(rewards))
     counts = torch.as_tensor(tokens, dtype=torch.float64, device=values.device)
     if counts.shape != values.shape:
-        raise InputError(f"tokens: {len(counts)} counts for {len(values)} rewards; pass each row's number of trained tokens")
+        raise InputError(
+            f"tokens: {len(counts)} counts for {len(values)} rewards; pass each row's number of trained tokens"
+        )
     if float(counts.sum()) < 2:
         return torch.zeros_like(values).to(_kind(rewards))
     centred = values - (counts * values).sum() / counts.sum()
@@ -93,7 +101,8 @@ def gae_advantages(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     last_values: Tensor | None = None,
 ) -> tuple[Values, Values]:
-    """Generalised advantage estimates and returns. Time runs over valid tokens only: given tokens in between are no steps.
+    """Generalised advantage estimates and returns. Time runs over valid tokens only: given tokens in between are no
+    steps.
 
     `last_values[i]` is the value after row i's last token where it was cut off; 0 (the end of the episode) if left out.
     """
@@ -104,7 +113,9 @@ def gae_advantages(
     if not isinstance(rewards, Tensor) and not rewards:
         return [], []
     first = rewards if isinstance(rewards, Tensor) else rewards[0]
-    advantages = torch.zeros(layout.offsets[-1], dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
+    advantages = torch.zeros(
+        layout.offsets[-1], dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
+    )
     returns = torch.zeros_like(advantages)
     with torch.no_grad():
         for rows in layout.blocks():
@@ -133,7 +144,9 @@ def _scan(reward: Tensor, value: Tensor, gamma: float, lam: float, last: float) 
 
 def _group_rows(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if rewards.dim() != 1 or len(groups) != rewards.shape[0]:
-        raise InputError(f"groups: {len(groups)} for rewards of shape {list(rewards.shape)}; pass one reward and one group per row")
+        raise InputError(
+            f"groups: {len(groups)} for rewards of shape {list(rewards.shape)}; pass one reward and one group per row"
+        )
     _require_finite(rewards)
     seen: dict[Hashable, int] = {}
     names = groups.tolist() if isinstance(groups, Tensor) else groups

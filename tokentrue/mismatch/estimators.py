@@ -1,6 +1,8 @@
-"""The estimators, each defined here and nowhere else. All take log r with r = trainer ÷ rollout (or the PPO ratio that is named).
+"""The estimators, each defined here and nowhere else. All take log r with r = trainer ÷ rollout (or the PPO ratio that
+is named).
 
-`k1 = -log r`, `k2 = (log r)²/2`, `k3 = r - 1 - log r` estimate KL(rollout ‖ trainer) from tokens sampled by the rollout policy.
+`k1 = -log r`, `k2 = (log r)²/2`, `k3 = r - 1 - log r` estimate KL(rollout ‖ trainer) from tokens sampled by the rollout
+policy.
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ class _K3(torch.autograd.Function):
 
 
 def excess_and_k3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`e^x - 1` and `e^x - 1 - x` of float64, each to its own last digits, without a branch per element; not differentiable.
+    """`e^x - 1` and `e^x - 1 - x` of float64, each to its own last digits, without a branch per element; not
+    differentiable.
 
-    x = y + z with y inside ±0.01, where series give s = e^y - 1 - y and g = e^y - 1; then h = e^z - 1, which is exactly 0 for small x,
-    and e^x - 1 = g + h·(1 + g).
+    x = y + z with y inside ±0.01, where series give s = e^y - 1 - y and g = e^y - 1; then h = e^z - 1, which is exactly
+    0 for small x, and e^x - 1 = g + h·(1 + g).
     """
     y = x.clamp(-0.01, 0.01)
     z = x - y
@@ -64,12 +67,14 @@ def excess_and_k3(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def k3_to_compare(x: Tensor, ratio: Tensor) -> Tensor:
-    """`e^x - 1 - x` of float64 to within 1e-15·max(1, e^x), where e^x is at hand: for a bound, not for a sum of tiny ones."""
+    """`e^x - 1 - x` of float64 to within 1e-15·max(1, e^x), where e^x is at hand: for a bound, not for a sum of tiny
+    ones."""
     return ratio.sub(1).sub_(x)
 
 
 def contribution(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """`C(r) = -(r - 1)·A`: what a token adds to the surrogate loss beyond its on-policy value -A; zero-centred when on policy."""
+    """`C(r) = -(r - 1)·A`: what a token adds to the surrogate loss beyond its on-policy value -A; zero-centred when on
+    policy."""
     return -torch.expm1(log_ratio) * advantages
 
 

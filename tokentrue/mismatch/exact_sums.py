@@ -29,8 +29,8 @@ def exact_total(values: Iterable[float]) -> int:
 def exact_totals(values: Tensor) -> list[int]:
     """`exact_total` of each row of a `[M, n]` tensor of doubles, for many of them.
 
-    A double is h·2^(e-27) + l·2^(e-53) with whole h and l below 2^27. Those of one row and exponent add up exactly in a double for any n
-    below 2^26; what is left to Python's integers is one addition per exponent.
+    A double is h·2^(e-27) + l·2^(e-53) with whole h and l below 2^27. Those of one row and exponent add up exactly in a
+    double for any n below 2^26; what is left to Python's integers is one addition per exponent.
     """
     values = values.detach().cpu()
     fraction, exponent = torch.frexp(values)

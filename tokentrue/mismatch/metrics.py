@@ -1,8 +1,9 @@
 """Mergeable metrics: what data-parallel ranks and micro-batches combine exactly. Nothing here calls a collective.
 
-A `Metrics` is a read-only mapping of finished numbers over a set of statistics that keep what merging needs: sums (exact, as integers),
-counts, extremes and histograms. `a.merge(b)` equals the metrics of the whole batch, bit for bit, in any order. Every key is present on
-every rank, also where nothing was counted: then means and extremes read 0 and the counts say so.
+A `Metrics` is a read-only mapping of finished numbers over a set of statistics that keep what merging needs: sums
+(exact, as integers), counts, extremes and histograms. `a.merge(b)` equals the metrics of the whole batch, bit for bit,
+in any order. Every key is present on every rank, also where nothing was counted: then means and extremes read 0 and the
+counts say so.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Extremes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Count and exact sums of x, x² and maybe x³: mean, standard deviation, skew, and the effective sample share (Σx)²/(nΣx²)."""
+    """Count and exact sums of x, x² and maybe x³: mean, standard deviation, skew, and the effective sample share
+    (Σx)²/(nΣx²)."""
 
     count: int = 0
     first: int = 0
@@ -112,10 +114,14 @@ class Moments:
 
     def entries(self, name: str) -> Iterator[tuple[str, float]]:
         if not self.count:
-            yield from ((f"{name}/{key}", 0.0) for key in ("count", "mean", "std", "ess", *(("skew",) if self.third is not None else ())))
+            yield from (
+                (f"{name}/{key}", 0.0)
+                for key in ("count", "mean", "std", "ess", *(("skew",) if self.third is not None else ()))
+            )
             return
         mean = self.mean
-        # Central sums from exact raw sums: the differences are taken between exact integers, so that they do not cancel in floats.
+        # Central sums from exact raw sums: the differences are taken between exact integers, so that they do not cancel
+        # in floats.
         square = as_float(self.second * self.count - (self.first * self.first >> UNIT_BITS)) / self.count / self.count
         std = math.sqrt(max(square, 0.0))
         yield f"{name}/count", float(self.count)
@@ -133,13 +139,15 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Counts by float32 bit pattern (64 bins an octave, zero by itself): exact to merge, quantiles within 0.8% of the value."""
+    """Counts by float32 bit pattern (64 bins an octave, zero by itself): exact to merge, quantiles within 0.8% of the
+    value."""
 
     counts: Mapping[int, int]
 
     @staticmethod
     def bins_of(values: Tensor) -> Tensor:
-        """The bin of each value, from 0 to `BINS` - 1; rising with the value among positives and falling among negatives."""
+        """The bin of each value, from 0 to `BINS` - 1; rising with the value among positives and falling among
+        negatives."""
         bits = values.to(torch.float32, copy=True).view(torch.int32)
         return bits.bitwise_right_shift_(_SHIFT).add_(_OFFSET)
 

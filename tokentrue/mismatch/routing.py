@@ -1,8 +1,9 @@
-"""Routing replay for mixture-of-experts models of transformers: record which experts each token took, and make a later pass take them.
+"""Routing replay for mixture-of-experts models of transformers: record which experts each token took, and make a later
+pass take them.
 
-R3: recorded at the rollout (`Completion.routed_experts`), replayed in the trainer. R2: recorded in the trainer's own pass for the old
-policy, replayed in its updates. The experts' weights come from the current router, with gradient; where the rollout's weights are given
-too, they are the values, and the gradient is still the router's.
+R3: recorded at the rollout (`Completion.routed_experts`), replayed in the trainer. R2: recorded in the trainer's own
+pass for the old policy, replayed in its updates. The experts' weights come from the current router, with gradient;
+where the rollout's weights are given too, they are the values, and the gradient is still the router's.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if type(module).__name__.endswith("Router") and isinstance(getattr(module, "top_k", None), int) and hasattr(module, "num_experts")
+        if type(module).__name__.endswith("Router")
+        and isinstance(getattr(module, "top_k", None), int)
+        and hasattr(module, "num_experts")
     ]
     if not found:
-        raise InputError(f"{type(model).__name__} has no top-k router that can be recorded; is it a mixture of experts of transformers?")
+        raise InputError(
+            f"{type(model).__name__} has no top-k router that can be recorded; is it a mixture of experts of transformers?"
+        )
     return found
 
 
@@ -49,10 +54,14 @@ class RoutingRecord:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Records every router's choice. Generate one sequence at a time: decoding steps of a batch are recorded step by step."""
+    """Records every router's choice. Generate one sequence at a time: decoding steps of a batch are recorded step by
+    step."""
     found = routers(model)
     record = RoutingRecord(layers=[[] for _ in found])
-    handles = [router.register_forward_hook(_recorder(router, calls)) for (_, router), calls in zip(found, record.layers, strict=True)]
+    handles = [
+        router.register_forward_hook(_recorder(router, calls))
+        for (_, router), calls in zip(found, record.layers, strict=True)
+    ]
     try:
         yield record
     finally:
@@ -64,7 +73,9 @@ def _recorder(router: nn.Module, calls: list[Tensor]) -> Any:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         indices = output[-1] if isinstance(output, tuple) else None
         if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.shape[-1] != router.top_k:
-            raise InputError(f"{type(module).__name__} does not return the chosen experts last; this family cannot be recorded")
+            raise InputError(
+                f"{type(module).__name__} does not return the chosen experts last; this family cannot be recorded"
+            )
         calls.append(indices.detach().reshape(-1, indices.shape[-1]).cpu())
 
     return hook
@@ -72,21 +83,26 @@ def _recorder(router: nn.Module, calls: list[Tensor]) -> Any:
 
 @contextmanager
 def replay_routing(model: nn.Module, experts: Tensor, weights: Tensor | None = None) -> Iterator[None]:
-    """Makes each router take `experts[:, layer]`: `[tokens, layers, top_k]`, for all tokens of a pass, batch rows end to end.
+    """Makes each router take `experts[:, layer]`: `[tokens, layers, top_k]`, for all tokens of a pass, batch rows end
+    to end.
 
-    A token whose entries are `FREE` chooses for itself. `weights` of the same shape stand in for the router's own values. Recomputed
-    passes (gradient checkpointing) replay the same.
+    A token whose entries are `FREE` chooses for itself. `weights` of the same shape stand in for the router's own
+    values. Recomputed passes (gradient checkpointing) replay the same.
     """
     found = routers(model)
     if experts.dim() != 3 or experts.shape[1] != len(found):
-        raise InputError(f"experts: shape {list(experts.shape)} for a model with {len(found)} routers; pass [tokens, layers, top_k]")
+        raise InputError(
+            f"experts: shape {list(experts.shape)} for a model with {len(found)} routers; pass [tokens, layers, top_k]"
+        )
     if weights is not None and weights.shape != experts.shape:
         raise InputError(f"weights: shape {list(weights.shape)} for experts of shape {list(experts.shape)}")
     replaced: list[tuple[nn.Module, Any]] = []
     try:
         for layer, (name, router) in enumerate(found):
             replayer = _replayer(name, router, experts[:, layer].long(), None if weights is None else weights[:, layer])
-            replaced.append((router, router.__dict__.get("forward")))  # one of the object's own, where `exact` is active
+            replaced.append(
+                (router, router.__dict__.get("forward"))
+            )  # one of the object's own, where `exact` is active
             router.forward = replayer  # type: ignore[method-assign]
         yield
     finally:
@@ -106,7 +122,9 @@ def _replayer(name: str, router: Any, chosen: Tensor, weights: Tensor | None) ->
         with _Choice(router.top_k, router.num_experts, chosen) as choice:
             output = original(*args, **kwargs)
         if choice.made != 1:
-            raise InputError(f"router {name} chose its experts {choice.made} times in one pass; this family cannot be replayed")
+            raise InputError(
+                f"router {name} chose its experts {choice.made} times in one pass; this family cannot be replayed"
+            )
         return output if weights is None else _with_weights(name, output, chosen, weights)
 
     return forward
@@ -117,19 +135,24 @@ def _with_weights(name: str, output: Any, chosen: Tensor, weights: Tensor) -> An
     if not isinstance(output, tuple) or len(output) != 3 or output[1].shape != chosen.shape:
         raise InputError(f"router {name} does not return (logits, weights, experts); its weights cannot be replayed")
     logits, own, indices = output
-    taken = torch.where((chosen == FREE).any(dim=-1, keepdim=True).to(own.device), own.detach(), weights.to(own.device, own.dtype))
+    taken = torch.where(
+        (chosen == FREE).any(dim=-1, keepdim=True).to(own.device), own.detach(), weights.to(own.device, own.dtype)
+    )
     # taken - own.detach() is not exactly what own lacks; adding zero with a gradient keeps the recorded bits.
     return logits, taken + (own - own.detach()), indices
 
 
 class _Choice(TorchFunctionMode):
-    """Inside a router: the one topk over all experts returns the recorded ones, with the values that this router gives them."""
+    """Inside a router: the one topk over all experts returns the recorded ones, with the values that this router gives
+    them."""
 
     def __init__(self, top_k: int, num_experts: int, chosen: Tensor) -> None:
         super().__init__()
         self.top_k, self.num_experts, self.chosen, self.made = top_k, num_experts, chosen, 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk):
             return result
@@ -146,7 +169,11 @@ class _Choice(TorchFunctionMode):
 
 def from_routed(routed: RoutedExperts) -> Tensor:
     """int16 `[tokens, layers, top_k]`."""
-    flat = torch.frombuffer(bytearray(routed.data), dtype=torch.int16) if routed.data else torch.zeros(0, dtype=torch.int16)
+    flat = (
+        torch.frombuffer(bytearray(routed.data), dtype=torch.int16)
+        if routed.data
+        else torch.zeros(0, dtype=torch.int16)
+    )
     return flat.view(routed.shape)
 
 
@@ -159,7 +186,8 @@ def weights_from_routed(routed: RoutedExperts) -> Tensor | None:
 
 
 def routing_of(sample: Sample) -> Tensor:
-    """A sample's experts for `replay_routing`: `[len(token_ids), layers, top_k]`; the last token is no input, its row is `FREE`."""
+    """A sample's experts for `replay_routing`: `[len(token_ids), layers, top_k]`; the last token is no input, its row
+    is `FREE`."""
     rows = from_routed(_required_routing(sample))
     return torch.cat((rows, torch.full((1, *rows.shape[1:]), FREE, dtype=torch.int16)))
 
@@ -176,5 +204,7 @@ def _required_routing(sample: Sample) -> RoutedExperts:
         raise InputError(f"sample {sample.sample_id}: has no routed experts; ask the engine for them when rolling out")
     if (routed.start, routed.end) != (0, len(sample.token_ids) - 1):
         where = f"positions [{routed.start}, {routed.end})"
-        raise InputError(f"sample {sample.sample_id}: routing of {where} for {len(sample.token_ids)} tokens; record it again")
+        raise InputError(
+            f"sample {sample.sample_id}: routing of {where} for {len(sample.token_ids)} tokens; record it again"
+        )
     return routed

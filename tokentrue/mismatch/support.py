@@ -1,6 +1,8 @@
-"""Truncated sampling (top-p, top-k, min-p): the sampler renormalised over what it kept, the trainer scores the whole vocabulary.
+"""Truncated sampling (top-p, top-k, min-p): the sampler renormalised over what it kept, the trainer scores the whole
+vocabulary.
 
-Then the mean ratio is about the kept mass instead of 1, on every token. With the log of the trainer's mass on the kept tokens the two
+Then the mean ratio is about the kept mass instead of 1, on every token. With the log of the trainer's mass on the kept
+tokens the two
 are of the same kind again: `Correction(align_support=True)` and `support_log_mass=` subtract it.
 """
 
@@ -16,8 +18,8 @@ from tokentrue.types import Sample
 def support_log_mass(logits: Tensor, kept: Tensor) -> Tensor:
     """log Σ over the kept tokens of the trainer's probabilities, differentiable.
 
-    `logits` `[..., V]` after temperature. `kept` is a boolean `[..., V]`, or token ids `[..., K]` padded with -1. Each position must
-    keep at least one token.
+    `logits` `[..., V]` after temperature. `kept` is a boolean `[..., V]`, or token ids `[..., K]` padded with -1. Each
+    position must keep at least one token.
     """
     whole = logits.double().logsumexp(dim=-1)
     if kept.dtype == torch.bool:
@@ -37,13 +39,16 @@ def support_log_mass(logits: Tensor, kept: Tensor) -> Tensor:
 def support_log_mass_of(sample: Sample, logits: Tensor) -> Tensor:
     """`support_log_mass` of a sample's recorded sampling mask, `[T]`: 0 where no filter removed an id.
 
-    `logits` `[T, V]` after temperature, row i being the distribution that token i was drawn from (a model's output, moved by one).
+    `logits` `[T, V]` after temperature, row i being the distribution that token i was drawn from (a model's output,
+    moved by one).
     """
     mask = sample.sampling_mask
     if mask is None:
         raise InputError(f"sample {sample.sample_id} has no sampling mask; have the engine return it when rolling out")
     if logits.shape[0] != len(sample.token_ids):
-        raise InputError(f"sample {sample.sample_id}: {logits.shape[0]} rows of logits for {len(sample.token_ids)} tokens")
+        raise InputError(
+            f"sample {sample.sample_id}: {logits.shape[0]} rows of logits for {len(sample.token_ids)} tokens"
+        )
     rows = [mask.row(index).tolist() for index in range(len(mask))]
     filtered = [index for index, row in enumerate(rows) if row]
     found = torch.zeros(len(rows), dtype=torch.float64, device=logits.device)

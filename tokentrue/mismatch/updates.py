@@ -18,7 +18,8 @@ from tokentrue.mismatch.estimators import LOG_CLAMP, contribution, k3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateCheck:
-    """`gain`: how much better the inference policy does on the old samples after the update. `divergence`: K3 of that policy's change."""
+    """`gain`: how much better the inference policy does on the old samples after the update. `divergence`: K3 of that
+    policy's change."""
 
     accepted: bool
     gain: float
@@ -36,13 +37,15 @@ def check_update(
     min_gain: float = 0.0,
     max_divergence: float | None = None,
 ) -> UpdateCheck:
-    """Whether an update that was already synchronised to the engine improves the policy that samples; MIPU (arXiv 2606.29526).
+    """Whether an update that was already synchronised to the engine improves the policy that samples; MIPU (arXiv
+    2606.29526).
 
-    `updated_logprobs` are the engine's log-probabilities of the old samples under the new weights (its prompt log-probabilities),
-    `rollout_logprobs` those that it sampled with. The gain is the mean of (r - 1)·A with r = updated ÷ rollout: the importance-weighted
-    improvement of the inference policy itself, whatever the trainer's own policy did; where no token has an advantage there is nothing to
-    gain, and `min_gain` does not count. An update that is not accepted is to be undone: publish the old weights again. The paper accepts
-    by a gap on the inference side; this estimator and its bounds are this package's.
+    `updated_logprobs` are the engine's log-probabilities of the old samples under the new weights (its prompt
+    log-probabilities), `rollout_logprobs` those that it sampled with. The gain is the mean of (r - 1)·A with r =
+    updated ÷ rollout: the importance-weighted improvement of the inference policy itself, whatever the trainer's own
+    policy did; where no token has an advantage there is nothing to gain, and `min_gain` does not count. An update that
+    is not accepted is to be undone: publish the old weights again. The paper accepts by a gap on the inference side;
+    this estimator and its bounds are this package's.
     """
     options: BatchOptions = {"cu_seqlens": cu_seqlens, "advantages": advantages}
     batch = Batch.of(updated_logprobs, rollout_logprobs, mask, options)
@@ -66,11 +69,13 @@ def check_update(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthDecay:
-    """Learning rate by response length (the finding of arXiv 2602.01826: a surge in length announces noise and mismatch).
+    """Learning rate by response length (the finding of arXiv 2602.01826: a surge in length announces noise and
+    mismatch).
 
-    Lengths are smoothed by an exponential average of `window` steps. Each time the average exceeds `surge` times its reference (at first
-    the smallest average so far), the rate is multiplied by `factor` and the average becomes the new reference; `floor` is the least
-    multiple of the initial rate. The trigger is the paper's; the numbers are this package's defaults.
+    Lengths are smoothed by an exponential average of `window` steps. Each time the average exceeds `surge` times its
+    reference (at first the smallest average so far), the rate is multiplied by `factor` and the average becomes the new
+    reference; `floor` is the least multiple of the initial rate. The trigger is the paper's; the numbers are this
+    package's defaults.
     """
 
     window: int = 10
@@ -83,7 +88,8 @@ class LengthDecay:
             raise InputError("LengthDecay: needs window >= 1, surge > 1, factor in (0, 1) and floor in (0, 1]")
 
     def scale(self, mean_lengths: Sequence[float]) -> float:
-        """The multiple of the initial learning rate for the next step, from the mean response length of every step so far."""
+        """The multiple of the initial learning rate for the next step, from the mean response length of every step so
+        far."""
         step = 1.0 / self.window
         averages = accumulate(mean_lengths, lambda average, length: average + step * (length - average))
         rate, reference, decayed = 1.0, float("inf"), False

@@ -5,7 +5,17 @@ from tokentrue.numerics.devices import on_device, ops_for
 from tokentrue.numerics.fingerprint import Contract
 from tokentrue.numerics.gradient import deterministic_grad
 from tokentrue.numerics.logprob import KeptRows, filter_logits, logprobs_of, remove_filtered, scale_logits
-from tokentrue.numerics.ops import AttentionSpec, ClampedSwiglu, ExpertWeights, HeadNorm, LowRank, NormForm, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import (
+    AttentionSpec,
+    ClampedSwiglu,
+    ExpertWeights,
+    HeadNorm,
+    LowRank,
+    NormForm,
+    Ops,
+    Packed,
+    PagedBatch,
+)
 from tokentrue.numerics.patching.patch import SWITCHES, exact
 from tokentrue.numerics.score import logits_of, score, score_with_entropy
 

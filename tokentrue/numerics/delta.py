@@ -1,9 +1,10 @@
-"""Gated delta rule (Qwen3-Next, Qwen3.5): a linear attention whose state is updated token by token, in one order on both sides.
+"""Gated delta rule (Qwen3-Next, Qwen3.5): a linear attention whose state is updated token by token, in one order on
+both sides.
 
 Per token and value head, in float32, K the key size:
     S = S * exp(g);  S = S + k ⊗ ((v - Sᵀk) * beta);  out = Sᵀq / sqrt(K)
-A token's result depends on the state before it and on its own inputs, so cutting a sequence anywhere changes no bit. The recurrent form is
-the forward of both sides; gradients come from transformers' chunked form of the same function.
+A token's result depends on the state before it and on its own inputs, so cutting a sequence anywhere changes no bit.
+The recurrent form is the forward of both sides; gradients come from transformers' chunked form of the same function.
 """
 
 from __future__ import annotations
@@ -36,16 +37,23 @@ class GatedDelta:
         if parts != known or module.conv1d.bias is not None or module.activation != "silu":
             raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: its parts are {sorted(parts)}")
 
-    def run(self, x_TK: Tensor, lengths: Sequence[int], history: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [T,K], and the next tokens' history [S,taps-1,C] and state [S,H,K,V]; sequences back to back, None: from their start."""
+    def run(
+        self, x_TK: Tensor, lengths: Sequence[int], history: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [T,K], and the next tokens' history [S,taps-1,C] and state [S,H,K,V]; sequences back to back, None:
+        from their start."""
         ops, m = self.ops, self.module
         mixed, z, b, a = self.project(x_TK)
         mixed, history = self.convolve(mixed, lengths, history)
-        q, k, v = mixed.split((self.key_heads * self.key_size, self.key_heads * self.key_size, self.value_heads * self.value_size), -1)
+        q, k, v = mixed.split(
+            (self.key_heads * self.key_size, self.key_heads * self.key_size, self.value_heads * self.value_size), -1
+        )
         q, k = (self.unit(part.view(-1, self.key_heads, self.key_size)) for part in (q, k))
         beta = ops.activation(b, "sigmoid").float()
         decay = -torch.exp(m.A_log.float()) * ops.activation(a.float() + m.dt_bias, "softplus")
-        out, state = ops.delta_scan(q, k, v.view(-1, self.value_heads, self.value_size).float(), decay, beta, lengths, state)
+        out, state = ops.delta_scan(
+            q, k, v.view(-1, self.value_heads, self.value_size).float(), decay, beta, lengths, state
+        )
         normed = ops.rms_norm(out.to(x_TK.dtype), m.norm.weight, m.norm.variance_epsilon, form=NormForm.PLAIN)
         gated = (normed.float() * ops.activation(z.float(), "silu")).to(x_TK.dtype)
         return ops.linear(gated.flatten(1), m.out_proj.weight), history, state
@@ -55,7 +63,12 @@ class GatedDelta:
         ops, m, tokens = self.ops, self.module, x.shape[0]
         if not self.joined:
             z = ops.linear(x, m.in_proj_z.weight).view(tokens, self.value_heads, self.value_size)
-            return ops.linear(x, m.in_proj_qkv.weight), z, ops.linear(x, m.in_proj_b.weight), ops.linear(x, m.in_proj_a.weight)
+            return (
+                ops.linear(x, m.in_proj_qkv.weight),
+                z,
+                ops.linear(x, m.in_proj_b.weight),
+                ops.linear(x, m.in_proj_a.weight),
+            )
         group = self.value_heads // self.key_heads
         wide = group * self.value_size
         qkvz = ops.linear(x, m.in_proj_qkvz.weight).view(tokens, self.key_heads, -1)
@@ -97,10 +110,16 @@ def delta_forward(name: str, module: nn.Module, ops: Ops) -> Any:
     delta = GatedDelta(name, module, ops)
 
     def forward(
-        hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, packed: Packed | None = None, **kwargs: Any
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        packed: Packed | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         if cache_params is not None:
-            raise ExactnessError("exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)")
+            raise ExactnessError(
+                "exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)"
+            )
         b, t, size = hidden_states.shape
         flat = hidden_states.reshape(b * t, size)
         if attention_mask is not None and not bool(attention_mask.bool().all()):

@@ -12,7 +12,8 @@ from tokentrue.numerics.ops import Ops
 
 
 def on_device(device: torch.device | str) -> AbstractContextManager[object]:
-    """Makes a GPU this thread's current one inside the block: kernels are launched there. CUDA keeps that setting per thread."""
+    """Makes a GPU this thread's current one inside the block: kernels are launched there. CUDA keeps that setting per
+    thread."""
     where = torch.device(device)
     return torch.cuda.device(where) if where.type == "cuda" else nullcontext()
 

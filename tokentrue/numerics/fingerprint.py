@@ -20,7 +20,8 @@ from tokentrue.numerics.patching.replacements import is_experts, is_router
 class Contract:
     """Every operator with its implementation, tile and dtype, the machine it was checked on, and what had to fall back.
 
-    `fingerprint` is "exact:" and 16 hex digits over all of it; trainer and engine may call a result exact only when theirs are equal.
+    `fingerprint` is "exact:" and 16 hex digits over all of it; trainer and engine may call a result exact only when
+    theirs are equal.
     """
 
     operators: Mapping[str, str]
@@ -36,7 +37,9 @@ class Contract:
     def require(self, other: str | None) -> None:
         """Raise unless `other` (a completion's fingerprint, say) is ours."""
         if other != self.fingerprint:
-            raise ExactnessError(f"fingerprints differ ({other} there, {self.fingerprint} here): the numbers may not be called exact")
+            raise ExactnessError(
+                f"fingerprints differ ({other} there, {self.fingerprint} here): the numbers may not be called exact"
+            )
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
@@ -45,7 +48,12 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         version = str(vars(triton)["__version__"])
-        return {"torch": torch.__version__, "device": name, "capability": f"{capability[0]}.{capability[1]}", "triton": version}
+        return {
+            "torch": torch.__version__,
+            "device": name,
+            "capability": f"{capability[0]}.{capability[1]}",
+            "triton": version,
+        }
     return {
         "torch": torch.__version__,
         "device": torch.backends.cpu.get_cpu_capability(),
@@ -83,7 +91,9 @@ def shapes_of(model: nn.Module) -> ModelShapes:
         elif is_router(module) and not isinstance(module, nn.Linear | nn.Embedding):
             weight = parameters["weight"]
             linears[weight.dtype].add((weight.shape[1], weight.shape[0], "bias" in parameters))
-            linears[torch.float32].add((weight.shape[1], weight.shape[0], "bias" in parameters))  # some routers compute in float32
+            linears[torch.float32].add(
+                (weight.shape[1], weight.shape[0], "bias" in parameters)
+            )  # some routers compute in float32
         head_dim, config = head_size(module), getattr(module, "config", None)
         if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
             heads.add((config.num_attention_heads, config.num_key_value_heads, head_dim))
@@ -109,6 +119,8 @@ def contract_of(model: nn.Module, ops: Ops) -> Contract:
 def contract_for(shapes: ModelShapes, ops: Ops, device: torch.device) -> Contract:
     fallbacks: list[str] = []
     for dtype, linears in shapes.linears.items():
-        fallbacks += ops.self_test(linears=linears, heads=set(shapes.heads) if dtype == shapes.dtype else set(), dtype=dtype)
+        fallbacks += ops.self_test(
+            linears=linears, heads=set(shapes.heads) if dtype == shapes.dtype else set(), dtype=dtype
+        )
     name = str(shapes.dtype).removeprefix("torch.")
     return Contract(operators=dict(ops.contract()), machine=machine_of(device), dtype=name, fallbacks=tuple(fallbacks))

@@ -1,8 +1,9 @@
 """Log-probabilities and entropies from hidden states, without the table of logits [tokens, vocabulary].
 
-The head's product and the log-softmax run over a few rows at a time, forward and backward, so that the head's memory does not depend on
-the number of tokens. Rows are independent under exact operators, so the cut changes no bit. The backward pass computes each piece's logits
-again; gradients of the weight are summed over the pieces in float32, in order.
+The head's product and the log-softmax run over a few rows at a time, forward and backward, so that the head's memory
+does not depend on the number of tokens. Rows are independent under exact operators, so the cut changes no bit. The
+backward pass computes each piece's logits again; gradients of the weight are summed over the pieces in float32, in
+order.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ class HeadSettings:
         return replace(self, temperature=temperature, kept=None if self.kept is None else self.kept.of(rows))
 
 
-def score_tokens(hidden_RK: Tensor, weight_VK: Tensor, bias: Tensor | None, ids_R: Tensor, settings: HeadSettings) -> Tensor:
+def score_tokens(
+    hidden_RK: Tensor, weight_VK: Tensor, bias: Tensor | None, ids_R: Tensor, settings: HeadSettings
+) -> Tensor:
     """(grad) float32 [R, 2]: log-probability of ids[r] and entropy of row r (0 unless asked for)."""
     return HeadScores.apply(hidden_RK, weight_VK, bias, ids_R, settings)  # pyright: ignore[reportReturnType]
 
 
 class HeadScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, settings: HeadSettings) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, settings: HeadSettings
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, ids)
         ctx.settings = settings
         out = torch.zeros(hidden.shape[0], 2, dtype=torch.float32, device=hidden.device)
@@ -87,8 +92,11 @@ def pieces(rows: int, weight: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def scaled_logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> tuple[Tensor, Tensor | None]:
-    """float32 logits over temperature (as they are, where the operators take them), and tanh(logits / softcap) where that is set."""
+def scaled_logits_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings
+) -> tuple[Tensor, Tensor | None]:
+    """float32 logits over temperature (as they are, where the operators take them), and tanh(logits / softcap) where
+    that is set."""
     logits, bent = settings.ops.linear(hidden, weight, bias), None
     if settings.divisor is not None:
         logits = logits / settings.divisor

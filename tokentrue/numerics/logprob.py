@@ -2,8 +2,9 @@
 
     logprob(token) = log_softmax(filter(float32(logits) / temperature))[token]
 
-Temperature is always a tensor: division by a Python scalar is a multiplication by the reciprocal on some devices, which rounds otherwise.
-Filters (top-k, top-p, min-p) set what they remove to -inf, so that the rest is renormalised: the distribution actually sampled from.
+Temperature is always a tensor: division by a Python scalar is a multiplication by the reciprocal on some devices, which
+rounds otherwise. Filters (top-k, top-p, min-p) set what they remove to -inf, so that the rest is renormalised: the
+distribution actually sampled from.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ ROWS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptRows:
-    """The ids that filters kept, as compressed sparse rows: row r is `token_ids[offsets[r]:offsets[r + 1]]`; an empty row keeps all."""
+    """The ids that filters kept, as compressed sparse rows: row r is `token_ids[offsets[r]:offsets[r + 1]]`; an empty
+    row keeps all."""
 
     token_ids: Tensor  # int64 [N]
     offsets: Tensor  # int64 [R+1]
@@ -68,7 +70,8 @@ def logprobs_of(ops: Ops, logits_RV: Tensor, ids_R: Tensor, temperature: Tensor 
 
 
 def filter_logits(scaled_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """One row of scaled logits with -inf where top-k, then top-p, then min-p removes a token; ties at a border are kept."""
+    """One row of scaled logits with -inf where top-k, then top-p, then min-p removes a token; ties at a border are
+    kept."""
     kept = scaled_V
     if 0 < top_k < scaled_V.shape[-1]:
         border = torch.topk(scaled_V, top_k).values[-1]

@@ -1,14 +1,16 @@
 """The operators whose bits must not depend on the batch: one interface, one implementation per device.
 
-Invariant of every method: the result of a row (a token, a query) depends on that row's own inputs alone; never on how many other rows
-share the call, on its place among them, on the chunking of its prefill, on the page its keys lie in, or on prefill versus decode.
-Engine and trainer call the same methods of the same object, so equal inputs give equal bits on both sides.
+Invariant of every method: the result of a row (a token, a query) depends on that row's own inputs alone; never on how
+many other rows share the call, on its place among them, on the chunking of its prefill, on the page its keys lie in, or
+on prefill versus decode. Engine and trainer call the same methods of the same object, so equal inputs give equal bits
+on both sides.
 
-Shapes: T tokens (all sequences of a step back to back), S sequences, H query heads, J key/value heads (H % J == 0), D head size,
-K/N in/out features, V vocabulary, E experts, I expert width, B block (page) size.
-Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype, from `Ops.new_cache` (strides are the
-implementation's choice); block 0 is the null block: never handed out, always zero, padding of the block tables. Entries are always
-finite. The token at position p of a sequence lies in block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
+Shapes: T tokens (all sequences of a step back to back), S sequences, H query heads, J key/value heads (H % J == 0), D
+head size, K/N in/out features, V vocabulary, E experts, I expert width, B block (page) size.
+Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype, from `Ops.new_cache`
+(strides are the implementation's choice); block 0 is the null block: never handed out, always zero, padding of the
+block tables. Entries are always finite. The token at position p of a sequence lies in block `table[p // B]`, row `p %
+B`; its slot is `block * B + p % B`.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from tokentrue.numerics.scan import differentiable_scan, scan_sequences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Causal attention of one layer. `window=w`: a query at position p sees keys p-w+1 .. p. `softcap=c`: scores become c*tanh(s/c).
+    """Causal attention of one layer. `window=w`: a query at position p sees keys p-w+1 .. p. `softcap=c`: scores become
+    c*tanh(s/c).
 
-    `sinks` [H] (gpt-oss): one more score of each query head, with no value behind it: it takes its share of the softmax.
+    `sinks` [H] (gpt-oss): one more score of each query head, with no value behind it: it takes its share of the
+    softmax.
     """
 
     scale: float
@@ -40,7 +44,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Whole sequences back to back (training): sequence i owns rows `cu_seqlens[i] .. cu_seqlens[i+1]`, and starts at position 0."""
+    """Whole sequences back to back (training): sequence i owns rows `cu_seqlens[i] .. cu_seqlens[i+1]`, and starts at
+    position 0."""
 
     cu_seqlens: Tensor  # int32 [S+1], on the device
     lengths: tuple[int, ...]  # the same on the host
@@ -53,10 +58,12 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedBatch:
-    """One engine step: for each sequence its newest `q_lens[i]` tokens, back to back; the first `num_decodes` sequences have one each.
+    """One engine step: for each sequence its newest `q_lens[i]` tokens, back to back; the first `num_decodes` sequences
+    have one each.
 
     Keys of the new tokens are stored before attention reads, so a query at position p sees cache positions 0 .. p.
-    Host tuples are for planning; a captured graph reads only the device tensors (whose padding rows have slot 0 and context length 0 or 1).
+    Host tuples are for planning; a captured graph reads only the device tensors (whose padding rows have slot 0 and
+    context length 0 or 1).
     """
 
     positions: Tensor  # int64 [T]
@@ -71,7 +78,8 @@ class PagedBatch:
 
 
 class NormForm(IntEnum):
-    """Where an RMS norm rounds to the model's dtype, and what its weight means. n = x / sqrt(mean(x²) + eps) in float32."""
+    """Where an RMS norm rounds to the model's dtype, and what its weight means. n = x / sqrt(mean(x²) + eps) in
+    float32."""
 
     PLAIN = 0  # round(n), then times weight, rounded again (Llama, Qwen3)
     UNIT_OFFSET = 1  # n * (1 + weight) in float32, one rounding (Gemma, Qwen3-Next)
@@ -99,7 +107,8 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwiglu:
-    """gpt-oss: gate at most `limit`, up within ±`limit`, then (up + 1) * (gate * sigmoid(gate * alpha)), rounded after each."""
+    """gpt-oss: gate at most `limit`, up within ±`limit`, then (up + 1) * (gate * sigmoid(gate * alpha)), rounded after
+    each."""
 
     alpha: float
     limit: float
@@ -149,7 +158,8 @@ class Norm(Protocol):
 class Ops(ABC):
     """All exact operators of one device. Methods marked (grad) work under autograd; the others are for inference alone.
 
-    Rounding is part of the contract: intermediate results are rounded to the tensor's dtype exactly where the docstring says so.
+    Rounding is part of the contract: intermediate results are rounded to the tensor's dtype exactly where the docstring
+    says so.
     """
 
     name: str
@@ -161,10 +171,12 @@ class Ops(ABC):
     routes: list[tuple[Tensor, Tensor]] | None = None  # where set, each mixture adds its experts and their weights
     """While it is a list, every mixture of experts that runs appends its choice [T,k]."""
 
-    # ---- rows x features ----------------------------------------------------------------------------------------------------------
+    # ---- rows x features
+    # ----------------------------------------------------------------------------------------------------------
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(grad) x [..., K] @ weight [N, K]^T + bias; float32 accumulation, one rounding at the end. Column n does not depend on N."""
+        """(grad) x [..., K] @ weight [N, K]^T + bias; float32 accumulation, one rounding at the end. Column n does not
+        depend on N."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
@@ -172,7 +184,8 @@ class Ops(ABC):
 
     @abstractmethod
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        """(grad) `silu` as x/(1+exp(-x)), `gelu_pytorch_tanh`, `gelu`, `relu` …, computed in float32, rounded to x's dtype."""
+        """(grad) `silu` as x/(1+exp(-x)), `gelu_pytorch_tanh`, `gelu`, `relu` …, computed in float32, rounded to x's
+        dtype."""
 
     def function(self, x: Tensor, name: str) -> Tensor:
         """`torch.cos` or `torch.sin`, each value by itself."""
@@ -184,10 +197,11 @@ class Ops(ABC):
 
     @abstractmethod
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T,H,D], k [T,J,D], cos/sin [T,R] (model dtype): q*cos + rotate_half(q)*sin, rounded after each product and after the sum.
+        """q [T,H,D], k [T,J,D], cos/sin [T,R] (model dtype): q*cos + rotate_half(q)*sin, rounded after each product and
+        after the sum.
 
-        With R < D the first R values of a head are turned, the others stay. With float32 cos/sin the sum is rounded once (OLMo-3).
-        The bits of Hugging Face's `apply_rotary_pos_emb` in plain torch (so: no fused multiply-add).
+        With R < D the first R values of a head are turned, the others stay. With float32 cos/sin the sum is rounded
+        once (OLMo-3). The bits of Hugging Face's `apply_rotary_pos_emb` in plain torch (so: no fused multiply-add).
         """
 
     @abstractmethod
@@ -198,14 +212,15 @@ class Ops(ABC):
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
         """(grad) x [T,K], index/weight [T,k] -> [T,K].
 
-        Per slot: linear, bias, gate_values, linear, bias, times weight, each rounded to x's dtype; slots are added in their order 0, 1, …,
-        in x's dtype.
+        Per slot: linear, bias, gate_values, linear, bias, times weight, each rounded to x's dtype; slots are added in
+        their order 0, 1, …, in x's dtype.
         """
 
     def delta_scan(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(grad, from zero states) The gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay, beta [T,H], float32.
+        """(grad, from zero states) The gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay,
+        beta [T,H], float32.
 
         Returns out [T,H,V] and the states [S,H,K,V] after each sequence's last token; `state` None starts from zeros.
         """
@@ -214,18 +229,22 @@ class Ops(ABC):
     # ---- attention ----------------------------------------------------------------------------------------------------------------
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
-        """(grad) q [T,H,D], k/v [T,J,D] -> [T,H,D]; causal inside each packed sequence. Same bits as `paged_attention` on the same rows."""
+        """(grad) q [T,H,D], k/v [T,J,D] -> [T,H,D]; causal inside each packed sequence. Same bits as `paged_attention`
+        on the same rows."""
 
     @abstractmethod
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """k, v [T,J,D] into the pages."""
 
     @abstractmethod
-    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec
+    ) -> Tensor:
         """q [T,H,D] -> [T,H,D], keys and values from the pages; prefill chunks and decodes mixed."""
 
-    def pack(self, weights: Iterable[Tensor]) -> None:  # noqa: B027  (nothing to do is a fine answer)
-        """These weights (as `linear` will be given them) are constant until the next call: prepare a quicker form, of the same bits."""
+    def pack(self, weights: Iterable[Tensor]) -> None:
+        """These weights (as `linear` will be given them) are constant until the next call: prepare a quicker form, of
+        the same bits."""
 
     def new_cache(self, num_blocks: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros, shaped [num_blocks, J, B, D]."""
@@ -237,13 +256,17 @@ class Ops(ABC):
         """Operator -> implementation, tile and accumulation dtype, as text: goes into the fingerprint."""
 
     @abstractmethod
-    def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
-        """Check the invariant on this machine for these (K, N, bias) and (H, J, D); fall back where it does not hold, and say so.
+    def self_test(
+        self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
+    ) -> list[str]:
+        """Check the invariant on this machine for these (K, N, bias) and (H, J, D); fall back where it does not hold,
+        and say so.
 
         Returns one sentence per fall-back; raises ExactnessError where there is none.
         """
 
-    # ---- compositions: override to fuse, never to change a bit ------------------------------------------------------------------------
+    # ---- compositions: override to fuse, never to change a bit
+    # ------------------------------------------------------------------------
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN
     ) -> tuple[Tensor, Tensor]:
@@ -252,13 +275,14 @@ class Ops(ABC):
         return self.rms_norm(total, weight, eps, form=form), total
 
     def add_low_rank(self, y: Tensor, x: Tensor, low: LowRank) -> Tensor:
-        """(grad) y + linear(linear(x, A), B) * scale: products in the adapter's dtype, the sum in the wider one, rounded to y's dtype."""
+        """(grad) y + linear(linear(x, A), B) * scale: products in the adapter's dtype, the sum in the wider one,
+        rounded to y's dtype."""
         delta = self.linear(self.linear(x.to(low.a.dtype), low.a), low.b) * low.scale
         return (y + delta).to(y.dtype)
 
     def route(self, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(grad) Weights [T,k] in logits' dtype, and experts: softmax of logits [T,E] in float32, its `top_k` largest (or those of `given`
-        experts), over their sum if `normalise`."""
+        """(grad) Weights [T,k] in logits' dtype, and experts: softmax of logits [T,E] in float32, its `top_k` largest
+        (or those of `given` experts), over their sum if `normalise`."""
         probs = torch.softmax(logits.float(), -1)
         weight, index = torch.topk(probs, top_k, dim=-1) if given is None else (probs.gather(-1, given), given)
         weight = weight / weight.sum(-1, keepdim=True) if normalise else weight
@@ -277,14 +301,22 @@ class Ops(ABC):
         return self.act_mul(gate, up, kind)
 
     def norm_linear(
-        self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
+        self,
+        h: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        kind: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(linear of add_rms_norm(h, residual), residual + h); gated_linear where `kind` names an activation. For inference."""
+        """(linear of add_rms_norm(h, residual), residual + h); gated_linear where `kind` names an activation. For
+        inference."""
         normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, form=norm.form)
         return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
 
     def logits_gradient(self, logits: Tensor, ids: Tensor, grads: Tensor, *, entropy: bool) -> Tensor:
-        """[R,V]: gradient of grads[r,0] * logprob(ids[r]) + grads[r,1] * entropy (where wanted), with respect to the logits."""
+        """[R,V]: gradient of grads[r,0] * logprob(ids[r]) + grads[r,1] * entropy (where wanted), with respect to the
+        logits."""
         table = self.log_softmax(logits.float())
         probs = table.exp()
         gradient = probs * -grads[:, :1]
@@ -308,7 +340,8 @@ class Ops(ABC):
         v_cache: Tensor,
         batch: PagedBatch,
     ) -> Tensor:
-        """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,D]), keys and values into the pages; returns q [T,H,D].
+        """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,D]), keys and values into the pages;
+        returns q [T,H,D].
 
         Layers without a rotary embedding pass None and always come here, never to an override.
         """

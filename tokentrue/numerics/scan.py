@@ -1,6 +1,7 @@
 """The recurrence of the gated delta rule in plain torch.
 
-A token's sums run over the key size of its own state, by one multiplication and one reduction, so they do not depend on the batch.
+A token's sums run over the key size of its own state, by one multiplication and one reduction, so they do not depend on
+the batch.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ def groups(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[list[
             yield own, (first[:, None] + torch.arange(length, device=device)).flatten()
 
 
-def recurrent_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k [S,n,H,K], v [S,n,H,V], decay, beta [S,n,H], state [S,H,K,V], float32: out [S,n,H,V] and the last state, token by token."""
+def recurrent_scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q, k [S,n,H,K], v [S,n,H,V], decay, beta [S,n,H], state [S,H,K,V], float32: out [S,n,H,V] and the last state,
+    token by token."""
     factor, scaled = torch.exp(decay), q * q.shape[-1] ** -0.5
     out = torch.empty_like(v)
     for t in range(q.shape[1]):
@@ -54,7 +58,8 @@ Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int], Tensor |
 
 
 class DeltaScan(torch.autograd.Function):
-    """Whole sequences from zero states: forward by an exact scan, backward by transformers' chunked form of the same function."""
+    """Whole sequences from zero states: forward by an exact scan, backward by transformers' chunked form of the same
+    function."""
 
     @staticmethod
     def forward(
@@ -88,7 +93,14 @@ class DeltaScan(torch.autograd.Function):
 
 
 def differentiable_scan(
-    scan: Scan, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
+    scan: Scan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    lengths: Sequence[int],
+    state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`scan`, with gradients where the inputs need them (and the sequences start from zero states)."""
     if state is None and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, decay, beta)):

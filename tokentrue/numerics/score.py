@@ -28,11 +28,12 @@ def score(
 ) -> Tensor:
     """ids [B,T] -> float32 [B,T-1]: log-probability of ids[:,1:] under softmax(logits / temperature). Differentiable.
 
-    Sequences start at position 0 and may be padded on the right with any id (causality hides it). Packed: ids [1,T] (or [T]) with
-    `cu_seqlens` [S+1]; entries that would predict a sequence's first token from the one before it are 0.
-    `temperature` is one number, or one for each entry of the result. `kept` holds, for each entry of the result (row after row), the ids
-    that the sampler's filters kept: the distribution is renormalised over them, as the sampler's was.
-    Outside `with exact(model)` the block is entered for this one call. The table of logits is never whole in memory.
+    Sequences start at position 0 and may be padded on the right with any id (causality hides it). Packed: ids [1,T] (or
+    [T]) with `cu_seqlens` [S+1]; entries that would predict a sequence's first token from the one before it are 0.
+    `temperature` is one number, or one for each entry of the result. `kept` holds, for each entry of the result (row
+    after row), the ids that the sampler's filters kept: the distribution is renormalised over them, as the sampler's
+    was. Outside `with exact(model)` the block is entered for this one call. The table of logits is never whole in
+    memory.
     """
     return scores_of(model, ids, temperature, cu_seqlens, entropy=False, kept=kept)[..., 0]
 
@@ -45,7 +46,8 @@ def score_with_entropy(
     *,
     kept: KeptRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of `score`, and the entropy of the distribution that each was scored under. Both differentiable."""
+    """The log-probabilities of `score`, and the entropy of the distribution that each was scored under. Both
+    differentiable."""
     both = scores_of(model, ids, temperature, cu_seqlens, entropy=True, kept=kept)
     return both[..., 0], both[..., 1]
 
@@ -61,7 +63,9 @@ def scores_of(
 ) -> Tensor:
     """[B,T-1,2]: log-probability and entropy."""
     if not bool((torch.as_tensor(temperature) > 0).all()):
-        raise InputError(f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own")
+        raise InputError(
+            f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own"
+        )
     flat = ids.dim() == 1
     batch = ids[None] if flat else ids
     if batch.dim() != 2 or batch.shape[1] == 0:
@@ -99,12 +103,19 @@ def with_last_positions(kept: KeptRows, shape: torch.Size) -> KeptRows:
 def scoring_head(
     model: Any, targets_BT: Tensor, temperature: float | Tensor, entropy: bool, kept: KeptRows | None = None
 ) -> Iterator[list[Tensor]]:
-    """Inside the block the output head returns scores [B,T,2] in place of logits. It stays inside the model's forward, as FSDP2 needs."""
+    """Inside the block the output head returns scores [B,T,2] in place of logits. It stays inside the model's forward,
+    as FSDP2 needs."""
     state: State = model.__dict__[STATE]
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(head, nn.Linear):
-        raise ExactnessError(f"the output head is a {type(head).__name__}, not a plain linear: its scores have no exact form")
-    bent = {name: value for name in ("final_logit_softcapping", "logits_scaling") if (value := getattr(config, name, None)) is not None}
+        raise ExactnessError(
+            f"the output head is a {type(head).__name__}, not a plain linear: its scores have no exact form"
+        )
+    bent = {
+        name: value
+        for name in ("final_logit_softcapping", "logits_scaling")
+        if (value := getattr(config, name, None)) is not None
+    }
     settings = HeadSettings(
         ops=state.ops, temperature=temperature, softcap=bent.get("final_logit_softcapping"), divisor=bent.get("logits_scaling"),
         entropy=entropy, kept=kept,
@@ -112,7 +123,9 @@ def scoring_head(
     made: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
-        scores = score_tokens(hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, targets_BT.reshape(-1), settings)
+        scores = score_tokens(
+            hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, targets_BT.reshape(-1), settings
+        )
         made.append(scores.view(*hidden.shape[:-1], 2))
         return made[-1]
 
@@ -132,7 +145,8 @@ def scoring_head(
 
 
 def logits_of(model: nn.Module, ids_BT: Tensor, packed: Packed | None = None) -> Tensor:
-    """The plain forward pass, [B,T,V] in the model's dtype; for use inside `exact`. Embeddings [B,T,K] may stand for the ids."""
+    """The plain forward pass, [B,T,V] in the model's dtype; for use inside `exact`. Embeddings [B,T,K] may stand for
+    the ids."""
     b, t = ids_BT.shape[:2]
     if packed is None:
         positions = torch.arange(t, device=ids_BT.device).expand(b, t)

@@ -11,7 +11,8 @@ from tokentrue.types import Completion, Ids, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closeness:
-    """`compared` tokens of the common prefix; `first_difference` is the first token where the two went apart, or None."""
+    """`compared` tokens of the common prefix; `first_difference` is the first token where the two went apart, or
+    None."""
 
     close: bool
     exact: bool
@@ -30,7 +31,8 @@ async def check_logprobs_close(
     sampling: Sampling | None = None,
     tolerance: float = 1e-3,
 ) -> Closeness:
-    """Greedy on both (unless `sampling` says otherwise); log-probabilities are compared up to the first token that differs."""
+    """Greedy on both (unless `sampling` says otherwise); log-probabilities are compared up to the first token that
+    differs."""
     asked = sampling if sampling is not None else Sampling(temperature=0.0, max_tokens=32)
     a = first if isinstance(first, Completion) else await first.generate(prompt_ids, asked)
     b = second if isinstance(second, Completion) else await second.generate(prompt_ids, asked)
@@ -41,7 +43,9 @@ def compare_completions(first: Completion, second: Completion, *, tolerance: flo
     ids, other_ids = first.token_ids, second.token_ids
     if not ids or not other_ids:
         raise InputError("nothing to compare: one of the completions is empty")
-    common = next((i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b), min(len(ids), len(other_ids)))
+    common = next(
+        (i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b), min(len(ids), len(other_ids))
+    )
     apart = None if common == len(ids) == len(other_ids) else common
     differences = [abs(a - b) for a, b in zip(first.logprobs[:common], second.logprobs[:common], strict=True)]
     worst = max(differences, default=0.0)
@@ -55,5 +59,11 @@ def compare_completions(first: Completion, second: Completion, *, tolerance: flo
         grade = "bit-identical" if worst == 0.0 else f"max |δ| {worst:.3g}, mean {mean:.3g} (tolerance {tolerance:g})"
         verdict = f"{common} tokens compared{where}: {grade}"
     return Closeness(
-        close=close, exact=exact, compared=common, max_difference=worst, mean_difference=mean, first_difference=apart, verdict=verdict
+        close=close,
+        exact=exact,
+        compared=common,
+        max_difference=worst,
+        mean_difference=mean,
+        first_difference=apart,
+        verdict=verdict,
     )

@@ -1,4 +1,5 @@
-"""The embedded exact engine as a provider and a weight sink: log-probabilities are the trainer's, bit for bit, under every filter."""
+"""The embedded exact engine as a provider and a weight sink: log-probabilities are the trainer's, bit for bit, under
+every filter."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ class ExactProvider:
                 yield chunk
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
-        found = (await self.engine.generate(TokenIds(token_ids), Sampling(max_tokens=1, extra={"prompt_logprobs": True}))).prompt_logprobs
+        found = (
+            await self.engine.generate(TokenIds(token_ids), Sampling(max_tokens=1, extra={"prompt_logprobs": True}))
+        ).prompt_logprobs
         assert found is not None
         return found
 

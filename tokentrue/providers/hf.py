@@ -1,6 +1,7 @@
 """Hugging Face transformers, one forward pass per token with a KV cache: slow, plain, the ground truth for tests.
 
-Log-probabilities are those of the distribution sampled from: after temperature, top-k, top-p and min-p; greedy reports temperature 1.
+Log-probabilities are those of the distribution sampled from: after temperature, top-k, top-p and min-p; greedy reports
+temperature 1.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class HFProvider:
         version: int = UNVERSIONED,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._model: Any = model if isinstance(model, torch.nn.Module) else load_causal_model(model, dtype=dtype).to(device)
+        self._model: Any = (
+            model if isinstance(model, torch.nn.Module) else load_causal_model(model, dtype=dtype).to(device)
+        )
         self._model.eval()
         self._decode = decode
         self._lock = asyncio.Lock()
@@ -92,7 +95,9 @@ class HFProvider:
         if not prompt_ids:
             raise SamplingError("the prompt is empty")
         if len(prompt_ids) >= self._model.config.max_position_embeddings:
-            raise SamplingError(f"{len(prompt_ids)} prompt tokens do not fit {self._model.config.max_position_embeddings} positions")
+            raise SamplingError(
+                f"{len(prompt_ids)} prompt tokens do not fit {self._model.config.max_position_embeddings} positions"
+            )
 
     @torch.no_grad()
     def _forward(self, ids: list[int], cache: Any) -> tuple[torch.Tensor, Any]:
@@ -107,8 +112,11 @@ class HFProvider:
         return next((stop for stop in stops if stop in tail), None)
 
 
-def pick(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float, Mapping[int, float], list[int]]:
-    """One token, its log-probability under the distribution it was drawn from, the top few, and the ids that filters kept (none: all)."""
+def pick(
+    logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator
+) -> tuple[int, float, Mapping[int, float], list[int]]:
+    """One token, its log-probability under the distribution it was drawn from, the top few, and the ids that filters
+    kept (none: all)."""
     if sampling.temperature == 0:
         logprobs_V = torch.log_softmax(logits_V, dim=-1)
         token = int(logprobs_V.argmax())

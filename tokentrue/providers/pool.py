@@ -1,8 +1,8 @@
 """Several replicas of one engine behind one Provider: sticky by session, health-checked, moved on failure.
 
-Ids are sent, so any replica continues any session exactly; stickiness only saves the prefix cache. A generation that breaks off at
-an engine (a crash, an abort for a weight update) is resumed from the tokens it already gave, on this replica or another: the spans
-keep their own policy versions, and nothing that was sampled is sampled again.
+Ids are sent, so any replica continues any session exactly; stickiness only saves the prefix cache. A generation that
+breaks off at an engine (a crash, an abort for a weight update) is resumed from the tokens it already gave, on this
+replica or another: the spans keep their own policy versions, and nothing that was sampled is sampled again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ class Pool:
     """
 
     def __init__(
-        self, replicas: Sequence[Provider], *, check_every_s: float = 5.0, resumptions: int = 8, give_up_s: float = 600.0
+        self,
+        replicas: Sequence[Provider],
+        *,
+        check_every_s: float = 5.0,
+        resumptions: int = 8,
+        give_up_s: float = 600.0,
     ) -> None:
         if not replicas:
             raise ConfigError("a pool needs at least one engine")
@@ -79,10 +84,15 @@ class Pool:
     async def interrupt(self) -> int:
         """Pause, and abort what is running at engines that must be idle to take weights. Returns how many were aborted.
 
-        Each is resumed after `resume()` from the tokens it has. An engine that takes weights between two tokens is not interrupted.
+        Each is resumed after `resume()` from the tokens it has. An engine that takes weights between two tokens is not
+        interrupted.
         """
         self.pause()
-        return sum(await asyncio.gather(*(replica.interrupt() for replica in self._replicas if isinstance(replica, Interruptible))))
+        return sum(
+            await asyncio.gather(
+                *(replica.interrupt() for replica in self._replicas if isinstance(replica, Interruptible))
+            )
+        )
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         generation = _Generation(TokenIds(prompt_ids), sampling)
@@ -148,7 +158,9 @@ class Pool:
         kept = weights if len(sinks) == 1 else await asyncio.to_thread(copy_to_cpu, weights)
         self.pause()
         try:
-            results = await asyncio.gather(*(sink.publish(kept, version=version) for sink in sinks), return_exceptions=True)
+            results = await asyncio.gather(
+                *(sink.publish(kept, version=version) for sink in sinks), return_exceptions=True
+            )
         finally:
             self.resume()
         self._note_publication(results)
@@ -168,7 +180,8 @@ class Pool:
         return [replica for i, replica in enumerate(self._replicas) if i not in self._stale]
 
     async def _restore(self, index: int) -> None:
-        """Gives a replica that failed, or missed a publication, the weights: it may have been started anew, with those of its start."""
+        """Gives a replica that failed, or missed a publication, the weights: it may have been started anew, with those
+        of its start."""
         replica = self._replicas[index]
         async with self._restoring:
             if index not in self._down | self._stale:
@@ -206,7 +219,9 @@ class Pool:
     def _choose(self, session: str | None) -> int:
         order = self.order(session)
         if not order:
-            raise EngineUnreachable("no engine has the weights that were published last; publish again, or restart the engines")
+            raise EngineUnreachable(
+                "no engine has the weights that were published last; publish again, or restart the engines"
+            )
         return order[0]
 
     async def _wait_for_replica(self, session: str | None) -> int:
@@ -233,8 +248,9 @@ class Pool:
 
 
 class _Generation:
-    """One generation across aborts and failures. `done`: the pieces sampled so far. `ids`, `rest`: the prompt and the settings for what is
-    left; `rest` is None when the generation is over. `is_full`: it broke off right at its token limit."""
+    """One generation across aborts and failures. `done`: the pieces sampled so far. `ids`, `rest`: the prompt and the
+    settings for what is left; `rest` is None when the generation is over. `is_full`: it broke off right at its token
+    limit."""
 
     def __init__(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         self._prompt_ids, self._sampling = prompt_ids, sampling
@@ -256,7 +272,8 @@ class _Generation:
 
 
 def copy_to_cpu(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """A list that can be sent to several replicas: the iterable gathers each weight once, and all of them may not fit on a GPU."""
+    """A list that can be sent to several replicas: the iterable gathers each weight once, and all of them may not fit
+    on a GPU."""
     return [(name, tensor.detach().cpu()) for name, tensor in weights]
 
 
@@ -273,7 +290,9 @@ def _pieces(chunks: Sequence[Chunk], ids: TokenIds) -> list[Completion]:
     return [builder.complete(Finish.ABORT, prompt_tokens=None)] if builder.ids else []
 
 
-def _remaining(prompt_ids: TokenIds, sampling: Sampling, done: Sequence[Completion]) -> tuple[TokenIds, Sampling | None]:
+def _remaining(
+    prompt_ids: TokenIds, sampling: Sampling, done: Sequence[Completion]
+) -> tuple[TokenIds, Sampling | None]:
     """The prompt and settings for the rest of a generation; no settings where its token limit is reached."""
     ids = TokenIds.concat([prompt_ids, *(piece.token_ids for piece in done)]) if done else prompt_ids
     if sampling.max_tokens is None:

@@ -20,7 +20,8 @@ PROVIDERS: Mapping[str, str] = {
 
 
 def load(name: str, **settings: Any) -> Provider:
-    """The provider called `name`, built with its own settings (`url=` for servers, `model=` for embedded engines, `script=`)."""
+    """The provider called `name`, built with its own settings (`url=` for servers, `model=` for embedded engines,
+    `script=`)."""
     if name not in PROVIDERS:
         raise ConfigError(f"no engine {name!r}; choose one of {', '.join(PROVIDERS)}")
     module, _, attribute = PROVIDERS[name].partition(":")

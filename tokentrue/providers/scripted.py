@@ -1,9 +1,12 @@
-"""A public engine without a model: answers come from a JSON-lines script, in order, so that users can test their harness.
+"""A public engine without a model: answers come from a JSON-lines script, in order, so that users can test their
+harness.
 
-One line per generation: `{"text": …}` or `{"token_ids": […]}`, optional `logprobs`, `finish_reason` (stop, length, abort),
-`delay_s` (before the first token), `status` (an HTTP status to fail with). A text that ends with "stop" gets the model's stop token
-behind it, as a model would sample it. Log-probabilities that the script leaves out are made up, reproducibly, from id and position.
-The whole script is checked and encoded when the provider is built: a bad line is refused by its place, before anything is served.
+One line per generation: `{"text": …}` or `{"token_ids": […]}`, optional `logprobs`, `finish_reason` (stop, length,
+abort), `delay_s` (before the first token), `status` (an HTTP status to fail with). A text that ends with "stop" gets
+the model's stop token behind it, as a model would sample it. Log-probabilities that the script leaves out are made up,
+reproducibly, from id and position.
+The whole script is checked and encoded when the provider is built: a bad line is refused by its place, before anything
+is served.
 """
 
 from __future__ import annotations
@@ -19,7 +22,14 @@ from typing import Any, cast
 
 import orjson
 
-from tokentrue.errors import ConfigError, EngineRejected, EngineTimeout, EngineUnreachable, FileFormatError, TokenContractError
+from tokentrue.errors import (
+    ConfigError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+    FileFormatError,
+    TokenContractError,
+)
 from tokentrue.ids import TokenIds
 from tokentrue.json_lines import read_numbered_lines
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan, is_logprob
@@ -57,7 +67,11 @@ class ScriptedProvider:
         version: int = UNVERSIONED,
         loop: bool = False,
     ) -> None:
-        lines = read_script(script) if isinstance(script, str | Path) else ((f"turn {i}", turn) for i, turn in enumerate(script))
+        lines = (
+            read_script(script)
+            if isinstance(script, str | Path)
+            else ((f"turn {i}", turn) for i, turn in enumerate(script))
+        )
         self._turns = [turn_from_line(line, where, encode=encode, stop_id=stop_id) for where, line in lines]
         self._left, self._loop = deque(self._turns), loop
         self.version = version
@@ -140,7 +154,9 @@ def turn_from_line(line: Any, where: str, *, encode: Encode | None, stop_id: int
         raise FileFormatError(f"{where}: a turn is an object, not {type(line).__name__}")
     line = cast("Mapping[str, Any]", line)
     if unknown := set(line) - KEYS:
-        raise FileFormatError(f"{where}: unknown key {sorted(map(str, unknown))[0]!r}; known: {', '.join(sorted(KEYS))}")
+        raise FileFormatError(
+            f"{where}: unknown key {sorted(map(str, unknown))[0]!r}; known: {', '.join(sorted(KEYS))}"
+        )
     delay_s, status, finish = line.get("delay_s", 0), line.get("status", 200), line.get("finish_reason", "stop")
     if not _is_number(delay_s) or not 0 <= delay_s < math.inf:
         raise FileFormatError(f"{where}: delay_s must be a number of seconds, got {delay_s!r}")
@@ -162,7 +178,9 @@ def turn_from_line(line: Any, where: str, *, encode: Encode | None, stop_id: int
 
 def _ids_from_text(text: Any, where: str, encode: Encode | None, stop_id: int | None) -> TokenIds:
     if encode is None:
-        raise ConfigError("a script with texts needs a tokenizer: pass encode= (a renderer's encode_sampled), or write token_ids")
+        raise ConfigError(
+            "a script with texts needs a tokenizer: pass encode= (a renderer's encode_sampled), or write token_ids"
+        )
     if not isinstance(text, str):
         raise FileFormatError(f"{where}: text must be a string, got {type(text).__name__}")
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
@@ -184,7 +202,9 @@ def _read_ids(token_ids: Any, where: str) -> TokenIds:
 def _read_logprobs(logprobs: Any, num_ids: int, where: str) -> list[float]:
     values = _read_list(logprobs, f"{where}: logprobs must be a list of numbers")
     if len(values) != num_ids:
-        raise FileFormatError(f"{where}: {num_ids} token ids (with the stop token that follows a text), {len(values)} logprobs")
+        raise FileFormatError(
+            f"{where}: {num_ids} token ids (with the stop token that follows a text), {len(values)} logprobs"
+        )
     for place, value in enumerate(values):
         if not _is_number(value) or not is_logprob(value):
             raise FileFormatError(f"{where}: logprobs[{place}] must be a log-probability, got {value!r}")

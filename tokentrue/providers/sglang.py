@@ -1,8 +1,8 @@
 """SGLang: its native /generate, ids in, ids and log-probabilities out, streamed.
 
-SGLang reports log softmax(logits / temperature). Filters change the distribution further; recent versions return the renormalised
-log-probabilities with `return_sampling_mask`, which is requested as soon as a filter is on. A server started with
-SGLANG_RETURN_ORIGINAL_LOGPROB=1 reports temperature 1 whatever was sampled: do not set it for training.
+SGLang reports log softmax(logits / temperature). Filters change the distribution further; recent versions return the
+renormalised log-probabilities with `return_sampling_mask`, which is requested as soon as a filter is on. A server
+started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 reports temperature 1 whatever was sampled: do not set it for training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.providers.transport.weights import WrittenWeights
 from tokentrue.types import TRUNCATIONS, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling
 
-EXTRA = CONSTRAINTS | frozenset({"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"})
+EXTRA = CONSTRAINTS | frozenset(
+    {"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"}
+)
 
 
 class SGLangProvider:
@@ -72,7 +74,9 @@ class SGLangProvider:
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         ids = TokenIds(prompt_ids)
         async with self._running.hold(self._abort) as rid:
-            data = await self._http.read("POST", "/generate", self._body(ids, sampling, session=session, rid=rid, stream=False))
+            data = await self._http.read(
+                "POST", "/generate", self._body(ids, sampling, session=session, rid=rid, stream=False)
+            )
         builder = CompletionBuilder(self.name, ids)
         meta = self._decode(data)
         self._add(builder, meta, sampling)
@@ -115,7 +119,8 @@ class SGLangProvider:
         return await read_tokens(self._http, "/tokenize", {"prompt": text, "add_special_tokens": False})
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Writes the weights below `weights_dir` (which the server must see) and has it load them; running requests are recomputed."""
+        """Writes the weights below `weights_dir` (which the server must see) and has it load them; running requests are
+        recomputed."""
         await self._publisher.publish(weights, version=version)
 
     async def rejoin(self) -> None:
@@ -183,7 +188,8 @@ class SGLangProvider:
         return meta
 
     def _add(self, builder: CompletionBuilder, meta: SGLangMeta, sampling: Sampling) -> Chunk:
-        """Events are cumulative or incremental by the server's setting; the running count tells how many tokens are new."""
+        """Events are cumulative or incremental by the server's setting; the running count tells how many tokens are
+        new."""
         rows = meta.output_token_logprobs
         new = meta.completion_tokens - len(builder.ids)
         if new < 0 or len(rows) < new:
@@ -202,8 +208,12 @@ class SGLangProvider:
             if sampling.truncates and meta.output_token_sampling_mask is not None:
                 kept = meta.output_token_sampling_mask[-new:]
         if meta.output_top_logprobs:
-            builder.top += [{row[1]: row[0] for row in top or () if row[0] is not None} for top in meta.output_top_logprobs[-new:]]
-        return builder.add([row[1] for row in rows[-new:]], logprobs, version=version_from(meta.weight_version), kept=kept)
+            builder.top += [
+                {row[1]: row[0] for row in top or () if row[0] is not None} for top in meta.output_top_logprobs[-new:]
+            ]
+        return builder.add(
+            [row[1] for row in rows[-new:]], logprobs, version=version_from(meta.weight_version), kept=kept
+        )
 
     def _complete(self, builder: CompletionBuilder, meta: SGLangMeta) -> Completion:
         reason = meta.finish_reason
@@ -225,7 +235,9 @@ class SGLangProvider:
         layers, top_k = self._routed
         wide = array("i", base64.b64decode(meta.routed_experts or b""))
         if len(wide) != (tokens - 1) * layers * top_k:
-            raise EngineContractError(f"sglang returned {len(wide)} routed experts for {tokens} tokens × {layers} layers × {top_k}")
+            raise EngineContractError(
+                f"sglang returned {len(wide)} routed experts for {tokens} tokens × {layers} layers × {top_k}"
+            )
         return RoutedExperts(shape=(tokens - 1, layers, top_k), data=array("h", wide).tobytes())
 
     async def _abort(self, rid: str) -> None:

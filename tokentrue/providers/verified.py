@@ -1,12 +1,13 @@
 """Exactness over any engine: it proposes, the trainer's forward pass decides.
 
-A chunk of proposed tokens is scored in one exact forward over the whole sequence, and every position is drawn again with the engine's own
-counter-based Gumbel noise from the trainer's logits. The longest prefix that agrees is accepted, the first disagreement is replaced by
-the trainer's own draw, and the proposer goes on from there. So tokens and log-probabilities are those of the exact engine with the same
-seed, whatever proposed them; a poor proposer costs time, never exactness. `accepted / proposed` says how good it is.
+A chunk of proposed tokens is scored in one exact forward over the whole sequence, and every position is drawn again
+with the engine's own counter-based Gumbel noise from the trainer's logits. The longest prefix that agrees is accepted,
+the first disagreement is replaced by the trainer's own draw, and the proposer goes on from there. So tokens and
+log-probabilities are those of the exact engine with the same seed, whatever proposed them; a poor proposer costs time,
+never exactness. `accepted / proposed` says how good it is.
 
-The proposer has to be asked for what the trainer would draw: with the same noise if it is ours, else greedily (temperature 0) or by its own
-sampling, where agreement is a matter of probability.
+The proposer has to be asked for what the trainer would draw: with the same noise if it is ours, else greedily
+(temperature 0) or by its own sampling, where agreement is a matter of probability.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class VerifiedProvider:
 
     async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
         if sampling.stop or set(sampling.filters) - self.truthful_filters:
-            raise SamplingError("the verified provider takes stop_token_ids, top_k, top_p and min_p; no stop strings and no penalties")
+            raise SamplingError(
+                "the verified provider takes stop_token_ids, top_k, top_p and min_p; no stop strings and no penalties"
+            )
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = self.engine.request(prompt_ids, replace(sampling, seed=seed))
         draws: list[Draw] = []
@@ -87,7 +90,12 @@ class VerifiedProvider:
                 draws.append(draw)
                 versions.append(version)
                 mask = mask_of([draw.kept]) if sampling.truncates else None
-                yield Chunk(token_ids=TokenIds((draw.token_id,)), logprobs=(draw.logprob,), policy_version=version, sampling_mask=mask)
+                yield Chunk(
+                    token_ids=TokenIds((draw.token_id,)),
+                    logprobs=(draw.logprob,),
+                    policy_version=version,
+                    sampling_mask=mask,
+                )
                 if draw.token_id in request.stop_ids:
                     finish, by = Finish.STOP, draw.token_id
                     break
@@ -109,7 +117,13 @@ class VerifiedProvider:
         self.acceptance.rounds += 1
 
     def completion(
-        self, prompt_ids: TokenIds, sampling: Sampling, draws: list[Draw], versions: list[int], finish: Finish, by: int | None
+        self,
+        prompt_ids: TokenIds,
+        sampling: Sampling,
+        draws: list[Draw],
+        versions: list[int],
+        finish: Finish,
+        by: int | None,
     ) -> Completion:
         return Completion(
             token_ids=TokenIds(d.token_id for d in draws),

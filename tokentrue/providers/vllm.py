@@ -1,8 +1,9 @@
-"""vLLM: token-in, token-out, streamed; over /inference/v1/generate where the server has it, over /v1/completions where not.
+"""vLLM: token-in, token-out, streamed; over /inference/v1/generate where the server has it, over /v1/completions where
+not.
 
-Start the server with `--logprobs-mode processed_logprobs` (vLLM's own default reports temperature 1 and no filters, whatever was
-sampled) and, for exact version spans, with `--enable-scale-out`. The first `health()` or generation asks the server which of the
-two it reports; what it would report untruthfully is refused, not recorded.
+Start the server with `--logprobs-mode processed_logprobs` (vLLM's own default reports temperature 1 and no filters,
+whatever was sampled) and, for exact version spans, with `--enable-scale-out`. The first `health()` or generation asks
+the server which of the two it reports; what it would report untruthfully is refused, not recorded.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ from tokentrue.providers.transport.tokens import read_tokens
 from tokentrue.providers.transport.weights import WrittenWeights
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
-EXTRA = CONSTRAINTS | frozenset({"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"})
+EXTRA = CONSTRAINTS | frozenset(
+    {"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What one server can do, as it showed: its token route, and whether log-probabilities are of the sampled distribution."""
+    """What one server can do, as it showed: its token route, and whether log-probabilities are of the sampled
+    distribution."""
 
     model: str
     token_route: bool
@@ -145,7 +149,8 @@ class VLLMProvider:
         return await score_prompt(self._http, (await self._served_model()).id, TokenIds(token_ids))
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Writes the weights below `weights_dir` and has the server load them (VLLM_SERVER_DEV_MODE=1), also in mid-generation."""
+        """Writes the weights below `weights_dir` and has the server load them (VLLM_SERVER_DEV_MODE=1), also in
+        mid-generation."""
         await self._publisher.publish(weights, version=version)
 
     async def rejoin(self) -> None:
@@ -157,8 +162,12 @@ class VLLMProvider:
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
         """Reload, recompute every cached key and value, stamp the version and ask for it. Each answer is required."""
-        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}})
-        answer = orjson.loads(await self._http.read("POST", "/reset_prefix_cache?reset_running_requests=true", {}, retry=False) or b"{}")
+        await self._post(
+            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}}
+        )
+        answer = orjson.loads(
+            await self._http.read("POST", "/reset_prefix_cache?reset_running_requests=true", {}, retry=False) or b"{}"
+        )
         if not answer.get("success", False):
             raise EngineRejected("vllm did not clear its prefix cache, which holds keys and values of the old weights")
         await self._post("/update_weight_version", {"new_version": str(written.version)})
@@ -172,7 +181,8 @@ class VLLMProvider:
         self.version = self._loaded
 
     async def interrupt(self) -> int:
-        """Aborts every generation of ours at the engine; each returns what it has. Without the token route they go on."""
+        """Aborts every generation of ours at the engine; each returns what it has. Without the token route they go
+        on."""
         if not (await self._learn()).token_route:
             return 0
 
@@ -209,7 +219,9 @@ class VLLMProvider:
             raise EngineContractError(f"{where} names no model")
         found = next((model for model in served if self._model in (None, model.id)), None)
         if found is None:
-            raise EngineContractError(f"vllm at {self._http.url} serves {', '.join(model.id for model in served)}, not {self._model}")
+            raise EngineContractError(
+                f"vllm at {self._http.url} serves {', '.join(model.id for model in served)}, not {self._model}"
+            )
         return found
 
     async def _has_token_route(self) -> bool:
@@ -273,9 +285,13 @@ class VLLMProvider:
             raise EngineContractError("vllm returned no log-probabilities; is --max-logprobs 0?")
         rows = rows_from_columns(choice.logprobs) if choice.logprobs.content is None else choice.logprobs.content
         if [row.token_id for row in rows] != ids:
-            raise EngineContractError("vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?")
+            raise EngineContractError(
+                "vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?"
+            )
         if sampling.top_logprobs:
-            builder.top += [{top.token_id: top.logprob for top in row.top_logprobs if top.logprob is not None} for row in rows]
+            builder.top += [
+                {top.token_id: top.logprob for top in row.top_logprobs if top.logprob is not None} for row in rows
+            ]
         kept = choice.sampling_mask if sampling.truncates else None
         return builder.add(ids, [row.logprob for row in rows], version=self.version, kept=kept)
 
@@ -348,7 +364,9 @@ def routed_experts(encoded: str | None, tokens: int) -> RoutedExperts | None:
     if table.ndim != 3 or table.shape[0] > tokens - 1:
         raise EngineContractError(f"vllm returned routed experts of shape {table.shape} for {tokens} tokens")
     positions, layers, top_k = (int(size) for size in table.shape)
-    return RoutedExperts(shape=(positions, layers, top_k), data=table.astype("<i2").tobytes(), start=tokens - 1 - positions)
+    return RoutedExperts(
+        shape=(positions, layers, top_k), data=table.astype("<i2").tobytes(), start=tokens - 1 - positions
+    )
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What one rendering of a chat template may cost: processor time, length of strings, number of items.
 
-Templates come with models, and models from anywhere. Every operation of a template whose result can be larger than its operands asks the
-`RenderBudget` of its rendering first, and every loop iteration, macro call and block is a step that checks the time. Between two steps a
-template can only run operations whose operands are bounded, so that a limit interrupts any template.
+Templates come with models, and models from anywhere. Every operation of a template whose result can be larger than its
+operands asks the `RenderBudget` of its rendering first, and every loop iteration, macro call and block is a step that
+checks the time. Between two steps a template can only run operations whose operands are bounded, so that a limit
+interrupts any template.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class RenderBudget:
             raise limit_error(f"a width or count of {self._limits.items}")
 
     def hold(self, container: Any) -> Any:
-        """Charges a new list, tuple or dictionary for everything that is reached through it, as often as it is reached."""
+        """Charges a new list, tuple or dictionary for everything that is reached through it, as often as it is
+        reached."""
         waiting: list[Any] = [container]
         nodes, chars, most = 0, 0, self._limits.items
         while waiting:
@@ -175,7 +177,9 @@ def check_bits(bits: int) -> None:
 
 
 def limit_error(limit: str) -> TemplateLimitError:
-    return TemplateLimitError(f"chat_template: rendering it takes more than {limit}; correct the template, or shorten the conversation")
+    return TemplateLimitError(
+        f"chat_template: rendering it takes more than {limit}; correct the template, or shorten the conversation"
+    )
 
 
 # What must be known before a filter or a method of strings is called; everything else is checked by its result.

@@ -1,4 +1,5 @@
-"""A call that must be made, as a structural tag: any text first (the model may think), then at least one call in the model's own format."""
+"""A call that must be made, as a structural tag: any text first (the model may think), then at least one call in the
+model's own format."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def make_call_tag(family: Family, codec: Codec, tools: Tools, *, name: str | Non
         return Refusal(why="no_call_form", detail=f"calls of {family.name} models cannot be enforced: no text and JSON")
     special = [token for token in codec.added.values() if token.special]
     if any(token.content in form.opening + form.end for token in special):
-        return Refusal(why="special_markers", detail="the call markers are special tokens here, which engines keep out of grammars")
+        return Refusal(
+            why="special_markers", detail="the call markers are special tokens here, which engines keep out of grammars"
+        )
     functions: list[Mapping[str, Any]] = [tool.get("function", tool) for tool in tools]
     chosen = [function for function in functions if name is None or function.get("name") == name]
     if not chosen:

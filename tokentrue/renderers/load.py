@@ -1,4 +1,5 @@
-"""`load_renderer`: a model's directory or hub id -> Renderer, proven. Only this file and proving/cache.py touch files."""
+"""`load_renderer`: a model's directory or hub id -> Renderer, proven. Only this file and proving/cache.py touch
+files."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from tokentrue.renderers.proving.prove import prove
 from tokentrue.renderers.renderer import Injection, Renderer
 from tokentrue.renderers.template import InputFormat, Template, find_input_format
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "added_tokens.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
 
 
 def load_renderer(
@@ -33,8 +41,12 @@ def load_renderer(
     encode_cache_bytes: int = LIMIT_BYTES,
     extend_plans: int = MAX_PLANS,
 ) -> Renderer:
-    """`model` is a local directory or a hub id; `chat_template` the text of a template, or the path of a file that holds it."""
-    for name, value, choices in (("history", history, ("keep", "template")), ("injection", injection, ("safe", "engine"))):
+    """`model` is a local directory or a hub id; `chat_template` the text of a template, or the path of a file that
+    holds it."""
+    for name, value, choices in (
+        ("history", history, ("keep", "template")),
+        ("injection", injection, ("safe", "engine")),
+    ):
         if value not in choices:
             raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
     try:
@@ -75,10 +87,18 @@ def renderer_of(
     template = Template(source, variables=names)
     declared = read_declared_stops(directory, codec, tokenizer.eos_token)
     tokenizer_hash = _hash_tokenizer(directory, tokenizer)
-    facts = {"template": template.hash, "tokenizer": tokenizer_hash, "tokens": names, "kwargs": kwargs, "stops": declared}
+    facts = {
+        "template": template.hash,
+        "tokenizer": tokenizer_hash,
+        "tokens": names,
+        "kwargs": kwargs,
+        "stops": declared,
+    }
     key = cache.make_key({**facts, "code": cache.hash_code()})
 
-    def build(inputs: InputFormat, stops: Stops, proof: Proof, history: History = history, injection: Injection = injection) -> Renderer:
+    def build(
+        inputs: InputFormat, stops: Stops, proof: Proof, history: History = history, injection: Injection = injection
+    ) -> Renderer:
         if not stops.all:
             raise TokenizerError(
                 "eos_token: neither the tokenizer nor the template has a token that ends a turn; set eos_token in tokenizer_config.json"
@@ -98,7 +118,9 @@ def renderer_of(
         )
 
     if known := cache.read(key):
-        return build(InputFormat(**known["proof"]["inputs"]), Stops.from_json(known["stops"]), Proof.from_json(known["proof"]))
+        return build(
+            InputFormat(**known["proof"]["inputs"]), Stops.from_json(known["stops"]), Proof.from_json(known["proof"])
+        )
     with template.proving():
         inputs = find_input_format(template, kwargs)
         stops = derive_stops(template, codec, inputs, kwargs, declared)
@@ -118,7 +140,9 @@ def _find_source(tokenizer: Any, chat_template: str | None) -> str:
     if is_object(own):
         own = own.get("tool_use") or own.get("default")
     if not own:
-        raise TemplateError("chat_template: the tokenizer has none; pass one as chat_template=… (or --template F.jinja)")
+        raise TemplateError(
+            "chat_template: the tokenizer has none; pass one as chat_template=… (or --template F.jinja)"
+        )
     return own
 
 
@@ -126,7 +150,9 @@ def _load_tokenizer(model: str | Path, directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise TokenizerError(f"model: directory {str(model)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:-2])}): is it a model's?")
+        raise TokenizerError(
+            f"model: directory {str(model)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:-2])}): is it a model's?"
+        )
     try:
         tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(str(directory), trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; to the user they are one
@@ -137,8 +163,11 @@ def _load_tokenizer(model: str | Path, directory: Path) -> Any:
 
 
 def _hash_tokenizer(directory: Path | None, tokenizer: Any) -> str:
-    """Over the files that define the vocabulary where they are at hand, else over the tokenizer as it serialises itself."""
-    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()] if directory is not None else []
+    """Over the files that define the vocabulary where they are at hand, else over the tokenizer as it serialises
+    itself."""
+    files = (
+        [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()] if directory is not None else []
+    )
     if not files:
         return "sha256:" + sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     if len(files) == 1:

@@ -1,7 +1,9 @@
-"""Messages and tools as callers send them -> the plain shape that one template takes. Bad input becomes one MessageError naming the field.
+"""Messages and tools as callers send them -> the plain shape that one template takes. Bad input becomes one
+MessageError naming the field.
 
-Changes made: arguments parsed from JSON text, null content to empty, parts joined where the template takes strings, the tool's name and id
-filled in from the call it answers, `developer` to `system` where the template does not know it. Nothing of the text itself is changed.
+Changes made: arguments parsed from JSON text, null content to empty, parts joined where the template takes strings, the
+tool's name and id filled in from the call it answers, `developer` to `system` where the template does not know it.
+Nothing of the text itself is changed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def _normalise_tool(tool: Any, field: str, inputs: InputFormat) -> JsonObject:
     return copied["function"] if inputs.bare_tools else copied
 
 
-def normalise_messages(messages: Messages, inputs: InputFormat, *, first: int = 0, field: str = "messages") -> list[JsonObject]:
+def normalise_messages(
+    messages: Messages, inputs: InputFormat, *, first: int = 0, field: str = "messages"
+) -> list[JsonObject]:
     """`first` is the index of `messages[0]` in the caller's own list, for the field in errors."""
     check_messages(messages, field, first=first)
     return [_normalise_message(message, f"{field}[{first + index}]", inputs) for index, message in enumerate(messages)]
@@ -64,7 +68,9 @@ def check_messages(messages: Any, field: str, *, first: int = 0) -> None:
 
 def _normalise_message(message: Mapping[str, Any], field: str, inputs: InputFormat) -> JsonObject:
     check_depth(message, field)
-    out: JsonObject = {key: _copy_json(value, f"{field}.{key}") for key, value in message.items() if key != "tool_calls"}
+    out: JsonObject = {
+        key: _copy_json(value, f"{field}.{key}") for key, value in message.items() if key != "tool_calls"
+    }
     role = out.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise MessageError(f"unknown role {role!r}; use one of {', '.join(sorted(ROLES))}", field=f"{field}.role")
@@ -128,13 +134,15 @@ def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonOb
         body = _copy_json(function, f"{where}.function")
         body["arguments"] = _normalise_arguments(body.get("arguments"), inputs)
         call_id = _copy_json(str(call.get("id") or ""), f"{where}.id")
-        out.append({"type": "function", "id": make_short_id(call_id) if inputs.short_ids else call_id, "function": body})
+        out.append(
+            {"type": "function", "id": make_short_id(call_id) if inputs.short_ids else call_id, "function": body}
+        )
     return out
 
 
 def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
-    """A JSON object where it is one. Text that is not JSON, is nested too deeply or escapes a lone surrogate stays text, and the template
-    decides what becomes of it."""
+    """A JSON object where it is one. Text that is not JSON, is nested too deeply or escapes a lone surrogate stays
+    text, and the template decides what becomes of it."""
     if isinstance(arguments, str) and arguments.strip():
         try:
             parsed: Any = json.loads(arguments)
@@ -151,7 +159,8 @@ def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
 
 
 def fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
-    """Tool messages get the name (and, where there is none, the id) of the call they answer. `calls` are those of the turn before."""
+    """Tool messages get the name (and, where there is none, the id) of the call they answer. `calls` are those of the
+    turn before."""
     names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
     waiting = list(calls)
     for index, message in enumerate(messages):
@@ -172,7 +181,8 @@ def fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject] =
 
 
 def _find_answered(messages: Sequence[JsonObject], index: int, waiting: Sequence[JsonObject]) -> JsonObject | None:
-    """By its id; else by its name; else by its place, where there is one result for each call that waits. Never by a guess."""
+    """By its id; else by its name; else by its place, where there is one result for each call that waits. Never by a
+    guess."""
     message = messages[index]
     if call_id := message.get("tool_call_id"):
         return next((call for call in waiting if call["id"] == call_id), None)
@@ -194,7 +204,9 @@ def _copy_json(value: Any, field: str) -> Any:
     """A copy in plain JSON types: what a sandboxed template sees has no methods of ours."""
     if isinstance(value, str):
         if not value.isascii() and (lone := _LONE_SURROGATE.search(value)):
-            raise MessageError(f"holds a lone surrogate (U+{ord(lone[0]):04X}), which no tokenizer can encode", field=field)
+            raise MessageError(
+                f"holds a lone surrogate (U+{ord(lone[0]):04X}), which no tokenizer can encode", field=field
+            )
         return value
     if value is None or isinstance(value, bool | int | float):
         return value

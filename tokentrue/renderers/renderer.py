@@ -1,7 +1,8 @@
-"""The renderer: messages to tokens and back for one tokenizer and one template. See protocols.Renderer for the contract.
+"""The renderer: messages to tokens and back for one tokenizer and one template. See protocols.Renderer for the
+contract.
 
-Invariants: recorded ids are never encoded, copied or changed; `extend` returns what the template puts after them, or a Refusal;
-its cost depends on what is new, not on the history, except where only the real history gives the right answer.
+Invariants: recorded ids are never encoded, copied or changed; `extend` returns what the template puts after them, or a
+Refusal; its cost depends on what is new, not on the history, except where only the real history gives the right answer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Injection: TypeAlias = Literal["safe", "engine"]
 
 
 class Renderer:
-    """Built by `load_renderer`. `family` adds what a template cannot tell (how to parse, pinned kwargs); `proof` is what was proven."""
+    """Built by `load_renderer`. `family` adds what a template cannot tell (how to parse, pinned kwargs); `proof` is
+    what was proven."""
 
     def __init__(
         self,
@@ -51,7 +53,12 @@ class Renderer:
         max_plans: int,
     ) -> None:
         self.template, self.codec, self.inputs, self.stops = template, codec, inputs, stops
-        self.template_kwargs, self.history, self.injection, self.family = dict(template_kwargs), history, injection, family
+        self.template_kwargs, self.history, self.injection, self.family = (
+            dict(template_kwargs),
+            history,
+            injection,
+            family,
+        )
         self.template_hash, self.tokenizer_hash, self.proof = template.hash, tokenizer_hash, proof
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(codec.literals[text] for text in stops.all))
         self._fill_in = injection == "safe"  # an engine's own template gets tool messages as the client sent them
@@ -68,7 +75,9 @@ class Renderer:
 
     # messages -> ids
 
-    def render(self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None) -> Rendered:
+    def render(
+        self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
+    ) -> Rendered:
         if not messages:
             raise MessageError("is empty; give at least one message", field="messages")
         given, kwargs = self._normalise(messages), self._merge(template_kwargs)
@@ -91,9 +100,15 @@ class Renderer:
         return self._extender.extend(TokenIds(prefix_ids), messages, new, tools, self._merge(template_kwargs))
 
     def rewrites(
-        self, messages: Messages, new: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
+        self,
+        messages: Messages,
+        new: Messages,
+        tools: Tools | None = None,
+        *,
+        template_kwargs: TemplateKwargs | None = None,
     ) -> bool:
-        """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped, say)."""
+        """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped,
+        say)."""
         return self._extender.rewrites(messages, new, tools, self._merge(template_kwargs))
 
     def encode_sampled(self, text: str) -> list[int]:
@@ -107,7 +122,9 @@ class Renderer:
     def _merge(self, template_kwargs: TemplateKwargs | None) -> dict[str, Any]:
         merged = {**self.template_kwargs, **(template_kwargs or {})}
         if merged.pop("add_generation_prompt", True) is not True or not merged.keys().isdisjoint(("messages", "tools")):
-            raise MessageError("cannot set messages, tools or add_generation_prompt: the request says them", field="template_kwargs")
+            raise MessageError(
+                "cannot set messages, tools or add_generation_prompt: the request says them", field="template_kwargs"
+            )
         return merged
 
     # ids -> messages
@@ -127,12 +144,15 @@ class Renderer:
             opening = self.render([{"role": "user", "content": "x"}]).token_ids
         except TokenTrueError:  # a template that wants more than one user turn opens nothing that we could know of
             opening = EMPTY
-        return compile_grammar(self.codec.spelling, self.family, stop_token_ids=self.stop_token_ids, generation_ids=opening)
+        return compile_grammar(
+            self.codec.spelling, self.family, stop_token_ids=self.stop_token_ids, generation_ids=opening
+        )
 
     # for other packages
 
     def call_tag(self, tools: Tools, *, name: str | None = None) -> Mapping[str, Any] | Refusal:
-        """The structural tag that makes an engine sample at least one call of these tools (of tool `name`, and only it)."""
+        """The structural tag that makes an engine sample at least one call of these tools (of tool `name`, and only
+        it)."""
         return make_call_tag(self.family, self.codec, tools, name=name)
 
     @cached_property

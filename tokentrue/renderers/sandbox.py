@@ -1,8 +1,8 @@
 """The sandbox in which chat templates run: transformers' own, with a `RenderBudget` for every rendering.
 
-Compiled templates differ from jinja's in four places: each loop iteration, macro call and block begins with a step; `+`, `*`, `**`, `%`
-and `~` ask the budget; literals with variables in them are charged; buffers are joined by the budget. Filters and methods of strings
-are checked where they are called. What a template renders is the same.
+Compiled templates differ from jinja's in four places: each loop iteration, macro call and block begins with a step;
+`+`, `*`, `**`, `%` and `~` ask the budget; literals with variables in them are charged; buffers are joined by the
+budget. Filters and methods of strings are checked where they are called. What a template renders is the same.
 """
 
 from __future__ import annotations
@@ -152,13 +152,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._safe: dict[tuple[type, str], bool] = {}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`message.role`: jinja looks for an attribute first and for an item when that fails. No method of dicts has such a name."""
+        """`message.role`: jinja looks for an attribute first and for an item when that fails. No method of dicts has
+        such a name."""
         if type(obj) is dict and attribute not in DICT_ATTRIBUTES and attribute in obj:
             return cast("dict[str, Any]", obj)[attribute]
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """jinja's answer depends only on the type and the name, and costs half of a rendering: it is asked once for each."""
+        """jinja's answer depends only on the type and the name, and costs half of a rendering: it is asked once for
+        each."""
         kind = cast("type[Any]", type(obj))
         safe = self._safe.get((kind, attr))
         if safe is None:
@@ -191,7 +193,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         result = super().call(__context, __obj, *args, **kwargs)
         return cast("BoundedContext", __context).hold(result) if type(result) is dict else result
 
-    def call_method(self, budget: RenderBudget, method: Any, owner: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_method(
+        self, budget: RenderBudget, method: Any, owner: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """A method of strings."""
         kwargs = {name: value for name, value in kwargs.items() if name not in JINJA_ARGUMENTS} if kwargs else kwargs
         name = method.__name__
@@ -216,7 +220,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return update_wrapper(wrapper, value)
 
     def call_filter(
-        self, name: str, value: Any, args: Any = None, kwargs: Any = None, context: Context | None = None, eval_ctx: Any = None
+        self,
+        name: str,
+        value: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        context: Context | None = None,
+        eval_ctx: Any = None,
     ) -> Any:
         if context is not None:  # `map` calls a filter for each item
             cast("BoundedContext", context).step()
@@ -283,7 +293,9 @@ def bounded_environment() -> BoundedEnvironment:
     del environment.globals["lipsum"]
     environment.globals["namespace"] = name_only(theirs.globals["namespace"])
     environment.filters.update(theirs.filters)
-    environment.filters.update({name: guard_filter(name, function) for name, function in theirs.filters.items() if name in GROWING})
+    environment.filters.update(
+        {name: guard_filter(name, function) for name, function in theirs.filters.items() if name in GROWING}
+    )
     environment.filters.update(join=bounded_join, list=bounded_list, string=bounded_string, sum=bounded_sum)
     return environment
 

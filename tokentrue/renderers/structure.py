@@ -1,4 +1,5 @@
-"""Where turns begin and end in a sequence of ids: which tokens are structure, which of them open a turn, and how an assistant's turn opens.
+"""Where turns begin and end in a sequence of ids: which tokens are structure, which of them open a turn, and how an
+assistant's turn opens.
 
 Found by rendering, not from a table. `tokentrue.compare` reads a sequence by it.
 """
@@ -21,9 +22,11 @@ RenderText = Callable[[list[Message], bool], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """`assistant` is the token that opens an assistant's turn; `word` the text right after it, where other roles share the token.
+    """`assistant` is the token that opens an assistant's turn; `word` the text right after it, where other roles share
+    the token.
 
-    Qwen3: `<|im_start|>` and "assistant"; GLM: `<|assistant|>` and ""; `openers` are the tokens that open a turn of any role.
+    Qwen3: `<|im_start|>` and "assistant"; GLM: `<|assistant|>` and ""; `openers` are the tokens that open a turn of any
+    role.
     """
 
     special: frozenset[int]
@@ -66,8 +69,11 @@ def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> TokenIds
     return codec.encode(whole[whole.rfind(_USER) + len(_USER) :])
 
 
-def _find_openers(codec: Codec, stops: frozenset[int], render_text: RenderText, special: frozenset[int], known: set[int]) -> set[int]:
-    """The structure between two contents: a known opener if there is one, else the first token after the one that ends the turn before."""
+def _find_openers(
+    codec: Codec, stops: frozenset[int], render_text: RenderText, special: frozenset[int], known: set[int]
+) -> set[int]:
+    """The structure between two contents: a known opener if there is one, else the first token after the one that ends
+    the turn before."""
     found: set[int] = set()
     turns: list[Message] = [
         {"role": "system", "content": _SYSTEM},

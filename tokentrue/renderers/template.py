@@ -1,6 +1,8 @@
-"""A chat template, compiled once in transformers' own sandbox with limits (`sandbox`), and which inputs this particular template takes.
+"""A chat template, compiled once in transformers' own sandbox with limits (`sandbox`), and which inputs this particular
+template takes.
 
-Invariant: for inputs already in the shape the template takes, `Template.render` gives the string of `apply_chat_template(tokenize=False)`.
+Invariant: for inputs already in the shape the template takes, `Template.render` gives the string of
+`apply_chat_template(tokenize=False)`.
 """
 
 from __future__ import annotations
@@ -55,12 +57,14 @@ class Template:
         try:
             return compile_template(self.source)
         except (JinjaError, SyntaxError) as error:
-            raise TemplateError(f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…") from error
+            raise TemplateError(
+                f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…"
+            ) from error
 
     @contextmanager
     def proving(self) -> Generator[None, None, None]:
-        """While a template is being proven, many small conversations are rendered and what fails is a finding. A template that goes
-        past a limit on one of them is refused whole, at once, and not tried with the next one."""
+        """While a template is being proven, many small conversations are rendered and what fails is a finding. A
+        template that goes past a limit on one of them is refused whole, at once, and not tried with the next one."""
         self._limits = PROVING_LIMITS
         try:
             yield
@@ -102,13 +106,16 @@ class Template:
         except TemplateError:
             raise
         except MemoryError as error:
-            raise TemplateLimitError("chat_template: out of memory while rendering; shorten the conversation") from error
+            raise TemplateLimitError(
+                "chat_template: out of memory while rendering; shorten the conversation"
+            ) from error
         except Exception as error:  # jinja's own errors, raise_exception, and Python errors out of filters and methods
             raise TemplateError(f"chat_template: {type(error).__name__}: {str(error)[:300]}") from error
 
 
 def find_input_format(template: Template, kwargs: Mapping[str, Any]) -> InputFormat:
-    """Each fact is decided by whether marked words survive a render, never by the template's name. Raises if it does not compile."""
+    """Each fact is decided by whether marked words survive a render, never by the template's name. Raises if it does
+    not compile."""
     template.compile()
     inputs = InputFormat(developer="developer" in template.source)
     inputs = _find_content_format(template, kwargs, inputs)
@@ -121,7 +128,9 @@ def _find_content_format(template: Template, kwargs: Mapping[str, Any], inputs: 
             text = template.render([{"role": "user", "content": content}], None, kwargs, inputs=trial)
         except TemplateError:
             return False
-        quoted = any(quote + word in text for word in words for quote in ("'", '"'))  # a list that was printed, not understood
+        quoted = any(
+            quote + word in text for word in words for quote in ("'", '"')
+        )  # a list that was printed, not understood
         return all(text.count(word) == 1 for word in words) and not quoted
 
     empty = replace(inputs, no_tools="empty")

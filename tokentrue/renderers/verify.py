@@ -14,11 +14,12 @@ from tokentrue.renderers.proving.roundtrip import check_roundtrip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """`roles`: "proven", "history" (the real history must be the context) or "refused"; `why` names the refused shapes of a role.
+    """`roles`: "proven", "history" (the real history must be the context) or "refused"; `why` names the refused shapes
+    of a role.
 
-    `stops` are token strings per kind of turn; `boundary` the text between a stop and the next turn's content; `rewrites` says whether
-    the template itself writes earlier turns otherwise once such a message follows; `parse` how a rendered turn parses back; `tools`
-    is "ignored" where the template shows no request's tools to the model.
+    `stops` are token strings per kind of turn; `boundary` the text between a stop and the next turn's content;
+    `rewrites` says whether the template itself writes earlier turns otherwise once such a message follows; `parse` how
+    a rendered turn parses back; `tools` is "ignored" where the template shows no request's tools to the model.
     """
 
     model: str
@@ -55,7 +56,9 @@ class Verification:
         }
 
 
-def verify(model: str | Path, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None) -> Verification:
+def verify(
+    model: str | Path, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+) -> Verification:
     """Proves or refutes, in id space, that the model's template can be extended; works offline on a directory."""
     renderer = load_renderer(model, chat_template=chat_template, template_kwargs=template_kwargs)
     proof: Proof = renderer.proof

@@ -1,7 +1,8 @@
 """The record becomes training samples: one contiguous sample per surviving leaf, in time linear in its tokens.
 
-Invariants, checked while it is built: every node's certificate link holds; each sampled token is trainable in exactly one sample
-or listed in the coverage with its reason; log-probabilities are the engine's own, and None exactly where nothing was sampled.
+Invariants, checked while it is built: every node's certificate link holds; each sampled token is trainable in exactly
+one sample or listed in the coverage with its reason; log-probabilities are the engine's own, and None exactly where
+nothing was sampled.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ def assemble(
     include_abandoned: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> Assembly:
-    """`max_tokens` cuts a sample behind the last sampled span that fits. `include_abandoned` trains what was given up as well."""
+    """`max_tokens` cuts a sample behind the last sampled span that fits. `include_abandoned` trains what was given up
+    as well."""
     _check_links(tree)
     owner, drafts, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
     coverage = _coverage(tree, owner, abandoned)
     build = _Builder(tree, record, abandoned, coverage, dict(metadata or {}))
-    samples = [build.sample(leaf, path, {node.id for node in path if owner[node.id] == leaf.id}) for leaf, path in drafts]
+    samples = [
+        build.sample(leaf, path, {node.id for node in path if owner[node.id] == leaf.id}) for leaf, path in drafts
+    ]
     return Assembly(samples=samples, coverage=coverage)
 
 
-def coverage_of(tree: Tree, record: SessionRecord, *, max_tokens: int | None = None, include_abandoned: bool = False) -> Coverage:
+def coverage_of(
+    tree: Tree, record: SessionRecord, *, max_tokens: int | None = None, include_abandoned: bool = False
+) -> Coverage:
     """The account alone, in time linear in the nodes; certificates are checked where samples are built."""
     owner, _, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
     return _coverage(tree, owner, abandoned)
@@ -79,7 +85,11 @@ def _check_links(tree: Tree) -> None:
 
 def _leaves(tree: Tree, kept: set[str]) -> list[Node]:
     """Kept nodes without a kept child, first committed first."""
-    return [node for node in tree.in_order() if node.id in kept and not any(child.id in kept for child in tree.children.get(node.id, ()))]
+    return [
+        node
+        for node in tree.in_order()
+        if node.id in kept and not any(child.id in kept for child in tree.children.get(node.id, ()))
+    ]
 
 
 def _cut_to_fit(path: list[Node], max_tokens: int | None) -> list[Node]:
@@ -97,7 +107,10 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
         else:
             untrained.append(Untrained(node=node.id, tokens=count, why=abandoned.get(node.id, "max_tokens")))
     return Coverage(
-        sampled=sampled, trained=trained, untrained=tuple(untrained), pinned_turns=sum(bool(node.replaced) for node in tree.nodes.values())
+        sampled=sampled,
+        trained=trained,
+        untrained=tuple(untrained),
+        pinned_turns=sum(bool(node.replaced) for node in tree.nodes.values()),
     )
 
 
@@ -105,9 +118,20 @@ class _Builder:
     """Builds samples of one session."""
 
     def __init__(
-        self, tree: Tree, record: SessionRecord, abandoned: Mapping[str, str], coverage: Coverage, metadata: dict[str, Any]
+        self,
+        tree: Tree,
+        record: SessionRecord,
+        abandoned: Mapping[str, str],
+        coverage: Coverage,
+        metadata: dict[str, Any],
     ) -> None:
-        self.tree, self.record, self.abandoned, self.coverage, self.metadata = tree, record, abandoned, coverage, metadata
+        self.tree, self.record, self.abandoned, self.coverage, self.metadata = (
+            tree,
+            record,
+            abandoned,
+            coverage,
+            metadata,
+        )
 
     def sample(self, leaf: Node, path: list[Node], mine: set[str]) -> Sample:
         parts: list[TokenIds] = []
@@ -125,7 +149,9 @@ class _Builder:
             logprobs += [None] * given
             logprobs += node.logprobs.tolist()
         end = path[-1]
-        certificate = Certificate(chain=format_digest(end.chain), template=self.tree.template, tokenizer=self.tree.tokenizer)
+        certificate = Certificate(
+            chain=format_digest(end.chain), template=self.tree.template, tokenizer=self.tree.tokenizer
+        )
         sample = Sample(
             sample_id=f"{self.record.id}-{leaf.id}",
             session_id=self.record.id,
@@ -151,7 +177,9 @@ class _Builder:
         why = "sampled" if mine else "trained_elsewhere"
         if mine and node.id in self.abandoned:
             why = f"asked_for:{self.abandoned[node.id]}"
-        versions = [(span.start, span.end, span.version) for span in node.versions] or [(0, len(node.sampled_ids), UNVERSIONED)]
+        versions = [(span.start, span.end, span.version) for span in node.versions] or [
+            (0, len(node.sampled_ids), UNVERSIONED)
+        ]
         for begin, end, version in versions:
             if end > begin:
                 yield _span(at + begin, at + end, "sampled", "assistant", turn, version, mine, why)
@@ -164,7 +192,10 @@ class _Builder:
             "coverage": coverage_to_json(self.coverage),
         }
         if self.record.pin:
-            own["pin"] = {"prompts": list(self.record.pin), "replaced_in_turns": [turn for turn, node in enumerate(path) if node.replaced]}
+            own["pin"] = {
+                "prompts": list(self.record.pin),
+                "replaced_in_turns": [turn for turn, node in enumerate(path) if node.replaced],
+            }
         if path[-1] is not leaf:
             own["truncated"] = "max_tokens"
         if attempts := _attempts(path):
@@ -190,14 +221,23 @@ def coverage_to_json(coverage: Coverage) -> dict[str, Any]:
 def _attempts(path: Sequence[Node]) -> list[dict[str, Any]]:
     """Tool calls that did not parse, by their place in the sample."""
     return [
-        {"turn": turn, "status": attempt.status.value, "start": node.prompt_length + attempt.start, "end": node.prompt_length + attempt.end}
+        {
+            "turn": turn,
+            "status": attempt.status.value,
+            "start": node.prompt_length + attempt.start,
+            "end": node.prompt_length + attempt.end,
+        }
         for turn, node in enumerate(path)
         for attempt in node.attempts
     ]
 
 
-def _span(start: int, end: int, kind: Any, role: str, turn: int, version: int | None, trainable: bool, why: str) -> Span:
-    return Span(start=start, end=end, kind=kind, role=role, turn=turn, policy_version=version, trainable=trainable, why=why)
+def _span(
+    start: int, end: int, kind: Any, role: str, turn: int, version: int | None, trainable: bool, why: str
+) -> Span:
+    return Span(
+        start=start, end=end, kind=kind, role=role, turn=turn, policy_version=version, trainable=trainable, why=why
+    )
 
 
 def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
@@ -224,7 +264,10 @@ def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
     if not parts or len(whole) < len(parts):
         return None
     _, layers, top_k = whole[0].shape
-    ends = [RoutedExperts(shape=(0, layers, top_k), data=b"", start=at, weights=b"") for at in (0, max(0, path[-1].length - 1))]
+    ends = [
+        RoutedExperts(shape=(0, layers, top_k), data=b"", start=at, weights=b"")
+        for at in (0, max(0, path[-1].length - 1))
+    ]
     try:
         return join_routing([ends[0], *whole, ends[1]])
     except TokenContractError as error:
@@ -233,7 +276,9 @@ def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
 
 def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
     """A row for each token; None where no turn has one, or where it is not known what a turn's filters kept."""
-    if all(node.sampling_mask is None for node in path) or any(node.sampling_mask is None and node.sampling.truncates for node in path):
+    if all(node.sampling_mask is None for node in path) or any(
+        node.sampling_mask is None and node.sampling.truncates for node in path
+    ):
         return None
     parts: list[SamplingMask] = []
     for node in path:

@@ -1,8 +1,9 @@
 """Re-check exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
 
-Nothing is trusted but the file: every link of the chain is computed again from its ids, log-probabilities and versions, and every field of
-a trainer's row is made again from its sample. A finding says which sample, which turn and which tokens. A file that passes was not damaged;
-it is no proof against someone who rewrites it wholly, for that compare `certificate.chain` with the one that the gateway reported.
+Nothing is trusted but the file: every link of the chain is computed again from its ids, log-probabilities and versions,
+and every field of a trainer's row is made again from its sample. A finding says which sample, which turn and which
+tokens. A file that passes was not damaged; it is no proof against someone who rewrites it wholly, for that compare
+`certificate.chain` with the one that the gateway reported.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class _SessionAudit:
 
     claimed: Coverage | None = None
     seen: set[str] = field(default_factory=set[str])
-    links: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])  # node -> its chain and where it starts
+    links: dict[str, tuple[str, int]] = field(
+        default_factory=dict[str, tuple[str, int]]
+    )  # node -> its chain and where it starts
     trained_by: dict[str, str] = field(default_factory=dict[str, str])
     trained: int = 0
 
@@ -82,7 +85,9 @@ def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
         result.sampled += sum(value is not None for value in sample.rollout_logprobs)
         result.trained += sum(sample.loss_mask)
         session = result.sessions.setdefault(sample.session_id, _SessionAudit())
-        result.findings += (AuditFinding(sample=sample.sample_id, what=f"the trainer's row: {what}") for what in row.differences)
+        result.findings += (
+            AuditFinding(sample=sample.sample_id, what=f"the trainer's row: {what}") for what in row.differences
+        )
         try:
             own = read_sealed_record(sample)
         except FileFormatError as error:
@@ -104,14 +109,23 @@ def _check_columns(sample: Sample) -> Iterator[AuditFinding]:
     for span in sample.spans:
         if span.start != at or span.end <= span.start:
             yield AuditFinding(
-                sample=sample.sample_id, what=f"spans leave a gap or overlap before token {span.start}", start=at, end=span.start
+                sample=sample.sample_id,
+                what=f"spans leave a gap or overlap before token {span.start}",
+                start=at,
+                end=span.start,
             )
         at = span.end
         if span.trainable and span.kind != "sampled":
-            yield AuditFinding(sample=sample.sample_id, what="given tokens are marked trainable", start=span.start, end=span.end)
+            yield AuditFinding(
+                sample=sample.sample_id, what="given tokens are marked trainable", start=span.start, end=span.end
+            )
         for index in range(span.start, min(span.end, len(sample.token_ids))):
             if sample.loss_mask[index] != int(span.trainable):
-                yield _at(sample, index, f"loss_mask is {sample.loss_mask[index]}, its span says {int(span.trainable)} ({span.why})")
+                yield _at(
+                    sample,
+                    index,
+                    f"loss_mask is {sample.loss_mask[index]}, its span says {int(span.trainable)} ({span.why})",
+                )
             value = sample.rollout_logprobs[index]
             if (value is None) != (span.kind == "given"):
                 yield _at(sample, index, f"log-probability is {value} on a {span.kind} token")
@@ -148,7 +162,9 @@ def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[AuditFinding]:
         yield AuditFinding(sample=sample.sample_id, what="metadata.tokentrue is nested too deeply to be checked")
         return
     if not holds:
-        yield AuditFinding(sample=sample.sample_id, what="the seal is broken: mask, spans, reward, names or coverage were changed")
+        yield AuditFinding(
+            sample=sample.sample_id, what="the seal is broken: mask, spans, reward, names or coverage were changed"
+        )
 
 
 def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]:
@@ -159,13 +175,19 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]
         given_end, end = at + node.given, at + node.given + node.sampled
         if end > len(sample.token_ids):
             yield AuditFinding(
-                sample=sample.sample_id, what=f"turn {turn} ends at token {end} of {len(sample.token_ids)}", start=at, end=end
+                sample=sample.sample_id,
+                what=f"turn {turn} ends at token {end} of {len(sample.token_ids)}",
+                start=at,
+                end=end,
             )
             return
         values = sample.rollout_logprobs[given_end:end]
         if None in values:
             yield AuditFinding(
-                sample=sample.sample_id, what=f"turn {turn}: sampled tokens without log-probability", start=given_end, end=end
+                sample=sample.sample_id,
+                what=f"turn {turn}: sampled tokens without log-probability",
+                start=given_end,
+                end=end,
             )
             return
         link = _link(sample, node, previous, at, given_end, end)
@@ -179,7 +201,9 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]
         previous, at = bytes.fromhex(node.chain), end
     if at != len(sample.token_ids):
         length = len(sample.token_ids)
-        yield AuditFinding(sample=sample.sample_id, what=f"the nodes end at token {at} of {length}", start=at, end=length)
+        yield AuditFinding(
+            sample=sample.sample_id, what=f"the nodes end at token {at} of {length}", start=at, end=length
+        )
     if format_digest(previous) != sample.certificate.chain:
         yield AuditFinding(sample=sample.sample_id, what="certificate.chain is not the chain of its last node")
 
@@ -205,11 +229,16 @@ def _versions(sample: Sample, node: NodeRow, given_end: int, end: int) -> list[t
     ]
 
 
-def _locate_change(sample: Sample, node: NodeRow, turn: int, at: int, given_end: int, end: int) -> Iterator[AuditFinding]:
+def _locate_change(
+    sample: Sample, node: NodeRow, turn: int, at: int, given_end: int, end: int
+) -> Iterator[AuditFinding]:
     ids = TokenIds(sample.token_ids[at:end]).tobytes()
     numbers = array("d", [value for value in sample.rollout_logprobs[given_end:end] if value is not None])
     found = False
-    for column, data, width, base in (("token_ids", ids, 4, at), ("rollout_logprobs", float_bytes(numbers), 8, given_end)):
+    for column, data, width, base in (
+        ("token_ids", ids, 4, at),
+        ("rollout_logprobs", float_bytes(numbers), 8, given_end),
+    ):
         now, then = block_checksums(data, width), node.ids_check if width == 4 else node.logprobs_check
         for block in range(max(len(now), len(then)) // 8):
             if now[block * 8 : block * 8 + 8] != then[block * 8 : block * 8 + 8]:
@@ -253,7 +282,9 @@ def _check_coverage(name: str, session: _SessionAudit) -> Iterator[AuditFinding]
         return
     missing = sum(item.tokens for item in claimed.untrained)
     if claimed.sampled != claimed.trained + missing:
-        what = f"coverage does not add up: {claimed.sampled} sampled, {claimed.trained} trained, {missing} accounted for"
+        what = (
+            f"coverage does not add up: {claimed.sampled} sampled, {claimed.trained} trained, {missing} accounted for"
+        )
         yield AuditFinding(sample=f"session {name}", what=what)
     if session.trained != claimed.trained:
         found = f"{session.trained} tokens are trained in this file, the session has {claimed.trained}"

@@ -1,5 +1,5 @@
-"""Samples on disk: write in a named format, read any of them back. A file is written beside its place and moved there whole;
-a link stays a link, and a device or pipe is written into."""
+"""Samples on disk: write in a named format, read any of them back. A file is written beside its place and moved there
+whole; a link stays a link, and a device or pipe is written into."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = 
     try:
         with suppress(FileNotFoundError):
             target.stat()  # links in a circle are an OSError here, and a RuntimeError of resolve()
-        return _write_stream(exporter, samples, target) if is_stream(target) else _write_file(exporter, samples, target.resolve())
+        return (
+            _write_stream(exporter, samples, target)
+            if is_stream(target)
+            else _write_file(exporter, samples, target.resolve())
+        )
     except OSError as error:
         raise FileFormatError(f"cannot write {target}: {error.strerror or error}") from error
 
@@ -38,7 +42,8 @@ def find_exporter(format: str) -> Exporter:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path names a device, a pipe or an open descriptor (`/dev/stdout`, whatever that is): nothing that may be replaced."""
+    """Whether a path names a device, a pipe or an open descriptor (`/dev/stdout`, whatever that is): nothing that may
+    be replaced."""
     linked = path.parent / path.readlink() if path.is_symlink() else path
     is_descriptor = any(os.path.realpath(each.parent).startswith("/proc/") for each in (path, linked))
     return is_descriptor or (path.exists() and not path.is_file())
@@ -63,7 +68,11 @@ def _write_file(exporter: Exporter, samples: Iterable[Sample], target: Path) -> 
     return count
 
 
-MEDIA_TYPES = {".jsonl": "application/x-ndjson", ".parquet": "application/vnd.apache.parquet", ".safetensors": "application/octet-stream"}
+MEDIA_TYPES = {
+    ".jsonl": "application/x-ndjson",
+    ".parquet": "application/vnd.apache.parquet",
+    ".safetensors": "application/octet-stream",
+}
 
 
 def export_bytes(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]:
@@ -75,11 +84,13 @@ def export_bytes(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]
 
 
 def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sample]:
-    """The samples of a file; its format is recognised by its first row where it is not given. A trainer's row that contradicts its own
-    sample is refused."""
+    """The samples of a file; its format is recognised by its first row where it is not given. A trainer's row that
+    contradicts its own sample is refused."""
     for row in read_exported(path, format=format):
         if row.differences:
-            raise AuditError(f"{row.where}: {row.differences[0]}; `tokentrue audit {path}` lists all that does not hold")
+            raise AuditError(
+                f"{row.where}: {row.differences[0]}; `tokentrue audit {path}` lists all that does not hold"
+            )
         yield row.sample
 
 
@@ -94,10 +105,16 @@ def read_exported(path: str | Path, *, format: str | None = None) -> Iterator[Ex
 def format_of(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(8)
-    named = "" if start.lstrip()[:1] in (b"{", b"") else path.suffix  # the content decides; a damaged file is called what its name says
+    named = (
+        "" if start.lstrip()[:1] in (b"{", b"") else path.suffix
+    )  # the content decides; a damaged file is called what its name says
     if start[:4] == b"PAR1" or named == ".parquet":
         return "parquet" if "token_ids" in table_columns(path) else "verl"
-    has_header = len(start) == 8 and int.from_bytes(start, "little") < path.stat().st_size and not start.lstrip().startswith(b"{")
+    has_header = (
+        len(start) == 8
+        and int.from_bytes(start, "little") < path.stat().st_size
+        and not start.lstrip().startswith(b"{")
+    )
     if has_header or named == ".safetensors":
         return "safetensors"
     if not is_text(start):
@@ -118,7 +135,12 @@ def is_text(start: bytes) -> bool:
 def _format_of_row(row: dict[str, Any]) -> str:
     if "tokentrue" not in row:
         return "jsonl"
-    for mark, name in (("completion_ids", "trl"), ("response_length", "slime"), ("mask", "prime-rl"), ("loss_fn_inputs", "tinker")):
+    for mark, name in (
+        ("completion_ids", "trl"),
+        ("response_length", "slime"),
+        ("mask", "prime-rl"),
+        ("loss_fn_inputs", "tinker"),
+    ):
         if mark in row:
             return name
     raise FileFormatError(f"not a samples file: a row has {', '.join(sorted(row))}")

@@ -1,7 +1,9 @@
-"""Which sessions a group's baseline compares, and the one reward of each: the same for trainer, viewer, `tokentrue diagnose` and adapters.
+"""Which sessions a group's baseline compares, and the one reward of each: the same for trainer, viewer, `tokentrue
+diagnose` and adapters.
 
-A session may leave several samples (compaction, sub-agents, forks). It counts once, with the reward of its first sample, also where its
-leaves have rewards of their own; and all its samples share its advantage. A session without a group is a group of its own.
+A session may leave several samples (compaction, sub-agents, forks). It counts once, with the reward of its first
+sample, also where its leaves have rewards of their own; and all its samples share its advantage. A session without a
+group is a group of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from tokentrue.types import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSessions:
-    """`groups` and `rewards` of the sessions, in the order of their first sample; `of_sample` has each sample's session number."""
+    """`groups` and `rewards` of the sessions, in the order of their first sample; `of_sample` has each sample's session
+    number."""
 
     groups: list[str]
     rewards: list[float]

@@ -1,7 +1,7 @@
 """Samples from a file that is not trusted: what `audit` checks is checked before anybody trains on them.
 
-`require_sound` is the audit itself. `require_model` compares the tokenizer that the samples were recorded with, and their ids, with the
-model that is to score them.
+`require_sound` is the audit itself. `require_model` compares the tokenizer that the samples were recorded with, and
+their ids, with the model that is to score them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def require_sound(rows: Sequence[ExportedSample], where: str) -> None:
 def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | None, vocabulary: int) -> None:
     """Raises FileFormatError where samples cannot have been sampled from `model`.
 
-    `tokenizer` is the hash of the model's tokenizer (None where it has none); `vocabulary` is the number of its embeddings.
+    `tokenizer` is the hash of the model's tokenizer (None where it has none); `vocabulary` is the number of its
+    embeddings.
     """
     for sample in samples:
         recorded = sample.certificate.tokenizer

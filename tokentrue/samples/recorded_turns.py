@@ -1,7 +1,8 @@
-"""The turns on a sample's path, as its `metadata.tokentrue.nodes` records them: the one reader for trainer, doctor, viewer and exporters.
+"""The turns on a sample's path, as its `metadata.tokentrue.nodes` records them: the one reader for trainer, doctor,
+viewer and exporters.
 
-Samples of other programs record no turns, or of a turn no more than `given` and `sampled`. What is there must have its type, and all turns
-together must hold the sample's tokens.
+Samples of other programs record no turns, or of a turn no more than `given` and `sampled`. What is there must have its
+type, and all turns together must hold the sample's tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from tokentrue.types import PENALTIES, TRUNCATIONS, Coverage, Sample, is_tempera
 
 
 class TurnRow(msgspec.Struct, kw_only=True):
-    """`given` and `sampled` count tokens; `sampling` holds the settings that differ from the defaults; `versions` are start, end and
-    policy version of stretches of the sampled tokens."""
+    """`given` and `sampled` count tokens; `sampling` holds the settings that differ from the defaults; `versions` are
+    start, end and policy version of stretches of the sampled tokens."""
 
     given: Count
     sampled: Count
@@ -72,19 +73,23 @@ def read_turns(sample: Sample) -> list[RecordedTurn]:
     at = 0
     for row in read_record(sample).nodes:
         if row.temperature is not None and not is_temperature(row.temperature):
-            raise TokenContractError(f"sample {sample.sample_id}: no turn can be scored at temperature {row.temperature}")
+            raise TokenContractError(
+                f"sample {sample.sample_id}: no turn can be scored at temperature {row.temperature}"
+            )
         start, at = at + row.given, at + row.given + row.sampled
         turns.append(RecordedTurn(start=start, end=at, row=row))
     if turns and at != len(sample.token_ids):
-        raise TokenContractError(f"sample {sample.sample_id}: its recorded turns hold {at} tokens, the sample {len(sample.token_ids)}")
+        raise TokenContractError(
+            f"sample {sample.sample_id}: its recorded turns hold {at} tokens, the sample {len(sample.token_ids)}"
+        )
     return turns
 
 
 def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
     """Empty where the distribution that the turn's tokens were drawn from can be computed again.
 
-    Log-probabilities under top-p, top-k or min-p are of a smaller distribution than a whole softmax: without the ids that were kept, every
-    ratio would be off.
+    Log-probabilities under top-p, top-k or min-p are of a smaller distribution than a whole softmax: without the ids
+    that were kept, every ratio would be off.
     """
     if turn.penalties:
         cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
@@ -96,8 +101,8 @@ def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
 
 
 def scoring_temperatures(sample: Sample, default: float = 1.0) -> list[float]:
-    """The temperature to score each token at: its turn's; `default` where none is recorded and in greedy turns, which engines report at 1.
-    Raises TokenContractError for a trained turn that cannot be scored."""
+    """The temperature to score each token at: its turn's; `default` where none is recorded and in greedy turns, which
+    engines report at 1. Raises TokenContractError for a trained turn that cannot be scored."""
     found = [default] * len(sample.token_ids)
     for number, turn in enumerate(read_turns(sample)):
         if any(sample.loss_mask[turn.start : turn.end]) and (why := why_not_scorable(sample, turn)):

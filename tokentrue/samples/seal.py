@@ -1,8 +1,9 @@
 """What a sample carries so that a stranger can check it: one row per node on its path, and a seal over the rest.
 
-The certificate's chain binds ids, log-probabilities and versions. The seal binds what the chain does not: mask, spans, reward, names,
-coverage, node rows, routing and sampling mask. A node row says where its link ends, so that a broken one can be located, what the engine
-was sent (`prompt_sha256`) and with which settings it sampled (`sampling`, whatever differs from the defaults).
+The certificate's chain binds ids, log-probabilities and versions. The seal binds what the chain does not: mask, spans,
+reward, names, coverage, node rows, routing and sampling mask. A node row says where its link ends, so that a broken one
+can be located, what the engine was sent (`prompt_sha256`) and with which settings it sampled (`sampling`, whatever
+differs from the defaults).
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:
 
 
 def describe_sampling(sampling: Sampling) -> dict[str, Any]:
-    """The settings that shaped the distribution and differ from the defaults: a trainer scores with them, or refuses the sample."""
+    """The settings that shaped the distribution and differ from the defaults: a trainer scores with them, or refuses
+    the sample."""
     defaults = Sampling()
     return {name: value for name in _SHAPING if (value := getattr(sampling, name)) != getattr(defaults, name)}
 
@@ -93,7 +95,8 @@ def block_checksums(data: bytes, width: int) -> str:
 
 
 def seal(sample: Sample) -> str:
-    """SHA-256 over everything in a sample that its chain does not hold. `metadata.tokentrue.seal` itself is left out."""
+    """SHA-256 over everything in a sample that its chain does not hold. `metadata.tokentrue.seal` itself is left
+    out."""
     own = {key: value for key, value in sample.metadata.get("tokentrue", {}).items() if key != "seal"}
     spans = [[s.start, s.end, s.kind, s.role, s.turn, s.policy_version, s.trainable, s.why] for s in sample.spans]
     held = {

@@ -1,7 +1,8 @@
-"""Samples as plain JSON objects and back: the documented fields, nothing lost. Log-probabilities survive to the last bit.
+"""Samples as plain JSON objects and back: the documented fields, nothing lost. Log-probabilities survive to the last
+bit.
 
-A file is foreign input: `decode` is the one place where its values get their types, and what does not fit is named by its path
-(`$.spans[3].start`).
+A file is foreign input: `decode` is the one place where its values get their types, and what does not fit is named by
+its path (`$.spans[3].start`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def head_to_json(sample: Sample) -> dict[str, Any]:
         }
     if sample.sampling_mask is not None:
         mask = sample.sampling_mask
-        head["sampling_mask"] = {"token_ids": encode_bytes(mask.token_ids.tobytes()), "offsets": encode_bytes(mask.offsets.tobytes())}
+        head["sampling_mask"] = {
+            "token_ids": encode_bytes(mask.token_ids.tobytes()),
+            "offsets": encode_bytes(mask.offsets.tobytes()),
+        }
     return head
 
 
@@ -58,7 +62,11 @@ def encode_bytes(data: bytes) -> str:
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    columns = {"token_ids": list(sample.token_ids), "loss_mask": list(sample.loss_mask), "rollout_logprobs": list(sample.rollout_logprobs)}
+    columns = {
+        "token_ids": list(sample.token_ids),
+        "loss_mask": list(sample.loss_mask),
+        "rollout_logprobs": list(sample.rollout_logprobs),
+    }
     return {**head_to_json(sample), **columns}
 
 

@@ -1,11 +1,14 @@
-"""Which nodes does training see? Everything that was sampled, except what is known to have been given up, each with its reason.
+"""Which nodes does training see? Everything that was sampled, except what is known to have been given up, each with its
+reason.
 
 * `retried`: the same turn was asked again after this answer was complete, and this answer was never continued.
 * `rolled_back`: it had been continued, then the agent went back and asked the same turn again.
-* `not_chosen`: another answer to the same turn was continued (n > 1, requests in flight together, or an earlier answer after all).
+* `not_chosen`: another answer to the same turn was continued (n > 1, requests in flight together, or an earlier answer
+  after all).
 * `disconnected`, `engine_failed`, `deleted`, `aborted`: the client never got the whole of it, and nothing follows.
 
-Giving up reaches down: what follows a given-up node is given up for the same reason. A reward on the leaf itself speaks for it:
+Giving up reaches down: what follows a given-up node is given up for the same reason. A reward on the leaf itself speaks
+for it:
 such a leaf, and the path to it, is kept.
 """
 
@@ -24,7 +27,9 @@ def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for answers in tree.answers.values():
         if len(answers) > 1:
-            reasons |= {node_id: why for node_id, why in _losers(tree, answers, newest).items() if node_id not in rewarded_paths}
+            reasons |= {
+                node_id: why for node_id, why in _losers(tree, answers, newest).items() if node_id not in rewarded_paths
+            }
     for node in tree.in_order():  # parents come before children
         before = node.parent or node.origin
         if before in reasons and node.id not in rewarded_paths and node.id not in reasons:
@@ -43,7 +48,8 @@ def _unserved_reason(node: Node) -> str | None:
 
 
 def _losers(tree: Tree, answers: list[Node], newest: dict[str, int]) -> dict[str, str]:
-    """Of several answers to one turn the one with the latest activity survives, and every parallel one that was continued."""
+    """Of several answers to one turn the one with the latest activity survives, and every parallel one that was
+    continued."""
     served = [node for node in answers if _unserved_reason(node) is None or tree.followers.get(node.id)]
     if not served:
         return {}

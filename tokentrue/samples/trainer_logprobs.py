@@ -1,5 +1,6 @@
-"""The file of `--trainer-logprobs`: JSON lines `{"sample_id": …, "logprobs": [per token, null where unknown]}`, with an optional
-`"entropy"` list of the same length, in nats. It is foreign input: what is no log-probability is refused with its line and token."""
+"""The file of `--trainer-logprobs`: JSON lines `{"sample_id": …, "logprobs": [per token, null where unknown]}`, with an
+optional `"entropy"` list of the same length, in nats. It is foreign input: what is no log-probability is refused with
+its line and token."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class TrainerLogprobs:
     def check(self, sample: Sample) -> None:
         for name, values in (("log-probabilities", self.logprobs), ("entropies", self.entropy)):
             if values is not None and len(values) != len(sample.token_ids):
-                raise FileFormatError(f"sample {sample.sample_id}: {len(values)} trainer {name} for {len(sample.token_ids)} tokens")
+                raise FileFormatError(
+                    f"sample {sample.sample_id}: {len(values)} trainer {name} for {len(sample.token_ids)} tokens"
+                )
 
 
 def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
@@ -44,7 +47,9 @@ def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
         if line.strip():
             name, given = _read_line(line, f"{source}:{number}")
             if name in lines:
-                raise FileFormatError(f"{source}:{number}: sample_id {name!r} is also in line {lines[name]}; give each sample once")
+                raise FileFormatError(
+                    f"{source}:{number}: sample_id {name!r} is also in line {lines[name]}; give each sample once"
+                )
             lines[name], found[name] = number, given
     return found
 
@@ -63,14 +68,19 @@ def _read_line(line: str, place: str) -> tuple[str, TrainerLogprobs]:
             cure = "pass natural logarithms of probabilities"
             raise FileFormatError(f"{place}: token {index}: the log-probability {value:g} is above 0; {cure}")
     return name, TrainerLogprobs(
-        logprobs=values, entropy=None if entropy is None else _read_numbers(cast("list[object]", entropy), "entropy", place)
+        logprobs=values,
+        entropy=None if entropy is None else _read_numbers(cast("list[object]", entropy), "entropy", place),
     )
 
 
 def _read_numbers(values: Sequence[object], what: str, place: str) -> list[float | None]:
     for index, value in enumerate(values):
         if value is not None and not isinstance(value, float):
-            raise FileFormatError(f"{place}: token {index}: {value!r} is not a number; write null where the {what} is unknown")
+            raise FileFormatError(
+                f"{place}: token {index}: {value!r} is not a number; write null where the {what} is unknown"
+            )
         if value is not None and not math.isfinite(value):
-            raise FileFormatError(f"{place}: token {index}: the {what} {value} is not finite; write null where it is unknown")
+            raise FileFormatError(
+                f"{place}: token {index}: the {what} {value} is not finite; write null where it is unknown"
+            )
     return cast("list[float | None]", values)

@@ -1,6 +1,8 @@
-"""The certificate's hash chain: one SHA-256 per node over its parent's hash and everything that a trainer will compute with.
+"""The certificate's hash chain: one SHA-256 per node over its parent's hash and everything that a trainer will compute
+with.
 
-Ids are hashed as little-endian int32, log-probabilities as their float64 bits, so one flipped bit anywhere breaks every later link.
+Ids are hashed as little-endian int32, log-probabilities as their float64 bits, so one flipped bit anywhere breaks every
+later link.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""An in-process stand-in for an OpenAI client: `client.chat.completions.create(...)`, backed by a session instead of HTTP.
+"""An in-process stand-in for an OpenAI client: `client.chat.completions.create(...)`, backed by a session instead of
+HTTP.
 
-`await client(messages, tools=None)` and `await client.chat(messages, tools=None)` are the short form and give a `Reply`.
+`await client(messages, tools=None)` and `await client.chat(messages, tools=None)` are the short form and give a
+`Reply`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ from tokentrue.sessions.constraints import constraints_from
 from tokentrue.sessions.stages.serving import chat_finish_reason
 from tokentrue.types import Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
 
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+_SAMPLING = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+}
 _IGNORED = {
     "model", "user", "metadata", "store", "timeout", "stream_options", "parallel_tool_calls", "logprobs", "extra_headers"
 }  # fmt: skip
@@ -143,7 +154,14 @@ def _completion(replies: tuple[Reply, ...], model: str) -> Fields:
     sampled = sum(len(reply.completion.token_ids) for reply in replies)
     prompt = replies[0].prompt_tokens
     usage = Fields(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
-    return Fields(id=replies[0].node, object="chat.completion", created=int(time.time()), model=model, choices=choices, usage=usage)
+    return Fields(
+        id=replies[0].node,
+        object="chat.completion",
+        created=int(time.time()),
+        model=model,
+        choices=choices,
+        usage=usage,
+    )
 
 
 async def _chunks(events: AsyncGenerator[TurnEvent, None], model: str) -> AsyncIterator[Fields]:
@@ -154,7 +172,12 @@ async def _chunks(events: AsyncGenerator[TurnEvent, None], model: str) -> AsyncI
                 delta |= {"content": event.delta.content or None, "reasoning_content": event.delta.reasoning or None}
                 if event.delta.call is not None:
                     function = {"name": event.delta.name or None, "arguments": event.delta.arguments}
-                    call = {"index": event.delta.call, "id": event.delta.call_id or None, "type": "function", "function": function}
+                    call = {
+                        "index": event.delta.call,
+                        "id": event.delta.call_id or None,
+                        "type": "function",
+                        "function": function,
+                    }
                     delta["tool_calls"] = [call]
             elif event.reply is None:
                 if event.token_ids:
@@ -162,6 +185,8 @@ async def _chunks(events: AsyncGenerator[TurnEvent, None], model: str) -> AsyncI
                 delta["role"] = "assistant"
             finish = None if event.reply is None else chat_finish_reason(event.reply)
             choice = Fields(index=event.index, delta=_fields(delta), finish_reason=finish)
-            yield Fields(id=event.node, object="chat.completion.chunk", created=int(time.time()), model=model, choices=[choice])
+            yield Fields(
+                id=event.node, object="chat.completion.chunk", created=int(time.time()), model=model, choices=[choice]
+            )
     finally:
         await events.aclose()

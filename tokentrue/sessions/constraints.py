@@ -1,4 +1,5 @@
-"""What an engine must enforce: `tool_choice` and `response_format` in the words of Chat Completions, checked once for every client."""
+"""What an engine must enforce: `tool_choice` and `response_format` in the words of Chat Completions, checked once for
+every client."""
 
 from __future__ import annotations
 
@@ -12,13 +13,16 @@ JsonObject: TypeAlias = dict[str, Any]
 def constraints_from(
     choice: str | JsonObject | None, format_: JsonObject | None, tools: tuple[JsonObject, ...] | None
 ) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:
-    """What only the engine can enforce goes on in `Sampling.extra`, by name; "none" takes the tools out of the prompt."""
+    """What only the engine can enforce goes on in `Sampling.extra`, by name; "none" takes the tools out of the
+    prompt."""
     extra: JsonObject = {}
     if choice == "none":
         tools = None
     elif choice not in (None, "auto"):
         if isinstance(choice, str) and choice != "required":
-            raise MessageError(f"must be 'auto', 'none', 'required' or a named function, not {_echo(choice)}", field="tool_choice")
+            raise MessageError(
+                f"must be 'auto', 'none', 'required' or a named function, not {_echo(choice)}", field="tool_choice"
+            )
         if not tools:
             raise MessageError("needs tools", field="tool_choice")
         extra["tool_choice"] = named_choice(choice, tools) if isinstance(choice, dict) else choice
@@ -29,7 +33,9 @@ def constraints_from(
         if format_["type"] == "json_schema" and not isinstance(declared.get("schema"), dict):
             raise MessageError("must have a JSON schema", field="response_format.json_schema.schema")
         if "tool_choice" in extra:
-            raise MessageError("cannot be enforced together with tool_choice; send one of them", field="response_format")
+            raise MessageError(
+                "cannot be enforced together with tool_choice; send one of them", field="response_format"
+            )
         extra["response_format"] = format_
     return extra, tools
 

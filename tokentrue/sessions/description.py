@@ -1,4 +1,5 @@
-"""A session and its nodes as plain JSON values, without tokens: what GET /sessions, the viewer and `tokentrue sessions` show of them."""
+"""A session and its nodes as plain JSON values, without tokens: what GET /sessions, the viewer and `tokentrue sessions`
+show of them."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def describe_node(node: Node) -> dict[str, Any]:
         "given_tokens": len(node.given_ids),
         "sampled_tokens": len(node.sampled_ids),
         "policy_versions": [[span.start, span.end, span.version] for span in node.versions],
-        "attempts": [{"status": attempt.status.value, "start": attempt.start, "end": attempt.end} for attempt in node.attempts],
+        "attempts": [
+            {"status": attempt.status.value, "start": attempt.start, "end": attempt.end} for attempt in node.attempts
+        ],
         "created": node.created,
         **({"replaced": list(node.replaced)} if node.replaced else {}),
     }

@@ -10,9 +10,11 @@ from tokentrue.types import MAX_CHOICES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """None means no limit. `max_tokens` counts recorded tokens (given and sampled), `max_in_flight` turns being generated, `max_new_chars`
-    the characters of one request that are not recorded yet: a text takes about a hundred times its size while it is encoded.
-    `conversation_bytes` are those of the last requests' conversations that are kept to read the next one; 0 keeps none."""
+    """None means no limit. `max_tokens` counts recorded tokens (given and sampled), `max_in_flight` turns being
+    generated, `max_new_chars`
+    the characters of one request that are not recorded yet: a text takes about a hundred times its size while it is
+    encoded. `conversation_bytes` are those of the last requests' conversations that are kept to read the next one; 0
+    keeps none."""
 
     max_nodes: int | None = 10_000
     max_tokens: int | None = 20_000_000
@@ -32,13 +34,17 @@ class SessionLimits:
             limit = f"max_in_flight={self.max_in_flight}"
             raise LimitExceeded(f"session limit {limit} reached; try again, or raise the limit", retry_after_s=1.0)
         if self.max_tokens is not None and tokens >= self.max_tokens:
-            raise LimitExceeded(f"session limit max_tokens={self.max_tokens} reached; end the session or raise the limit")
+            raise LimitExceeded(
+                f"session limit max_tokens={self.max_tokens} reached; end the session or raise the limit"
+            )
 
     def check_text(self, chars: int) -> None:
         """Before it is rendered."""
         if self.max_new_chars is not None and chars > self.max_new_chars:
             limit = f"max_new_chars={self.max_new_chars}"
-            raise LimitExceeded(f"the request has {chars} new characters, the limit is {limit}; shorten them or raise it")
+            raise LimitExceeded(
+                f"the request has {chars} new characters, the limit is {limit}; shorten them or raise it"
+            )
 
     def check_prompt(self, length: int) -> None:
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:

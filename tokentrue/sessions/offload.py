@@ -1,5 +1,7 @@
-"""Where rendering and parsing run: small inputs inline, large ones in a thread, so that one long document does not stall every other
-session. A text takes about a hundred times its size while it is encoded: huge ones run one at a time, in a thread of their own.
+"""Where rendering and parsing run: small inputs inline, large ones in a thread, so that one long document does not
+stall every other
+session. A text takes about a hundred times its size while it is encoded: huge ones run one at a time, in a thread of
+their own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Single-flight: equal requests that are in flight together are one turn, generated once.
 
-A turn runs in its own task. It is cancelled when its last caller leaves, and from that moment on nobody can join it: the same request
-asked again starts anew, even while the engine is still aborting. A turn that is complete and being written is not cancelled: whoever comes
-back meanwhile joins it, so that no key ever names two answers. A turn that is cancelled because its session ends raises `SessionConflict`
-to its callers, wherever it was.
+A turn runs in its own task. It is cancelled when its last caller leaves, and from that moment on nobody can join it:
+the same request asked again starts anew, even while the engine is still aborting. A turn that is complete and being
+written is not cancelled: whoever comes back meanwhile joins it, so that no key ever names two answers. A turn that is
+cancelled because its session ends raises `SessionConflict` to its callers, wherever it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 class InFlightTurn:
-    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` puts events into a queue."""
+    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` puts events into
+    a queue."""
 
     def __init__(self, identity: bytes, *, streamed: bool, pinned: PinnedRequest) -> None:
         self.identity, self.streamed, self.pinned = identity, streamed, pinned
@@ -45,7 +46,8 @@ class InFlightTurn:
             task.exception()  # retrieved here, because there may be no caller left to raise it to
 
     def emit(self, event: TurnEvent) -> None:
-        """For the caller that streams; nothing is queued once it has left and others still wait. At most one turn's events are queued."""
+        """For the caller that streams; nothing is queued once it has left and others still wait. At most one turn's
+        events are queued."""
         if self._is_read:
             self._events.put_nowait(event)
 
@@ -87,10 +89,13 @@ class InFlightTurn:
             await self.cancel("disconnected")
 
     async def cancel(self, outcome: Outcome) -> None:
-        """Ends the turn, and returns when what was sampled of it is recorded under `outcome`, or as served where it is complete."""
+        """Ends the turn, and returns when what was sampled of it is recorded under `outcome`, or as served where it is
+        complete."""
         if self._task is None or self._task.done():
             return
-        if not self._is_cancelled and not self.is_complete:  # a second cancellation would interrupt the commit of what was sampled
+        if (
+            not self._is_cancelled and not self.is_complete
+        ):  # a second cancellation would interrupt the commit of what was sampled
             self._is_cancelled, self.outcome_if_cancelled = True, outcome
             self._group.remove(self)
             self._task.cancel()

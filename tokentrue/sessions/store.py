@@ -10,7 +10,8 @@ from tokentrue.sessions.tree import Tree
 
 
 def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
-    """Every node is checked as if it were committed now: ids, log-probabilities, prompt digest and certificate must fit."""
+    """Every node is checked as if it were committed now: ids, log-probabilities, prompt digest and certificate must
+    fit."""
     tree = Tree(template=record.template, tokenizer=record.tokenizer)
     for row in rows:
         parent = None if row.parent is None else tree.get(row.parent)

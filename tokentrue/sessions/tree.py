@@ -1,8 +1,8 @@
 """The record of one session: a forest of immutable nodes, each of which stores only what it adds.
 
 A node is one sampled turn with the messages given before it. Invariants, checked when a node is added:
-`prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) + given_ids(node)`, bit for bit, one log-probability per sampled id, and
-`prompt_digest` is the SHA-256 of those prompt ids. Nothing is ever changed or removed.
+`prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) + given_ids(node)`, bit for bit, one log-probability per
+sampled id, and `prompt_digest` is the SHA-256 of those prompt ids. Nothing is ever changed or removed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,22 @@ from tokentrue.errors import SessionConflict, TokenContractError
 from tokentrue.ids import EMPTY, HashState, TokenIds
 from tokentrue.plain_json import digest
 from tokentrue.sessions.certificate import next_link, start_link
-from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, TemplateKwargs, Tools, VersionSpan
+from tokentrue.types import (
+    Attempt,
+    Finish,
+    Message,
+    PromptSpan,
+    RoutedExperts,
+    Sampling,
+    SamplingMask,
+    TemplateKwargs,
+    Tools,
+    VersionSpan,
+)
 
 Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted"]
-"""served: the generation completed. disconnected: no caller was left, or the deadline of the turn passed. engine_failed: this choice, or
-another one of its turn, failed. deleted: the session was ended meanwhile."""
+"""served: the generation completed. disconnected: no caller was left, or the deadline of the turn passed.
+engine_failed: this choice, or another one of its turn, failed. deleted: the session was ended meanwhile."""
 
 TurnKey: TypeAlias = tuple[str | None, bytes]
 """(parent, digest of the given messages): nodes with one key are answers to exactly the same turn."""
@@ -30,7 +41,8 @@ TurnKey: TypeAlias = tuple[str | None, bytes]
 
 @dataclass(frozen=True, slots=True)
 class ServedRef:
-    """A given message that replays what node `node` served: kept as a name, so that a re-rooted history is not stored twice."""
+    """A given message that replays what node `node` served: kept as a name, so that a re-rooted history is not stored
+    twice."""
 
     node: str
 
@@ -40,9 +52,9 @@ Given: TypeAlias = Message | ServedRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One choice of one turn. `seq` is the order of commits, `started` the tree's `committed_seq` when its request was resolved: `a` was
-    over before `b` began if and only if `a.seq < b.started`. `why` is the reason on the edge (None: nothing had continued its parent
-    before)."""
+    """One choice of one turn. `seq` is the order of commits, `started` the tree's `committed_seq` when its request was
+    resolved: `a` was over before `b` began if and only if `a.seq < b.started`. `why` is the reason on the edge (None:
+    nothing had continued its parent before)."""
 
     id: str
     seq: int
@@ -65,7 +77,9 @@ class Node:
     projection: str = "root"
     why: str | None = None
     detail: str = ""
-    replaced: tuple[Message, ...] = ()  # the system prompt that the client sent, where a pinned one was given to the model instead
+    replaced: tuple[
+        Message, ...
+    ] = ()  # the system prompt that the client sent, where a pinned one was given to the model instead
     origin: str | None = None  # of a root: the node whose conversation it continues with other tokens
     outcome: Outcome = "served"
     tools: Tools | None = None
@@ -76,7 +90,9 @@ class Node:
     request_digest: str | None = None
     choice: int = 0
     created: float = 0.0
-    routed_experts: RoutedExperts | None = None  # of the positions that this turn added: from the parent's last token to its own last input
+    routed_experts: RoutedExperts | None = (
+        None  # of the positions that this turn added: from the parent's last token to its own last input
+    )
     sampling_mask: SamplingMask | None = None  # a row for each sampled token
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     fingerprint: str | None = None
@@ -109,11 +125,15 @@ class Tree:
         self.template, self.tokenizer = template, tokenizer
         self.nodes: dict[str, Node] = {}
         self.children: dict[str | None, list[Node]] = defaultdict(list)
-        self.followers: dict[str | None, list[Node]] = defaultdict(list)  # children, and roots that continue a node in meaning
+        self.followers: dict[str | None, list[Node]] = defaultdict(
+            list
+        )  # children, and roots that continue a node in meaning
         self.answers: dict[TurnKey, list[Node]] = defaultdict(list)
         self.nodes_by_key: dict[str, list[Node]] = defaultdict(list)  # request key -> its served nodes
         self.next_seq = 0
-        self._reserved: dict[int, tuple[Node, HashState]] = {}  # checked and being written, by their place, with their prompt's SHA-256
+        self._reserved: dict[
+            int, tuple[Node, HashState]
+        ] = {}  # checked and being written, by their place, with their prompt's SHA-256
         self._turn_keys: dict[str, TurnKey] = {}
         self._hashes: dict[str, HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
@@ -124,7 +144,8 @@ class Tree:
         return len(self.nodes)
 
     def reserve(self, nodes: Sequence[Node]) -> None:
-        """Checks nodes that are about to be written, all of them or none, and keeps their places until `add` or `release`."""
+        """Checks nodes that are about to be written, all of them or none, and keeps their places until `add` or
+        `release`."""
         self._reserved |= {node.seq: (node, self.check(node)) for node in nodes}
         self.next_seq += len(nodes)
 
@@ -168,7 +189,8 @@ class Tree:
         return [] if node is None else list(self._full_path(node).messages)
 
     def _full_path(self, node: Node) -> _Path:
-        """Walks back to the root, or to the path that was asked for last: the next turn of a conversation costs what it adds."""
+        """Walks back to the root, or to the path that was asked for last: the next turn of a conversation costs what it
+        adds."""
         known, steps, at = self._newest, list[Node](), node
         while at.id != known.node:
             steps.append(at)
@@ -208,7 +230,8 @@ class Tree:
         return self._start if parent is None else parent.chain
 
     def prompt_digest(self, parent: Node | None, given_ids: TokenIds) -> bytes:
-        """SHA-256 of the prompt that follows `parent` with `given_ids`, computed from the recorded bytes in the time of the new ones."""
+        """SHA-256 of the prompt that follows `parent` with `given_ids`, computed from the recorded bytes in the time of
+        the new ones."""
         return self._hash_prompt(parent, given_ids).digest()
 
     def _hash_prompt(self, parent: Node | None, given_ids: TokenIds) -> HashState:
@@ -228,7 +251,9 @@ class Tree:
             parts = f"{before} recorded and {len(node.given_ids)} given"
             raise TokenContractError(f"node {node.id}: prompt of {node.prompt_length} ids, but {parts}")
         if len(node.sampled_ids) != len(node.logprobs):
-            raise TokenContractError(f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities")
+            raise TokenContractError(
+                f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities"
+            )
         state = self._hash_prompt(parent, node.given_ids)
         if node.prompt_digest != state.digest():
             raise TokenContractError(f"node {node.id}: the engine was given other ids than the record holds")
@@ -237,7 +262,8 @@ class Tree:
         return state
 
     def add(self, node: Node) -> None:
-        """The node is checked as a whole first, unless it was reserved: nothing of the record that it was checked against changes."""
+        """The node is checked as a whole first, unless it was reserved: nothing of the record that it was checked
+        against changes."""
         reserved, state = self._reserved.pop(node.seq, (None, None))
         if state is None or reserved is not node:
             state = self.check(node)
@@ -257,7 +283,8 @@ class Tree:
                     self.nodes_by_key[request_key].append(node)
 
     def add_key(self, request_key: str, node_ids: Sequence[str]) -> None:
-        """A request that joined after these nodes were written: its retry gets them, too. The session's record holds the key."""
+        """A request that joined after these nodes were written: its retry gets them, too. The session's record holds
+        the key."""
         self.nodes_by_key[request_key] = [self.get(node_id) for node_id in node_ids]
 
     def snapshot(self) -> Tree:

@@ -1,4 +1,5 @@
-"""The reference trainer: samples in, gradient steps, weights out, bit for bit reproducible. Names are loaded when first used."""
+"""The reference trainer: samples in, gradient steps, weights out, bit for bit reproducible. Names are loaded when first
+used."""
 
 from __future__ import annotations
 

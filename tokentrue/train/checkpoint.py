@@ -6,8 +6,10 @@
       rounds.jsonl                                   batches sampled but not yet trained on (off-policy modes)
       state.json                                     version, counters, configuration hash, digests; written last
 
-Above a size the weights are several files with an index, and `optimizer/` holds the shards of torch.distributed.checkpoint.
-A checkpoint is written under another name and moved into place: what is called step-… is whole. `latest` links to the newest.
+Above a size the weights are several files with an index, and `optimizer/` holds the shards of
+torch.distributed.checkpoint.
+A checkpoint is written under another name and moved into place: what is called step-… is whole. `latest` links to the
+newest.
 """
 
 from __future__ import annotations
@@ -60,11 +62,12 @@ def save(
     counts: Mapping[int, Mapping[str, float]] | None = None,
     samples_digest: str = "",
 ) -> Path | None:
-    """Every rank calls it; rank 0 writes, and above `train.shard_checkpoint_gib` each rank its share of the optimiser's state.
+    """Every rank calls it; rank 0 writes, and above `train.shard_checkpoint_gib` each rank its share of the optimiser's
+    state.
 
-    `rounds` are plain JSON: the batches in waiting, by number; `counts` says what became of their rollouts. `model` is the directory or
-    hub id whose tokenizer belongs to the weights. `samples_digest` names the content of the file that the run trains from. The newest
-    `keep` checkpoints stay, and that of step `best`.
+    `rounds` are plain JSON: the batches in waiting, by number; `counts` says what became of their rollouts. `model` is
+    the directory or hub id whose tokenizer belongs to the weights. `samples_digest` names the content of the file that
+    the run trains from. The newest `keep` checkpoints stay, and that of step `best`.
     """
     target = directory / f"step-{trainer.version:06d}"
     partial = directory / f".{target.name}.partial"
@@ -132,7 +135,8 @@ def find_checkpoints(directory: Path) -> list[Path]:
 
 
 def state_of(path: Path, *, run_hash: str, samples_digest: str = "") -> tuple[int, int]:
-    """A checkpoint's version and count of updates; refused when another configuration, or another file of samples, made it.
+    """A checkpoint's version and count of updates; refused when another configuration, or another file of samples, made
+    it.
 
     Checkpoints of older versions name no digest.
     """
@@ -140,9 +144,13 @@ def state_of(path: Path, *, run_hash: str, samples_digest: str = "") -> tuple[in
         state = json.loads((path / "state.json").read_text())
         version, updates, made_by = int(state["version"]), int(state["updates"]), state["run_hash"]
     except (OSError, ValueError, KeyError) as error:
-        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one") from error
+        raise FileFormatError(
+            f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one"
+        ) from error
     if made_by != run_hash:
-        raise FileFormatError(f"{path}: another configuration made it ({made_by}, now {run_hash}); choose another directory")
+        raise FileFormatError(
+            f"{path}: another configuration made it ({made_by}, now {run_hash}); choose another directory"
+        )
     trained_on = state.get("samples_digest", "")
     if samples_digest and trained_on and trained_on != samples_digest:
         raise FileFormatError(
@@ -162,7 +170,9 @@ def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
         restore_weights(trainer, path)
         read_optimizer(trainer, path)
     except DAMAGED as error:
-        raise FileFormatError(f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one") from error
+        raise FileFormatError(
+            f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one"
+        ) from error
     trainer.set_counters(state)
     counts = {int(number): found for number, found in state.get("counts", {}).items()}
     return Checkpoint(path=path, version=version, rounds=rounds, evaluation=state.get("evaluation", {}), counts=counts)
@@ -174,11 +184,15 @@ def restore_weights(trainer: Trainer, path: Path) -> None:
     with torch.no_grad():
         for name, value in read_weights(path):
             if name not in own or own[name].shape != value.shape:
-                raise FileFormatError(f"{path}: its weights are those of another model ({name}); choose another directory")
+                raise FileFormatError(
+                    f"{path}: its weights are those of another model ({name}); choose another directory"
+                )
             place(own[name], value)
             left.discard(name)
     if left:
-        raise FileFormatError(f"{path}: its weights are those of another model (no {sorted(left)[0]}); choose another directory")
+        raise FileFormatError(
+            f"{path}: its weights are those of another model (no {sorted(left)[0]}); choose another directory"
+        )
 
 
 def latest(directory: Path) -> Path | None:

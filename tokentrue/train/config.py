@@ -26,7 +26,8 @@ def require_choice(key: str, value: object, kind: Any) -> None:
 
 
 def default_learning_rate(num_parameters: int) -> float:
-    """1e-6, as in TRL and verl; models below ten million parameters, such as the one that ships, get the 2.5e-4 that was tuned for it."""
+    """1e-6, as in TRL and verl; models below ten million parameters, such as the one that ships, get the 2.5e-4 that
+    was tuned for it."""
     return SMALL_RATE if num_parameters < SMALL_PARAMETERS else RATE
 
 
@@ -42,7 +43,9 @@ class OptimConfig:
     schedule: Schedule = "constant"
     warmup: int = 0
     final: float = 0.1  # share of lr at the end of a decay
-    length_surge: float = 0.0  # > 1: halve lr each time the smoothed response length exceeds so many times its reference; 0: never
+    length_surge: float = (
+        0.0  # > 1: halve lr each time the smoothed response length exceeds so many times its reference; 0: never
+    )
 
     def __post_init__(self) -> None:
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
@@ -64,10 +67,12 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig:
-    """Where frameworks divide differently. The defaults are this package's; what TRL and verl do is in docs/training.md.
+    """Where frameworks divide differently. The defaults are this package's; what TRL and verl do is in
+    docs/training.md.
 
-    `epsilon` is added to the deviation that a baseline divides by (whitening by tokens: to the variance). `lone_group`: the advantage of a
-    group of one is 0, or its reward. `whiten_by`: mean and deviation of `whitened` baselines are over sessions, or over trained tokens.
+    `epsilon` is added to the deviation that a baseline divides by (whitening by tokens: to the variance). `lone_group`:
+    the advantage of a group of one is 0, or its reward. `whiten_by`: mean and deviation of `whitened` baselines are
+    over sessions, or over trained tokens.
     """
 
     epsilon: float = 1e-6
@@ -85,8 +90,9 @@ class AdvantageConfig:
 class OverlongConfig:
     """Sessions that reach their limit of sampled tokens.
 
-    `mask`: a session with a turn that was cut off at its limit counts in the baseline but is not trained on. `max_tokens` > 0 shapes the
-    reward (DAPO's soft punishment): with n tokens sampled in the session, nothing up to max_tokens - buffer, then linearly down to
+    `mask`: a session with a turn that was cut off at its limit counts in the baseline but is not trained on.
+    `max_tokens` > 0 shapes the reward (DAPO's soft punishment): with n tokens sampled in the session, nothing up to
+    max_tokens - buffer, then linearly down to
     -`penalty` at `max_tokens` and beyond.
     """
 
@@ -113,10 +119,11 @@ class OverlongConfig:
 class KlConfig:
     """The divergence from the reference model, in the reward, and coefficients that follow a target.
 
-    `reward_coefficient` > 0 subtracts that many times the sum over a session's trained tokens of `reward_estimator` from its reward
-    (k1 = log p - log p_reference, both before the step), which needs the reference model. `target` > 0 adapts the coefficient in use, the
-    reward's or that of the loss's penalty: after each step it is multiplied by 1 + clip(kl / target - 1, ±0.2) · sessions / horizon
-    (Ziegler et al., arXiv 1909.08593), kl being the mean over the trained tokens.
+    `reward_coefficient` > 0 subtracts that many times the sum over a session's trained tokens of `reward_estimator`
+    from its reward (k1 = log p - log p_reference, both before the step), which needs the reference model. `target` > 0
+    adapts the coefficient in use, the reward's or that of the loss's penalty: after each step it is multiplied by 1 +
+    clip(kl / target - 1, ±0.2) · sessions / horizon (Ziegler et al., arXiv 1909.08593), kl being the mean over the
+    trained tokens.
     """
 
     reward_coefficient: float = 0.0
@@ -138,9 +145,9 @@ class KlConfig:
 class AcceptanceConfig:
     """Update acceptance on the inference policy (MIPU, arXiv 2606.29526).
 
-    With `enabled` the engines score a step's rows with the new weights. An update is undone where the mean of (r - 1)·A, r = engine after ÷
-    engine when it sampled, is below `min_gain`, or the mean k3 of r above `max_divergence` (0: no bound). More than `max_refused` refused
-    updates in a row stop the run.
+    With `enabled` the engines score a step's rows with the new weights. An update is undone where the mean of (r -
+    1)·A, r = engine after ÷ engine when it sampled, is below `min_gain`, or the mean k3 of r above `max_divergence` (0:
+    no bound). More than `max_refused` refused updates in a row stop the run.
     """
 
     enabled: bool = False
@@ -152,7 +159,9 @@ class AcceptanceConfig:
         if not math.isfinite(self.min_gain):
             raise ConfigError(f"train.acceptance.min_gain: {self.min_gain!r} must be finite")
         if not (math.isfinite(self.max_divergence) and self.max_divergence >= 0):
-            raise ConfigError(f"train.acceptance.max_divergence: {self.max_divergence!r} must be finite and >= 0; 0 is no bound")
+            raise ConfigError(
+                f"train.acceptance.max_divergence: {self.max_divergence!r} must be finite and >= 0; 0 is no bound"
+            )
         if self.max_refused < 0:
             raise ConfigError(f"train.acceptance.max_refused: {self.max_refused!r} must be >= 0")
 
@@ -161,8 +170,9 @@ class AcceptanceConfig:
 class TrainConfig:
     """`lag` k: batch j is sampled by the weights of step max(0, j - k); 0 is synchronous, 1 is one step off.
 
-    `exact`: score with the batch-invariant operators, and stop when a token sampled by the current weights has other bits here than
-    in the rollout. `minibatches` and `epochs` give several updates per batch; then the ratio of PPO has something to clip.
+    `exact`: score with the batch-invariant operators, and stop when a token sampled by the current weights has other
+    bits here than in the rollout. `minibatches` and `epochs` give several updates per batch; then the ratio of PPO has
+    something to clip.
     """
 
     steps: int = 20
@@ -178,18 +188,28 @@ class TrainConfig:
     micro_tokens: int = 4096
     lag: int = 0
     exact: bool = True
-    drop_idle_rows: bool = True  # rows with advantage 0 are not trained on, unless a penalty or an entropy bonus gives them a gradient
-    checkpoint_activations: bool = False  # layers keep their inputs alone and compute the rest again in the backward pass: less memory
+    drop_idle_rows: bool = (
+        True  # rows with advantage 0 are not trained on, unless a penalty or an entropy bonus gives them a gradient
+    )
+    checkpoint_activations: bool = (
+        False  # layers keep their inputs alone and compute the rest again in the backward pass: less memory
+    )
     shuffle: bool = False  # deal sessions to minibatches in a seeded random order instead of group after group
     max_skipped_updates: int = 3  # updates in a row whose gradient is not finite; one more stops the run
     checkpoint_every: int = 0  # steps; 0: by the clock alone
     checkpoint_minutes: float = 15.0  # 0: never by the clock
     keep_checkpoints: int = 2
-    shard_checkpoint_gib: float = 8.0  # of weights; above it they are several files, and ranks write the optimiser's state in shards
+    shard_checkpoint_gib: float = (
+        8.0  # of weights; above it they are several files, and ranks write the optimiser's state in shards
+    )
     offline: bool = False  # samples of a file: their versions count the steps of another run
     max_idle_steps: int = 3  # steps in a row without a row to train on; one more stops the run
-    peak_tflops: float = 0.0  # of one device, in the dtype that is computed in; > 0: steps report model FLOPs utilisation
-    routing_replay: RoutingReplay = "experts"  # of samples that carry their routing: take the rollout's experts, and their weights too
+    peak_tflops: float = (
+        0.0  # of one device, in the dtype that is computed in; > 0: steps report model FLOPs utilisation
+    )
+    routing_replay: RoutingReplay = (
+        "experts"  # of samples that carry their routing: take the rollout's experts, and their weights too
+    )
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -206,7 +226,9 @@ class TrainConfig:
         require_choice("train.routing_replay", self.routing_replay, RoutingReplay)
         require_choice("train.baseline", self.baseline, Baseline)
         if not (is_temperature(self.temperature) and self.temperature > 0):
-            raise ConfigError(f"train.temperature: {self.temperature!r} must be from 1e-30 to 1e30; greedy rollouts have no gradient")
+            raise ConfigError(
+                f"train.temperature: {self.temperature!r} must be from 1e-30 to 1e30; greedy rollouts have no gradient"
+            )
 
     @property
     def updates_per_step(self) -> int:
@@ -215,7 +237,8 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
-    """`every` steps (0: never) `tasks` held-out tasks are attempted `attempts` times each. A reward of at least `solved` counts as solved.
+    """`every` steps (0: never) `tasks` held-out tasks are attempted `attempts` times each. A reward of at least
+    `solved` counts as solved.
 
     After `patience` evaluations without a better mean reward the run ends (0: never).
     """
@@ -237,7 +260,9 @@ class EvaluationConfig:
         if self.patience and not self.every:
             raise ConfigError("evaluation.patience: belongs to evaluation.every, which is 0")
         if self.attempts > 1 and self.temperature == 0:
-            raise ConfigError("evaluation.attempts: several attempts at temperature 0 are the same one; set evaluation.temperature")
+            raise ConfigError(
+                "evaluation.attempts: several attempts at temperature 0 are the same one; set evaluation.temperature"
+            )
 
 
 def learning_rate(optim: OptimConfig, update: int, total: int) -> float:

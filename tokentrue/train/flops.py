@@ -1,9 +1,10 @@
-"""How many floating-point operations a model needs for a row, from its parameters and its configuration, for model FLOPs utilisation.
+"""How many floating-point operations a model needs for a row, from its parameters and its configuration, for model
+FLOPs utilisation.
 
-A product of a token with a matrix of n weights is 2n operations; attention of a row of T tokens, causal, is 2·T²·heads·head_dim a layer
-(scores and values, half of the square each). A backward pass counts as two forward passes; what is computed again to save memory is not
-counted. Not known, and then absent, never guessed: layers that are not full attention, and mixtures whose configuration does not say how
-many experts a token takes.
+A product of a token with a matrix of n weights is 2n operations; attention of a row of T tokens, causal, is
+2·T²·heads·head_dim a layer (scores and values, half of the square each). A backward pass counts as two forward passes;
+what is computed again to save memory is not counted. Not known, and then absent, never guessed: layers that are not
+full attention, and mixtures whose configuration does not say how many experts a token takes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio. Each is optional and imported when it is named.
+"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio. Each is optional and imported when
+it is named.
 
-wandb and trackio take their own variables: WANDB_MODE=offline writes to the run's directory and sends nothing; TRACKIO_DIR is where
-trackio's files are, which never leave the machine unless it is told to.
+wandb and trackio take their own variables: WANDB_MODE=offline writes to the run's directory and sends nothing;
+TRACKIO_DIR is where trackio's files are, which never leave the machine unless it is told to.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ EXTRAS: Mapping[str, str] = {"tensorboard": "train", "wandb": "wandb", "trackio"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:
-    """`directory` names the run: a resumed run continues under the same id. `first_step` is the step that it resumes at."""
+    """`directory` names the run: a resumed run continues under the same id. `first_step` is the step that it resumes
+    at."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -103,4 +105,6 @@ def import_logger(name: str, module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigError(f"log: {name} is not installed: pip install 'tokentrue[{EXTRAS[name]}]', or leave it out of log") from error
+        raise ConfigError(
+            f"log: {name} is not installed: pip install 'tokentrue[{EXTRAS[name]}]', or leave it out of log"
+        ) from error

@@ -1,8 +1,9 @@
 """The loop: roll out, train, publish, with a fixed lag between the policy that samples and the policy that learns.
 
-Invariants: round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when every round that
-an older version must sample has ended. So staleness is a number that the configuration sets, and a run repeats bit for bit whatever
-the timing. With lag 0 nothing overlaps; with lag 1 round j + 1 is sampled while step j trains.
+Invariants: round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when
+every round that an older version must sample has ended. So staleness is a number that the configuration sets, and a run
+repeats bit for bit whatever the timing. With lag 0 nothing overlaps; with lag 1 round j + 1 is sampled while step j
+trains.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tokentrue.types import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """Where a run keeps its checkpoints. `to_json`/`from_json` turn a sample into plain JSON and back. `samples_digest` names the content
-    of the file that it trains from; a live run has none."""
+    """Where a run keeps its checkpoints. `to_json`/`from_json` turn a sample into plain JSON and back. `samples_digest`
+    names the content of the file that it trains from; a live run has none."""
 
     directory: Path
     run_hash: str
@@ -47,9 +48,11 @@ async def train(
     evaluator: Evaluator | None = None,
     on_step: Callable[[StepReport, Mapping[str, float]], None] | None = None,
 ) -> list[StepReport]:
-    """Runs the steps that are left. Resumes from the newest checkpoint in `store`; the result is the same as without the break.
+    """Runs the steps that are left. Resumes from the newest checkpoint in `store`; the result is the same as without
+    the break.
 
-    Ctrl-C (cancellation) lets a step in progress finish and writes a checkpoint; so does an engine or environment that fails.
+    Ctrl-C (cancellation) lets a step in progress finish and writes a checkpoint; so does an engine or environment that
+    fails.
     """
     run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
     run.resume()
@@ -79,7 +82,9 @@ class Run:
     store: Store | None
     evaluator: Evaluator | None
     on_step: Callable[[StepReport, Mapping[str, float]], None] | None
-    running: dict[int, asyncio.Task[Groups]] = field(default_factory=dict[int, "asyncio.Task[Groups]"])  # this rank's parts
+    running: dict[int, asyncio.Task[Groups]] = field(
+        default_factory=dict[int, "asyncio.Task[Groups]"]
+    )  # this rank's parts
     finished: dict[int, Groups] = field(default_factory=dict[int, Groups])  # whole rounds
     counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, "Mapping[str, float]"])
     reports: list[StepReport] = field(default_factory=list[StepReport])
@@ -88,7 +93,8 @@ class Run:
     kept_at: float = field(default_factory=time.monotonic)
 
     def resume(self) -> None:
-        """The newest checkpoint, where there is one: weights and counters, and the rounds that wait to be trained on."""
+        """The newest checkpoint, where there is one: weights and counters, and the rounds that wait to be trained
+        on."""
         path = None if self.store is None else checkpoint.latest(self.store.directory)
         if path is None or self.store is None:
             return
@@ -96,7 +102,9 @@ class Run:
         if self.evaluator is not None:
             self.evaluator.restore(loaded.evaluation)
         parse = self.store.from_json
-        self.finished = {number: [[parse(s) for s in group] for group in groups] for number, groups in loaded.rounds.items()}
+        self.finished = {
+            number: [[parse(s) for s in group] for group in groups] for number, groups in loaded.rounds.items()
+        }
         self.counts = dict(loaded.counts)
 
     async def begin(self) -> None:
@@ -122,13 +130,20 @@ class Run:
             await trainer.ranks.meet()
             await self.publish.publish_step(trainer, report, groups, before)
         except BaseException:
-            if before is not None:  # no checkpoint has an update that nobody accepted: the round waits to be trained on again
+            if (
+                before is not None
+            ):  # no checkpoint has an update that nobody accepted: the round waits to be trained on again
                 trainer.rewind(before)
                 self.finished[number] = groups
             raise
         counts = self.counts.pop(number, {})
         judged = await self.evaluator(trainer.version) if self.evaluator is not None else {}
-        seconds = {**report.seconds, "wait": waited, "publish": self.publish.seconds, "step": time.perf_counter() - began}
+        seconds = {
+            **report.seconds,
+            "wait": waited,
+            "publish": self.publish.seconds,
+            "step": time.perf_counter() - began,
+        }
         metrics = {**report.metrics, **counts, **self.publish.metrics, **judged}
         report = replace(report, metrics=metrics, speeds={**report.speeds, **step_speeds(report, seconds)})
         self.reports.append(report)
@@ -148,7 +163,8 @@ class Run:
                 self.running[number] = asyncio.create_task(self.rounds.play(number))
 
     async def gather_round(self, number: int) -> None:
-        """Waits for this rank's part of a round, then for the others', and puts them together on every rank, in rank order."""
+        """Waits for this rank's part of a round, then for the others', and puts them together on every rank, in rank
+        order."""
         ranks, trouble, mine = self.trainer.ranks, None, Groups()
         try:
             mine = await self.running.pop(number)
@@ -181,7 +197,10 @@ class Run:
             store.directory,
             model=store.model,
             run_hash=store.run_hash,
-            rounds={n: [[store.to_json(sample) for sample in group] for group in groups] for n, groups in self.finished.items()},
+            rounds={
+                n: [[store.to_json(sample) for sample in group] for group in groups]
+                for n, groups in self.finished.items()
+            },
             keep=self.trainer.config.keep_checkpoints,
             best=None if evaluator is None else evaluator.best_version,
             evaluation=None if evaluator is None else evaluator.state(),
@@ -202,7 +221,8 @@ class Run:
 
 
 async def finish(step: asyncio.Future[StepReport]) -> StepReport:
-    """The step's report. A thread cannot be stopped half-way, so a cancellation waits for it: weights are those of a whole step."""
+    """The step's report. A thread cannot be stopped half-way, so a cancellation waits for it: weights are those of a
+    whole step."""
     try:
         return await asyncio.shield(step)
     except asyncio.CancelledError:

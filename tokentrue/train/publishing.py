@@ -1,8 +1,9 @@
-"""Weights from the trainer to the engines: every rank takes part, each hands them to its own sinks, and then the engines are probed.
-With update acceptance they also say whether the update stays.
+"""Weights from the trainer to the engines: every rank takes part, each hands them to its own sinks, and then the
+engines are probed. With update acceptance they also say whether the update stays.
 
-With several ranks weights are gathered one tensor at a time and handed on as they come: no rank ever holds the whole model twice. A sink
-that fails half-way must not leave the others waiting in a collective, so its rank walks on through the rest, and then all ranks stop.
+With several ranks weights are gathered one tensor at a time and handed on as they come: no rank ever holds the whole
+model twice. A sink that fails half-way must not leave the others waiting in a collective, so its rank walks on through
+the rest, and then all ranks stop.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Publisher:
         self.seconds = time.perf_counter() - began
 
     async def publish_step(self, trainer: Trainer, report: StepReport, groups: Groups, before: Snapshot | None) -> None:
-        """Publishes what a step made. With a judge an update that it refuses is undone, and the weights `before` it published instead."""
+        """Publishes what a step made. With a judge an update that it refuses is undone, and the weights `before` it
+        published instead."""
         began = time.perf_counter()
         await self(trainer)
         if self.judge is None or before is None:
@@ -80,8 +82,8 @@ class Publisher:
         trainer.ranks.raise_together(trouble, f"publish version {trainer.version}")
 
     async def begin(self, trainer: Trainer) -> None:
-        """Before the first round: engines that are to judge must be able to; remote engines prove that they take weights, and get the
-        trainer's; so do engines of a resumed run."""
+        """Before the first round: engines that are to judge must be able to; remote engines prove that they take
+        weights, and get the trainer's; so do engines of a resumed run."""
         if self.judge is not None and trainer.ranks.first:
             self.judge.require_scoring()
         if self.probe is not None:

@@ -1,4 +1,5 @@
-"""One process or many: the few things that a training step must ask of the others. One process is the same code with a world of 1."""
+"""One process or many: the few things that a training step must ask of the others. One process is the same code with a
+world of 1."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Ranks:
         return box[0]
 
     async def meet(self) -> None:
-        """Returns when every rank has called it, however long that takes: a collective would time out, and hold up this rank's event loop.
+        """Returns when every rank has called it, however long that takes: a collective would time out, and hold up this
+        rank's event loop.
 
         Call it before the first collective after work whose length nobody knows.
         """
@@ -71,7 +73,8 @@ class Ranks:
 
 
 def join(device: str = "cpu") -> Ranks:
-    """Joins the group that torchrun describes in the environment. Each rank gets a GPU of its own where there are enough of them.
+    """Joins the group that torchrun describes in the environment. Each rank gets a GPU of its own where there are
+    enough of them.
 
     gloo for training on CPU, nccl on GPUs; gloo on copies in host memory where ranks share a GPU, which nccl refuses.
     """
@@ -99,7 +102,9 @@ def join(device: str = "cpu") -> Ranks:
 def meeting_store() -> Any:
     """A client of the store through which the group was formed; keys of an earlier attempt of torchrun are not seen."""
     distributed: Any = torch.distributed
-    store = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    store = distributed.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+    )
     attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return distributed.PrefixStore(f"tokentrue/{attempt}", store)
 
@@ -112,8 +117,8 @@ def leave() -> None:
 def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     """FSDP2: each decoder layer is a unit, and the rest (embeddings, tied or not, final norm, head) is one.
 
-    Parameters are gathered whole before they are used, so that the operators see the same numbers as in one process. Gradients are
-    summed in float32.
+    Parameters are gathered whole before they are used, so that the operators see the same numbers as in one process.
+    Gradients are summed in float32.
     """
     if ranks.world == 1:
         return model
@@ -152,6 +157,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of everything in `named_weights`, gathered one at a time. Every rank must walk through all of them."""
+    """Name and value of everything in `named_weights`, gathered one at a time. Every rank must walk through all of
+    them."""
     for name, value in named_weights(model):
         yield name, whole(value.detach())

@@ -32,7 +32,8 @@ MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one step did. `metrics` are plain numbers for a log, the same whenever the step is repeated; `seconds` and `speeds` are not."""
+    """What one step did. `metrics` are plain numbers for a log, the same whenever the step is repeated; `seconds` and
+    `speeds` are not."""
 
     step: int
     version: int  # of the weights that the step produced
@@ -59,7 +60,8 @@ class Clock:
 
 
 def step_speeds(report: StepReport, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Tokens per second of a whole step (all tokens of the batch, and those with loss), and each part's share of its time."""
+    """Tokens per second of a whole step (all tokens of the batch, and those with loss), and each part's share of its
+    time."""
     whole = max(seconds["step"], 1e-9)
     shares = {f"share/{name}": value / whole for name, value in seconds.items() if name != "step"}
     tokens, trained = report.metrics["tokens"], report.metrics["tokens_trained"]
@@ -67,8 +69,11 @@ def step_speeds(report: StepReport, seconds: Mapping[str, float]) -> dict[str, f
 
 
 def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: int) -> dict[str, float]:
-    """Of the rollouts: rewards, lengths, ages, and how many of them teach nothing. `version` sampled the freshest of them."""
-    rewards = torch.tensor(list({(row.group, row.sample.session_id): row.reward for row in rows}.values()), dtype=torch.float64)
+    """Of the rollouts: rewards, lengths, ages, and how many of them teach nothing. `version` sampled the freshest of
+    them."""
+    rewards = torch.tensor(
+        list({(row.group, row.sample.session_id): row.reward for row in rows}.values()), dtype=torch.float64
+    )
     lengths = torch.tensor([int(row.mask.sum()) for row in rows], dtype=torch.float64)
     ages = torch.cat([version - row.versions[row.sampled] for row in rows]).double().clamp(min=0)
     groups: dict[str, bool] = {}

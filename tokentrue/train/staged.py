@@ -1,8 +1,8 @@
 """A process group for ranks that share a GPU: every collective over gloo, on copies in host memory.
 
-nccl before 2.30 refuses two ranks on one GPU, and FSDP2 over gloo's own collectives of CUDA tensors ends in a segmentation fault (torch
-2.11). A collective here returns when it is over: the copy to the host waits for the current stream, and the copy back is queued on it.
-Nothing overlaps with it, and no value changes on the way.
+nccl before 2.30 refuses two ranks on one GPU, and FSDP2 over gloo's own collectives of CUDA tensors ends in a
+segmentation fault (torch 2.11). A collective here returns when it is over: the copy to the host waits for the current
+stream, and the copy back is queued on it. Nothing overlaps with it, and no value changes on the way.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ COLLECTIVES = {
     )},
 }  # fmt: skip
 """A group's collectives → gloo's; each writes to its first argument."""
-COALESCED = {"allgather_into_tensor_coalesced": "_allgather_base", "reduce_scatter_tensor_coalesced": "_reduce_scatter_base"}
+COALESCED = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
 """Those on lists of tensors, one after the other."""
 
 
 class HostStagedGroup(ProcessGroup):
     """Tensors on `devices` pass through host memory; others go to gloo as they are."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, *, devices: Sequence[str] = ("cuda",)) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, *, devices: Sequence[str] = ("cuda",)
+    ) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]: the stub knows another overload
         self.gloo: Any = ProcessGroupGloo(store, rank, size, timeout)
         self.devices = frozenset(devices)

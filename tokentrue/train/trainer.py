@@ -1,10 +1,13 @@
-"""One training step: rows in, one or more optimiser updates, a report out. No sockets, no files, no clock but for timings.
+"""One training step: rows in, one or more optimiser updates, a report out. No sockets, no files, no clock but for
+timings.
 
-`Trainer.step` is the list of steps: recompute → check exactness → measure → update. With `exact` the recomputed log-probabilities of tokens
-that the current weights sampled must equal the rollout's in every bit, or the step raises before any weight moves.
+`Trainer.step` is the list of steps: recompute → check exactness → measure → update. With `exact` the recomputed
+log-probabilities of tokens that the current weights sampled must equal the rollout's in every bit, or the step raises
+before any weight moves.
 
-Whatever `policy_loss` says of a minibatch as a whole, `update` gives for every cut of it into forward passes and ranks: what a loss needs
-to know of the whole minibatch (its correction, its counts) is known on every rank before the first backward pass.
+Whatever `policy_loss` says of a minibatch as a whole, `update` gives for every cut of it into forward passes and ranks:
+what a loss needs to know of the whole minibatch (its correction, its counts) is known on every rank before the first
+backward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ from tokentrue.train.update.rollback import Snapshot
 from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer, Scores, evaluation_mode
 from tokentrue.types import Sample
 
-NO_ROW = torch.zeros(2, dtype=torch.int64)  # stands in where a rank has no row for a forward pass that all ranks must join
+NO_ROW = torch.zeros(
+    2, dtype=torch.int64
+)  # stands in where a rank has no row for a forward pass that all ranks must join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +69,8 @@ class UpdateResult:
 
 
 class Trainer:
-    """Owns the model's weights and the optimiser. `version` counts finished steps: the weights of version v made v steps."""
+    """Owns the model's weights and the optimiser. `version` counts finished steps: the weights of version v made v
+    steps."""
 
     def __init__(
         self,
@@ -97,7 +103,11 @@ class Trainer:
         self.masters = MasterWeights(model)
         self.scale = LossScale.of(next(model.parameters()).dtype)
         self.optimizer = torch.optim.AdamW(
-            self.masters.parameters, lr=self.optim.lr or 0.0, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+            self.masters.parameters,
+            lr=self.optim.lr or 0.0,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
         )
         model.train()
 
@@ -120,7 +130,10 @@ class Trainer:
             with clock("measure"):
                 measured = self.measured(rows, values)
             with clock("update"):
-                done = [self.update(rows, values, part, is_first=not n) for n, part in enumerate(p for parts in epochs for p in parts)]
+                done = [
+                    self.update(rows, values, part, is_first=not n)
+                    for n, part in enumerate(p for parts in epochs for p in parts)
+                ]
         self.version += 1
         report = self.report(rows, values, found, measured, done, clock)
         if self.config.kl.target and "kl/mean" in report.metrics:
@@ -167,12 +180,17 @@ class Trainer:
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> Tensor:
         """Log-probability of each id under the current weights; entry 0 is 0. Every rank calls it."""
-        with on_device(next(self.model.parameters()).device), self.scorer.active(self.model), evaluation_mode(self.model):
+        with (
+            on_device(next(self.model.parameters()).device),
+            self.scorer.active(self.model),
+            evaluation_mode(self.model),
+        ):
             heat = torch.full((len(ids),), self.config.temperature)
             return self.scorer(self.model, [torch.tensor(ids, dtype=torch.int64)], [heat]).logprobs[0]
 
     def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
-        """What a step would add up, without a step: the flat gradient of the whole batch, and the mismatch it was computed under."""
+        """What a step would add up, without a step: the flat gradient of the whole batch, and the mismatch it was
+        computed under."""
         rows = self.rows(groups)
         with self.scorer.active(self.model):
             values, ((part,), *_) = self.recompute(rows)
@@ -184,15 +202,21 @@ class Trainer:
 
     # ---- plan ---------------------------------------------------------------------------------------------------------------------
     def is_trained(self, row: Row, advantage: float) -> bool:
-        """Whether a row gets a forward and a backward pass: without advantage only where something else gives it a gradient."""
+        """Whether a row gets a forward and a backward pass: without advantage only where something else gives it a
+        gradient."""
         has_gradient = advantage != 0.0 or self.loss.penalty is not None or self.loss.entropy_coefficient != 0
-        has_gradient = has_gradient or self.config.kl.reward_coefficient != 0  # advantages are known only after the rows are scored
+        has_gradient = (
+            has_gradient or self.config.kl.reward_coefficient != 0
+        )  # advantages are known only after the rows are scored
         return bool(row.mask.any()) and (has_gradient or not self.config.drop_idle_rows)
 
     def planned(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[list[Minibatch]]:
-        """The minibatches of every epoch. All epochs split the rows in the same way, so that a row stays on its rank."""
+        """The minibatches of every epoch. All epochs split the rows in the same way, so that a row stays on its
+        rank."""
         trained = [self.is_trained(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
-        packing = Packing(budget=self.config.micro_tokens, padded=self.scorer.is_padded, rank=self.ranks.rank, world=self.ranks.world)
+        packing = Packing(
+            budget=self.config.micro_tokens, padded=self.scorer.is_padded, rank=self.ranks.rank, world=self.ranks.world
+        )
         seed = (self.config.seed, self.version) if self.config.shuffle else None
         parts = plan_minibatches(rows, trained, packing, parts=self.config.minibatches, shuffle_seed=seed)
         return [parts] * self.config.epochs
@@ -200,8 +224,8 @@ class Trainer:
     # ---- recompute ----------------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def recompute(self, rows: Sequence[Row]) -> tuple[RowValues, list[list[Minibatch]]]:
-        """Log-probabilities of this rank's rows under the weights before the step, and under the reference model if there is one; then
-        rewards and advantages. Also the minibatches of every epoch."""
+        """Log-probabilities of this rank's rows under the weights before the step, and under the reference model if
+        there is one; then rewards and advantages. Also the minibatches of every epoch."""
         sessions = SessionRewards.of(rows)
         if self.config.overlong.max_tokens:
             sessions = sessions.less(overlong_cost(sessions.sampled, self.config.overlong))
@@ -222,7 +246,9 @@ class Trainer:
             sessions = sessions.less(self.kl.value * sessions.sum_rows(sums))
             advantages = self.advantages(sessions)
         shaped = float(sessions.rewards.mean())
-        return RowValues(recomputed=mine, reference=reference, advantages=advantages, shaped_reward=shaped, reward_kl=kl), epochs
+        return RowValues(
+            recomputed=mine, reference=reference, advantages=advantages, shaped_reward=shaped, reward_kl=kl
+        ), epochs
 
     def advantages(self, sessions: SessionRewards) -> list[float]:
         return session_advantages(sessions, self.config.baseline, self.config.advantages)
@@ -265,7 +291,9 @@ class Trainer:
                 [values.recomputed[i] for i in numbers],
                 [row.rollout.to(device) for row in chosen],
                 [row.mask.to(device) for row in chosen],
-                advantages=[per_token(row, values.advantages[i], device) for i, row in zip(numbers, chosen, strict=True)],
+                advantages=[
+                    per_token(row, values.advantages[i], device) for i, row in zip(numbers, chosen, strict=True)
+                ],
                 worst=0,
             ).metrics
         everyone = [found for found in self.ranks.everyone(mine) if found is not None]
@@ -274,7 +302,8 @@ class Trainer:
 
     # ---- update -------------------------------------------------------------------------------------------------------------------
     def update(self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool) -> UpdateResult:
-        """One optimiser update over a minibatch. A gradient that is not finite changes no weight, and too many of them stop the run."""
+        """One optimiser update over a minibatch. A gradient that is not finite changes no weight, and too many of them
+        stop the run."""
         rate = learning_rate(self.optim, self.updates, self.config.steps * self.config.updates_per_step)
         if self.optim.length_surge:
             rate *= LengthDecay(surge=self.optim.length_surge).scale(self.response_lengths)
@@ -302,7 +331,9 @@ class Trainer:
                 "look at rewards and log-probabilities of this step, lower optim.lr, or train in float32"
             )
 
-    def accumulate(self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool) -> tuple[Metrics, float]:
+    def accumulate(
+        self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool
+    ) -> tuple[Metrics, float]:
         """The gradient of one minibatch, left on the master weights, with the statistics and the loss of all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.masters.parameters:  # a minibatch without gradient is an update with gradient 0, not none
@@ -320,7 +351,9 @@ class Trainer:
         everyone = self.ranks.everyone((statistics, total))
         return correction.metrics.merge(*(found for found, _ in everyone)), sum(share for _, share in everyone)
 
-    def correction(self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool) -> MinibatchCorrection:
+    def correction(
+        self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool
+    ) -> MinibatchCorrection:
         """The minibatch's correction; from a forward pass of its own where it looks at weights that have moved."""
         current = values.recomputed
         if not is_first and self.loss.correction.needs_current:
@@ -403,7 +436,9 @@ class Trainer:
         if self.flops is None or not self.config.peak_tflops:
             return {}
         scored = self.flops.forward([row.length for row in rows])
-        trained = self.flops.forward([row.length for row, a in zip(rows, advantages, strict=True) if self.is_trained(row, a)])
+        trained = self.flops.forward(
+            [row.length for row, a in zip(rows, advantages, strict=True) if self.is_trained(row, a)]
+        )
         done = scored * (1 if self.reference is None else 2) + 3 * self.config.epochs * trained
         seconds = clock.seconds["recompute"] + clock.seconds["update"]
         return {"speed/mfu": done / (seconds * self.config.peak_tflops * 1e12 * self.ranks.world)}

@@ -1,4 +1,5 @@
-"""Metrics to JSON lines, and to the loggers that were asked for. Every row names its run, its policy version and the machine.
+"""Metrics to JSON lines, and to the loggers that were asked for. Every row names its run, its policy version and the
+machine.
 
 A row is JSON: a number that is not finite is null. What is on file is replaced only by a file that is whole.
 """
@@ -22,7 +23,8 @@ from tokentrue.train.loggers import LOGGERS, LoggedRun, LoggerName
 
 
 class MetricsWriter:
-    """Appends. A resumed run continues the file; rows of steps that it repeats move to `metrics.before-N.jsonl`: nothing is erased."""
+    """Appends. A resumed run continues the file; rows of steps that it repeats move to `metrics.before-N.jsonl`:
+    nothing is erased."""
 
     def __init__(
         self,

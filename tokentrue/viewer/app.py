@@ -1,4 +1,5 @@
-"""The viewer as a Starlette application: the page, its assets and the data API. Read-only; mount it anywhere, paths are relative.
+"""The viewer as a Starlette application: the page, its assets and the data API. Read-only; mount it anywhere, paths are
+relative.
 
 No request leaves the machine: the content security policy allows nothing but this server, and no inline script.
 """
@@ -43,7 +44,9 @@ HEADERS = [
 
 def create_app(data: ViewerData) -> ASGIApp:
     views: dict[str, Callable[[Request], Any]] = {
-        "index": lambda request: data.index(offset=_whole(request, "offset", 0), limit=min(_whole(request, "limit", PAGE), PAGE)),
+        "index": lambda request: data.index(
+            offset=_whole(request, "offset", 0), limit=min(_whole(request, "limit", PAGE), PAGE)
+        ),
         "session": lambda request: data.session(_text(request, "session")),
         "branch": lambda request: data.branch(_text(request, "session"), _text(request, "sample")),
         "breaks": lambda request: data.breaks(_text(request, "session"), _text(request, "sample")),

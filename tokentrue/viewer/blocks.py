@@ -1,6 +1,7 @@
 """A branch cut into blocks: each message with its tokens, and the message beside them.
 
-A block is a message's tokens with what the template puts before them; the generation prompt belongs to the sampled turn it opens.
+A block is a message's tokens with what the template puts before them; the generation prompt belongs to the sampled turn
+it opens.
 """
 
 from __future__ import annotations
@@ -26,16 +27,29 @@ def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[dic
         last = blocks[-1] if blocks else None
         if pending is None and last is not None and _continues(last, span):
             last["end"] = span.end
-            if branch.inserted is None and span.kind == "given":  # the template's part before a message is a span of its own
+            if (
+                branch.inserted is None and span.kind == "given"
+            ):  # the template's part before a message is a span of its own
                 last["body"] = span.start
             continue
         start = span.start if pending is None else pending
-        blocks.append({"start": start, "end": span.end, "turn": span.turn, "role": span.role, "kind": span.kind, "body": span.start})
+        blocks.append(
+            {
+                "start": start,
+                "end": span.end,
+                "turn": span.turn,
+                "role": span.role,
+                "kind": span.kind,
+                "body": span.start,
+            }
+        )
         pending = None
     if pending is not None:
         end = len(branch.sample.token_ids)
         last_turn = branch.sample.spans[-1].turn
-        blocks.append({"start": pending, "end": end, "turn": last_turn, "role": "structure", "kind": "given", "body": pending})
+        blocks.append(
+            {"start": pending, "end": end, "turn": last_turn, "role": "structure", "kind": "given", "body": pending}
+        )
     _attach(blocks, turns)
     return blocks
 
@@ -83,11 +97,14 @@ def text_of(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[Any] = list(content)
-    return "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part) for part in parts)
+    return "\n".join(
+        str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part) for part in parts
+    )
 
 
 def messages_from_tokens(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMessages, ...]:
-    """The messages of a branch whose source holds none, read back from its tokens: given text is decoded, sampled turns are parsed."""
+    """The messages of a branch whose source holds none, read back from its tokens: given text is decoded, sampled turns
+    are parsed."""
     ids = branch.sample.token_ids
     blocks = cut_blocks(branch, None)
     turns: list[TurnMessages] = []

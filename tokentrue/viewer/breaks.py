@@ -1,8 +1,9 @@
-"""What would have broken: the recorded ids of a branch against the ids that the same conversation gives when it is rendered again.
+"""What would have broken: the recorded ids of a branch against the ids that the same conversation gives when it is
+rendered again.
 
-The comparison is what a message-based pipeline would train on: earlier turns rendered from their messages by the chat template, the
-last turn encoded from its text. Both sequences are cut at the tokens that open a message, aligned message by message and then token by
-token. Every difference gets a name, and is counted by the sampled tokens that it touches.
+The comparison is what a message-based pipeline would train on: earlier turns rendered from their messages by the chat
+template, the last turn encoded from its text. Both sequences are cut at the tokens that open a message, aligned message
+by message and then token by token. Every difference gets a name, and is counted by the sampled tokens that it touches.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Break:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerender:
-    """The other token sequence. `mode`: "render" from messages, or "retokenise" from text alone, with the reason in `why`."""
+    """The other token sequence. `mode`: "render" from messages, or "retokenise" from text alone, with the reason in
+    `why`."""
 
     token_ids: Ids
     mode: Mode
@@ -62,7 +64,9 @@ def rerender(branch: Branch, renderer: ViewRenderer) -> Rerender:
     if turns is not None:
         try:
             dropped = "reasoning_dropped" in branch.projection
-            rendered = renderer.render(_prompt(turns, dropped=dropped), branch.tools, template_kwargs=branch.template_kwargs or None)
+            rendered = renderer.render(
+                _prompt(turns, dropped=dropped), branch.tools, template_kwargs=branch.template_kwargs or None
+            )
             last = [span for span in branch.sample.spans if span.kind == "sampled" and span.turn == len(turns) - 1]
             answer = renderer.encode_sampled(renderer.decode(ids[last[0].start : last[-1].end])) if last else []
             return Rerender(token_ids=(*rendered.token_ids, *answer), mode="render", dropped=dropped)
@@ -76,7 +80,9 @@ def _prompt(turns: Sequence[TurnMessages], *, dropped: bool) -> list[Any]:
     for number, turn in enumerate(turns):
         messages += turn.given
         if number < len(turns) - 1 and turn.served is not None:
-            messages.append({key: value for key, value in turn.served.items() if not dropped or key != "reasoning_content"})
+            messages.append(
+                {key: value for key, value in turn.served.items() if not dropped or key != "reasoning_content"}
+            )
     return messages
 
 
@@ -94,19 +100,31 @@ def _recover_turns(branch: Branch, renderer: ViewRenderer) -> tuple[tuple[TurnMe
     return None, why
 
 
-def find_breaks(sample: Sample, other: Ids, turns: Sequence[TurnMessages] | None, renderer: ViewRenderer) -> list[Break]:
+def find_breaks(
+    sample: Sample, other: Ids, turns: Sequence[TurnMessages] | None, renderer: ViewRenderer
+) -> list[Break]:
     """Every difference between the record and `other`, in order."""
     structure = renderer.structure
     kinds, numbers = _columns(sample)
     found: list[Break] = []
-    for start, end, other_start, other_end in differing_ranges(sample.token_ids, other, structure.openers | structure.stops):
+    for start, end, other_start, other_end in differing_ranges(
+        sample.token_ids, other, structure.openers | structure.stops
+    ):
         at = min(start, len(numbers) - 1)
         touched = range(start, max(end, start + 1)) if end > start else (max(start - 1, 0), at)
         sampled = any(kinds[i] for i in touched if i < len(kinds))
         served = turns[numbers[at]].served if turns is not None and numbers[at] < len(turns) else None
         name = _name(sample.token_ids[start:end], other[other_start:other_end], served, renderer)
         found.append(
-            Break(name=name, start=start, end=end, other_start=other_start, other_end=other_end, turn=numbers[at], sampled=sampled)
+            Break(
+                name=name,
+                start=start,
+                end=end,
+                other_start=other_start,
+                other_end=other_end,
+                turn=numbers[at],
+                sampled=sampled,
+            )
         )
     return found
 
@@ -197,7 +215,10 @@ def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> dict[str, Any]:
         "dropped": other.dropped,
         "other_ids": list(other.token_ids),
         "breaks": [[NAMES[b.name], b.start, b.end, b.other_start, b.other_end, b.turn, int(b.sampled)] for b in found],
-        "names": [{"name": NAMES[name], **counts} for name, counts in sorted(by_name.items(), key=lambda item: -item[1]["lost"])],
+        "names": [
+            {"name": NAMES[name], **counts}
+            for name, counts in sorted(by_name.items(), key=lambda item: -item[1]["lost"])
+        ],
         "graded": graded,
         "sampled": sum(sampled),
         "lost": sum(row["lost"] for row in by_name.values()),

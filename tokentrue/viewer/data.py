@@ -1,12 +1,12 @@
 """The data API: one JSON shape per view, the same for every source, for the live page and for the one-file export.
 
-    index(offset, limit)        source, colourings, session rows
-    session(id)                 one session: row, nodes, branch heads
-    branch(session, sample)     one branch: ids, log-probabilities, blocks with their messages, token texts
-    breaks(session, sample)     the recorded ids against a render of the same conversation
-    group(name)                 the rollouts of one task, with rewards and advantages
-    mismatch()                  plots of δ, ratio and contribution over all samples that have both sides
-    report()                    what a command reports, where this page is a report
+index(offset, limit)        source, colourings, session rows
+session(id)                 one session: row, nodes, branch heads
+branch(session, sample)     one branch: ids, log-probabilities, blocks with their messages, token texts
+breaks(session, sample)     the recorded ids against a render of the same conversation
+group(name)                 the rollouts of one task, with rewards and advantages
+mismatch()                  plots of δ, ratio and contribution over all samples that have both sides
+report()                    what a command reports, where this page is a report
 """
 
 from __future__ import annotations
@@ -88,10 +88,15 @@ class ViewerData:
             "trainer_logprobs": None if trainer is None else list(trainer.logprobs),
             "entropy": None if entropy is None else list(entropy),
             "untrained": _ranges([0 if mask else 1 for mask in sample.loss_mask]),
-            "spans": [[s.start, s.end, s.kind, s.role, s.turn, s.policy_version, int(s.trainable), s.why] for s in sample.spans],
+            "spans": [
+                [s.start, s.end, s.kind, s.role, s.turn, s.policy_version, int(s.trainable), s.why]
+                for s in sample.spans
+            ],
             "inserted": self._inserted(branch),
             "blocks": cut_blocks(branch, turns),
-            "malformed_calls": [{"turn": call.turn, "status": call.status} for call in read_record(sample).malformed_calls],
+            "malformed_calls": [
+                {"turn": call.turn, "status": call.status} for call in read_record(sample).malformed_calls
+            ],
             "pieces": self._pieces(sample.token_ids),
             "certificate": {"chain": sample.certificate.chain, "template": sample.certificate.template}
             | {"tokenizer": sample.certificate.tokenizer},
@@ -175,7 +180,8 @@ class ViewerData:
         return found
 
     def _inserted(self, branch: Branch) -> list[tuple[int, int]]:
-        """Given tokens that the template put there: known by the store; elsewhere generation prompts and special tokens are."""
+        """Given tokens that the template put there: known by the store; elsewhere generation prompts and special tokens
+        are."""
         if branch.inserted is not None:
             return list(branch.inserted)
         sample = branch.sample

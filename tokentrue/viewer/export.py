@@ -1,6 +1,7 @@
 """The page as one HTML file that needs nothing beside it and asks for nothing outside.
 
-Modules become `data:` URLs in an import map; the answers of the data API that the page would ask for lie in the file as JSON.
+Modules become `data:` URLs in an import map; the answers of the data API that the page would ask for lie in the file as
+JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ MOST_TOKENS = 1_000_000
 _IMPORT = re.compile(r"""((?:from|import)\s*)(["'])\.{1,2}/([\w./-]+)\2""")
 _LINK = re.compile(r'<link rel="stylesheet" href="static/([\w./-]+)">')
 _SCRIPT = re.compile(r'<script type="module" src="static/([\w./-]+)"></script>')
-POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+)
 
 
 def write_export(data: ViewerData, path: str | Path, *, most_tokens: int = MOST_TOKENS) -> int:
@@ -52,7 +55,12 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[dict[str, An
     if index["has_report"]:
         answers[key_of("report")] = data.report()
     source = {**index["source"], "live": False}
-    answers[key_of("index", "0")] = {**index, "source": source, "sessions": kept, "left_out": index["total"] - len(kept)}
+    answers[key_of("index", "0")] = {
+        **index,
+        "source": source,
+        "sessions": kept,
+        "left_out": index["total"] - len(kept),
+    }
     return answers, len(kept)
 
 

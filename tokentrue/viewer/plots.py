@@ -1,7 +1,8 @@
-"""The mismatch plots as numbers: δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) = -(r - 1)·A, without torch.
+"""The mismatch plots as numbers: δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) = -(r - 1)·A,
+without torch.
 
-C(r) and the clamp of δ in it are those of `tokentrue.mismatch`; a test of `tokentrue diagnose` compares them. K1, K3 and the effective
-sample size are not computed here.
+C(r) and the clamp of δ in it are those of `tokentrue.mismatch`; a test of `tokentrue diagnose` compares them. K1, K3
+and the effective sample size are not computed here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ LOG_CLAMP = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedTokens:
-    """The trained tokens of all samples that have both sides, end to end. `position` counts trained tokens from a sample's first."""
+    """The trained tokens of all samples that have both sides, end to end. `position` counts trained tokens from a
+    sample's first."""
 
     delta: Floats
     position: Floats
@@ -37,7 +39,9 @@ def compare_tokens(
     positions: list[Floats] = []
     advantages: list[Floats] = []
     for rollout, trainer, mask, advantage in rows:
-        pairs = [(r, t) for r, t, m in zip(rollout, trainer, mask, strict=True) if m and r is not None and t is not None]
+        pairs = [
+            (r, t) for r, t, m in zip(rollout, trainer, mask, strict=True) if m and r is not None and t is not None
+        ]
         if pairs:
             values = np.array(pairs, dtype=np.float64)
             deltas.append(values[:, 1] - values[:, 0])
@@ -96,7 +100,8 @@ def _tail(size: Floats) -> dict[str, Any]:
 
 
 def _by_position(tokens: ComparedTokens) -> dict[str, Any]:
-    """The ratio r = exp(δ) by the number of trained tokens before it: mean, and the range that holds 98% of the tokens."""
+    """The ratio r = exp(δ) by the number of trained tokens before it: mean, and the range that holds 98% of the
+    tokens."""
     ratio = np.exp(np.minimum(tokens.delta, LOG_CLAMP))
     last = float(tokens.position.max())
     edges = np.unique(np.floor(np.linspace(0, last + 1, POSITION_BINS + 1)))
@@ -123,5 +128,11 @@ def _contribution(tokens: ComparedTokens) -> dict[str, Any] | None:
             centred = chosen - chosen.mean()
             spread = float(chosen.std())
             skew = float((centred**3).mean() / spread**3) if spread > 0 else 0.0
-            found[name] = {"tokens": len(chosen), "mean": float(chosen.mean()), "std": spread, "skew": skew, **_histogram(chosen)}
+            found[name] = {
+                "tokens": len(chosen),
+                "mean": float(chosen.mean()),
+                "std": spread,
+                "skew": skew,
+                **_histogram(chosen),
+            }
     return found

@@ -24,8 +24,8 @@ class TurnMessages:
 class Branch:
     """One path of a session's tree, root to leaf, as a sample.
 
-    `turns`, `tools` and `template_kwargs` are there where the source holds messages (a store does, a samples file does not).
-    `inserted` are token ranges that the template put between messages; None where the source cannot tell.
+    `turns`, `tools` and `template_kwargs` are there where the source holds messages (a store does, a samples file does
+    not). `inserted` are token ranges that the template put between messages; None where the source cannot tell.
     """
 
     sample: Sample
@@ -41,8 +41,8 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSummary:
-    """One row of the session list. `reward` is the mean of its samples' rewards, or the session's own where no sample has one; `untrained`
-    maps a reason to its number of sampled tokens."""
+    """One row of the session list. `reward` is the mean of its samples' rewards, or the session's own where no sample
+    has one; `untrained` maps a reason to its number of sampled tokens."""
 
     session_id: str
     group: str | None
@@ -100,7 +100,9 @@ class ViewRenderer(Protocol):
     def structure(self) -> Any: ...
     def decode(self, token_ids: Ids) -> str: ...
     def encode_sampled(self, text: str) -> list[int]: ...
-    def render(self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None) -> Rendered: ...
+    def render(
+        self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
+    ) -> Rendered: ...
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed: ...
 
 
@@ -127,9 +129,7 @@ def summarise(
         reward=sum(known) / len(known) if known else session_reward,
         turns=len(nodes),
         branches=len(rewards),
-        forks=sum(
-            count - 1 for count in Counter(node["parent"] for node in nodes).values()
-        ),  # also of roots
+        forks=sum(count - 1 for count in Counter(node["parent"] for node in nodes).values()),  # also of roots
         tokens=sum(node["given_tokens"] + node["sampled_tokens"] for node in nodes),
         sampled=coverage.sampled,
         trained=coverage.trained,

@@ -59,8 +59,8 @@ def write_report(
     trainer: Mapping[str, TrainerLogprobs] | None = None,
     most_tokens: int = MOST_TOKENS,
 ) -> None:
-    """One self-contained HTML file. The first sessions of `source`, up to `most_tokens`, can be read in it token by token; with `trainer`
-    it has mismatch plots over all of them."""
+    """One self-contained HTML file. The first sessions of `source`, up to `most_tokens`, can be read in it token by
+    token; with `trainer` it has mismatch plots over all of them."""
     body: dict[str, Any] = asdict(report)
     rollouts = source if source is not None else SampleList((), name=report.title)
     write_export(ViewerData(rollouts, renderer=renderer, trainer=trainer, report=body), path, most_tokens=most_tokens)

@@ -19,7 +19,9 @@ async def agent(client: Any, data: Any) -> float:
 
 async def main() -> None:
     flow = workflow(agent, **GATEWAY, temperature=1.0)
-    found = await asyncio.gather(*(flow.arun_episode(None, {"prompt": prompt}) for prompt in list(TASKS)[:2] for _ in range(2)))
+    found = await asyncio.gather(
+        *(flow.arun_episode(None, {"prompt": prompt}) for prompt in list(TASKS)[:2] for _ in range(2))
+    )
     for trajectory in found:
         check_trajectory_format(trajectory)
     batch = concat_padded_tensors(found)

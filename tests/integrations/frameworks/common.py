@@ -25,7 +25,9 @@ async def solve(client: Any, prompt: str) -> float:
 async def solve_twice(client: Any, prompt: str) -> float:
     """As above, then a second conversation: one rollout with two samples."""
     reward = await ENVIRONMENT.run(client, TASKS[prompt])
-    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "What is 2 + 2?"}], max_tokens=16)
+    await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "What is 2 + 2?"}], max_tokens=16
+    )
     return reward
 
 

@@ -16,7 +16,7 @@ import typing_extensions
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc,assignment]  # SkyRL 0.3.0 needs it on Python 3.11
 sys.path.insert(0, str(Path(__file__).parent.parent.parent.parent / "examples" / "trainers"))
 
-from common import tell  # noqa: E402
+from common import tell
 
 QUESTION, EXPECTED = "What is 12 + 7?", "19"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -50,7 +50,11 @@ async def run_skyrl() -> int:
 
 
 async def run_areal() -> int:
-    made = await importlib.import_module("areal_workflow").make_workflow().arun_episode(None, {"question": QUESTION, "answer": EXPECTED})
+    made = (
+        await importlib.import_module("areal_workflow")
+        .make_workflow()
+        .arun_episode(None, {"question": QUESTION, "answer": EXPECTED})
+    )
     return int(made["loss_mask"].sum())
 
 

@@ -28,7 +28,13 @@ async def main() -> None:
     plain = convert_samples_to_train_data(ARGS, rows, {"prompt_group_sizes": [8, 8]}, None, None)
     data = convert_samples_to_train_data(ARGS, rows, {}, None, group_rewards)
     equal = count_equal(rows, data)
-    tell(rows=len(rows), equal=equal, rollouts=len(set(data["rollout_ids"])), rewards=data["rewards"], own_rewards=plain["rewards"])
+    tell(
+        rows=len(rows),
+        equal=equal,
+        rollouts=len(set(data["rollout_ids"])),
+        rewards=data["rewards"],
+        own_rewards=plain["rewards"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-# ruff: noqa: E402
 """OpenRLHF 0.11.2: our executor, and OpenRLHF's own conversion of a response into an `Experience`.
 
-That conversion's module imports vllm, which is not there: modules with placeholders stand in for the imports, and nothing of them runs.
+That conversion's module imports vllm, which is not there: modules with placeholders stand in for the imports, and
+nothing of them runs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer  # noqa: F401  # looks for vllm while it is imported
+from transformers import AutoTokenizer  # looks for vllm while it is imported
 
 
 class Placeholder(ModuleType):
-    __path__: list[str] = []  # noqa: RUF012
+    __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace

@@ -1,4 +1,5 @@
-"""prime-rl: recorded rollouts as its own `TrainingSample`s, through its own msgpack wire and its own `prepare_batch`."""
+"""prime-rl: recorded rollouts as its own `TrainingSample`s, through its own msgpack wire and its own
+`prepare_batch`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ def main() -> None:
     equal = 0
     for row, sample in zip(read, samples, strict=True):
         outside = sampled(row.advantages, [1 - bit for bit in sample.loss_mask])
-        equal += row.token_ids == list(sample.token_ids) and sampled(row.logprobs, row.mask) == logprobs_of(sample) and not any(outside)
+        equal += (
+            row.token_ids == list(sample.token_ids)
+            and sampled(row.logprobs, row.mask) == logprobs_of(sample)
+            and not any(outside)
+        )
     tell(rows=len(read), equal=equal)
 
 

@@ -1,5 +1,5 @@
-# ruff: noqa: E402
-"""SkyRL 0.3.0: our generator, SkyRL's own check of its output and its own batch tensors, with one and with all rows of a rollout."""
+"""SkyRL 0.3.0: our generator, SkyRL's own check of its output and its own batch tensors, with one and with all rows of
+a rollout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ async def main() -> None:
         for row in range(len(ids)):
             sample = known[tuple(ids[row][attention[row].bool()].tolist())]
             expected = [float(x) for x in __import__("torch").tensor(logprobs_of(sample))]
-            equal += sampled(logprobs[row].tolist(), masks[row].tolist()) == expected and float(rewards[row].sum()) == sample.reward
+            equal += (
+                sampled(logprobs[row].tolist(), masks[row].tolist()) == expected
+                and float(rewards[row].sum()) == sample.reward
+            )
     tell(rows=len(one["response_ids"]) + len(every["response_ids"]), equal=equal, left_out=one["rollout_metrics"]["tokens_left_out"],
          last=sum(every["is_last_step"]))  # fmt: skip
 

@@ -1,6 +1,7 @@
 """slime's own rollout code: `generate_and_rm_group` with our generate function, then its conversion to training data.
 
-`slime.ray.rollout` needs sglang, which is not there: its conversion is compiled from its source and run without the rest of that module.
+`slime.ray.rollout` needs sglang, which is not there: its conversion is compiled from its source and run without the
+rest of that module.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def convert(samples: list[Any]) -> dict[str, Any]:
     found = [node for node in manager.body if getattr(node, "name", None) in names]
     space: dict[str, Any] = {"torch": torch, "Sample": Sample, "Any": Any, "get_source": get_source}
     exec(compile(ast.Module(body=found, type_ignores=[]), "rollout.py", "exec"), space)
-    manager_like = SimpleNamespace(args=ARGS, custom_reward_post_process_func=group_rewards, custom_convert_samples_to_train_data_func=None)
+    manager_like = SimpleNamespace(
+        args=ARGS, custom_reward_post_process_func=group_rewards, custom_convert_samples_to_train_data_func=None
+    )
     manager_like._post_process_rewards = lambda samples: space["_post_process_rewards"](manager_like, samples)
     return space["_convert_samples_to_train_data"](manager_like, samples)
 
@@ -57,7 +60,9 @@ async def main() -> None:
     groups = []
     for place, prompt in enumerate(list(TASKS)[:2]):
         group = [Sample(group_index=place, index=4 * place + i, prompt=prompt) for i in range(4)]
-        groups.append(await sglang_rollout.generate_and_rm_group(ARGS, group, {"temperature": 1.0, "top_p": 1.0, "top_k": -1}))
+        groups.append(
+            await sglang_rollout.generate_and_rm_group(ARGS, group, {"temperature": 1.0, "top_p": 1.0, "top_k": -1})
+        )
     rows = [sample for group in groups for rollout in group for sample in rollout]
     data = convert(rows)
     equal = count_equal(rows, data)

@@ -21,4 +21,6 @@ class SumTask(vf.Task[SumData]):
 
 class SumsTaskset(vf.Taskset[SumTask]):
     def load(self) -> list[SumTask]:
-        return [SumTask(SumData(prompt=f"What is {i} + {2 * i}?", answer=3 * i), self.config.task) for i in range(4, 10)]
+        return [
+            SumTask(SumData(prompt=f"What is {i} + {2 * i}?", answer=3 * i), self.config.task) for i in range(4, 10)
+        ]

@@ -1,4 +1,5 @@
-"""verifiers: `vf-eval` with a gateway as its client, and a taskset as an environment of ours. Both run the package's own `null` harness.
+"""verifiers: `vf-eval` with a gateway as its client, and a taskset as an environment of ours. Both run the package's
+own `null` harness.
 
 The harness is a program that verifiers starts with uv, in a process; containers and remote sandboxes were not run.
 """
@@ -27,7 +28,11 @@ def evaluate(folder: Path) -> dict[str, Any]:
         "--env.agent.runtime.type": "subprocess", "--env.agent.harness.id": "null", "--env.agent.max-turns": 2,
         "--sampling.max-tokens": 32, "--output-dir": folder, "--run.name": "sums",
     }  # fmt: skip
-    command = [Path(sys.executable).parent / "vf-eval", TASKSET, *(str(part) for option in options.items() for part in option)]
+    command = [
+        Path(sys.executable).parent / "vf-eval",
+        TASKSET,
+        *(str(part) for option in options.items() for part in option),
+    ]
     done = subprocess.run([*command, "--no-push", "--no-rich"], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout[-2000:] + done.stderr[-3000:])
@@ -51,13 +56,24 @@ def main(folder: Path) -> None:
     for trace in found["traces"]:
         sample = by_session[trace["id"]]
         counted = sum(call["usage"]["completion_tokens"] for call in trace["calls"])
-        equal += sum(sample.loss_mask) == counted and sample.reward == found["rewards"][trace["id"]] and bool(texts_of(trace))
+        equal += (
+            sum(sample.loss_mask) == counted
+            and sample.reward == found["rewards"][trace["id"]]
+            and bool(texts_of(trace))
+        )
     groups = {by_session[trace["id"]].group for trace in found["traces"]}
     rollouts = make_samples(TASKSET, groups=2, size=2)
     again = record()
     rows = [sample for samples in rollouts for sample in samples]
     same = sum(again[row.sample_id] == row for row in rows)
-    tell(traces=len(found["traces"]), equal=equal, groups=len(groups), rows=len(rows), same=same, rewards=[row.reward for row in rows])
+    tell(
+        traces=len(found["traces"]),
+        equal=equal,
+        groups=len(groups),
+        rows=len(rows),
+        same=same,
+        rewards=[row.reward for row in rows],
+    )
 
 
 if __name__ == "__main__":

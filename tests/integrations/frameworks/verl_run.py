@@ -1,4 +1,5 @@
-"""verl 0.9.1, its own code from the agent loop to a gradient: AgentLoopWorker, DataProto, rollout correction, GRPO advantages, policy loss.
+"""verl 0.9.1, its own code from the agent loop to a gradient: AgentLoopWorker, DataProto, rollout correction, GRPO
+advantages, policy loss.
 
 The forward pass is plain transformers on a CPU; verl's FSDP workers are not run.
 """
@@ -63,7 +64,9 @@ def configure(folder: Path) -> Any:
 def batch_of(names: list[str]) -> DataProto:
     prompts = [prompt for prompt in list(TASKS)[:2] for _ in range(GROUP)]
     columns = {
-        "raw_prompt": np.array([[{"role": "user", "content": prompt}] for prompt in prompts] + [None], dtype=object)[:-1],
+        "raw_prompt": np.array([[{"role": "user", "content": prompt}] for prompt in prompts] + [None], dtype=object)[
+            :-1
+        ],
         "uid": np.array([f"prompt-{list(TASKS).index(prompt)}" for prompt in prompts], dtype=object),
         "index": np.arange(len(prompts)),
         "agent_name": np.array(names * len(prompts), dtype=object),
@@ -96,7 +99,9 @@ def update(batch: DataProto) -> dict[str, Any]:
         old, data["rollout_log_probs"], mask, rollout_is="token", rollout_is_threshold=2.0
     )
     advantages, _ = compute_grpo_outcome_advantage(data["rm_scores"], mask, batch.non_tensor_batch["uid"])
-    config = FSDPActorConfig(strategy="fsdp", rollout_n=GROUP, ppo_micro_batch_size_per_gpu=len(batch), use_dynamic_bsz=False)
+    config = FSDPActorConfig(
+        strategy="fsdp", rollout_n=GROUP, ppo_micro_batch_size_per_gpu=len(batch), use_dynamic_bsz=False
+    )
     config.global_batch_info.update(
         {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(batch), "loss_scale_factor": 1}
     )
@@ -108,7 +113,12 @@ def update(batch: DataProto) -> dict[str, Any]:
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     optimizer.step()
     worst = float(((old - data["rollout_log_probs"]) * mask).abs().max())
-    columns = {"weights": weights.batch["rollout_is_weights"], "old": old, "rollout": data["rollout_log_probs"], "mask": mask}
+    columns = {
+        "weights": weights.batch["rollout_is_weights"],
+        "old": old,
+        "rollout": data["rollout_log_probs"],
+        "mask": mask,
+    }
     return {"norm": norm, "worst": worst} | {name: column.tolist() for name, column in columns.items()}
 
 
@@ -118,8 +128,16 @@ async def main(folder: Path) -> None:
     both = await worker.generate_sequences(batch_of(["two"]))
     left_out = [int(value) for value in both.non_tensor_batch["tokens_left_out"]]
     told = update(batch)
-    (folder / "verl.json").write_text(json.dumps({name: told.pop(name) for name in ("weights", "old", "rollout", "mask")}))
-    tell(rows=len(batch), equal=equal_rows(batch), rewards=batch.batch["rm_scores"].sum(-1).tolist(), left_out=left_out, **told)
+    (folder / "verl.json").write_text(
+        json.dumps({name: told.pop(name) for name in ("weights", "old", "rollout", "mask")})
+    )
+    tell(
+        rows=len(batch),
+        equal=equal_rows(batch),
+        rewards=batch.batch["rm_scores"].sum(-1).tolist(),
+        left_out=left_out,
+        **told,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A call is shown while it is written. What was shown is what is recorded, and a call that breaks off can never be taken for a call."""
+"""A call is shown while it is written. What was shown is what is recorded, and a call that breaks off can never be
+taken for a call."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_arguments_in_json_go_out_as_they_are_sampled(name: str) -> None:
 def test_the_last_brace_waits_until_the_call_has_been_read(name: str) -> None:
     r = renderer(name)
     parser = r.parser(tools=TOOLS)
-    shown = add_up([delta for id_ in r.encode_sampled(JSON_FORMATS[name][0] + ARGUMENTS) for delta in parser.feed([id_])])
+    shown = add_up(
+        [delta for id_ in r.encode_sampled(JSON_FORMATS[name][0] + ARGUMENTS) for delta in parser.feed([id_])]
+    )
     assert shown["tool_calls"][0]["function"]["arguments"] == ARGUMENTS[:-1]
 
 
@@ -141,7 +144,10 @@ def test_a_call_written_in_another_way_comes_when_it_is_whole(body: str) -> None
 
 def test_an_id_counts_where_it_stands_before_the_arguments() -> None:
     r = renderer("qwen3-like")
-    for body, own in [('{"id": "abc", "name": "now", "arguments": {}}', True), ('{"name": "now", "arguments": {}, "id": "abc"}', False)]:
+    for body, own in [
+        ('{"id": "abc", "name": "now", "arguments": {}}', True),
+        ('{"name": "now", "arguments": {}, "id": "abc"}', False),
+    ]:
         ids = r.encode_sampled(f"<tool_call>{body}</tool_call><|im_end|>")
         _, parsed = streamed(r.parser(tools=TOOLS), ids)
         assert parsed == r.parse(ids, tools=TOOLS)
@@ -175,7 +181,10 @@ def test_a_parameter_written_twice_is_malformed() -> None:
     ids = r.encode_sampled(f"</think><tool_call>get_weather{pair}{pair}</tool_call><|observation|>")
     _, parsed = streamed(r.parser(prompt_ids=prompt, tools=TOOLS), ids)
     assert parsed.attempts == r.parse(ids, prompt_ids=prompt, tools=TOOLS).attempts
-    assert (parsed.attempts[0].status, parsed.attempts[0].detail) == (Status.MALFORMED, "parameter 'city' is written twice")
+    assert (parsed.attempts[0].status, parsed.attempts[0].detail) == (
+        Status.MALFORMED,
+        "parameter 'city' is written twice",
+    )
     assert parsed.message["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"'
 
 

@@ -1,4 +1,5 @@
-"""gpt-oss: OpenAI's own harmony parser is the oracle. Its vocabulary file is written from the real tokenizer, so nothing is downloaded."""
+"""gpt-oss: OpenAI's own harmony parser is the oracle. Its vocabulary file is written from the real tokenizer, so
+nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def as_oracle_says(oracle: Any, ids: list[int]) -> dict[str, Any]:
 
 
 def as_we_say(message: Any) -> dict[str, Any]:
-    calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())]
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())
+    ]
     return {"reasoning": message.get("reasoning_content", ""), "content": message["content"] or "", "calls": calls}
 
 
@@ -62,10 +65,24 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\uf
 CALL = st.fixed_dictionaries({"q": WORDS, "n": st.integers(-9, 9)})
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(analysis=st.lists(WORDS, max_size=2), preamble=st.lists(WORDS, max_size=1), call=st.none() | CALL, final=WORDS, before=st.booleans())
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(
+    analysis=st.lists(WORDS, max_size=2),
+    preamble=st.lists(WORDS, max_size=1),
+    call=st.none() | CALL,
+    final=WORDS,
+    before=st.booleans(),
+)
 def test_parse_agrees_with_harmony(
-    gpt_oss: Any, oracle: Any, analysis: list[str], preamble: list[str], call: dict[str, Any] | None, final: str, before: bool
+    gpt_oss: Any,
+    oracle: Any,
+    analysis: list[str],
+    preamble: list[str],
+    call: dict[str, Any] | None,
+    final: str,
+    before: bool,
 ) -> None:
     messages = [f"<|channel|>analysis<|message|>{text}" for text in analysis]
     messages += [f"<|channel|>commentary<|message|>{text}" for text in preamble]
@@ -74,7 +91,9 @@ def test_parse_agrees_with_harmony(
     elif before and messages:
         messages.append(f" to=functions.look<|channel|>commentary json<|message|>{json.dumps(call)}")
     else:
-        messages.append(f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{json.dumps(call, ensure_ascii=False)}")
+        messages.append(
+            f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{json.dumps(call, ensure_ascii=False)}"
+        )
     text = "<|end|><|start|>assistant".join(messages) + ("<|return|>" if call is None else "<|call|>")
     ids = gpt_oss.encode_sampled(text)
     ours, theirs = as_we_say(gpt_oss.parse(ids).message), as_oracle_says(oracle, ids)

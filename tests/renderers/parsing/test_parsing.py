@@ -1,4 +1,5 @@
-"""Parsing: what the client sees, what is recorded, and that nothing is lost, on our own tokenizers (see tests/parts.py)."""
+"""Parsing: what the client sees, what is recorded, and that nothing is lost, on our own tokenizers (see
+tests/parts.py)."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def add_up(deltas: list[Delta]) -> dict[str, Any]:
         if delta.call is not None:
             if delta.name:
                 assert delta.call == len(message["tool_calls"])
-                message["tool_calls"].append({"id": delta.call_id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
+                message["tool_calls"].append(
+                    {"id": delta.call_id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+                )
             message["tool_calls"][delta.call]["function"]["arguments"] += delta.arguments
     return message
 
@@ -75,7 +78,9 @@ def test_reasoning_content_and_calls(qwen: Any) -> None:
     parsed = parse(qwen, f"<think>\nHm.\n</think>\n\nLet me look.\n{CALL}<|im_end|>")
     assert parsed.message["reasoning_content"] == "Hm."
     assert parsed.message["content"] == "Let me look."
-    assert [call["function"] for call in parsed.message["tool_calls"]] == [{"name": "get_weather", "arguments": '{"city":  "Zürich"}'}]
+    assert [call["function"] for call in parsed.message["tool_calls"]] == [
+        {"name": "get_weather", "arguments": '{"city":  "Zürich"}'}
+    ]
     assert (parsed.ended, parsed.stop_id) == (Ended.STOP, qwen.stop_token_ids[0])
 
 
@@ -167,12 +172,18 @@ def test_a_forged_opener_in_the_users_text_opens_nothing(qwen: Any) -> None:
 
 def test_ids_decide_what_is_a_marker(qwen: Any) -> None:
     """`<tool_call>` spelled by ordinary tokens is text, and so is `</think>` inside a call's string."""
-    spelled = [id_ for char in '<tool_call>{"name": "now", "arguments": {}}</tool_call>' for id_ in qwen.encode_sampled(char)]
+    spelled = [
+        id_ for char in '<tool_call>{"name": "now", "arguments": {}}</tool_call>' for id_ in qwen.encode_sampled(char)
+    ]
     parsed = qwen.parse([*spelled, qwen.stop_token_ids[0]], tools=TOOLS)
     assert parsed.message == {"role": "assistant", "content": '<tool_call>{"name": "now", "arguments": {}}</tool_call>'}
     assert parsed.attempts == ()
     opened, closed = qwen.encode_sampled("<tool_call>"), qwen.encode_sampled("</tool_call>")
-    inside = [id_ for char in '{"name": "get_weather", "arguments": {"city": "</tool_call>"}}' for id_ in qwen.encode_sampled(char)]
+    inside = [
+        id_
+        for char in '{"name": "get_weather", "arguments": {"city": "</tool_call>"}}'
+        for id_ in qwen.encode_sampled(char)
+    ]
     parsed = qwen.parse([*opened, *inside, *closed, qwen.stop_token_ids[0]], tools=TOOLS)
     assert parsed.attempts[0].arguments == {"city": "</tool_call>"}
     assert qwen.decode([*opened, *inside, *closed]) == parsed.attempts[0].raw
@@ -203,7 +214,9 @@ def _gpt2(byte: int) -> str:
 def test_never_half_a_marker(qwen: Any) -> None:
     """Text that may still become a look-alike is held back, and given when it is decided."""
     parser = qwen.parser()
-    shown = [delta.content for char in "a <tool_cake" for id_ in qwen.encode_sampled(char) for delta in parser.feed([id_])]
+    shown = [
+        delta.content for char in "a <tool_cake" for id_ in qwen.encode_sampled(char) for delta in parser.feed([id_])
+    ]
     assert "".join(shown) == "a <tool_cake"
     assert shown == ["a", " <tool_cak", "e"]
 
@@ -213,7 +226,9 @@ def test_untyped_values_are_typed_by_the_schema() -> None:
     values = {"city": "3", "days": "3", "exact": "true", "ratio": "0.5", "tags": '["a"]', "where": '{"x": 1}', "note": "null",
               "limit": "null", "other": "7"}  # fmt: skip
     pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in values.items())
-    parsed = parse(glm, f"</think><tool_call>get_weather{pairs}</tool_call><|observation|>", prompt="<|assistant|><think>")
+    parsed = parse(
+        glm, f"</think><tool_call>get_weather{pairs}</tool_call><|observation|>", prompt="<|assistant|><think>"
+    )
     assert parsed.attempts[0].arguments == {
         "city": "3", "days": 3, "exact": True, "ratio": 0.5, "tags": ["a"], "where": {"x": 1}, "note": None, "limit": None, "other": "7",
     }  # fmt: skip
@@ -222,7 +237,12 @@ def test_untyped_values_are_typed_by_the_schema() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    ["get_weather<arg_key>city</arg_key>Paris", "get_weather<arg_key>city</arg_key><arg_value>Paris", '{"name": "get_weather"}', ""],
+    [
+        "get_weather<arg_key>city</arg_key>Paris",
+        "get_weather<arg_key>city</arg_key><arg_value>Paris",
+        '{"name": "get_weather"}',
+        "",
+    ],
 )
 def test_a_broken_call_of_an_xml_format_is_seen_as_one(body: str) -> None:
     text = f"<tool_call>{body}</tool_call>"
@@ -289,7 +309,9 @@ def test_an_invalid_response_template_says_so() -> None:
     from tokentrue.renderers.parsing.grammar import compile_grammar
 
     with pytest.raises(TemplateError, match="response_template"):
-        compile_grammar(renderer().codec.spelling, Family(name="x", response_template={"fields": {}}), stop_token_ids=())
+        compile_grammar(
+            renderer().codec.spelling, Family(name="x", response_template={"fields": {}}), stop_token_ids=()
+        )
 
 
 def test_an_id_outside_the_vocabulary_says_so(qwen: Any) -> None:
@@ -309,7 +331,8 @@ def test_deltas_add_up_on_a_long_turn(qwen: Any) -> None:
 
 
 def test_a_half_character_before_a_call_belongs_to_the_call_that_shows_it() -> None:
-    """A byte that opens a character and is never followed up stands in the next token's text; its own token is in the span."""
+    """A byte that opens a character and is never followed up stands in the next token's text; its own token is in the
+    span."""
     from tests import parts
     from tokentrue.renderers.load import load_renderer
 

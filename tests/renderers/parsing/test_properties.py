@@ -1,4 +1,5 @@
-"""Sampled tokens are never canonical: whatever the ids, nothing is lost, streaming equals parsing, and parsing inverts rendering."""
+"""Sampled tokens are never canonical: whatever the ids, nothing is lost, streaming equals parsing, and parsing inverts
+rendering."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def markers(name: str) -> list[int]:
 def token_ids(name: str) -> st.SearchStrategy[list[int]]:
     """Any ids at all: markers as often as text, bytes that are no UTF-8, stop tokens in the middle."""
     size = renderer(name).codec.backend.get_vocab_size()
-    return st.lists(st.one_of(st.sampled_from(markers(name)), st.integers(0, size - 1), st.integers(1, 256)), max_size=60)
+    return st.lists(
+        st.one_of(st.sampled_from(markers(name)), st.integers(0, size - 1), st.integers(1, 256)), max_size=60
+    )
 
 
 @st.composite
@@ -63,8 +66,8 @@ def check_any_ids(name: str, data: st.DataObject, ids: list[int]) -> None:
 
 
 def assert_streamed_is_whole(streamed: Any, whole: Any) -> None:
-    """All is the same, but for calls that broke off after a stream had begun to show them: a stream keeps them as calls, which are no
-    JSON, and a whole answer has their text instead."""
+    """All is the same, but for calls that broke off after a stream had begun to show them: a stream keeps them as
+    calls, which are no JSON, and a whole answer has their text instead."""
     assert streamed.attempts == whole.attempts
     assert (streamed.raw, streamed.ended, streamed.stop_id) == (whole.raw, whole.ended, whole.stop_id)
     calls = streamed.message.get("tool_calls", [])
@@ -76,7 +79,9 @@ def assert_streamed_is_whole(streamed: Any, whole: Any) -> None:
     malformed = [attempt for attempt in whole.attempts if attempt.status not in (Status.OK, Status.UNKNOWN_TOOL)]
     assert 0 < len(calls) - len(good) <= len(malformed)
     text = iter(whole.message["content"] or "")
-    assert all(character in text for character in (streamed.message["content"] or "").strip()), "text that the whole answer does not have"
+    assert all(character in text for character in (streamed.message["content"] or "").strip()), (
+        "text that the whole answer does not have"
+    )
     assert streamed.message.get("reasoning_content") == whole.message.get("reasoning_content")
 
 
@@ -123,7 +128,8 @@ PIECES = [
 def call_like(draw: st.DrawFn, name: str) -> list[int]:
     """Markers, and what stands between them in calls, in any order: mostly calls that break off somewhere."""
     parts_of_it = st.one_of(
-        st.sampled_from(PIECES).map(renderer(name).encode_sampled), st.sampled_from(markers(name)).map(lambda id_: [id_])
+        st.sampled_from(PIECES).map(renderer(name).encode_sampled),
+        st.sampled_from(markers(name)).map(lambda id_: [id_]),
     )
     return [id_ for piece in draw(st.lists(parts_of_it, max_size=24)) for id_ in piece]
 
@@ -150,7 +156,10 @@ def messages(draw: st.DrawFn, subject: Subject) -> dict[str, Any]:
             {
                 "id": subject.dialect.ids("search", 0, place),
                 "type": "function",
-                "function": {"name": "search", "arguments": json.dumps(draw(arguments(subject)), ensure_ascii=draw(st.booleans()))},
+                "function": {
+                    "name": "search",
+                    "arguments": json.dumps(draw(arguments(subject)), ensure_ascii=draw(st.booleans())),
+                },
             }
             for place in range(count)
         ]
@@ -245,4 +254,12 @@ def test_the_scanner_agrees_with_transformers_own() -> None:
 
 
 def test_parts_are_ours() -> None:
-    assert set(parts.own_names()) >= {"qwen3-like", "k2v3-like", "glm-like", "kimi-like", "minimax-like", "deepseek-like", "harmony-like"}
+    assert set(parts.own_names()) >= {
+        "qwen3-like",
+        "k2v3-like",
+        "glm-like",
+        "kimi-like",
+        "minimax-like",
+        "deepseek-like",
+        "harmony-like",
+    }

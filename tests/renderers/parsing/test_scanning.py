@@ -1,4 +1,5 @@
-"""Whole and streamed parsing agree on turns with markers taken out, doubled, moved or put in; reasoning tokens are counted."""
+"""Whole and streamed parsing agree on turns with markers taken out, doubled, moved or put in; reasoning tokens are
+counted."""
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ def mutate(rng: random.Random) -> list[int]:
 def test_token_by_token_gives_what_the_whole_gives() -> None:
     rng = random.Random(1)
     for _ in range(600):
-        ids, given = mutate(rng), {"prompt_ids": qwen().encode_sampled(rng.choice(PROMPTS)), "tools": rng.choice((None, TOOLS))}
+        ids, given = (
+            mutate(rng),
+            {"prompt_ids": qwen().encode_sampled(rng.choice(PROMPTS)), "tools": rng.choice((None, TOOLS))},
+        )
         parser = qwen().parser(**given, early=False)
         deltas = [delta for id_ in ids for delta in parser.feed([id_])]
         rest, parsed = parser.finish()
@@ -91,4 +95,6 @@ def test_a_closing_marker_outside_reasoning_is_visible_text() -> None:
     """What is served is what was written: text before a stray `</think>` is not taken for reasoning."""
     r = qwen()
     parsed = r.parse(r.encode_sampled("The answer is 41. </think>No, 42.<|im_end|>"), prompt_ids=r.encode_sampled(OPEN))
-    assert parsed.message["content"] == "The answer is 41. </think>No, 42." and "reasoning_content" not in parsed.message
+    assert (
+        parsed.message["content"] == "The answer is 41. </think>No, 42." and "reasoning_content" not in parsed.message
+    )

@@ -1,7 +1,8 @@
-"""The files of a rollout: `samples.jsonl` and `rollouts.jsonl`, whole groups only, so that what is missing can be run later.
+"""The files of a rollout: `samples.jsonl` and `rollouts.jsonl`, whole groups only, so that what is missing can be run
+later.
 
-A group counts as done when a line of each of its rollouts is on file; its samples are written before. Whatever a crash left after that is
-cut off when the run goes on.
+A group counts as done when a line of each of its rollouts is on file; its samples are written before. Whatever a crash
+left after that is cut off when the run goes on.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = False) -> set[str]:
-    """The groups on file, of which every rollout is there (and, with `again`, none failed); all else is cut off both files."""
+    """The groups on file, of which every rollout is there (and, with `again`, none failed); all else is cut off both
+    files."""
     sizes = Counter(plan.group for plan in plans)
     lines = lines_of(out / "rollouts.jsonl")
     counts = Counter(line["group"] for line in lines)

@@ -1,4 +1,5 @@
-"""Rollouts as samples: where their sessions come from (a gateway, or this process), rounds of a training run, evaluation on fixed tasks."""
+"""Rollouts as samples: where their sessions come from (a gateway, or this process), rounds of a training run,
+evaluation on fixed tasks."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions,
     serve = ServeConfig(model=settings.model, engine=settings.engine, server=ServerConfig(port=0, store=store))
     async with (
         embedded_gateway(serve) as here,
-        GatewaySessions(here.base_url, sampling=sampling, pin=settings.rollout.pin, admin_key=here.admin_key) as sessions,
+        GatewaySessions(
+            here.base_url, sampling=sampling, pin=settings.rollout.pin, admin_key=here.admin_key
+        ) as sessions,
     ):
         yield sessions
 
@@ -122,7 +125,8 @@ class GroupPlayer(Protocol):
 
 
 class RolloutRounds:
-    """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run samples the same rounds.
+    """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run samples the same
+    rounds.
 
     With several ranks each plays its `share` of the tasks, whole groups of them: who plays a task changes no token.
     """
@@ -163,9 +167,12 @@ class RolloutRounds:
         return [group for group in made if group]
 
     async def _attempt(self, number: int, attempt: int, places: Sequence[int]) -> list[list[Rollout]]:
-        """Attempt 0 plays the round's own tasks; each later one other tasks in some of their places, whatever rank these are on."""
+        """Attempt 0 plays the round's own tasks; each later one other tasks in some of their places, whatever rank
+        these are on."""
         again = (attempt,) if attempt else ()
-        tasks = self.environment.tasks(self.config.tasks, seed=seed_of(self.config.seed, number, *again), split=self.config.split)
+        tasks = self.environment.tasks(
+            self.config.tasks, seed=seed_of(self.config.seed, number, *again), split=self.config.split
+        )
         drawn = [task for place, task in enumerate(self._share.of(tasks)) if place in places]
         tag = "-".join([f"round-{number:05d}", *map(str, again)])
         groups = await self._play(plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag))

@@ -67,7 +67,9 @@ def agent_settings(
 def plan_rollouts(config: RolloutConfig) -> list[Plan]:
     """Every rollout of the run; the same for the same configuration, in every process."""
     environment = load_environment(config.environment, config.options)
-    return plan_groups(environment.tasks(config.tasks, seed=config.seed, split=config.split), n=config.group_size, seed=config.seed)
+    return plan_groups(
+        environment.tasks(config.tasks, seed=config.seed, split=config.split), n=config.group_size, seed=config.seed
+    )
 
 
 def describe_environment(config: RolloutConfig) -> list[str]:

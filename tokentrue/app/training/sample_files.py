@@ -1,4 +1,5 @@
-"""A file of samples as a source of training groups: read, checked against itself and against the model, grouped by name."""
+"""A file of samples as a source of training groups: read, checked against itself and against the model, grouped by
+name."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def vocabulary_of(model: str) -> int:
 class SampleFile:
     """Groups of a file, in the order of their first sample; samples of one group need not be neighbours.
 
-    A sample without group is a group of its own session. Samples without reward are left out, and `notes` says how many.
+    A sample without group is a group of its own session. Samples without reward are left out, and `notes` says how
+    many.
     """
 
     def __init__(self, path: Path, *, model: str, trust: bool = False) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class LossSpec:
     """`name` is one of the losses of `tokentrue.mismatch.LOSSES`; `options` change fields of its `LossConfig`.
 
-    `correction` names a preset, or is a table with fields of `Correction` that change the loss's own or, under `preset`, a preset.
+    `correction` names a preset, or is a table with fields of `Correction` that change the loss's own or, under
+    `preset`, a preset.
     """
 
     name: str = "dapo"
@@ -33,7 +34,8 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """With --ray: how many gateways, each with its engine, and rollout workers there are, and how many nodes share them."""
+    """With --ray: how many gateways, each with its engine, and rollout workers there are, and how many nodes share
+    them."""
 
     gateways: int = 2
     workers: int = 2
@@ -75,17 +77,26 @@ class TrainRun:
         if self.samples is not None:
             self._require_no_live_settings()
         elif self.train.exact and self.engine.name != "exact":
-            raise ConfigError(f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine")
+            raise ConfigError(
+                f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine"
+            )
         if self.train.acceptance.enabled and (self.samples is not None or self.rollout.temperature != 1.0):
-            raise ConfigError("train.acceptance: needs live rollouts at rollout.temperature=1: engines score given tokens at that one")
+            raise ConfigError(
+                "train.acceptance: needs live rollouts at rollout.temperature=1: engines score given tokens at that one"
+            )
 
     def _require_no_live_settings(self) -> None:
-        """A run from a file has no Ray and no evaluation. Settings of the engine and of rollouts may stand beside it: one configuration
-        file serves `tokentrue rollout` and this."""
-        for section, wanted, default in (("ray", self.ray, RayConfig()), ("evaluation", self.evaluation, EvaluationConfig())):
+        """A run from a file has no Ray and no evaluation. Settings of the engine and of rollouts may stand beside it:
+        one configuration file serves `tokentrue rollout` and this."""
+        for section, wanted, default in (
+            ("ray", self.ray, RayConfig()),
+            ("evaluation", self.evaluation, EvaluationConfig()),
+        ):
             for key in (each.name for each in fields(wanted)):
                 if getattr(wanted, key) != getattr(default, key):
-                    raise ConfigError(f"{section}.{key}: has no effect with samples, which train from a file; leave one of them out")
+                    raise ConfigError(
+                        f"{section}.{key}: has no effect with samples, which train from a file; leave one of them out"
+                    )
 
     @property
     def model_path(self) -> str:

@@ -37,11 +37,15 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     model = load()
     if config.checkpoint_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wants_reference = bool(config.kl.reward_coefficient) or (loss.penalty is not None and loss.penalty.against == "reference")
+    wants_reference = bool(config.kl.reward_coefficient) or (
+        loss.penalty is not None and loss.penalty.against == "reference"
+    )
     reference = shard(load().requires_grad_(False), ranks) if wants_reference else None
     trainer = Trainer(shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference)
     rollout = comparable_config(settings.rollout)
-    return trainer, config_hash(identity(config, optim), trainer.optim, loss, rollout, settings.model, RunFacts.of(settings))
+    return trainer, config_hash(
+        identity(config, optim), trainer.optim, loss, rollout, settings.model, RunFacts.of(settings)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,8 @@ def comparable_config(rollout: RolloutConfig) -> RolloutConfig:
 
 
 def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
-    """The part of the configuration that results depend on: with a constant rate `steps` may grow, and checkpoints may come more often."""
+    """The part of the configuration that results depend on: with a constant rate `steps` may grow, and checkpoints may
+    come more often."""
     steps = 1 if optim.schedule == "constant" else config.steps
     alike: dict[str, Any] = {
         "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "shard_checkpoint_gib": 0.0, "peak_tflops": 0.0,
@@ -77,8 +82,8 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
 
 
 def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
-    """Where checkpoints go, and the step to resume at. A run of another configuration, or of a file of samples with other content, is
-    refused before anything of it is touched."""
+    """Where checkpoints go, and the step to resume at. A run of another configuration, or of a file of samples with
+    other content, is refused before anything of it is touched."""
     from tokentrue.samples import sample_from_json, sample_to_json
     from tokentrue.train import Store
     from tokentrue.train.checkpoint import latest, state_of
@@ -101,15 +106,20 @@ def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
         return None
     source = SampleFile(settings.samples, model=settings.model_path, trust=trust)
     if len(source) < settings.train.groups_per_step:
-        source.notes.append(f"train.groups_per_step is {settings.train.groups_per_step}: each step trains on all {len(source)} groups")
+        source.notes.append(
+            f"train.groups_per_step is {settings.train.groups_per_step}: each step trains on all {len(source)} groups"
+        )
     return source
 
 
 @contextlib.asynccontextmanager
-async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) -> AsyncGenerator[tuple[Any, Any, Any], None]:
+async def source_for(
+    settings: TrainRun, ranks: Any, file: SampleFile | None
+) -> AsyncGenerator[tuple[Any, Any, Any], None]:
     """Rounds, where weights go, and the evaluation.
 
-    Every rank has a gateway and an engine of its own where engines run in this process. Rank 0 alone reads a file, or talks to servers.
+    Every rank has a gateway and an engine of its own where engines run in this process. Rank 0 alone reads a file, or
+    talks to servers.
     """
     from tokentrue.train import Publisher, SourceRounds
     from tokentrue.train.data.rounds import NoRounds
@@ -118,7 +128,11 @@ async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) ->
         yield SourceRounds(file, settings.train.groups_per_step) if ranks.first else NoRounds(), Publisher(), None
         return
     if not ranks.first and settings.engine.name in REMOTE:
-        yield NoRounds(), Publisher(probe=probe_for(settings, None), judge=judge_for(settings, None)), evaluator_for(settings, None, ranks)
+        yield (
+            NoRounds(),
+            Publisher(probe=probe_for(settings, None), judge=judge_for(settings, None)),
+            evaluator_for(settings, None, ranks),
+        )
         return
     engine = engine_for(settings)
     store = f"sqlite:{settings.out / ('sessions.sqlite' if ranks.first else f'sessions-{ranks.rank}.sqlite')}"
@@ -127,7 +141,9 @@ async def source_for(settings: TrainRun, ranks: Any, file: SampleFile | None) ->
         embedded_gateway(serve) as here,
         open_run_sessions(here, settings.rollout) as sessions,
     ):
-        publisher = Publisher(here.provider, probe=probe_for(settings, here.provider), judge=judge_for(settings, here.provider))
+        publisher = Publisher(
+            here.provider, probe=probe_for(settings, here.provider), judge=judge_for(settings, here.provider)
+        )
         rounds = RolloutRounds(settings.rollout, sessions, share=share_of(settings, ranks))
         yield rounds, publisher, evaluator_for(settings, here, ranks)
 
@@ -138,7 +154,9 @@ def share_of(settings: TrainRun, ranks: Any) -> Share:
 
 
 def open_run_sessions(here: Embedded, rollout: RolloutConfig) -> GatewaySessions:
-    return GatewaySessions(here.base_url, sampling=rollout.sampling, pin=rollout.pin, admin_key=here.admin_key, purge=True)
+    return GatewaySessions(
+        here.base_url, sampling=rollout.sampling, pin=rollout.pin, admin_key=here.admin_key, purge=True
+    )
 
 
 def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Evaluator | None:
@@ -154,13 +172,16 @@ def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Eval
         if here is None:
             return []
         async with open_run_sessions(here, greedy) as sessions:
-            return await evaluate(greedy, sessions, tasks=wanted.tasks, attempts=wanted.attempts, share=share_of(settings, ranks))
+            return await evaluate(
+                greedy, sessions, tasks=wanted.tasks, attempts=wanted.attempts, share=share_of(settings, ranks)
+            )
 
     return Evaluator(wanted, play, ranks)
 
 
 def engine_for(settings: TrainRun) -> EngineConfig:
-    """The run's engine: in this process on the trainer's device, or remote, with a place for weights that it can see."""
+    """The run's engine: in this process on the trainer's device, or remote, with a place for weights that it can
+    see."""
     options = dict(settings.engine.options)
     if settings.engine.name == "exact":
         options = {"device": settings.device, "dtype": settings.dtype, **options}

@@ -2,15 +2,17 @@
 
     python -m tokentrue.bench.gpu.peers {vllm,vllm-invariant,vexact} PLACE SHAPE OUTPUT COUNT [COUNT …]
 
-PLACE of vLLM is a folder on the import path that holds it and what it imports beyond torch and transformers. It runs in this process, with
-CUDA graphs and compilation, at temperature 1 with the log-probability of the sampled token, which is compared with a forward of
-transformers (sdpa) over the same sequence; `vllm-invariant` sets VLLM_BATCH_INVARIANT=1.
+PLACE of vLLM is a folder on the import path that holds it and what it imports beyond torch and transformers. It runs in
+this process, with CUDA graphs and compilation, at temperature 1 with the log-probability of the sampled token, which is
+compared with a forward of transformers (sdpa) over the same sequence; `vllm-invariant` sets VLLM_BATCH_INVARIANT=1.
 
-PLACE of VeXact is a checkout that holds the package `vexact` and, under `deps`, what it imports beyond torch and transformers (msgspec,
-pyzmq). Its dense path is used as it stands, greedy, with its Triton attention and CUDA graphs; flash-attn's cross entropy, which it asks
-for, is stood in for by a log-softmax. Its bits are those of a trainer that it patches itself; they are not compared.
+PLACE of VeXact is a checkout that holds the package `vexact` and, under `deps`, what it imports beyond torch and
+transformers (msgspec, pyzmq). Its dense path is used as it stands, greedy, with its Triton attention and CUDA graphs;
+flash-attn's cross entropy, which it asks for, is stood in for by a log-softmax. Its bits are those of a trainer that it
+patches itself; they are not compared.
 
-Prints one JSON line for every count: {"count": …, "rate": tokens per second, "wrong": …, "total": …, "distance": mean |difference|}.
+Prints one JSON line for every count: {"count": …, "rate": tokens per second, "wrong": …, "total": …, "distance": mean
+|difference|}.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def cross_entropy_loss(logits, labels, inplace_backward=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerResult:
-    """A speed, and how many log-probabilities differ from a trainer's forward; `total` is 0 where they are not compared."""
+    """A speed, and how many log-probabilities differ from a trainer's forward; `total` is 0 where they are not
+    compared."""
 
     count: int
     rate: float
@@ -59,8 +62,11 @@ def is_available(name: str) -> bool:
     return bool(os.environ.get(PEERS[name]))
 
 
-def measure_peers(names: Sequence[str], shape: str, counts: Sequence[int], output: int) -> dict[str, dict[int, PeerResult]]:
-    """Results of each named peer, whose place is given; a peer that fails says why and is left out. Call it while the GPU is empty."""
+def measure_peers(
+    names: Sequence[str], shape: str, counts: Sequence[int], output: int
+) -> dict[str, dict[int, PeerResult]]:
+    """Results of each named peer, whose place is given; a peer that fails says why and is left out. Call it while the
+    GPU is empty."""
     return {name: ask(name, os.environ[PEERS[name]], shape, counts, output) for name in names}
 
 
@@ -84,8 +90,14 @@ def ask(name: str, place: str, shape: str, counts: Sequence[int], output: int) -
 
 def measure_vllm(place: str, shape: str, output: int, counts: list[int], *, invariant: bool) -> Iterator[PeerResult]:
     sys.path.insert(0, place)
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), place])  # it inspects models in a process of its own
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [os.environ.get("PYTHONPATH", ""), place]
+    )  # it inspects models in a process of its own
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     import torch
@@ -144,7 +156,11 @@ def separate_experts(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
             continue
         for expert, matrix in enumerate(value):
-            parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True) if last == "gate_up_proj" else [(last, matrix)]
+            parts = (
+                zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
+                if last == "gate_up_proj"
+                else [(last, matrix)]
+            )
             yield from ((f"{stem}.{expert}.{part}.weight", tensor) for part, tensor in parts)
 
 
@@ -153,7 +169,9 @@ def compare(model: Any, prompts: list[list[int]], found: list[Any]) -> tuple[int
     import torch
 
     ids = torch.tensor([[*p, *f.token_ids] for p, f in zip(prompts, found, strict=True)], device="cuda")
-    sampled = torch.tensor([[step[t].logprob for t, step in zip(f.token_ids, f.logprobs, strict=True)] for f in found], device="cuda")
+    sampled = torch.tensor(
+        [[step[t].logprob for t, step in zip(f.token_ids, f.logprobs, strict=True)] for f in found], device="cuda"
+    )
     parts = []
     with torch.no_grad():
         for rows in ids.split(ROWS):
@@ -197,7 +215,9 @@ def measure_vexact(checkout: str, shape: str, output: int, counts: list[int]) ->
 
     async def generate(count: int, tokens: int, seed: int) -> float:
         wanted = GenerationConfig(max_new_tokens=tokens, max_length=4096, do_sample=False, top_p=1.0, temperature=1.0)
-        requests = [DriverRequest(generation_config=wanted, input_ids_list=prompt) for prompt in prompts_of(count, PROMPT, seed)]
+        requests = [
+            DriverRequest(generation_config=wanted, input_ids_list=prompt) for prompt in prompts_of(count, PROMPT, seed)
+        ]
         start = time.perf_counter()
         done = await asyncio.gather(*(engine.generate(request, timeout=300) for request in requests))
         spent = time.perf_counter() - start

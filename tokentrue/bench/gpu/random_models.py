@@ -1,4 +1,5 @@
-"""Random weights in the shapes of Qwen3 models, and random prompts: what the GPU benchmarks and every engine beside them are given."""
+"""Random weights in the shapes of Qwen3 models, and random prompts: what the GPU benchmarks and every engine beside
+them are given."""
 
 from __future__ import annotations
 
@@ -29,12 +30,22 @@ Prompts = list[list[int]]
 def model_of(shape: str, seed: int = 0) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    common = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
+    common = {
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        **SHAPES[shape],
+    }
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common)) if "num_experts" in common else Qwen3ForCausalLM(Qwen3Config(**common))
+            model = (
+                Qwen3MoeForCausalLM(Qwen3MoeConfig(**common))
+                if "num_experts" in common
+                else Qwen3ForCausalLM(Qwen3Config(**common))
+            )
     finally:
         torch.set_default_dtype(torch.float32)
     return model.eval()

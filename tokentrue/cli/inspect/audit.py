@@ -1,4 +1,5 @@
-"""tokentrue audit FILE: re-checks certificates, prefix identity and coverage of exported samples, from the file alone."""
+"""tokentrue audit FILE: re-checks certificates, prefix identity and coverage of exported samples, from the file
+alone."""
 
 from __future__ import annotations
 

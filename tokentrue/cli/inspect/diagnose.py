@@ -1,4 +1,5 @@
-"""tokentrue diagnose SAMPLES: how far the rollout's log-probabilities are from the trainer's, where, and what a correction would do."""
+"""tokentrue diagnose SAMPLES: how far the rollout's log-probabilities are from the trainer's, where, and what a
+correction would do."""
 
 from __future__ import annotations
 
@@ -75,19 +76,30 @@ class Comparison:
 
 def command(
     samples: Annotated[Path, typer.Argument(help="exported samples, in any of tokentrue's formats")],
-    trainer: Annotated[str | None, typer.Option("--trainer", help="the trainer's model, a directory or a hub id, scored here")] = None,
+    trainer: Annotated[
+        str | None, typer.Option("--trainer", help="the trainer's model, a directory or a hub id, scored here")
+    ] = None,
     trainer_logprobs: Annotated[
-        Path | None, typer.Option("--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": [per token, null where unknown]}')
+        Path | None,
+        typer.Option(
+            "--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": [per token, null where unknown]}'
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the report as one HTML page")] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="with --trainer: the model's own forward pass, not the exact operators")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="with --trainer: the model's own forward pass, not the exact operators")
+    ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="with --trainer: float32, bfloat16 or float16")] = "float32",
     device: Annotated[str, typer.Option("--device", help="with --trainer: cpu, cuda or cuda:N")] = "cpu",
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="with -o: a model's directory or hub id, to show tokens as text")
     ] = None,
-    correction: Annotated[str, typer.Option("--correction", help="preset whose effect is shown")] = "decoupled_token_is",
-    max_k3: Annotated[float, typer.Option("--max-k3", help="exit 1 where the mean K3 per token is above this")] = ALARM_K3,
+    correction: Annotated[
+        str, typer.Option("--correction", help="preset whose effect is shown")
+    ] = "decoupled_token_is",
+    max_k3: Annotated[
+        float, typer.Option("--max-k3", help="exit 1 where the mean K3 per token is above this")
+    ] = ALARM_K3,
     as_json: Annotated[bool, typer.Option("--json", help="print the diagnosis as JSON")] = False,
 ) -> int:
     """Mismatch report: δ, K1/K3, ratio tails, ESS, argmax flips, contribution skew; a table, and plots with -o."""
@@ -96,7 +108,9 @@ def command(
     if correction not in PRESETS:
         raise ConfigError(f"--correction: no preset {correction!r}; choose one of {', '.join(PRESETS)}")
     if (trainer is None) == (trainer_logprobs is None):
-        raise ConfigError("pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison")
+        raise ConfigError(
+            "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
+        )
     if trainer is not None:
         require_device(device)
         require_dtype(dtype)
@@ -118,7 +132,9 @@ def command(
     if trainer is not None:
         facts["scored"] = f"{'the model’s own forward pass' if plain else 'exact operators'}, {dtype}, {device}"
     if left_out := len(compared.samples) - len(compared.rows) - len(compared.refused):
-        facts["left out"] = f"{count_of(left_out, 'sample')} without trained tokens or without the trainer's log-probabilities"
+        facts["left out"] = (
+            f"{count_of(left_out, 'sample')} without trained tokens or without the trainer's log-probabilities"
+        )
     if compared.refused:
         facts["not scored"] = f"{count_of(len(compared.refused), 'sample')}; the first: {compared.refused[0]}"
     if output is not None:
@@ -157,7 +173,14 @@ def _read_samples(path: Path, *, for_page: bool) -> list[Sample]:
 
 
 def _compare(
-    found: Sequence[Sample], trainer: str | None, logprobs: Path | None, *, plain: bool, dtype: str, device: str, quiet: bool
+    found: Sequence[Sample],
+    trainer: str | None,
+    logprobs: Path | None,
+    *,
+    plain: bool,
+    dtype: str,
+    device: str,
+    quiet: bool,
 ) -> Comparison:
     from tokentrue.app.training.sample_files import require_samples_of
     from tokentrue.samples.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
@@ -188,13 +211,23 @@ def _compare(
 def _row(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None) -> Row | None:
     scores.check(sample)
     trainer = scores.logprobs
-    chosen = [i for i, mask in enumerate(sample.loss_mask) if mask and sample.rollout_logprobs[i] is not None and trainer[i] is not None]
+    chosen = [
+        i
+        for i, mask in enumerate(sample.loss_mask)
+        if mask and sample.rollout_logprobs[i] is not None and trainer[i] is not None
+    ]
     if not chosen:
         return None
     for side, values in (("rollout's", sample.rollout_logprobs), ("trainer's", trainer)):
         _require_finite(sample, side, values, chosen)
-    kind = {i: f"turn {span.turn}" if span.turn < 8 else "turn 8+" for span in sample.spans for i in range(span.start, span.end)}
-    versions = [span.policy_version for span in sample.spans if span.kind == "sampled" and span.policy_version is not None]
+    kind = {
+        i: f"turn {span.turn}" if span.turn < 8 else "turn 8+"
+        for span in sample.spans
+        for i in range(span.start, span.end)
+    }
+    versions = [
+        span.policy_version for span in sample.spans if span.kind == "sampled" and span.policy_version is not None
+    ]
     rollout = tuple(float(sample.rollout_logprobs[i] or 0.0) for i in chosen)
     flips = None
     if tops is not None:  # above one half the sampled token is the rollout's argmax, whatever the rest
@@ -216,15 +249,24 @@ def _require_finite(sample: Sample, side: str, values: Sequence[float | None], c
     for index in chosen:
         value = values[index]
         if value is not None and not math.isfinite(value):
-            cure = "check the weights and --dtype" if side == "trainer's" else "`tokentrue audit` lists every such sample of the file"
-            raise InputError(f"sample {sample.sample_id}: the {side} log-probability of token {index} is {value}; {cure}")
+            cure = (
+                "check the weights and --dtype"
+                if side == "trainer's"
+                else "`tokentrue audit` lists every such sample of the file"
+            )
+            raise InputError(
+                f"sample {sample.sample_id}: the {side} log-probability of token {index} is {value}; {cure}"
+            )
 
 
-def _scorer(trainer: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sample], tuple[list[float | None], list[int] | None]]:
-    """The log-probability of each token given those before it, as `tokentrue train` computes it; the first token has none.
+def _scorer(
+    trainer: str, *, plain: bool, dtype: str, device: str
+) -> Callable[[Sample], tuple[list[float | None], list[int] | None]]:
+    """The log-probability of each token given those before it, as `tokentrue train` computes it; the first token has
+    none.
 
-    At the temperature that each turn was sampled at, over the ids that its filters kept. Raises TokenContractError for a sample whose
-    distribution cannot be computed again (`why_not_scorable`).
+    At the temperature that each turn was sampled at, over the ids that its filters kept. Raises TokenContractError for
+    a sample whose distribution cannot be computed again (`why_not_scorable`).
     """
     import torch
     from transformers.utils import logging
@@ -326,9 +368,14 @@ def _verdict_of_tokens(whole: Diagnosis, max_k3: float) -> tuple[str, bool]:
     tokens, k3, most = int(whole["tokens"]), whole["corr/k3"], max(whole["delta/max"], -whole["delta/min"])
     if most == 0.0:
         return f"exact: all {tokens:,} log-probabilities are equal", False
-    text = f"K3 {k3:.3g} per token, mean |δ| {whole['delta/abs_mean']:.3g}, largest |δ| {most:.3g} over {tokens:,} tokens"
+    text = (
+        f"K3 {k3:.3g} per token, mean |δ| {whole['delta/abs_mean']:.3g}, largest |δ| {most:.3g} over {tokens:,} tokens"
+    )
     if k3 > max_k3:
-        return f"{text}: above {max_k3:g}, look at the template, the tokenizer and the weights before any correction", True
+        return (
+            f"{text}: above {max_k3:g}, look at the template, the tokenizer and the weights before any correction",
+            True,
+        )
     return text, False
 
 
@@ -357,7 +404,9 @@ def _show(whole: Diagnosis, verdict: str, not_scored: str | None, output: Path |
         if key in whole.metrics:
             table.add_row(key, f"{whole[key]:.6g}" if _is_measured(whole, key) else "-")
     for row in whole.worst[:3]:
-        table.add_row(f"worst: {row.row}", f"mean K3 {row.score:.3g}, max |δ| {row.max_abs_delta:.3g} at token {row.position}")
+        table.add_row(
+            f"worst: {row.row}", f"mean K3 {row.score:.3g}, max |δ| {row.max_abs_delta:.3g} at token {row.position}"
+        )
     console = Console()
     console.print(table)
     console.print(verdict, highlight=False)
@@ -368,7 +417,8 @@ def _show(whole: Diagnosis, verdict: str, not_scored: str | None, output: Path |
 
 
 def _is_measured(whole: Diagnosis, key: str) -> bool:
-    """False for argmax flips where no token's argmax is known: the exact operators and a file of log-probabilities give none."""
+    """False for argmax flips where no token's argmax is known: the exact operators and a file of log-probabilities give
+    none."""
     from tokentrue.mismatch.metrics import Mean
 
     statistic = whole.metrics.statistics.get(key) if key == "flips" else None

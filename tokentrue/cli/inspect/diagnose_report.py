@@ -1,4 +1,5 @@
-"""A diagnosis as the viewer's page: numbers, tails and worst sequences on the report, δ plots, and the worst sequences token by token."""
+"""A diagnosis as the viewer's page: numbers, tails and worst sequences on the report, δ plots, and the worst sequences
+token by token."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ NUMBERS = {
     "ratio/raw/ess": "effective sample share, tokens", "ratio/sequence/ess": "effective sample share, sequences", "flips": "argmax flips",
     "fraction/rejected": "tokens rejected by the correction",
 }  # fmt: skip
-PLACES = {"by_probability": "probability of the token under the rollout", "by_position": "sampled tokens before it", "by_kind": "turn"}
+PLACES = {
+    "by_probability": "probability of the token under the rollout",
+    "by_position": "sampled tokens before it",
+    "by_kind": "turn",
+}
 
 
 def write_diagnosis(
@@ -39,7 +44,8 @@ def write_diagnosis(
     trainer: Mapping[str, TrainerLogprobs],
     renderer: Any,
 ) -> None:
-    """`samples` are all of the file, since a group's baseline needs them; `trainer` are log-probabilities of those compared."""
+    """`samples` are all of the file, since a group's baseline needs them; `trainer` are log-probabilities of those
+    compared."""
     worst = {row.row: number for number, row in enumerate(whole.worst)}
     rank: dict[str, int] = {}
     for sample in samples:  # sessions are sorted, their samples stay in order: a session's reward is its first sample's
@@ -84,17 +90,34 @@ def _over_steps(steps: Steps) -> list[Chart]:
         return []
     lines = {"|K1|": [abs(d["corr/k1"]) for _, d in steps], "K3": [d["corr/k3"] for _, d in steps]}
     labels = [label for label, _ in steps]
-    return [Chart(title="K1 and K3 over steps", x_label="step", y_label="per token", labels=labels, series=lines, log_y=True)]
+    return [
+        Chart(
+            title="K1 and K3 over steps", x_label="step", y_label="per token", labels=labels, series=lines, log_y=True
+        )
+    ]
 
 
 def _where(d: Diagnosis) -> list[Chart]:
     charts: list[Chart] = []
     for prefix, title in PLACES.items():
-        found = {name: stat for name, stat in d.metrics.statistics.items() if name.startswith(f"{prefix}/") and isinstance(stat, Mean)}
+        found = {
+            name: stat
+            for name, stat in d.metrics.statistics.items()
+            if name.startswith(f"{prefix}/") and isinstance(stat, Mean)
+        }
         bars = {name.partition("/")[2]: stat.value for name, stat in found.items() if stat.count}
         if any(bars.values()):
             series = {"mean |δ|": list(bars.values())}
-            charts.append(Chart(title=f"|δ| by {title}", x_label=title, y_label="mean |δ|", labels=list(bars), kind="bars", series=series))
+            charts.append(
+                Chart(
+                    title=f"|δ| by {title}",
+                    x_label=title,
+                    y_label="mean |δ|",
+                    labels=list(bars),
+                    kind="bars",
+                    series=series,
+                )
+            )
     return charts
 
 
@@ -112,21 +135,29 @@ def _tails(d: Diagnosis) -> ReportTable:
     add("smallest", math.exp(min(d["delta/min"], 700)), "ratio/applied_range/min")
     add("largest", math.exp(min(d["delta/max"], 700)), "ratio/applied_range/max")
     add("effective sample share", d["ratio/raw/ess"], "ratio/applied/ess")
-    return ReportTable(title="Ratio tails, raw and as applied", columns=("share of tokens", "raw", "as applied"), rows=rows)
+    return ReportTable(
+        title="Ratio tails, raw and as applied", columns=("share of tokens", "raw", "as applied"), rows=rows
+    )
 
 
 def _contribution(d: Diagnosis) -> list[ReportTable]:
     if not any(d[f"contribution/rollout/{sign}/count"] for sign in SIGNS):
         return []
     places = [(f"{name}, {sign}", f"contribution/{name}/{sign}") for name in ("trainer", "rollout") for sign in SIGNS]
-    rows = [(label, int(d[f"{at}/count"]), *(d[f"{at}/{key}"] for key in ("mean", "std", "skew"))) for label, at in places]
+    rows = [
+        (label, int(d[f"{at}/count"]), *(d[f"{at}/{key}"] for key in ("mean", "std", "skew"))) for label, at in places
+    ]
     columns = ("denominator, advantage", "tokens", "mean", "deviation", "skew")
-    return [ReportTable(title="Contribution C(r) = −(r − 1)·A by the sign of the advantage", columns=columns, rows=rows)]
+    return [
+        ReportTable(title="Contribution C(r) = −(r − 1)·A by the sign of the advantage", columns=columns, rows=rows)
+    ]
 
 
 def _worst(d: Diagnosis) -> list[ReportTable]:
     if not d.worst:
         return []
     columns = ("sequence", "tokens", "mean K3", "ΣK3", "mean δ", "max |δ|", "at token", "log of the ratios' product")
-    rows = [(w.row, w.tokens, w.score, w.sum_k3, w.mean_delta, w.max_abs_delta, w.position, w.log_product) for w in d.worst]
+    rows = [
+        (w.row, w.tokens, w.score, w.sum_k3, w.mean_delta, w.max_abs_delta, w.position, w.log_product) for w in d.worst
+    ]
     return [ReportTable(title="Worst sequences", columns=columns, rows=rows)]

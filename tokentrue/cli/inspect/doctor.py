@@ -27,27 +27,42 @@ COLOURS = {"ok": "green", "fault": "bold red", "cannot_tell": "yellow"}
 
 def command(
     engine: Annotated[str, typer.Option("--engine", help="vllm, sglang, hf or exact")],
-    model: Annotated[str, typer.Option("--model", help="the reference: the directory or the hub id that the trainer loads")],
+    model: Annotated[
+        str, typer.Option("--model", help="the reference: the directory or the hub id that the trainer loads")
+    ],
     url: Annotated[str | None, typer.Option("--url", help="the engine's base URL (vllm, sglang)")] = None,
     samples: Annotated[Path | None, typer.Option("--samples", help="exported samples, to be judged too")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="what the engine should compute in; default: the model's own")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="what the engine should compute in; default: the model's own")
+    ] = None,
     served: Annotated[
-        str | None, typer.Option("--served", help="hf, exact: the directory or hub id that the engine loads, if another")
+        str | None,
+        typer.Option("--served", help="hf, exact: the directory or hub id that the engine loads, if another"),
     ] = None,
     previous: Annotated[
-        str | None, typer.Option("--previous", help="the weights before the last update, a directory or a hub id, to recognise stale ones")
+        str | None,
+        typer.Option(
+            "--previous", help="the weights before the last update, a directory or a hub id, to recognise stale ones"
+        ),
     ] = None,
-    adapter: Annotated[Path | None, typer.Option("--adapter", help="a PEFT adapter that belongs to the trainer's policy")] = None,
-    interrupt: Annotated[bool, typer.Option("--interrupt", help="also pause and preempt a generation; others wait a moment")] = False,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="a PEFT adapter that belongs to the trainer's policy")
+    ] = None,
+    interrupt: Annotated[
+        bool, typer.Option("--interrupt", help="also pause and preempt a generation; others wait a moment")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the report as one HTML page")] = None,
 ) -> int:
-    """Exit 0: no fault found. 1: a fault, with its likely cause and cure. 2: called wrongly, or nothing could be probed."""
+    """Exit 0: no fault found. 1: a fault, with its likely cause and cure. 2: called wrongly, or nothing could be
+    probed."""
     _check(engine, url, dtype)
     quiet_libraries()
     _check_models({"--model": model, "--served": served, "--previous": previous})
     recorded = _read_samples(samples, model)
-    report = asyncio.run(_run(engine, url, model, recorded, dtype, served, previous, adapter, interrupt=interrupt, quiet=as_json))
+    report = asyncio.run(
+        _run(engine, url, model, recorded, dtype, served, previous, adapter, interrupt=interrupt, quiet=as_json)
+    )
     if output is not None:
         write_page(report, output)
     if as_json:
@@ -61,7 +76,9 @@ def _check(engine: str, url: str | None, dtype: str | None) -> None:
     if engine not in REMOTE | IN_PROCESS:
         raise ConfigError(f"--engine: no engine {engine!r}; choose one of {', '.join(sorted(REMOTE | IN_PROCESS))}")
     if (engine in REMOTE) != (url is not None):
-        raise ConfigError(f"--url: engine {engine!r} {'needs one' if engine in REMOTE else 'runs in this process and takes none'}")
+        raise ConfigError(
+            f"--url: engine {engine!r} {'needs one' if engine in REMOTE else 'runs in this process and takes none'}"
+        )
     if dtype is not None:
         require_dtype(dtype)
 
@@ -162,7 +179,9 @@ def write_page(report: Report, path: Path) -> None:
         verdict=report.summary,
         ok=not report.faults,
         facts=[("model", report.model), *report.facts.items()],
-        tables=[viewer.ReportTable(title=title, columns=head, rows=rows) for title, (head, *rows) in tables.items() if rows],
+        tables=[
+            viewer.ReportTable(title=title, columns=head, rows=rows) for title, (head, *rows) in tables.items() if rows
+        ],
     )
     viewer.write_report(path, page)
 

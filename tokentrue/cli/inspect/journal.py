@@ -15,14 +15,16 @@ MAGIC = b"SQLite format 3\0"
 
 
 def open_recorded(source: str) -> Journal:
-    """Of `sqlite:PATH`, PATH or `postgresql://…`, to read; raises FileFormatError or JournalError where no journal is."""
+    """Of `sqlite:PATH`, PATH or `postgresql://…`, to read; raises FileFormatError or JournalError where no journal
+    is."""
     from tokentrue.sessions.journal import open_journal
 
     return open_journal(require_store(source), read_only=True)
 
 
 def require_store(source: str) -> str:
-    """The store that `sqlite:PATH`, PATH or `postgresql://…` names; raises FileFormatError where a path has no journal. Call it before this
+    """The store that `sqlite:PATH`, PATH or `postgresql://…` names; raises FileFormatError where a path has no journal.
+    Call it before this
     process opens the store: closing a file drops the locks that SQLite holds on it."""
     from tokentrue.sessions.journal import is_postgres
 

@@ -23,12 +23,18 @@ T = TypeVar("T")
 
 
 def command(
-    source: Annotated[str, typer.Argument(help="a journal (sqlite:PATH, PATH or postgresql://…) or the base URL of a running gateway")],
+    source: Annotated[
+        str, typer.Argument(help="a journal (sqlite:PATH, PATH or postgresql://…) or the base URL of a running gateway")
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", help="the file to write")],
     session: Annotated[list[str] | None, typer.Option("--session", help="only this session (may repeat)")] = None,
     group: Annotated[str | None, typer.Option("--group", help="only sessions of this group")] = None,
-    format: Annotated[str, typer.Option("--format", help="jsonl, parquet, safetensors, verl, trl, slime, prime-rl or tinker")] = "jsonl",
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="cut samples at the last turn that fits")] = None,
+    format: Annotated[
+        str, typer.Option("--format", help="jsonl, parquet, safetensors, verl, trl, slime, prime-rl or tinker")
+    ] = "jsonl",
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="cut samples at the last turn that fits")
+    ] = None,
     abandoned: Annotated[bool, typer.Option("--abandoned", help="also export what was retried or given up")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> int:
@@ -111,7 +117,8 @@ def _from_url(url: str, names: list[str] | None, group: str | None, total: Total
 
 
 def _load_each(load: Callable[[str], T], names: Iterable[str], *, must_exist: bool) -> Iterator[T]:
-    """The sessions of these names. One that was listed, and not asked for, may have been purged since: it is left out."""
+    """The sessions of these names. One that was listed, and not asked for, may have been purged since: it is left
+    out."""
     for name in names:
         try:
             yield load(name)

@@ -23,7 +23,9 @@ MOST_ROWS = 2**63 - 1  # of a statement, in SQLite and PostgreSQL
 
 
 def command(
-    source: Annotated[str, typer.Argument(help="a journal (sqlite:PATH, PATH or postgresql://…) or the base URL of a running gateway")],
+    source: Annotated[
+        str, typer.Argument(help="a journal (sqlite:PATH, PATH or postgresql://…) or the base URL of a running gateway")
+    ],
     action: Annotated[str, typer.Argument(help="list, show or delete")] = "list",
     session_id: Annotated[str | None, typer.Argument(help="the session to show or delete")] = None,
     limit: Annotated[int, typer.Option(help="list at most this many, newest first")] = 100,
@@ -45,7 +47,9 @@ def command(
             show_one(opened.read_session(str(session_id)), as_json=as_json)
         else:
             opened.delete_session(str(session_id))
-            print(json.dumps({"deleted": session_id}) if as_json else f"session {session_id} and its tokens are deleted")
+            print(
+                json.dumps({"deleted": session_id}) if as_json else f"session {session_id} and its tokens are deleted"
+            )
     finally:
         opened.close()
     return 0
@@ -73,7 +77,8 @@ class GatewaySessions:
 
 
 class JournalSource:
-    """A store. Reading needs no lock; deleting is refused while a server uses the file, or a gateway on PostgreSQL owns the session."""
+    """A store. Reading needs no lock; deleting is refused while a server uses the file, or a gateway on PostgreSQL owns
+    the session."""
 
     def __init__(self, store: str) -> None:
         from tokentrue.sessions.journal import open_journal
@@ -125,10 +130,16 @@ def show_list(sessions: list[dict[str, Any]], *, as_json: bool) -> None:
     from rich.table import Table
 
     table = Table()
-    shown = [name for name in ("session_id", "group", "state", "turns", "coverage", "reward") if any(name in entry for entry in sessions)]
+    shown = [
+        name
+        for name in ("session_id", "group", "state", "turns", "coverage", "reward")
+        if any(name in entry for entry in sessions)
+    ]
     for name in shown:  # a gateway lists sessions without reading their trees
         longest = max((len(str(entry.get(name) or "")) for entry in sessions), default=0)
-        table.add_column(name.removesuffix("_id"), min_width=longest if name == "session_id" else None)  # an id must be whole to be used
+        table.add_column(
+            name.removesuffix("_id"), min_width=longest if name == "session_id" else None
+        )  # an id must be whole to be used
     for entry in sessions:
         ratio = cast("dict[str, Any]", entry.get("coverage") or {}).get("ratio")
         cells: dict[str, Any] = {**entry, "coverage": None if ratio is None else f"{ratio:.2%}"}
@@ -145,5 +156,7 @@ def show_one(session: dict[str, Any], *, as_json: bool) -> None:
     print(f"session {session['session_id']}, {session.get('state')}, group {session.get('group') or '-'}")
     print(f"coverage {coverage.get('ratio', 1.0):.2%} of {count_of(coverage.get('sampled', 0), 'sampled token')}")
     for node in session.get("nodes", ()):
-        told = f"{count_of(node['sampled_tokens'], 'sampled token')}  {node.get('why') or ''} {node.get('outcome') or ''}"
+        told = (
+            f"{count_of(node['sampled_tokens'], 'sampled token')}  {node.get('why') or ''} {node.get('outcome') or ''}"
+        )
         print(f"  {node['id']}  after {node.get('parent') or '-'}  {told}".rstrip())

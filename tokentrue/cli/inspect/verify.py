@@ -18,11 +18,16 @@ _COLOURS = {"proven": "green", "history": "yellow", "refused": "red", "wrong": "
 
 def command(
     model: Annotated[str, typer.Argument(help="a model's directory, or a hub id")],
-    template: Annotated[Path | None, typer.Option("--template", help="a chat template to use instead of the model's own")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="k=v: a variable of the template; v is JSON or text")] = None,
+    template: Annotated[
+        Path | None, typer.Option("--template", help="a chat template to use instead of the model's own")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="k=v: a variable of the template; v is JSON or text")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
 ) -> int:
-    """Exit 0: users' and tools' messages can follow the model's turn, proven. 1: they cannot, and the table says why."""
+    """Exit 0: users' and tools' messages can follow the model's turn, proven. 1: they cannot, and the table says
+    why."""
     from rich.console import Console
 
     if template is not None and not template.is_file():
@@ -68,7 +73,9 @@ def _show(found: Verification) -> None:
     for role, result in found.roles.items():
         boundary = repr(found.boundary[role]) if role in found.boundary else "-"
         rewrites = "yes" if found.rewrites.get(role) else "no"
-        roles.add_row(role, Text(result, style=_COLOURS[result]), Text(boundary), rewrites, Text(found.why.get(role, "")))
+        roles.add_row(
+            role, Text(result, style=_COLOURS[result]), Text(boundary), rewrites, Text(found.why.get(role, ""))
+        )
     console.print(roles)
     cases = Table(title="shapes")
     for column in ("role appended", "conversation ends with", "result", "why"):
@@ -84,6 +91,11 @@ def _show(found: Verification) -> None:
         parse.add_row(kind, Text(result))
     console.print(parse)
     stops = "  ".join(f"{kind}: {' '.join(texts) or '-'}" for kind, texts in found.stops.items())
-    for line in (f"stop tokens  {stops}", f"template {found.template_hash}", f"tokenizer {found.tokenizer_hash}", *found.warnings):
+    for line in (
+        f"stop tokens  {stops}",
+        f"template {found.template_hash}",
+        f"tokenizer {found.tokenizer_hash}",
+        *found.warnings,
+    ):
         console.print(Text(line))
     console.print(Text("ok" if found.ok else "not ok", style="green" if found.ok else "red"))

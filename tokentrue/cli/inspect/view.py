@@ -23,15 +23,22 @@ NAMES = ("127.0.0.1", "localhost")
 
 
 def command(
-    source: Annotated[str, typer.Argument(help="a samples file, a store (sqlite:PATH or postgresql://…), or the URL of a running gateway")],
+    source: Annotated[
+        str,
+        typer.Argument(help="a samples file, a store (sqlite:PATH or postgresql://…), or the URL of a running gateway"),
+    ],
     port: Annotated[int, typer.Option("--port", help="port to listen on; 0 picks a free one")] = 8010,
     model: Annotated[
-        str | None, typer.Option("--model", help="a model's directory or hub id: shows tokens as text and what would have broken")
+        str | None,
+        typer.Option("--model", help="a model's directory or hub id: shows tokens as text and what would have broken"),
     ] = None,
     trainer_logprobs: Annotated[
-        Path | None, typer.Option("--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": […]}: colours and plots of δ')
+        Path | None,
+        typer.Option("--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": […]}: colours and plots of δ'),
     ] = None,
-    export: Annotated[Path | None, typer.Option("--export", help="write one self-contained HTML file instead of serving")] = None,
+    export: Annotated[
+        Path | None, typer.Option("--export", help="write one self-contained HTML file instead of serving")
+    ] = None,
 ) -> int:
     """The viewer: sessions, token trees, mismatch plots. Read-only."""
     if not 0 <= port <= 65535:
@@ -89,7 +96,9 @@ def _serve(data: ViewerData, port: int) -> int:
 
     from tokentrue.viewer import create_app
 
-    app = TrustedHostMiddleware(create_app(data), allowed_hosts=list(NAMES))  # a page from elsewhere must not read it by DNS rebinding
+    app = TrustedHostMiddleware(
+        create_app(data), allowed_hosts=list(NAMES)
+    )  # a page from elsewhere must not read it by DNS rebinding
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -21,7 +21,9 @@ def command(
     name: Annotated[str, typer.Argument(help="one of: " + ", ".join(NAMES))],
     quick: Annotated[bool, typer.Option("--quick", help="smaller sizes, for a smoke test")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="gateway: measure a second gateway with this setting, too")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="gateway: measure a second gateway with this setting, too")
+    ] = None,
 ) -> int:
     """Measure ratios in one run on this machine."""
     if name not in NAMES:

@@ -27,7 +27,8 @@ complete -o filenames -F _tokentrue tokentrue
 
 
 def command(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")]) -> int:
-    """Print a completion script: source <(tokentrue completion bash), or save it where your shell looks for completions."""
+    """Print a completion script: source <(tokentrue completion bash), or save it where your shell looks for
+    completions."""
     scripts = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}
     if shell not in scripts:
         raise ConfigError(f"no shell {shell!r}; choose one of {', '.join(scripts)}")
@@ -70,5 +71,8 @@ def fish_script(options: Mapping[str, Sequence[str]]) -> str:
     for name, words in options.items():
         about = COMMANDS[name].replace("'", "\\'")
         lines.append(f"complete -c tokentrue -n __fish_use_subcommand -f -a {name} -d '{about}'")
-        lines += [f"complete -c tokentrue -n '__fish_seen_subcommand_from {name}' -l {word.removeprefix('--')}" for word in words]
+        lines += [
+            f"complete -c tokentrue -n '__fish_seen_subcommand_from {name}' -l {word.removeprefix('--')}"
+            for word in words
+        ]
     return "\n".join(lines) + "\n"

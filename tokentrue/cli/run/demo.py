@@ -1,7 +1,7 @@
 """tokentrue demo: the whole loop on one machine. Serve → agent over HTTP, streaming → samples → GRPO steps → report.
 
-Nothing is staged: the gateway is the one that `tokentrue serve` runs, the agent holds the real OpenAI client, the engine is the exact
-one, and the numbers that are printed are those that the run measured.
+Nothing is staged: the gateway is the one that `tokentrue serve` runs, the agent holds the real OpenAI client, the
+engine is the exact one, and the numbers that are printed are those that the run measured.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ def command(
     threads: Annotated[int, typer.Option(min=1, help="threads for the engine and the trainer")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> int:
-    """A tool-calling agent over HTTP against the exact engine: rollouts, samples, GRPO, report. Under three minutes on two cores."""
+    """A tool-calling agent over HTTP against the exact engine: rollouts, samples, GRPO, report. Under three minutes on
+    two cores."""
     from tokentrue.app.libraries import quiet_libraries
 
     quiet_libraries(threads)
-    result = asyncio.run(run(seed=seed, steps=steps, tasks=tasks, heldout=heldout, out=out, say=_say_nothing if as_json else print))
+    result = asyncio.run(
+        run(seed=seed, steps=steps, tasks=tasks, heldout=heldout, out=out, say=_say_nothing if as_json else print)
+    )
     if as_json:
         print(json.dumps({**asdict(result), "coverage": result.coverage, "ok": result.ok}, indent=1))
     else:
@@ -131,7 +134,14 @@ async def mean_reward(rollout: RolloutConfig, sessions: Sessions, when: str, hel
 def fresh(out: Path) -> None:
     """Clears what an earlier demo left there, and nothing else."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("sessions.sqlite", "sessions.sqlite-wal", "sessions.sqlite-shm", "metrics.jsonl", "samples.jsonl", "report.html"):
+    for name in (
+        "sessions.sqlite",
+        "sessions.sqlite-wal",
+        "sessions.sqlite-shm",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "report.html",
+    ):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / "tensorboard", ignore_errors=True)
 
@@ -141,7 +151,9 @@ def show(result: DemoResult) -> None:
     print(f"  held-out reward after    {result.reward_after:.2f}   ({count_of(result.tasks, 'task')}, greedy)")
     rollouts = count_of(result.rollouts, "rollout")
     print(f"  coverage   {result.coverage:.2%}   {result.trained:,} of {result.sampled:,} sampled tokens, {rollouts}")
-    print(f"  mismatch   {result.differing}   of {result.compared:,} log-probabilities of rollout and trainer differ in any bit")
+    print(
+        f"  mismatch   {result.differing}   of {result.compared:,} log-probabilities of rollout and trainer differ in any bit"
+    )
     print(f"  a step     {result.cost_line}")
     print(f"  time       {result.seconds:.0f} s for {count_of(result.steps, 'step')}")
     print(f"  report     {result.report}")
@@ -151,7 +163,9 @@ def show(result: DemoResult) -> None:
         print("  NOT AS PROMISED: the reward must rise, coverage must be 100% and no bit may differ")
     print("what to try next")
     print(f"  tokentrue audit {folder / 'samples.jsonl'}            re-check the certificates from the file alone")
-    print("  tokentrue serve                                 point your own agent at it: any OpenAI or Anthropic client")
+    print(
+        "  tokentrue serve                                 point your own agent at it: any OpenAI or Anthropic client"
+    )
     print("  tokentrue lab list                              where mismatch hurts, and which correction helps")
 
 

@@ -40,13 +40,17 @@ def command(
                 print(f"{each}\n  Claim tested: {facts['claim']}\n  {facts['command']}")
         return 0
     if action not in {"run", "show"} or name is None:
-        raise ConfigError("say `tokentrue lab list`, `tokentrue lab run NAME`, or `tokentrue lab show NAME` for runs on file")
+        raise ConfigError(
+            "say `tokentrue lab list`, `tokentrue lab run NAME`, or `tokentrue lab show NAME` for runs on file"
+        )
     if action == "show":
         from tokentrue.lab.registry import show_results as shown_table
 
         print(shown_table(name, out=out).as_text())
         return 0
-    changes = dict(model=model, tasks=tasks, device=device, steps=steps, groups=groups, lr=lr, seeds=tuple(range(seeds)), jobs=jobs)
+    changes = dict(
+        model=model, tasks=tasks, device=device, steps=steps, groups=groups, lr=lr, seeds=tuple(range(seeds)), jobs=jobs
+    )
     return run(name, quick, changes, only, out, as_json)
 
 
@@ -71,7 +75,12 @@ def run(name: str, quick: bool, changes: dict[str, Any], only: str | None, out: 
 
     page = write_lab_report(out, name, table)
     if as_json:
-        print(json.dumps({"title": table.title, "columns": list(table.columns), "rows": [list(row) for row in table.rows]}, indent=1))
+        print(
+            json.dumps(
+                {"title": table.title, "columns": list(table.columns), "rows": [list(row) for row in table.rows]},
+                indent=1,
+            )
+        )
     else:
         print(table.as_text())
         print(f"\nnumbers, table and figure in {out}/{name}.*; report: {page}")

@@ -32,7 +32,11 @@ def write_lab_report(out: Path, name: str, table: Any) -> Path:
         note=table.title,
         charts=curves(held["results"], getattr(module, "CURVES", {})),
         tables=[ReportTable(title="Arms", columns=list(table.columns), rows=[list(row) for row in table.rows])],
-        facts=[("measured on", str(held["machine"])), ("command", EXPERIMENTS[name].command), ("runs", str(len(held["results"])))]
+        facts=[
+            ("measured on", str(held["machine"])),
+            ("command", EXPERIMENTS[name].command),
+            ("runs", str(len(held["results"]))),
+        ]
         + [(f"stopped: {result['arm']}, seed {result['seed']}", str(result["error"])) for result in failed],
     )
     path = out / f"{name}.html"
@@ -48,7 +52,11 @@ def curves(results: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]) -> l
     for key, label in wanted.items():
         series: dict[str, list[float | None]] = {}
         for arm in dict.fromkeys(result["arm"] for result in results):
-            runs = [[row.get(key) for row in result["rows"]] for result in results if result["arm"] == arm and result.get("rows")]
+            runs = [
+                [row.get(key) for row in result["rows"]]
+                for result in results
+                if result["arm"] == arm and result.get("rows")
+            ]
             if line := mean_of(runs):
                 series[str(arm)] = line
         if series:
@@ -64,6 +72,8 @@ def mean_of(runs: Sequence[Sequence[float | None]]) -> list[float | None]:
     """Step by step, over the runs that reported a finite value there."""
     line: list[float | None] = []
     for step in range(max((len(run) for run in runs), default=0)):
-        values = [value for run in runs if step < len(run) and (value := run[step]) is not None and math.isfinite(value)]
+        values = [
+            value for run in runs if step < len(run) and (value := run[step]) is not None and math.isfinite(value)
+        ]
         line.append(statistics.fmean(values) if values else None)
     return line if any(value is not None for value in line) else []

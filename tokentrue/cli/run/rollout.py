@@ -1,8 +1,8 @@
 """tokentrue rollout: an environment's tasks through a gateway, in groups, scored, written as samples; resumable.
 
-The output directory holds `samples.jsonl` (whole groups only), `rollouts.jsonl` (one line per rollout: reward or error) and
-`config.json`. A group is written when its last rollout has ended, so that an interrupted run leaves whole groups; started again, it
-runs only what is missing.
+The output directory holds `samples.jsonl` (whole groups only), `rollouts.jsonl` (one line per rollout: reward or error)
+and `config.json`. A group is written when its last rollout has ended, so that an interrupted run leaves whole groups;
+started again, it runs only what is missing.
 """
 
 from __future__ import annotations
@@ -32,17 +32,31 @@ def command(
     config: Annotated[Path | None, typer.Option("--config", help="a TOML file; flags win over it")] = None,
     out: Annotated[Path | None, typer.Option(help="output directory; resumes an existing run")] = None,
     url: Annotated[str | None, typer.Option(help="a running gateway (TOKENTRUE_ADMIN_KEY holds its admin key)")] = None,
-    model: Annotated[str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")] = None,
-    engine: Annotated[str | None, typer.Option(help="exact, hf, sglang or vllm, where no --url names a gateway")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="exact, hf, sglang or vllm, where no --url names a gateway")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N")] = None,
     dtype: Annotated[str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16")] = None,
-    agent: Annotated[str | None, typer.Option(help="a command-line agent: a preset's name, or a command with {task} in it")] = None,
-    tasks: Annotated[Path | None, typer.Option(help="of --agent: a JSON-lines file, or Harbor task directories")] = None,
+    agent: Annotated[
+        str | None, typer.Option(help="a command-line agent: a preset's name, or a command with {task} in it")
+    ] = None,
+    tasks: Annotated[
+        Path | None, typer.Option(help="of --agent: a JSON-lines file, or Harbor task directories")
+    ] = None,
     score: Annotated[str | None, typer.Option(help="of --agent: a shell command; its exit code or last number")] = None,
     sandbox: Annotated[str | None, typer.Option(help="of --agent: auto, bwrap, namespace, docker or none")] = None,
-    pin: Annotated[list[str] | None, typer.Option(help="`system`: keep the first system prompt of each conversation")] = None,
-    ray: Annotated[str | None, typer.Option("--ray", help="a Ray address, or `local`: gateways and rollouts as actors")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="of --ray: nodes to place gateways and rollouts on")] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(help="`system`: keep the first system prompt of each conversation")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option("--ray", help="a Ray address, or `local`: gateways and rollouts as actors")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", help="of --ray: nodes to place gateways and rollouts on")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="run groups with a failed rollout again")] = False,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: rollout.tasks=32")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
@@ -59,7 +73,9 @@ def command(
     if settings.url is not None:
         flags = {"--model": model, "--engine": engine, "--device": device, "--dtype": dtype}
         if named := [flag for flag, value in flags.items() if value is not None]:
-            raise ConfigError(f"--url names a gateway that has its own model and engine; leave {' and '.join(named)} out")
+            raise ConfigError(
+                f"--url names a gateway that has its own model and engine; leave {' and '.join(named)} out"
+            )
         check_gateway(settings.url)
     settings.out.mkdir(parents=True, exist_ok=True)
     with rollout_log(settings.out) as log:
@@ -85,7 +101,8 @@ def run(settings: RolloutRun, log: Path, *, ray: str | None, again: bool, as_jso
 
 
 def check_gateway(url: str) -> None:
-    """One call with the admin key: a gateway that is not reachable, or that refuses the key, is said once and not for every rollout."""
+    """One call with the admin key: a gateway that is not reachable, or that refuses the key, is said once and not for
+    every rollout."""
     from tokentrue.client import Client
 
     with Client(url) as client:
@@ -100,7 +117,9 @@ async def play(settings: RolloutRun, plans: list[Plan], on_rollout: OnRollout, *
     async with AsyncExitStack() as stack:
         with loading(f"{settings.model.shown}, engine {settings.engine.name}", quiet=quiet or settings.url is not None):
             sessions = await stack.enter_async_context(open_sessions(settings))
-        async for rollout in run_plans(environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s):
+        async for rollout in run_plans(
+            environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s
+        ):
             on_rollout(rollout)
 
 
@@ -147,13 +166,19 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
         print(json.dumps(summary, indent=1))
     else:
         shown = "no reward" if summary["reward"] is None else f"mean reward {summary['reward']:.3f}"
-        print(f"  {count_of(len(rows), 'rollout')} in {count_of(summary['groups'], 'group')}, {summary['failed']} failed, {shown}")
-        print(f"  coverage {summary['coverage']:.2%} of {count_of(sampled, 'sampled token')}; samples in {summary['samples']}")
+        print(
+            f"  {count_of(len(rows), 'rollout')} in {count_of(summary['groups'], 'group')}, {summary['failed']} failed, {shown}"
+        )
+        print(
+            f"  coverage {summary['coverage']:.2%} of {count_of(sampled, 'sampled token')}; samples in {summary['samples']}"
+        )
         for row in [row for row in rows if row["error"]][:3]:
             print(f"  failed: {row['rollout']}: {row['error']}")
         if summary["without_sample"]:
             said = f"{count_of(summary['without_sample'], 'rollout')} sampled nothing: the model was not asked"
-            print(f"  {said}" + (f"; agents' output in {out / 'transcripts'}" if (out / "transcripts").is_dir() else ""))
+            print(
+                f"  {said}" + (f"; agents' output in {out / 'transcripts'}" if (out / "transcripts").is_dir() else "")
+            )
         if summary["failed"]:
             print(f"  tracebacks in {log}; --again runs the groups with failures again")
     return 1 if summary["failed"] or len(rows) < len(plans) else 0

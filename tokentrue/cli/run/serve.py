@@ -22,24 +22,38 @@ from tokentrue.errors import ConfigError, TokenTrueError
 def command(
     config: Annotated[Path | None, typer.Option("--config", help="a TOML file; flags win over it")] = None,
     model: Annotated[
-        str | None, typer.Option(help="model directory or hub id (default: the small model that ships with the package)")
+        str | None,
+        typer.Option(help="model directory or hub id (default: the small model that ships with the package)"),
     ] = None,
     engine: Annotated[str | None, typer.Option(help="exact, hf, sglang, vllm or scripted (default: exact)")] = None,
     url: Annotated[list[str] | None, typer.Option(help="an engine's address; repeat it for replicas")] = None,
     device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N (default: cpu)")] = None,
-    dtype: Annotated[str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16 (default: float32)")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16 (default: float32)")
+    ] = None,
     script: Annotated[str | None, typer.Option(help="JSON lines for the scripted engine")] = None,
     host: Annotated[str | None, typer.Option(help="address to bind (default: 127.0.0.1)")] = None,
     port: Annotated[int | None, typer.Option(help="port to bind; 0 takes a free one (default: 8000)")] = None,
-    store: Annotated[str | None, typer.Option(help="sqlite:PATH, postgresql://… or memory (default: sqlite:tokentrue.sqlite)")] = None,
-    durability: Annotated[str | None, typer.Option(help="normal (default): survives a kill of the process; full: power loss, too")] = None,
-    history: Annotated[str | None, typer.Option(help="keep (default), or template: fork where the template rewrites history")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="sqlite:PATH, postgresql://… or memory (default: sqlite:tokentrue.sqlite)")
+    ] = None,
+    durability: Annotated[
+        str | None, typer.Option(help="normal (default): survives a kill of the process; full: power loss, too")
+    ] = None,
+    history: Annotated[
+        str | None, typer.Option(help="keep (default), or template: fork where the template rewrites history")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="processes; sessions are spread over them (default: 1)")] = None,
-    adapter: Annotated[list[str] | None, typer.Option(help="NAME=DIR: a LoRA adapter of the exact engine; repeat it for several")] = None,
-    pipeline: Annotated[int | None, typer.Option(help="processes of the exact engine, each with some of the layers (default: 1)")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIR: a LoRA adapter of the exact engine; repeat it for several")
+    ] = None,
+    pipeline: Annotated[
+        int | None, typer.Option(help="processes of the exact engine, each with some of the layers (default: 1)")
+    ] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: key.path=value")] = None,
 ) -> int:
-    """Serve OpenAI Chat Completions and Responses, Anthropic Messages and Google generateContent, and record every token."""
+    """Serve OpenAI Chat Completions and Responses, Anthropic Messages and Google generateContent, and record every
+    token."""
     flags: dict[str, Any] = {
         "model.path": model,
         "engine.name": engine,
@@ -66,11 +80,15 @@ def command(
     from tokentrue.sessions import StoreLock
 
     is_new_key = not os.environ.get(ADMIN_KEY)
-    admin_key = os.environ[ADMIN_KEY] = os.environ.get(ADMIN_KEY) or new_admin_key()  # in the environment, for worker processes
+    admin_key = os.environ[ADMIN_KEY] = (
+        os.environ.get(ADMIN_KEY) or new_admin_key()
+    )  # in the environment, for worker processes
     with listen(settings.server.host, settings.server.port, admin_key=admin_key) as public:
         bound = url_of(settings.server.host, public)
         base = settings.server.base_url.rstrip("/") or bound
-        settings = replace(settings, server=replace(settings.server, address=settings.server.address.rstrip("/") or bound))
+        settings = replace(
+            settings, server=replace(settings.server, address=settings.server.address.rstrip("/") or bound)
+        )
 
         def say_hello() -> None:
             greet(settings, base, admin_key if is_new_key else None)
@@ -111,12 +129,16 @@ def check(settings: ServeConfig) -> None:
     """What can be known wrong before anything is started."""
     if settings.server.workers > 1:
         if settings.engine.name not in REMOTE:
-            raise ConfigError(f"--workers needs an engine of its own process (sglang or vllm), not {settings.engine.name!r}")
+            raise ConfigError(
+                f"--workers needs an engine of its own process (sglang or vllm), not {settings.engine.name!r}"
+            )
         if settings.server.store == "memory":
             raise ConfigError("--workers needs --store sqlite:PATH: workers share the journal")
 
 
-def start_worker(settings: ServeConfig, public: socket.socket, me: int, workers: int, folder: str, state: Any, up: Any) -> None:
+def start_worker(
+    settings: ServeConfig, public: socket.socket, me: int, workers: int, folder: str, state: Any, up: Any
+) -> None:
     """The main function of a worker process."""
     from tokentrue.gateway.workers.forwarding import WorkerLinks, socket_path
     from tokentrue.gateway.workers.server import log_to_stderr, run_worker
@@ -141,11 +163,15 @@ def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
     store = mask_password(settings.server.store)
     print(f"tokentrue gateway on {base}   model {settings.model.shown}, engine {settings.engine.name}, store {store}")
     if settings.model.path is None:
-        print("  toy model        the small calculator model that ships with the package; --model DIR_OR_ID serves your own")
+        print(
+            "  toy model        the small calculator model that ships with the package; --model DIR_OR_ID serves your own"
+        )
     if new_key is not None:
         print(f"  admin key        {new_key}      (made for this run; set {ADMIN_KEY} to choose one)")
-    print(f"  new session      curl -X POST {base}/sessions -H \"Authorization: Bearer {new_key or '$' + ADMIN_KEY}\"")
+    print(f'  new session      curl -X POST {base}/sessions -H "Authorization: Bearer {new_key or "$" + ADMIN_KEY}"')
     print("  OpenAI client    OpenAI(base_url=session['base_url'], api_key=session['api_key'])")
     print("  Anthropic client Anthropic(base_url=session['anthropic_base_url'], api_key=session['api_key'])")
-    print("  Google client    genai.Client(api_key=session['api_key'], http_options={'base_url': session['google_base_url']})")
+    print(
+        "  Google client    genai.Client(api_key=session['api_key'], http_options={'base_url': session['google_base_url']})"
+    )
     print(f"  fixed base URL   {base}/v1 with the session's api_key", flush=True)

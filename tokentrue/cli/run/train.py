@@ -1,8 +1,8 @@
 """tokentrue train: the reference trainer, live against a gateway of its own or offline from a file of samples.
 
-One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: every rank then runs a gateway, an engine and its part of
-the rollouts, and all ranks train. The output directory holds checkpoints, `metrics.jsonl`, the files of `log` and the resolved
-configuration.
+One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: every rank then runs a gateway, an
+engine and its part of the rollouts, and all ranks train. The output directory holds checkpoints, `metrics.jsonl`, the
+files of `log` and the resolved configuration.
 """
 
 from __future__ import annotations
@@ -30,15 +30,29 @@ if TYPE_CHECKING:
 def command(
     config: Annotated[Path | None, typer.Option("--config", help="a TOML file; flags win over it")] = None,
     out: Annotated[Path | None, typer.Option(help="output directory; resumes an existing run")] = None,
-    samples: Annotated[Path | None, typer.Option(help="train from this file of samples instead of live rollouts")] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="train from this file of samples instead of live rollouts")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="training steps")] = None,
-    model: Annotated[str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="exact, hf, sglang or vllm")] = None,
-    device: Annotated[str | None, typer.Option(help="of the trainer and of the exact engine: cpu, cuda or cuda:N")] = None,
-    dtype: Annotated[str | None, typer.Option(help="of the trainer and of the exact engine: float32, bfloat16 or float16")] = None,
-    ray: Annotated[str | None, typer.Option("--ray", help="a Ray address, or `local`: engines and rollouts as actors")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="of --ray: nodes to place engines and rollouts on")] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="with --samples: do not check certificates, masks and duplicates")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="of the trainer and of the exact engine: cpu, cuda or cuda:N")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="of the trainer and of the exact engine: float32, bfloat16 or float16")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option("--ray", help="a Ray address, or `local`: engines and rollouts as actors")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", help="of --ray: nodes to place engines and rollouts on")
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="with --samples: do not check certificates, masks and duplicates")
+    ] = False,
     sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: optim.lr=1e-4")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON line per step")] = False,
 ) -> int:
@@ -64,7 +78,9 @@ def command(
     return 0
 
 
-async def run(settings: TrainRun, ranks: Any, *, ray: str | None = None, as_json: bool = False, trust: bool = False) -> list[Any]:
+async def run(
+    settings: TrainRun, ranks: Any, *, ray: str | None = None, as_json: bool = False, trust: bool = False
+) -> list[Any]:
     from tokentrue.app.training.setup import file_for, source_for, store_for, trainer_for
     from tokentrue.cli.progress import Costs, loading, progress_bar
     from tokentrue.cli.run.train_report import write_training_report
@@ -95,12 +111,20 @@ async def run(settings: TrainRun, ranks: Any, *, ray: str | None = None, as_json
             costs.add(seconds)
             write(report, seconds)
             if as_json and ranks.first:
-                row = {"step": report.step, "policy_version": report.version, **report.metrics, **report.speeds, "seconds": dict(seconds)}
+                row = {
+                    "step": report.step,
+                    "policy_version": report.version,
+                    **report.metrics,
+                    **report.speeds,
+                    "seconds": dict(seconds),
+                }
                 print(json_line(row), flush=True)
             shown = report.metrics
             if shown.get("update/refused") and ranks.first:
                 print(f"  {refusal_line(report)}", file=sys.stderr)
-            advance(f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}")
+            advance(
+                f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}"
+            )
 
         source = source_for(settings, ranks, file) if ray is None else source_on_ray(settings, ranks, address=ray)
         async with source as (rounds, publish, evaluator):
@@ -126,10 +150,19 @@ def open_metrics(
 
     settings.out.mkdir(parents=True, exist_ok=True)
     replace_text(settings.out / "config.json", json.dumps(as_mapping(settings), indent=1, sort_keys=True))
-    provenance = {"run": run_hash, "model": settings.model.shown, "engine": settings.engine.name, "loss": settings.loss.name}
-    writer = MetricsWriter(settings.out, provenance=provenance, device=settings.device, first_step=first, log=settings.log)
+    provenance = {
+        "run": run_hash,
+        "model": settings.model.shown,
+        "engine": settings.engine.name,
+        "loss": settings.loss.name,
+    }
+    writer = MetricsWriter(
+        settings.out, provenance=provenance, device=settings.device, first_step=first, log=settings.log
+    )
     try:
-        yield lambda report, seconds: writer.write(report.step, report.version, {**report.metrics, **report.speeds}, seconds)
+        yield lambda report, seconds: writer.write(
+            report.step, report.version, {**report.metrics, **report.speeds}, seconds
+        )
     finally:
         writer.close()
 
@@ -142,7 +175,9 @@ def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
     compared = sum(report.agreement.compared for report in reports)
     differing = sum(report.agreement.differing for report in reports)
     first = reports[0].metrics["reward"]
-    print(f"  {count_of(len(reports), 'step')}, reward {first:.3f} → {last.metrics['reward']:.3f}, policy version {last.version}")
+    print(
+        f"  {count_of(len(reports), 'step')}, reward {first:.3f} → {last.metrics['reward']:.3f}, policy version {last.version}"
+    )
     print(f"  exactness: {differing} of {compared:,} log-probabilities differ")
     print(f"  rows: {rows_line(reports)}")
     print(f"  a step: {costs.line()}")
@@ -153,9 +188,7 @@ def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
 
 def refusal_line(report: Any) -> str:
     gain, divergence = report.metrics["acceptance/gain"], report.metrics["acceptance/divergence"]
-    return (
-        f"step {report.step}: the engines refuse the update (gain {gain:.3g}, divergence {divergence:.3g}); the weights before it are back"
-    )
+    return f"step {report.step}: the engines refuse the update (gain {gain:.3g}, divergence {divergence:.3g}); the weights before it are back"
 
 
 def rows_line(reports: Sequence[Any]) -> str:
@@ -175,4 +208,6 @@ def rows_line(reports: Sequence[Any]) -> str:
         "update/refused": ("step", "refused and undone"),
     }
     trained = f"{total('rows_trained'):,} of {total('rows'):,} trained"
-    return "; ".join([trained, *(f"{count_of(total(key), noun)} {what}" for key, (noun, what) in parts.items() if total(key))])
+    return "; ".join(
+        [trained, *(f"{count_of(total(key), noun)} {what}" for key, (noun, what) in parts.items() if total(key))]
+    )

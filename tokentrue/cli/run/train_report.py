@@ -1,4 +1,5 @@
-"""The report of a training run: its metrics as charts, first and last step side by side, and its rollouts to read where it keeps them."""
+"""The report of a training run: its metrics as charts, first and last step side by side, and its rollouts to read where
+it keeps them."""
 
 from __future__ import annotations
 
@@ -22,11 +23,24 @@ CHARTS = (  # title, label of the axis, {name: metric}, logarithmic
     (
         "Time of a step",
         "seconds",
-        {"wait": "seconds/wait", "recompute": "seconds/recompute", "update": "seconds/update", "publish": "seconds/publish"},
+        {
+            "wait": "seconds/wait",
+            "recompute": "seconds/recompute",
+            "update": "seconds/update",
+            "publish": "seconds/publish",
+        },
         False,
     ),
 )
-COMPARED = ("reward", "mismatch/k3", "mismatch/delta_abs_mean", "update/grad_norm", "update/loss", "tokens_trained", "seconds/step")
+COMPARED = (
+    "reward",
+    "mismatch/k3",
+    "mismatch/delta_abs_mean",
+    "update/grad_norm",
+    "update/loss",
+    "tokens_trained",
+    "seconds/step",
+)
 
 
 def write_training_report(settings: TrainRun) -> Path | None:
@@ -41,7 +55,9 @@ def write_training_report(settings: TrainRun) -> Path | None:
     renderer: Any = renderer_for(settings.model)(settings.model.history) if source is not None else None
     path = settings.out / "report.html"
     try:
-        write_report(path, training_report(settings, rows), source=source, renderer=renderer, most_tokens=READABLE_TOKENS)
+        write_report(
+            path, training_report(settings, rows), source=source, renderer=renderer, most_tokens=READABLE_TOKENS
+        )
     finally:
         if source is not None:
             source.close()
@@ -49,7 +65,8 @@ def write_training_report(settings: TrainRun) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a file. None stands for numbers that are not finite: null, or NaN and Infinity in files of older runs."""
+    """The whole rows of a file. None stands for numbers that are not finite: null, or NaN and Infinity in files of
+    older runs."""
     from tokentrue.json_lines import read_numbered_lines
     from tokentrue.train.writer import finite_or_null
 
@@ -84,7 +101,9 @@ def training_report(settings: TrainRun, rows: Sequence[dict[str, Any]]) -> Repor
     compared = sum(row.get("exact_compared", 0) for row in rows)
     differing = sum(row.get("exact_differing", 0) for row in rows)
     changes = [(key, known(first[key]), known(last[key])) for key in COMPARED if key in first and key in last]
-    highlights = [(f"reward at step {row['step']}", f"{row['reward']:.3f}") for row in (first, last) if row["reward"] is not None]
+    highlights = [
+        (f"reward at step {row['step']}", f"{row['reward']:.3f}") for row in (first, last) if row["reward"] is not None
+    ]
     if compared:
         highlights.append((f"of {compared:,.0f} log-probabilities differ", f"{differing:,.0f}"))
     return Report(
@@ -114,7 +133,9 @@ def _charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
     steps = [float(row["step"]) for row in rows]
     charts: list[Chart] = []
     for title, label, names, log in CHARTS:
-        series = {name: [row.get(key) for row in rows] for name, key in names.items() if any(row.get(key) for row in rows)}
+        series = {
+            name: [row.get(key) for row in rows] for name, key in names.items() if any(row.get(key) for row in rows)
+        }
         if series:  # a metric that is 0 throughout has no curve to show
             charts.append(Chart(title=title, x_label="step", y_label=label, x=steps, series=series, log_y=log))
     return charts

@@ -1,4 +1,5 @@
-"""Experts: does the engine's router choose what the reference's chooses, layer by layer, and what is left when its choice is replayed?"""
+"""Experts: does the engine's router choose what the reference's chooses, layer by layer, and what is left when its
+choice is replayed?"""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def compare_routing(exam: Examination, name: str, seen: Observation, completion:
     engine = torch.tensor(seen.logprobs, dtype=torch.float64)
     without, with_replay = (float((engine - side).abs().mean()) for side in (plain, replayed))
     worst = int(flips.argmax())
-    figure = f"{100 * float(flips.mean()):.1f}% of choices differ, most in layer {worst} ({100 * float(flips[worst]):.0f}%)"
+    figure = (
+        f"{100 * float(flips.mean()):.1f}% of choices differ, most in layer {worst} ({100 * float(flips[worst]):.0f}%)"
+    )
     detail = f"mean |δ| {without:.2g}, with the engine's choices replayed {with_replay:.2g}"
     if float(flips.mean()) > FLIPS.get(exam.dtype, 0.002):
         return fault(name, "routing", figure, confidence="medium", detail=detail)

@@ -21,7 +21,11 @@ CHATS: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
     ("system, user", ({"role": "system", "content": "Answer briefly."}, {"role": "user", "content": QUESTIONS[1]})),
     (
         "user, assistant, user",
-        ({"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": QUESTIONS[2]}),
+        (
+            {"role": "user", "content": "Hi."},
+            {"role": "assistant", "content": "Hello!"},
+            {"role": "user", "content": QUESTIONS[2]},
+        ),
     ),
 )
 
@@ -37,7 +41,12 @@ async def _tokenizer(exam: Examination) -> Finding:
         if theirs is None:
             return cannot_tell(name, "the engine has no route that tokenises text")
         if theirs != list(ours):
-            return fault(name, "tokenizer", f"{len(theirs)} ids, expected {len(ours)}", detail=_first_difference(ours, theirs, exam))
+            return fault(
+                name,
+                "tokenizer",
+                f"{len(theirs)} ids, expected {len(ours)}",
+                detail=_first_difference(ours, theirs, exam),
+            )
     return ok(name, f"{len(TEXTS)} texts equal")
 
 

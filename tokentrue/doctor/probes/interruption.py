@@ -1,4 +1,5 @@
-"""Interruption: a generation that is paused in the middle, or whose keys and values are dropped and computed again, must not change.
+"""Interruption: a generation that is paused in the middle, or whose keys and values are dropped and computed again,
+must not change.
 
 These probes hold up every generation of the engine for a moment, so they run on request only.
 """
@@ -35,7 +36,9 @@ async def _interrupt(exam: Examination, name: str, known: str, *, preempt: bool)
         return cannot_tell(name, str(error))
 
 
-async def _interrupted(exam: Examination, prompt: tuple[int, ...], sampling: Sampling, *, preempt: bool) -> Completion | str:
+async def _interrupted(
+    exam: Examination, prompt: tuple[int, ...], sampling: Sampling, *, preempt: bool
+) -> Completion | str:
     """The completion, or why it was not interrupted."""
     seen, done = 0, False
     final: Completion | None = None

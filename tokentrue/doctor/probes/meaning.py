@@ -15,7 +15,14 @@ import torch
 from tokentrue.doctor.context import Examination
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.doctor.observations import Observation
-from tokentrue.errors import EngineContractError, EngineError, EngineUnreachable, InputError, SamplingError, TokenContractError
+from tokentrue.errors import (
+    EngineContractError,
+    EngineError,
+    EngineUnreachable,
+    InputError,
+    SamplingError,
+    TokenContractError,
+)
 from tokentrue.types import Completion, Sampling
 
 CLEAR_GAP = 0.3  # nats between the two likeliest tokens: at temperature 0.02 the second is e^-15 times as likely
@@ -28,7 +35,9 @@ async def gather_observations(exam: Examination) -> Finding:
     name = "contract: ids and log-probabilities"
     prompts = [*exam.prompts(), exam.long_prompt()]
     try:
-        completions = await exam.generate(prompts, Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed, top_logprobs=4))
+        completions = await exam.generate(
+            prompts, Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed, top_logprobs=4)
+        )
     except EngineUnreachable:
         raise  # nothing can be probed
     except (EngineContractError, TokenContractError) as error:
@@ -39,12 +48,19 @@ async def gather_observations(exam: Examination) -> Finding:
         if completion.token_ids:
             exam.observations.append(Observation.from_completion(prompt, completion))
     exam.uncertain = _uncertain(prompts, completions)
-    outside = [i for seen in exam.observations for i in seen.token_ids[seen.prompt_tokens :] if i >= exam.reference.vocab_size]
+    outside = [
+        i for seen in exam.observations for i in seen.token_ids[seen.prompt_tokens :] if i >= exam.reference.vocab_size
+    ]
     if outside:
         return fault(name, "other_model", f"sampled id {max(outside)} of {exam.reference.vocab_size}")
     shifted, told = _shifted_tops(completions)
     if shifted > told / 2:
-        return fault(name, "off_by_one", f"{shifted} of {told} tokens", detail="log-probabilities are those of the neighbour's top list")
+        return fault(
+            name,
+            "off_by_one",
+            f"{shifted} of {told} tokens",
+            detail="log-probabilities are those of the neighbour's top list",
+        )
     tokens = sum(len(seen.positions) for seen in exam.observations)
     return ok(name, f"{tokens} sampled tokens") if tokens else cannot_tell(name, "the engine sampled nothing")
 
@@ -70,13 +86,16 @@ def _broken_contract(name: str, words: str) -> Finding:
 
 
 def _shifted_tops(completions: Sequence[Completion]) -> tuple[int, int]:
-    """How many reported log-probabilities are not the one in their token's own top list but the neighbour's; and how many could be told."""
+    """How many reported log-probabilities are not the one in their token's own top list but the neighbour's; and how
+    many could be told."""
     shifted = told = 0
     for completion in completions:
         tops = completion.top_logprobs or ()
         own = [top.get(token) for token, top in zip(completion.token_ids, tops, strict=False)]
         for index, (value, mine) in enumerate(zip(completion.logprobs, own, strict=False)):
-            around = [other for other in (*own[max(0, index - 1) : index], *own[index + 1 : index + 2]) if other is not None]
+            around = [
+                other for other in (*own[max(0, index - 1) : index], *own[index + 1 : index + 2]) if other is not None
+            ]
             if mine is not None and around and all(abs(mine - other) > 1e-3 for other in around):
                 told += 1
                 shifted += abs(value - mine) > 1e-3 and any(abs(value - other) < 1e-6 for other in around)
@@ -102,7 +121,9 @@ async def probe_meaning(exam: Examination) -> list[Finding]:
     ]
 
 
-async def _temperature(exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]) -> Finding:
+async def _temperature(
+    exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]
+) -> Finding:
     """Gaps between two tokens' log-probabilities double at temperature 0.5."""
     name = "meaning: temperature"
     try:
@@ -124,14 +145,20 @@ async def _temperature(exam: Examination, prompts: Sequence[Sequence[int]], tops
         return ok(name, f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2")
     if abs(middle - 1.0) < 0.1:
         return fault(name, "raw_logprobs", f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2")
-    return fault(name, "temperature_ignored", f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2", confidence="medium")
+    return fault(
+        name, "temperature_ignored", f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2", confidence="medium"
+    )
 
 
-async def _low_temperature(exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]) -> Finding:
+async def _low_temperature(
+    exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]
+) -> Finding:
     """At temperature 0.02 the likeliest token is sampled, where it is clearly likelier."""
     name = "meaning: sampling follows the temperature"
     try:
-        runs = [await exam.generate(prompts, Sampling(temperature=0.02, max_tokens=1, seed=exam.seed + n)) for n in range(3)]
+        runs = [
+            await exam.generate(prompts, Sampling(temperature=0.02, max_tokens=1, seed=exam.seed + n)) for n in range(3)
+        ]
     except (EngineError, InputError) as error:
         return cannot_tell(name, str(error))
     asked = wrong = 0
@@ -151,7 +178,10 @@ async def _low_temperature(exam: Examination, prompts: Sequence[Sequence[int]], 
 async def _filters(exam: Examination, prompts: Sequence[Sequence[int]], tops: Sequence[Mapping[int, float]]) -> Finding:
     name = "meaning: filters"
     if "top_k" not in (exam.provider.truthful_filters or ()):
-        return cannot_tell(name, "this engine reports no renormalised log-probabilities; the gateway refuses filters in training sessions")
+        return cannot_tell(
+            name,
+            "this engine reports no renormalised log-probabilities; the gateway refuses filters in training sessions",
+        )
     try:
         found = await exam.generate(prompts, Sampling(temperature=1.0, top_k=2, max_tokens=1, seed=exam.seed))
     except (EngineError, InputError) as error:
@@ -165,26 +195,34 @@ async def _filters(exam: Examination, prompts: Sequence[Sequence[int]], tops: Se
             continue  # which tokens are the two likeliest may depend on rounding
         token = completion.token_ids[0]
         if token not in kept:
-            return fault(name, "filters_ignored", f"top_k = 2 sampled token {token}, which is not among the two likeliest")
+            return fault(
+                name, "filters_ignored", f"top_k = 2 sampled token {token}, which is not among the two likeliest"
+            )
         mass = math.log(sum(math.exp(top[t]) for t in kept))
         if abs(mass) <= 3 * limit:
             continue  # what the filter drops weighs too little to be seen
         inside.append(abs(completion.logprobs[0] - (top[token] - mass)))
         outside.append(abs(completion.logprobs[0] - top[token]))
     if not inside:
-        return cannot_tell(name, "no prompt has two tokens that are clearly the likeliest and leave some mass to the rest")
+        return cannot_tell(
+            name, "no prompt has two tokens that are clearly the likeliest and leave some mass to the rest"
+        )
     if median(inside) <= limit:
         return ok(name, f"renormalised over top_k = 2 within {max(inside):.2g}")
     if median(outside) <= limit:
         return fault(name, "filters_ignored", f"equal to the unfiltered within {median(outside):.2g}")
-    return cannot_tell(name, f"neither renormalised ({median(inside):.2g} off) nor unfiltered ({median(outside):.2g} off)")
+    return cannot_tell(
+        name, f"neither renormalised ({median(inside):.2g} off) nor unfiltered ({median(outside):.2g} off)"
+    )
 
 
 async def _penalties(exam: Examination) -> Finding:
     """Sampled under a presence penalty: the reference's logits with the penalty, or without it?"""
     name, penalty = "meaning: penalties", 1.0
     if "presence_penalty" not in (exam.provider.truthful_filters or ()):
-        return cannot_tell(name, "this engine does not claim to report penalised log-probabilities; training sessions refuse penalties")
+        return cannot_tell(
+            name, "this engine does not claim to report penalised log-probabilities; training sessions refuse penalties"
+        )
     prompt = exam.prompts()[1]
     try:
         found = await exam.provider.generate(prompt, Sampling(max_tokens=24, seed=exam.seed, presence_penalty=penalty))

@@ -1,6 +1,7 @@
 """From samples alone: recorded log-probabilities against the reference forward, by position, turn, version and role.
 
-The reference scores each token at the temperature of its turn and over the ids that its filters kept, as far as the sample records them.
+The reference scores each token at the temperature of its turn and over the ids that its filters kept, as far as the
+sample records them.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Finding]
     pairs = [(sample, seen) for sample, why in judged if not why and (seen := observe(sample)) is not None]
     chosen = _first_tokens([pair for pair in pairs if len(pair[1].token_ids) <= exam.reference.max_positions])
     left_out = (
-        [cannot_tell("samples: not compared", f"{len(refused)} of {len(samples)} samples; the first: {refused[0]}")] if refused else []
+        [cannot_tell("samples: not compared", f"{len(refused)} of {len(samples)} samples; the first: {refused[0]}")]
+        if refused
+        else []
     )
     if not chosen:
         return left_out or [cannot_tell(name, "no sample holds log-probabilities of sampled tokens")]
     seen = Difference.of(exam.reference, [observation for _, observation in chosen])
     versions = _keys(chosen, lambda span: str(span.policy_version))
-    verdict = _filters(exam, name, seen) or _one_version(exam, name, seen.e, versions) or judge_difference(exam, name, seen)
+    verdict = (
+        _filters(exam, name, seen) or _one_version(exam, name, seen.e, versions) or judge_difference(exam, name, seen)
+    )
     tables = [_table(label, seen.e, keys) for label, keys in _groups(chosen)]
     growth = f"last third of positions ÷ first third: {grows_with_position(seen.e, seen.positions):.2f}"
     rows = [ok(f"samples: mean |δ| by {label}", text) for label, text in tables if text]
@@ -86,7 +91,9 @@ def _filters(exam: Examination, name: str, seen: Difference) -> Finding | None:
         return None
     mass = float((-seen.e).exp().mean())
     figure = f"mean ratio {mass:.3f}, {100 * below:.1f}% of tokens below the reference"
-    return fault(name, "sampled_filters", figure, confidence="medium", detail=f"the filter kept {100 * mass:.0f}% of the mass")
+    return fault(
+        name, "sampled_filters", figure, confidence="medium", detail=f"the filter kept {100 * mass:.0f}% of the mass"
+    )
 
 
 def _one_version(exam: Examination, name: str, e: Tensor, versions: Sequence[str]) -> Finding | None:
@@ -100,7 +107,13 @@ def _one_version(exam: Examination, name: str, e: Tensor, versions: Sequence[str
     if means[worst] <= exam.spread.limit or means[worst] < STALE_FACTOR * max(rest, exam.spread.limit / STALE_FACTOR):
         return None
     figure = f"version {worst}: mean |δ| {means[worst]:.2g}; all others at most {rest:.2g}"
-    return fault(name, "stale_weights", figure, confidence="medium", detail=f"samples of version {worst} were drawn with other weights")
+    return fault(
+        name,
+        "stale_weights",
+        figure,
+        confidence="medium",
+        detail=f"samples of version {worst} were drawn with other weights",
+    )
 
 
 def _groups(chosen: Sequence[tuple[Sample, Observation]]) -> Iterator[tuple[str, list[str]]]:

@@ -65,7 +65,8 @@ async def _prefill(exam: Examination) -> Finding:
 
 
 def compare_runs(exam: Examination, name: str, known: str, first: Completion, second: Completion) -> Finding:
-    """Tokens may part at a near tie; up to there the log-probabilities must agree, within rounding or, for the exact engine, in bits."""
+    """Tokens may part at a near tie; up to there the log-probabilities must agree, within rounding or, for the exact
+    engine, in bits."""
     limit = 0.0 if exam.provider.name == "exact" else exam.spread.largest_limit
     found = compare_completions(first, second, tolerance=limit)
     if found.compared == 0:

@@ -1,4 +1,5 @@
-"""Weights and arithmetic: the engine's log-probabilities against the reference forward, and which known fault explains the difference."""
+"""Weights and arithmetic: the engine's log-probabilities against the reference forward, and which known fault explains
+the difference."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from torch import Tensor
 
 from tokentrue.doctor.context import Examination
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
-from tokentrue.doctor.fit import BAND, Explanation, best, explained_share, grows_with_position, shift, spread_of, until_certain
+from tokentrue.doctor.fit import (
+    BAND,
+    Explanation,
+    best,
+    explained_share,
+    grows_with_position,
+    shift,
+    spread_of,
+    until_certain,
+)
 from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.reference import Reference, variants_of
 from tokentrue.errors import EngineContractError, EngineRejected
@@ -67,7 +77,9 @@ def judge_difference(exam: Examination, name: str, seen: Difference) -> Finding:
     figure = f"mean |δ| {spread.mean:.2g}, max {spread.largest:.2g} over {seen.e.numel()} tokens; {exam.dtype} allows {allowed.limit:.2g}"
     if spread.mean <= allowed.limit:
         return ok(name, figure)
-    explanations = list(until_certain(chain(explain_alignment(seen), explain_inputs(exam, seen), explain_weights(exam, seen))))
+    explanations = list(
+        until_certain(chain(explain_alignment(seen), explain_inputs(exam, seen), explain_weights(exam, seen)))
+    )
     chosen = best(explanations)
     if chosen is not None:
         detail = f"{chosen.label} explains {100 * chosen.share:.0f}% of the difference"
@@ -78,13 +90,19 @@ def judge_difference(exam: Examination, name: str, seen: Difference) -> Finding:
 def _unexplained(name: str, figure: str, seen: Difference, explanations: Sequence[Explanation], mean: float) -> Finding:
     growth = grows_with_position(seen.e, seen.positions)
     if growth >= GROWTH:
-        return fault(name, "rope", figure, confidence="low", detail=f"the difference grows {growth:.1f}-fold with the position")
+        return fault(
+            name, "rope", figure, confidence="low", detail=f"the difference grows {growth:.1f}-fold with the position"
+        )
     sizes = {one.fault: one.size for one in explanations if one.fault.startswith("dtype_") and one.size}
     near = [known for known, size in sizes.items() if size / BAND <= mean <= size * BAND]
     if near:
         chosen = min(near, key=lambda known: abs(torch.tensor(mean / sizes[known]).log().item()))
         return fault(
-            name, chosen, figure, confidence="low", detail="the size of the difference is that dtype's; its pattern is not predictable"
+            name,
+            chosen,
+            figure,
+            confidence="low",
+            detail="the size of the difference is that dtype's; its pattern is not predictable",
         )
     together = float(torch.corrcoef(torch.stack([seen.engine, seen.reference]))[0, 1]) if seen.e.numel() > 2 else 0.0
     detail = f"no known fault explains it; correlation with the reference {together:.2f}"
@@ -97,7 +115,11 @@ def explain_alignment(seen: Difference) -> Iterator[Explanation]:
         places, neighbours = shift(seen.reference, seen.lengths, by)
         if places.numel():
             share = explained_share(seen.e[places], neighbours - seen.reference[places])
-            yield Explanation(fault="off_by_one", label=f"the log-probability of the {'next' if by > 0 else 'previous'} token", share=share)
+            yield Explanation(
+                fault="off_by_one",
+                label=f"the log-probability of the {'next' if by > 0 else 'previous'} token",
+                share=share,
+            )
 
 
 def explain_inputs(exam: Examination, seen: Difference) -> Iterator[Explanation]:
@@ -108,7 +130,9 @@ def explain_inputs(exam: Examination, seen: Difference) -> Iterator[Explanation]
     bos = getattr(exam.reference.config, "bos_token_id", None)
     if isinstance(bos, int):
         prediction = exam.reference.logprobs([_prefix(one, bos) for one in seen.observations]) - seen.reference
-        yield Explanation(fault="bos_added", label=f"token {bos} before the prompt", share=explained_share(seen.e, prediction))
+        yield Explanation(
+            fault="bos_added", label=f"token {bos} before the prompt", share=explained_share(seen.e, prediction)
+        )
     yield from _explain_truncation(exam, seen)
 
 
@@ -121,7 +145,9 @@ def _explain_truncation(exam: Examination, seen: Difference) -> Iterator[Explana
         if 8 <= kept < longest:
             rows = seen.reference.split(seen.lengths)
             pairs = zip(seen.observations, rows, strict=True)
-            cut = [exam.reference.logprobs([_cut(one, kept)]) if one.prompt_tokens > kept else row for one, row in pairs]
+            cut = [
+                exam.reference.logprobs([_cut(one, kept)]) if one.prompt_tokens > kept else row for one, row in pairs
+            ]
             share = explained_share(seen.e, torch.cat(cut) - seen.reference)
             yield Explanation(fault="context_truncated", label=f"the last {kept} prompt tokens only", share=share)
 
@@ -130,7 +156,9 @@ def explain_weights(exam: Examination, seen: Difference) -> Iterator[Explanation
     for variant in variants_of(exam.reference, previous=exam.previous):
         prediction = exam.reference.predict(variant, seen.observations) - seen.reference
         size = float(prediction.abs().mean())
-        yield Explanation(fault=variant.fault, label=variant.label, share=explained_share(seen.e, prediction), size=size)
+        yield Explanation(
+            fault=variant.fault, label=variant.label, share=explained_share(seen.e, prediction), size=size
+        )
 
 
 def _prefix(seen: Observation, token: int) -> Observation:

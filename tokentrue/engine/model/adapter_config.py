@@ -1,8 +1,11 @@
-"""The settings of a LoRA adapter: which of them the engine computes with, and which it refuses because they compute something else.
+"""The settings of a LoRA adapter: which of them the engine computes with, and which it refuses because they compute
+something else.
 
-The engine computes linear(x, W) + linear(linear(x, A), B) * scale and nothing else. Each field of peft's LoraConfig (0.21) is in one of
-three tables. A field in none of them, of a later peft or of another program, is refused by name unless it is empty or has the default of
-the installed peft: it may change the computation, and an adapter that is computed wrongly is worse than one that is refused.
+The engine computes linear(x, W) + linear(linear(x, A), B) * scale and nothing else. Each field of peft's LoraConfig
+(0.21) is in one of three tables. A field in none of them, of a later peft or of another program, is refused by name
+unless it is empty or has the default of
+the installed peft: it may change the computation, and an adapter that is computed wrongly is worse than one that is
+refused.
 """
 
 from __future__ import annotations
@@ -33,28 +36,40 @@ REFUSED = {
     "trainable_token_indices": "trained token embeddings", "target_parameters": "adapted parameters",
     "layer_replication": "replicated layers", "fan_in_fan_out": "transposed weights", "megatron_config": "Megatron layers",
 }  # fmt: skip
-UNMERGEABLE = frozenset({"use_qalora", "alora_invocation_tokens", "arrow_config", "lora_bias"})  # lora_bias: where the layer has no bias
+UNMERGEABLE = frozenset(
+    {"use_qalora", "alora_invocation_tokens", "arrow_config", "lora_bias"}
+)  # lora_bias: where the layer has no bias
 
-# Values of init_lora_weights: first values of A and B over the base model as it is, and those that take a part out of the base weights.
+# Values of init_lora_weights: first values of A and B over the base model as it is, and those that take a part out of
+# the base weights.
 PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 CONVERTIBLE_STARTS = ("pissa", "corda", "olora", "lora_ga")
 MERGE = "merge it where it was trained (merge_and_unload) and load the merged model"
 RETRAIN = "train plain LoRA instead"
-CONVERT = "save it with save_pretrained(..., path_initial_model_for_weight_conversion=DIRECTORY_OF_THE_UNTRAINED_ADAPTER)"
+CONVERT = (
+    "save it with save_pretrained(..., path_initial_model_for_weight_conversion=DIRECTORY_OF_THE_UNTRAINED_ADAPTER)"
+)
 
 
 def check_config(where: str, config: AdapterConfig) -> None:
-    """Raise unless the adapter computes W + scale·B·A over the base model's own weights. `where` starts the messages."""
+    """Raise unless the adapter computes W + scale·B·A over the base model's own weights. `where` starts the
+    messages."""
     kind = config.get("peft_type") or "LORA"
     if kind != "LORA":
-        raise ExactnessError(f"{where}: peft_type is {getattr(kind, 'value', kind)!r}; the engine computes LORA alone: {MERGE}")
+        raise ExactnessError(
+            f"{where}: peft_type is {getattr(kind, 'value', kind)!r}; the engine computes LORA alone: {MERGE}"
+        )
     for field, what in REFUSED.items():
         if config.get(field) and config[field] != "none":
-            raise ExactnessError(f"{where} uses {what} ({field}), which has no exact form: {RETRAIN if field in UNMERGEABLE else MERGE}")
+            raise ExactnessError(
+                f"{where} uses {what} ({field}), which has no exact form: {RETRAIN if field in UNMERGEABLE else MERGE}"
+            )
     check_start(where, config.get("init_lora_weights"))
     for field in sorted(config.keys() - READ - IGNORED - REFUSED.keys(), key=str):
         if config[field] and config[field] != peft_default(field):
-            raise ExactnessError(f"{where}: {field} is unknown and may change the computation; remove it if it does not, or {MERGE}")
+            raise ExactnessError(
+                f"{where}: {field} is unknown and may change the computation; remove it if it does not, or {MERGE}"
+            )
     if not isinstance(config.get("use_rslora", False), bool | None):
         raise ConfigError(f"{where}: use_rslora is {config['use_rslora']!r}; true or false expected")
 
@@ -68,7 +83,9 @@ def check_start(where: str, start: Any) -> None:
         raise ExactnessError(f"{said}, which changed the base weights before training: {CONVERT}, or {MERGE}")
     if start == "loftq":
         raise ExactnessError(f"{said}, which quantised the base weights before training: {MERGE}")
-    raise ExactnessError(f"{said}, which is unknown and may change the base weights: set it to true if it does not, or {MERGE}")
+    raise ExactnessError(
+        f"{said}, which is unknown and may change the base weights: set it to true if it does not, or {MERGE}"
+    )
 
 
 def peft_default(field: str) -> Any:
@@ -92,7 +109,8 @@ def scale_of(where: str, config: AdapterConfig, module: str, rank: int) -> float
 
 
 def setting_of(where: str, config: AdapterConfig, field: str, pattern_field: str, module: str) -> Any:
-    """By the first key of peft's pattern that matches the module's name, else the field itself; None where it is not set."""
+    """By the first key of peft's pattern that matches the module's name, else the field itself; None where it is not
+    set."""
     patterns = config.get(pattern_field) or {}
     if not isinstance(patterns, Mapping):
         raise ConfigError(f"{where}: {pattern_field} is {patterns!r}; an object of patterns and numbers expected")

@@ -1,6 +1,8 @@
-"""LoRA adapters beside the base weights: read, checked and applied unmerged, in the order of operations that `exact` gives a peft model.
+"""LoRA adapters beside the base weights: read, checked and applied unmerged, in the order of operations that `exact`
+gives a peft model.
 
-y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once (`Ops.add_low_rank`).
+y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once
+(`Ops.add_low_rank`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from tokentrue.numerics.functions import unguard
 TARGETS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp",
            "down_proj": "mlp"}  # fmt: skip
 NAME = re.compile(r"(?:(?:.+\.)?base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
-PLACE = re.compile(r"(?:(?:model|language_model|_orig_mod|_fsdp_wrapped_module|module)\.)*layers\.(\d+)\.(self_attn|mlp)\.(\w+)$")
+PLACE = re.compile(
+    r"(?:(?:model|language_model|_orig_mod|_fsdp_wrapped_module|module)\.)*layers\.(\d+)\.(self_attn|mlp)\.(\w+)$"
+)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
@@ -45,26 +49,35 @@ class Adapter:
     prefix: bytes
 
 
-def read_adapter(name: str, source: AdapterSource, config: AdapterConfig | None, *, version: int | None, device: torch.device) -> Adapter:
-    """From a directory that peft saved, or from a state dict with `config` (r, lora_alpha, …: a dict or a peft LoraConfig)."""
+def read_adapter(
+    name: str, source: AdapterSource, config: AdapterConfig | None, *, version: int | None, device: torch.device
+) -> Adapter:
+    """From a directory that peft saved, or from a state dict with `config` (r, lora_alpha, …: a dict or a peft
+    LoraConfig)."""
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is not None:
         state, config = read_directory(folder)
     else:
         state = cast("Mapping[str, Any]", source)
     if config is None:
-        raise EngineError(f"adapter {name!r}: a state dict needs config= with r and lora_alpha the first time it is loaded")
+        raise EngineError(
+            f"adapter {name!r}: a state dict needs config= with r and lora_alpha the first time it is loaded"
+        )
     config = mapping_from_config(name, config)
     weights: dict[tuple[int, str], LowRank] = {}
     for module, low in read_pairs(name, state, config, folder).items():
         found = PLACE.match(module)
         if found is None or TARGETS.get(found[3]) != found[2]:
-            raise ExactnessError(f"adapter {name!r}: {module} has no exact form; adapters may change {', '.join(TARGETS)} of a layer")
+            raise ExactnessError(
+                f"adapter {name!r}: {module} has no exact form; adapters may change {', '.join(TARGETS)} of a layer"
+            )
         at = int(found[1]), found[3]
         if at in weights:
             raise EngineError(f"adapter {name!r}: two names stand for {at[1]} of layer {at[0]}, one of them {module}")
         weights[at] = LowRank(a=low.a.to(device).contiguous(), b=low.b.to(device).contiguous(), scale=low.scale)
-    return Adapter(name=name, config=config, weights=weights, version=version, prefix=f"adapter {next(_loads)}".encode())
+    return Adapter(
+        name=name, config=config, weights=weights, version=version, prefix=f"adapter {next(_loads)}".encode()
+    )
 
 
 def mapping_from_config(name: str, config: Any) -> AdapterConfig:
@@ -87,7 +100,9 @@ def read_config(path: Path) -> AdapterConfig:
     except (OSError, ValueError, RecursionError) as error:
         raise FileFormatError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise FileFormatError(f"{path} holds a {type(found).__name__}; an object with r, lora_alpha, … expected, as peft writes it")
+        raise FileFormatError(
+            f"{path} holds a {type(found).__name__}; an object with r, lora_alpha, … expected, as peft writes it"
+        )
     return cast("AdapterConfig", found)
 
 
@@ -101,9 +116,14 @@ def read_tensors(path: Path) -> Mapping[str, Any]:
         raise FileFormatError(f"{path} is not a safetensors file, or is damaged: {error}") from error
 
 
-def read_pairs(name: str, state: Mapping[str, Any], config: AdapterConfig, folder: Path | None = None) -> dict[str, LowRank]:
-    """A and B of each adapted linear layer, by the layer's name in the model without the adapter. `folder` is named in errors."""
-    settings, tensors = (f"adapter {name!r}" if folder is None else f"adapter {name!r} ({folder / file})" for file in (CONFIG, WEIGHTS))
+def read_pairs(
+    name: str, state: Mapping[str, Any], config: AdapterConfig, folder: Path | None = None
+) -> dict[str, LowRank]:
+    """A and B of each adapted linear layer, by the layer's name in the model without the adapter. `folder` is named in
+    errors."""
+    settings, tensors = (
+        f"adapter {name!r}" if folder is None else f"adapter {name!r} ({folder / file})" for file in (CONFIG, WEIGHTS)
+    )
     check_config(settings, config)
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
@@ -126,7 +146,8 @@ def read_pairs(name: str, state: Mapping[str, Any], config: AdapterConfig, folde
 
 
 def factor_from(where: str, value: Any) -> Tensor:
-    """A or B as a plain matrix of finite numbers. One NaN would spread to the cache, and from there to other requests."""
+    """A or B as a plain matrix of finite numbers. One NaN would spread to the cache, and from there to other
+    requests."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     if not isinstance(value, Tensor) or value.dim() != 2 or not value.numel() or value.dtype not in DTYPES:
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -141,12 +162,18 @@ def merge_low_rank(weight: Tensor, low: LowRank) -> Tensor:
     return (weight + (low.b.float() @ low.a.float()) * low.scale).to(weight.dtype)
 
 
-def check_shapes(adapter: Adapter, decoder: Decoder, modules: Mapping[tuple[int, str], nn.Linear], first: int = 0) -> None:
+def check_shapes(
+    adapter: Adapter, decoder: Decoder, modules: Mapping[tuple[int, str], nn.Linear], first: int = 0
+) -> None:
     """`first` is the number of the decoder's first layer in the whole model."""
     for (layer, projection), low in adapter.weights.items():
         module = modules.get((layer, projection))
-        if module is None or not (is_dense(decoder, layer) if TARGETS[projection] == "mlp" else has_plain_attention(decoder, layer)):
-            raise ExactnessError(f"adapter {adapter.name!r}: layer {first + layer} has no plain {projection}; it cannot be adapted exactly")
+        if module is None or not (
+            is_dense(decoder, layer) if TARGETS[projection] == "mlp" else has_plain_attention(decoder, layer)
+        ):
+            raise ExactnessError(
+                f"adapter {adapter.name!r}: layer {first + layer} has no plain {projection}; it cannot be adapted exactly"
+            )
         wanted, found = (module.in_features, module.out_features), (low.a.shape[1], low.b.shape[0])
         if wanted != found or low.a.shape[0] != low.b.shape[1]:
             where = f"layer {first + layer} {projection}"

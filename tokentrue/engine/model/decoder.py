@@ -1,8 +1,10 @@
-"""A Hugging Face decoder read as a list of layers, for a forward pass over pages without the Python of the model classes.
+"""A Hugging Face decoder read as a list of layers, for a forward pass over pages without the Python of the model
+classes.
 
-The parameters stay where the model keeps them (q, k, v and gate, up become views of one merged tensor each, so that one product serves
-them), and whatever is not the plain dense form (a mixture of experts, say) is run by the model's own module on exact operators. Reading can
-go wrong in silence, so the loader proves it: the first logits of this forward must equal the model's own, bit for bit, or it refuses.
+The parameters stay where the model keeps them (q, k, v and gate, up become views of one merged tensor each, so that one
+product serves them), and whatever is not the plain dense form (a mixture of experts, say) is run by the model's own
+module on exact operators. Reading can go wrong in silence, so the loader proves it: the first logits of this forward
+must equal the model's own, bit for bit, or it refuses.
 """
 
 from __future__ import annotations
@@ -95,11 +97,20 @@ def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
     """The layers of `model`, merged in place; raises ExactnessError with the name of what has no exact form."""
     config = model.config.get_text_config()
     body, head = getattr(model, "model", None), model.get_output_embeddings()
-    if body is None or not hasattr(body, "layers") or not hasattr(body, "norm") or not isinstance(head, nn.Linear | nn.Identity):
-        raise ExactnessError(f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)")
+    if (
+        body is None
+        or not hasattr(body, "layers")
+        or not hasattr(body, "norm")
+        or not isinstance(head, nn.Linear | nn.Identity)
+    ):
+        raise ExactnessError(
+            f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)"
+        )
     size = next((head_size(layer.self_attn) for layer in body.layers if hasattr(layer, "self_attn")), None)
     if size is None:
-        raise ExactnessError(f"{type(model).__name__} has no attention with a head_dim: the engine has no exact form of it")
+        raise ExactnessError(
+            f"{type(model).__name__} has no attention with a head_dim: the engine has no exact form of it"
+        )
     heads = (config.num_attention_heads, config.num_key_value_heads, size)
     layers = tuple(read_layer(f"layers.{i}", layer, heads, ops) for i, layer in enumerate(body.layers))
     kinds = {layer.mixer.rope for layer in layers if not isinstance(layer.mixer, GatedDelta)}
@@ -131,7 +142,9 @@ def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int], ops: Op
     mixer = MIXERS & children.keys()
     norms = frozenset(children) - MIXERS - {"mlp"}
     if norms not in LAYOUTS or len(mixer) != 1 or "mlp" not in children:
-        raise ExactnessError(f"{name} ({type(layer).__name__}) has the parts {sorted(children)}: a layout without an exact form")
+        raise ExactnessError(
+            f"{name} ({type(layer).__name__}) has the parts {sorted(children)}: a layout without an exact form"
+        )
     pairs = zip(ROLES, LAYOUTS[norms], strict=True)
     roles = {role: None if child is None else read_norm(f"{name}.{child}", children[child]) for role, child in pairs}
     if "linear_attn" in mixer:
@@ -147,13 +160,17 @@ def read_attention(name: str, attention: Any, heads: tuple[int, int, int]) -> At
     known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
     strange = {child for child, _ in attention.named_children()} - known
     if strange or not hasattr(attention, "q_proj"):
-        raise ExactnessError(f"{name}.self_attn ({type(attention).__name__}) has parts without an exact form: {sorted(strange)}")
+        raise ExactnessError(
+            f"{name}.self_attn ({type(attention).__name__}) has parts without an exact form: {sorted(strange)}"
+        )
     qkv, qkv_bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
     kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None) or ""
     norm = read_head_norm(name, attention)
     wide = norm is not None and norm.q_weight.shape[0] != heads[2]
     if norm is not None and wide and norm.q_weight.shape[0] != heads[0] * heads[2]:
-        raise ExactnessError(f"{name}.self_attn.q_norm spans {norm.q_weight.shape[0]} values: neither a head of {heads[2]} nor all heads")
+        raise ExactnessError(
+            f"{name}.self_attn.q_norm spans {norm.q_weight.shape[0]} values: neither a head of {heads[2]} nor all heads"
+        )
     return Attention(
         qkv=qkv, qkv_bias=qkv_bias, out=attention.o_proj.weight.data, out_bias=data_of(attention.o_proj.bias),
         head_norm=None if wide else norm, wide_norm=norm if wide else None, spec=read_spec(attention, heads[2]),
@@ -184,7 +201,13 @@ def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
         if kind is None:
             raise ExactnessError(f"{name}.act_fn ({type(mlp.act_fn).__name__}) has no exact form")
         gate_up, bias = merge(mlp.gate_proj, mlp.up_proj)
-        return Dense(gate_up=gate_up, gate_up_bias=bias, down=mlp.down_proj.weight.data, down_bias=data_of(mlp.down_proj.bias), kind=kind)
+        return Dense(
+            gate_up=gate_up,
+            gate_up_bias=bias,
+            down=mlp.down_proj.weight.data,
+            down_bias=data_of(mlp.down_proj.bias),
+            kind=kind,
+        )
     return mlp
 
 
@@ -204,7 +227,8 @@ def merge(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def rope_table(body: Any, key: str, positions: int, head_dim: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, computed by the model's own module under `exact`: position by position the bits of the trainer."""
+    """cos and sin of every position, computed by the model's own module under `exact`: position by position the bits of
+    the trainer."""
     rotary = body.rotary_emb
     by_kind = isinstance(rotary.rope_type, dict)
     kinds = rotary.rope_type if by_kind else {"": rotary.rope_type}

@@ -1,4 +1,5 @@
-"""Tensors in, logits out: one step of the decoder over the paged cache. The only file of the engine that does arithmetic."""
+"""Tensors in, logits out: one step of the decoder over the paged cache. The only file of the engine that does
+arithmetic."""
 
 from __future__ import annotations
 
@@ -36,8 +37,12 @@ class Forward:
         dtype = decoder.dtype
         _, heads, head_dim = decoder.heads
         self.caches = [
-            (ops.new_cache(num_blocks, heads, head_dim, dtype, device), ops.new_cache(num_blocks, heads, head_dim, dtype, device))
-            if not isinstance(layer.mixer, GatedDelta) else None
+            (
+                ops.new_cache(num_blocks, heads, head_dim, dtype, device),
+                ops.new_cache(num_blocks, heads, head_dim, dtype, device),
+            )
+            if not isinstance(layer.mixer, GatedDelta)
+            else None
             for layer in decoder.layers
         ]
         self.recurrent = [new_state(layer.mixer, num_states, dtype, device) for layer in decoder.layers]
@@ -75,7 +80,8 @@ class Forward:
 
     @contextmanager
     def routes(self) -> Iterator[Callable[[Sequence[int]], tuple[Tensor, Tensor]]]:
-        """The experts chosen in a step inside the block: rows -> int16 [rows, layers, top_k] and their float32 weights, in host memory."""
+        """The experts chosen in a step inside the block: rows -> int16 [rows, layers, top_k] and their float32 weights,
+        in host memory."""
         chosen: list[tuple[Tensor, Tensor]] = []
         self.ops.routes = chosen
 
@@ -99,7 +105,9 @@ class Forward:
                     tensor[target].copy_(tensor[source])
         return torch.tensor(inputs.state_slots, device=self.device)
 
-    def layers(self, x: Tensor, batch: PagedBatch, adapted: Sequence[AdaptedRows] = (), slots: Tensor | None = None) -> Tensor:
+    def layers(
+        self, x: Tensor, batch: PagedBatch, adapted: Sequence[AdaptedRows] = (), slots: Tensor | None = None
+    ) -> Tensor:
         """[T,K] after the last layer, before the final norm."""
         if self.plain and self.trace is None and not adapted:
             h, x = self.plain_layers(x, batch)
@@ -123,7 +131,8 @@ class Forward:
         return {None: (None, None), **{key: (cos[at], sin[at]) for key, (cos, sin) in self.decoder.ropes.items()}}
 
     def plain_layers(self, x: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
-        """(h, x): the last layer's result and the residual behind it. Every residual sum is left to the norm that reads it."""
+        """(h, x): the last layer's result and the residual behind it. Every residual sum is left to the norm that reads
+        it."""
         ops, d, ropes = self.ops, self.decoder, self.ropes(batch)
         alone, copies = x.shape[0] < ops.least_rows, ops.least_rows
         x, h = x.repeat(copies, 1) if alone else x, None
@@ -148,7 +157,14 @@ class Forward:
         return (h[:1], x[:1]) if alone else (h, x)
 
     def layer(
-        self, index: int, layer: Layer, x: Tensor, ropes: Ropes, batch: PagedBatch, adapted: Sequence[AdaptedRows], slots: Tensor | None
+        self,
+        index: int,
+        layer: Layer,
+        x: Tensor,
+        ropes: Ropes,
+        batch: PagedBatch,
+        adapted: Sequence[AdaptedRows],
+        slots: Tensor | None,
     ) -> Tensor:
         ops, name, scale = self.ops, f"layers.{index}", self.decoder.residual_scale
         h = self.norm(f"{name}.before_attention", layer.before_attention, x)
@@ -177,7 +193,9 @@ class Forward:
         heads, key_heads, size = self.decoder.heads
         assert cache is not None
         qkv, wide = ops.linear(h, mixer.qkv, mixer.qkv_bias), heads * size * (2 if mixer.gated else 1)
-        self.adapt(adapted, index, h, qkv, (("q_proj", wide), ("k_proj", key_heads * size), ("v_proj", key_heads * size)))
+        self.adapt(
+            adapted, index, h, qkv, (("q_proj", wide), ("k_proj", key_heads * size), ("v_proj", key_heads * size))
+        )
         self.record(f"{name}.qkv", qkv)
         gate = None
         if mixer.gated:  # q and gate of a head lie side by side
@@ -210,7 +228,12 @@ class Forward:
         return out
 
     def mlp(
-        self, name: str, mlp: Dense | Callable[[Tensor], Any], h: Tensor, adapted: Sequence[AdaptedRows] = (), index: int = 0
+        self,
+        name: str,
+        mlp: Dense | Callable[[Tensor], Any],
+        h: Tensor,
+        adapted: Sequence[AdaptedRows] = (),
+        index: int = 0,
     ) -> Tensor:
         if not isinstance(mlp, Dense):
             found = mlp(h[None])
@@ -223,11 +246,20 @@ class Forward:
         self.adapt(adapted, index, inner, out, (("down_proj", out.shape[1]),))
         return self.record(f"{name}.mlp", out)
 
-    def adapt(self, adapted: Sequence[AdaptedRows], index: int, x: Tensor, y: Tensor, parts: Sequence[tuple[str, int]]) -> None:
-        """Add every adapter's part to the rows of y that it changes; `parts` are the projections of the merged product and their widths."""
+    def adapt(
+        self, adapted: Sequence[AdaptedRows], index: int, x: Tensor, y: Tensor, parts: Sequence[tuple[str, int]]
+    ) -> None:
+        """Add every adapter's part to the rows of y that it changes; `parts` are the projections of the merged product
+        and their widths."""
         for rows in adapted:
             ends = list(itertools.accumulate(width for _, width in parts))
-            rows.apply(self.ops, index, x, y, [(name, end - width, end) for (name, width), end in zip(parts, ends, strict=True)])
+            rows.apply(
+                self.ops,
+                index,
+                x,
+                y,
+                [(name, end - width, end) for (name, width), end in zip(parts, ends, strict=True)],
+            )
 
     def norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
         if norm is None:
@@ -313,7 +345,9 @@ def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBat
     ends = np.concatenate(([0], counts.cumsum()))
     positions = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], counts)
     tables = table_of(inputs.blocks, len(counts), TABLE_STEP)
-    slots = tables[np.repeat(np.arange(len(counts)), counts), positions // size].astype(np.int64) * size + positions % size
+    slots = (
+        tables[np.repeat(np.arange(len(counts)), counts), positions // size].astype(np.int64) * size + positions % size
+    )
     contexts = starts + counts
     return PagedBatch(
         positions=torch.from_numpy(positions).to(device),

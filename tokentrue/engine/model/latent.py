@@ -1,8 +1,9 @@
 """Latent attention (DeepSeek-V3): queries and keys through low-rank products, one rotary key for all heads.
 
-Keys and values are expanded when they are computed, and cached expanded, because the trainer expands them too: multiplying queries by the
-expansion instead (as engines do to cache the latent alone) changes the order of the sums, and the bits. The cache holds as much as that of
-plain attention with as many key heads as query heads; values are padded to the size of keys.
+Keys and values are expanded when they are computed, and cached expanded, because the trainer expands them too:
+multiplying queries by the expansion instead (as engines do to cache the latent alone) changes the order of the sums,
+and the bits. The cache holds as much as that of plain attention with as many key heads as query heads; values are
+padded to the size of keys.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values = kv_up(norm(latent))."""
+    """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values =
+    kv_up(norm(latent))."""
 
     q_down: Projection | None
     q_norm: Norm | None
@@ -65,7 +67,9 @@ class LatentAttention:
         yield from (part.weight for part in (self.q_down, self.q_up, self.kv_down, self.kv_up) if part is not None)
         yield self.out
 
-    def attend(self, ops: Ops, h: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor], batch: PagedBatch) -> Tensor:
+    def attend(
+        self, ops: Ops, h: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor], batch: PagedBatch
+    ) -> Tensor:
         """[T, H*V] of hidden states [T,K]; keys and values of the step go into the cache."""
         size = self.plain_size + self.rotary_size
         q = h if self.q_down is None else ops.linear(h, self.q_down.weight, self.q_down.bias)
@@ -74,7 +78,9 @@ class LatentAttention:
         down = ops.linear(h, self.kv_down.weight, self.kv_down.bias)
         latent, turning = down[:, : -self.rotary_size].contiguous(), down[:, None, -self.rotary_size :]
         latent = ops.rms_norm(latent, self.kv_norm.weight, self.kv_norm.eps, form=self.kv_norm.form)
-        expanded = ops.linear(latent, self.kv_up.weight, self.kv_up.bias).view(h.shape[0], -1, self.plain_size + self.value_size)
+        expanded = ops.linear(latent, self.kv_up.weight, self.kv_up.bias).view(
+            h.shape[0], -1, self.plain_size + self.value_size
+        )
         key, value = expanded.split((self.plain_size, self.value_size), -1)
         q_turned, turned = ops.rotary(self.halves(q[..., self.plain_size :]), self.halves(turning), cos, sin)
         q = torch.cat((q[..., : self.plain_size], q_turned), -1)
@@ -88,10 +94,23 @@ class LatentAttention:
 
 
 def read_latent(name: str, attention: Any) -> LatentAttention:
-    known = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
+    known = {
+        "q_proj",
+        "q_a_proj",
+        "q_a_layernorm",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+        "o_proj",
+    }
     strange = {child for child, _ in attention.named_children()} - known
     if strange or attention.v_head_dim > attention.qk_head_dim:
-        what = f"parts {sorted(strange)}" if strange else f"values of {attention.v_head_dim} for keys of {attention.qk_head_dim}"
+        what = (
+            f"parts {sorted(strange)}"
+            if strange
+            else f"values of {attention.v_head_dim} for keys of {attention.qk_head_dim}"
+        )
         raise ExactnessError(f"{name} ({type(attention).__name__}) has no exact form: {what}")
 
     def projection(module: nn.Linear) -> Projection:

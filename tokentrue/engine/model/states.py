@@ -1,8 +1,9 @@
-"""Which recurrent-state slot belongs to whom (hybrid models): one per running request, the rest snapshots of prefixes. No tensors.
+"""Which recurrent-state slot belongs to whom (hybrid models): one per running request, the rest snapshots of prefixes.
+No tensors.
 
-A snapshot holds the state of every linear-attention layer after a whole number of cache blocks, under the name of the last of them, so a
-request may start there if its blocks are cached, too. Copies between slots are queued here and done, in order, before the next step.
-Slot 0 stays zero: the state before the first token.
+A snapshot holds the state of every linear-attention layer after a whole number of cache blocks, under the name of the
+last of them, so a request may start there if its blocks are cached, too. Copies between slots are queued here and done,
+in order, before the next step. Slot 0 stays zero: the state before the first token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One step as plain numbers: what the stages of a pipeline are sent, and what a forward pass in the same process reads."""
+"""One step as plain numbers: what the stages of a pipeline are sent, and what a forward pass in the same process
+reads."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """For each sequence of the step its newest `counts[i]` tokens from position `starts[i]` on; `ids` are back to back."""
+    """For each sequence of the step its newest `counts[i]` tokens from position `starts[i]` on; `ids` are back to
+    back."""
 
     ids: list[int]
     starts: list[int]

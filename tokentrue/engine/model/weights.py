@@ -1,4 +1,5 @@
-"""Weights in: a model from a directory, and new weights into a live model, in place, by name. All of them or none are accepted."""
+"""Weights in: a model from a directory, and new weights into a live model, in place, by name. All of them or none are
+accepted."""
 
 from __future__ import annotations
 
@@ -17,10 +18,13 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """A Hugging Face causal decoder in inference mode; a model object is taken as it is (and its weights are the engine's from now on)."""
+    """A Hugging Face causal decoder in inference mode; a model object is taken as it is (and its weights are the
+    engine's from now on)."""
     if isinstance(source, nn.Module):
         if hasattr(source, "peft_config"):
-            raise ExactnessError("the engine runs a base model: give it that, and the adapter by engine.load_adapter(name, directory)")
+            raise ExactnessError(
+                "the engine runs a base model: give it that, and the adapter by engine.load_adapter(name, directory)"
+            )
         model = source.to(device=device, dtype=dtype)
     else:
         model = read_model(source, dtype).to(device)
@@ -28,7 +32,8 @@ def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: t
 
 
 def read_model(source: str | Path, dtype: torch.dtype) -> Any:
-    """The model of a directory or hub id on the host. MXFP4 experts (gpt-oss) are dequantised: a 4-bit value times a power of two."""
+    """The model of a directory or hub id on the host. MXFP4 experts (gpt-oss) are dequantised: a 4-bit value times a
+    power of two."""
     from transformers.utils.quantization_config import Mxfp4Config
 
     options: dict[str, Any] = {}
@@ -37,9 +42,13 @@ def read_model(source: str | Path, dtype: torch.dtype) -> Any:
         if stored is not None:
             method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
             if method != "mxfp4":
-                raise ExactnessError(f"{source} is quantised ({method}): no exact form; give the engine the model in {dtype}, or MXFP4")
+                raise ExactnessError(
+                    f"{source} is quantised ({method}): no exact form; give the engine the model in {dtype}, or MXFP4"
+                )
             options["quantization_config"] = Mxfp4Config(dequantize=True)
-        model = load_causal_model(source, dtype=str(dtype).removeprefix("torch."), attn_implementation="eager", **options)
+        model = load_causal_model(
+            source, dtype=str(dtype).removeprefix("torch."), attn_implementation="eager", **options
+        )
     except ConfigError as error:
         raise FileFormatError(str(error)) from error
     if options:  # transformers dequantises to bfloat16, whatever the dtype
@@ -54,14 +63,16 @@ def targets_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, source: Weights) -> None:
-    """Copy into the live parameters. A mapping or directory is checked whole before the first copy; a stream as it comes."""
+    """Copy into the live parameters. A mapping or directory is checked whole before the first copy; a stream as it
+    comes."""
     with torch.no_grad():
         for _, target, value in checked_weights(targets_of(model), source, model):
             target.data.copy_(value)
 
 
 def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, target, value) of every weight, checked against the names and shapes of `targets`; raises at the end if some are missing."""
+    """(name, target, value) of every weight, checked against the names and shapes of `targets`; raises at the end if
+    some are missing."""
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
     pairs: Iterable[tuple[str, Any]]
@@ -85,7 +96,9 @@ def check_covered(targets: Mapping[str, Tensor], covered: set[int]) -> None:
     """Tied weights are one tensor under two names: either will do."""
     missing = [name for name, target in targets.items() if id(target) not in covered]
     if missing:
-        raise EngineError(f"weights are missing {len(missing)} tensors, first {missing[0]!r}: publish the whole state dict")
+        raise EngineError(
+            f"weights are missing {len(missing)} tensors, first {missing[0]!r}: publish the whole state dict"
+        )
 
 
 def plain_name(name: str) -> str:
@@ -114,7 +127,8 @@ def check_names(targets: Mapping[str, Tensor], source: Mapping[str, Any]) -> Non
 
 
 def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Mapping[str, Any]:
-    """A checkpoint directory: its safetensors where the names are the model's own, else through transformers' conversion."""
+    """A checkpoint directory: its safetensors where the names are the model's own, else through transformers'
+    conversion."""
     from safetensors import safe_open
 
     files = sorted(path.glob("*.safetensors"))
@@ -123,7 +137,7 @@ def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Map
     found: dict[str, Any] = {}
     for file in files:
         with safe_open(file, framework="pt") as handle:
-            found.update((name, handle.get_tensor(name)) for name in handle.keys())  # noqa: SIM118
+            found.update((name, handle.get_tensor(name)) for name in handle.keys())
     if set(found) <= set(targets):
         return found
     other = read_model(path, next(model.parameters()).dtype)

@@ -1,7 +1,8 @@
 """The driver of a pipeline: starts the stages, sends them weights and steps, and collects what the last one samples.
 
-Several steps are in flight, one for each stage; each holds other requests, so that all stages compute at once. The driver waits on the
-stages' pipes and on their processes, so a stage that dies is an error at once, and the others are ended with it.
+Several steps are in flight, one for each stage; each holds other requests, so that all stages compute at once. The
+driver waits on the stages' pipes and on their processes, so a stage that dies is an error at once, and the others are
+ended with it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class StageProcess:
 def start_pipeline(model: Any, plan: PipelinePlan) -> Pipeline:
     """Stages with the layers of `model` (on the host); its weights are sent by name, so nothing of it is kept here."""
     layers = cut_layers(len(model.model.layers), plan.stages)
-    pipeline = Pipeline(skeleton_of(type(model), model.config), WeightRoutes(model, layers), stage_specs(model, plan, layers))
+    pipeline = Pipeline(
+        skeleton_of(type(model), model.config), WeightRoutes(model, layers), stage_specs(model, plan, layers)
+    )
     try:
         pipeline.build(model, plan)
     except BaseException:
@@ -89,8 +92,13 @@ class Pipeline:
         self._raise_first(answer for answer in answers if isinstance(answer, say.Outcome))
         built = [answer for answer in answers if isinstance(answer, say.Built)]
         if len({answer.contract.fingerprint for answer in built}) != 1:
-            raise ExactnessError("the stages' operators differ: " + "; ".join(str(answer.contract.operators) for answer in built))
-        num_blocks, states = min(answer.num_blocks for answer in built), [a.num_states for a in built if a.num_states is not None]
+            raise ExactnessError(
+                "the stages' operators differ: " + "; ".join(str(answer.contract.operators) for answer in built)
+            )
+        num_blocks, states = (
+            min(answer.num_blocks for answer in built),
+            [a.num_states for a in built if a.num_states is not None],
+        )
         self._tell_all(say.Allocate(num_blocks))
         self.contract = built[0].contract
         self.sizes = Sizes(
@@ -108,7 +116,10 @@ class Pipeline:
         chosen = [self._hear(stage, say.Chosen).parts for stage in self._stages] if wants.routing else []
         result = self._hear(self._stages[-1], StepResult)
         requests = zip(*(parts for parts in chosen if parts), strict=True)
-        return replace(result, routes=[routes_from(*(np.concatenate(both, 1) for both in zip(*own, strict=True))) for own in requests])
+        return replace(
+            result,
+            routes=[routes_from(*(np.concatenate(both, 1) for both in zip(*own, strict=True))) for own in requests],
+        )
 
     def prove(self, steps: Sequence[StepInputs]) -> None:
         self._raise_first(self._ask_all(say.Prove(steps), say.Outcome))
@@ -145,7 +156,8 @@ class Pipeline:
             except OSError:
                 self._die()
 
-    # ---- the stages' processes ------------------------------------------------------------------------------------------------------
+    # ---- the stages' processes
+    # ------------------------------------------------------------------------------------------------------
     def _ask_all(self, message: Any, kind: type[Answer]) -> list[Answer]:
         self._tell_all(message)
         return [self._hear(stage, kind) for stage in self._stages]

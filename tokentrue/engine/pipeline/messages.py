@@ -16,7 +16,8 @@ from tokentrue.numerics import Contract
 # ---- to a stage ---------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """The tensor's bytes follow. It replaces the weight or buffer of that name (before `Build`), or is copied into it."""
+    """The tensor's bytes follow. It replaces the weight or buffer of that name (before `Build`), or is copied into
+    it."""
 
     name: str
     dtype: torch.dtype
@@ -43,7 +44,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Prove:
-    """Compute these steps, compare their bits with the model's own forward over the same tokens: answer with `Outcome`."""
+    """Compute these steps, compare their bits with the model's own forward over the same tokens: answer with
+    `Outcome`."""
 
     steps: Sequence[StepInputs]
     adapter: str | None = None

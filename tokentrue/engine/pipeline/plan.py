@@ -71,7 +71,9 @@ class WeightRoutes:
     def __init__(self, model: Any, layers: list[range]) -> None:
         body, head = getattr(model, "model", None), model.get_output_embeddings()
         if body is None or not hasattr(body, "layers") or not hasattr(body, "norm") or not isinstance(head, nn.Linear):
-            raise ExactnessError(f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)")
+            raise ExactnessError(
+                f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)"
+            )
         self.layers = layers
         self.tied = head.weight is body.embed_tokens.weight
 
@@ -97,7 +99,8 @@ def skeleton_of(model_class: Any, config: Any) -> Any:
 
 
 def stage_model(spec: StageSpec) -> Any:
-    """The model's own classes with this stage's layers alone, on the meta device. What other stages do passes hidden states through."""
+    """The model's own classes with this stage's layers alone, on the meta device. What other stages do passes hidden
+    states through."""
     model = skeleton_of(spec.model_class, spec.config)
     body, config = model.model, model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)

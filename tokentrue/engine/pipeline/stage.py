@@ -1,7 +1,9 @@
-"""One stage of a pipeline, in a process of its own: some layers, their caches, and hidden states from the stage before to the one after.
+"""One stage of a pipeline, in a process of its own: some layers, their caches, and hidden states from the stage before
+to the one after.
 
-Hidden states travel by torch.distributed (nccl where every stage has a GPU of its own, else gloo through host memory); everything else
-comes over the pipe to the driver. Steps are computed in the order of the pipe, so no step overtakes another in any stage.
+Hidden states travel by torch.distributed (nccl where every stage has a GPU of its own, else gloo through host memory);
+everything else comes over the pipe to the driver. Steps are computed in the order of the pipe, so no step overtakes
+another in any stage.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ class Stage:
             case say.Allocate():
                 assert self.forward is not None
                 decoder, ops = self.forward.decoder, self.forward.ops
-                self.forward = Forward(decoder, ops, num_blocks=message.num_blocks, num_states=states_for(decoder, self.spec.limits))
+                self.forward = Forward(
+                    decoder, ops, num_blocks=message.num_blocks, num_states=states_for(decoder, self.spec.limits)
+                )
             case say.Step():
                 self.step(message)
             case say.Prove():
@@ -119,7 +123,9 @@ class Stage:
         if (own := module._parameters.get(leaf)) is not None:
             if own.shape != value.shape:
                 made = f"{self.spec.model_class.__name__}(config) makes {tuple(own.shape)}"
-                raise EngineError(f"weight {header.name!r} has shape {header.shape}, {made}: stages are built from the model's own class")
+                raise EngineError(
+                    f"weight {header.name!r} has shape {header.shape}, {made}: stages are built from the model's own class"
+                )
             module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
         else:
             module._buffers[leaf] = value
@@ -127,7 +133,9 @@ class Stage:
     def build(self) -> say.Built:
         spec = self.spec
         tensors = dict(self.model.state_dict(keep_vars=True))
-        lost = [name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if tensor.is_meta]
+        lost = [
+            name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if tensor.is_meta
+        ]
         if lost:
             raise EngineError(f"stage {spec.index} has no values for {lost[0]!r}")
         ops = ops_for(self.device)
@@ -135,10 +143,16 @@ class Stage:
         contract = contract_for(spec.shapes, ops, self.device)
         decoder = read_decoder(self.model, ops, max_positions=spec.max_positions)
         self.targets = tensors
-        blocks = blocks_for(decoder, ops, limits=spec.limits, kv_tokens=spec.kv_tokens, device=self.device, share=spec.share)
+        blocks = blocks_for(
+            decoder, ops, limits=spec.limits, kv_tokens=spec.kv_tokens, device=self.device, share=spec.share
+        )
         self.forward = Forward(decoder, ops, num_blocks=1, num_states=states_for(decoder, spec.limits))
         dist.init_process_group(
-            spec.backend, init_method=f"file://{spec.rendezvous}", rank=spec.index, world_size=spec.stages, timeout=PATIENCE
+            spec.backend,
+            init_method=f"file://{spec.rendezvous}",
+            rank=spec.index,
+            world_size=spec.stages,
+            timeout=PATIENCE,
         )
         return say.Built(contract, blocks, states_for(decoder, spec.limits), ops.block_size)
 
@@ -148,7 +162,9 @@ class Stage:
         if wants.routing:
             with forward.routes() as chosen:
                 y = self.compute(message.inputs)
-                self.pipe.send(say.Chosen([read_experts(chosen, part) for part in wants.routing] if forward.ops.routes else []))
+                self.pipe.send(
+                    say.Chosen([read_experts(chosen, part) for part in wants.routing] if forward.ops.routes else [])
+                )
         else:
             y = self.compute(message.inputs)
         if self.spec.is_last:
@@ -194,8 +210,14 @@ class Stage:
         if same_bits(reached, wanted):
             return None
         token = int((reached != wanted).any(-1).nonzero()[0]) if bool((reached != wanted).any()) else 0
-        what = f"adapter {adapter.name!r}" if adapter is not None else f"{self.spec.model_class.__name__} has a part without an exact form"
-        return ExactnessError(f"{what}; first difference: token {token}, layers {self.spec.layers.start} to {self.spec.layers.stop - 1}")
+        what = (
+            f"adapter {adapter.name!r}"
+            if adapter is not None
+            else f"{self.spec.model_class.__name__} has a part without an exact form"
+        )
+        return ExactnessError(
+            f"{what}; first difference: token {token}, layers {self.spec.layers.start} to {self.spec.layers.stop - 1}"
+        )
 
     def take_adapter(self, adapter: Adapter) -> Exception | None:
         own, first = self.spec.layers, self.spec.layers.start

@@ -1,8 +1,8 @@
 """Which cache block belongs to whom: reference counts, and sharing of equal prefixes. Pure bookkeeping, no tensors.
 
-A full block is named by the hash of its tokens and of the block before it, so equal names mean equal prefixes from position 0, and (keys
-and values being bit-identical whoever computes them) equal contents. Freed blocks keep their name until they are needed for something
-else, oldest first. Block 0 is the null block and never handed out.
+A full block is named by the hash of its tokens and of the block before it, so equal names mean equal prefixes from
+position 0, and (keys and values being bit-identical whoever computes them) equal contents. Freed blocks keep their name
+until they are needed for something else, oldest first. Block 0 is the null block and never handed out.
 """
 
 from __future__ import annotations

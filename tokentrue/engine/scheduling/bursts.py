@@ -1,9 +1,9 @@
 """Several decode steps at a time: the host reads the tokens of one burst while the device computes the next.
 
-A burst holds requests that are all decoding, and whose distribution is shaped by temperature and seed alone. Tokens past a request's end
-are dropped; blocks that a finished request releases may still be written by the burst in flight, but only before their next owner's first
-write, because the device works in order. Anything that changes who runs (an arrival, a cancellation, new weights) first waits for the
-bursts in flight.
+A burst holds requests that are all decoding, and whose distribution is shaped by temperature and seed alone. Tokens
+past a request's end are dropped; blocks that a finished request releases may still be written by the burst in flight,
+but only before their next owner's first write, because the device works in order. Anything that changes who runs (an
+arrival, a cancellation, new weights) first waits for the bursts in flight.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ class Bursts:
         self._reject = reject
 
     def start(self, batch: Sequence[Work]) -> bool:
-        """Launch a burst for a batch that the scheduler just made, if it is all plain decoding and has blocks to grow into."""
+        """Launch a burst for a batch that the scheduler just made, if it is all plain decoding and has blocks to grow
+        into."""
         requests = [work.request for work in batch]
-        if len(batch) > BUCKETS[-1] or any(work.count > 1 or not work.samples or not is_plain(work.request) for work in batch):
+        if len(batch) > BUCKETS[-1] or any(
+            work.count > 1 or not work.samples or not is_plain(work.request) for work in batch
+        ):
             return False
         lengths = [len(r.tokens) for r in requests]
         steps = self.steps_that_fit(requests, lengths)
@@ -59,7 +62,8 @@ class Bursts:
         return True
 
     def proceed(self) -> bool:
-        """Deliver the burst in flight, if there is one; before that launch its successor, unless another request should run."""
+        """Deliver the burst in flight, if there is one; before that launch its successor, unless another request should
+        run."""
         burst = self.in_flight
         if burst is None:
             return False
@@ -81,7 +85,11 @@ class Bursts:
         active = [r for r in burst.requests if r.phase is Phase.RUNNING and not r.cancelled]
         scheduler = self.scheduler
         lengths = [length + burst.steps for length in burst.lengths]
-        unfinished = [r for r, n in zip(burst.requests, lengths, strict=True) if r.phase is Phase.RUNNING and n < self.most_tokens(r)]
+        unfinished = [
+            r
+            for r, n in zip(burst.requests, lengths, strict=True)
+            if r.phase is Phase.RUNNING and n < self.most_tokens(r)
+        ]
         newcomers = scheduler.waiting and len(unfinished) < scheduler.limits.max_requests
         if newcomers or len(active) < len(scheduler.running) or len(unfinished) < 0.75 * len(burst.requests):
             return None
@@ -94,7 +102,8 @@ class Bursts:
         return min(len(request.prompt_ids) + request.max_tokens, self.capacity)
 
     def steps_that_fit(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
-        """Steps for which every request has blocks for what it may keep, and none runs past the tables; 0 when memory is short."""
+        """Steps for which every request has blocks for what it may keep, and none runs past the tables; 0 when memory
+        is short."""
         left = [self.most_tokens(r) - n for r, n in zip(requests, lengths, strict=True)]
         steps = min(self.steps, max(left), self.capacity - max(lengths) + 1)
         for request, length, keep in zip(requests, lengths, left, strict=True):
@@ -118,7 +127,8 @@ class Bursts:
 
 
 def is_plain(request: Request) -> bool:
-    """Temperature and seed alone shape what the request samples, and it wants nothing besides tokens and their log-probabilities."""
+    """Temperature and seed alone shape what the request samples, and it wants nothing besides tokens and their
+    log-probabilities."""
     if request.shaped or request.sampling.top_logprobs or request.wants_routes or request.adapter is not None:
         return False
     return not (request.wants_prompt and not request.num_sampled)

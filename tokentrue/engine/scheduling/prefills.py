@@ -1,8 +1,8 @@
-"""Short prefills on a CUDA device, captured once a size and replayed: one by one, the host takes longer to launch a step's kernels than the
-device to run them.
+"""Short prefills on a CUDA device, captured once a size and replayed: one by one, the host takes longer to launch a
+step's kernels than the device to run them.
 
-A step is padded to its size: padding tokens go to the null block, padding tiles to a sequence without queries. Bits do not change, because
-rows are independent of the batch.
+A step is padded to its size: padding tokens go to the null block, padding tiles to a sequence without queries. Bits do
+not change, because rows are independent of the batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class PrefillGraphs:
         """Logits of those token rows, or None for a step that has no captured form: too long, or with decodes in it."""
         total = inputs.rows
         few = len(inputs.counts) <= MOST_SEQUENCES and len(rows) <= MOST_SEQUENCES
-        plain = all(count > 1 and adapter is None for count, adapter in zip(inputs.counts, inputs.adapters, strict=True))
+        plain = all(
+            count > 1 and adapter is None for count, adapter in zip(inputs.counts, inputs.adapters, strict=True)
+        )
         if not few or not plain or total > SIZES[-1] or self.forward.trace is not None:
             return None
         size = next(s for s in SIZES if s >= total)
@@ -101,7 +103,9 @@ class PrefillGraphs:
         )  # fmt: skip
         ids, rows = zeros(size), zeros(MOST_SEQUENCES)
         forward = self.forward
-        graph, logits = capture_graph(lambda: forward.logits(forward.layers(forward.decoder.embed(ids), batch).index_select(0, rows)))
+        graph, logits = capture_graph(
+            lambda: forward.logits(forward.layers(forward.decoder.embed(ids), batch).index_select(0, rows))
+        )
         return Prefill(ids=ids, batch=batch, rows=rows, logits=logits, graph=graph)
 
 

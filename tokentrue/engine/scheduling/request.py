@@ -1,4 +1,5 @@
-"""One generation on its way through the engine: what was asked, what has been sampled, where its keys and values lie."""
+"""One generation on its way through the engine: what was asked, what has been sampled, where its keys and values
+lie."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Experts of consecutive positions, [count, layers, top_k]: little-endian int16, and their weights as little-endian float32."""
+    """Experts of consecutive positions, [count, layers, top_k]: little-endian int16, and their weights as little-endian
+    float32."""
 
     shape: tuple[int, int, int]
     data: bytes
@@ -44,7 +46,8 @@ class Sampled:
 class Request:
     """Mutable, owned by the engine's thread. `tokens[:computed]` have their keys and values in `blocks`.
 
-    What was sampled is kept in columns of numbers, not as an object a token: those would wake the collector of a busy process.
+    What was sampled is kept in columns of numbers, not as an object a token: those would wake the collector of a busy
+    process.
     """
 
     prompt_ids: tuple[int, ...]
@@ -52,7 +55,9 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     max_tokens: int
-    listener: Callable[[Request], None] | None = None  # called in the engine's thread when there are new tokens, or that `finish` is set
+    listener: Callable[[Request], None] | None = (
+        None  # called in the engine's thread when there are new tokens, or that `finish` is set
+    )
     adapter: str | None = None
     prefix: bytes = b""  # what the names of its cache blocks start from: other weights, other names
     wants_prompt: bool = False
@@ -68,11 +73,15 @@ class Request:
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
     logprobs: list[float] = field(default_factory=list[float])
-    raw_logprobs: list[float] = field(default_factory=list[float])  # where filters shape the distribution; else they are `logprobs`
+    raw_logprobs: list[float] = field(
+        default_factory=list[float]
+    )  # where filters shape the distribution; else they are `logprobs`
     tops: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
     routes: list[Routes] = field(default_factory=list[Routes])
     num_routed: int = 0  # positions whose experts are kept: those of the pass that computed them first
-    kept: list[bytes] = field(default_factory=list[bytes])  # where filters shape the distribution: the ids they kept for each token
+    kept: list[bytes] = field(
+        default_factory=list[bytes]
+    )  # where filters shape the distribution: the ids they kept for each token
     versions: list[int] = field(default_factory=list[int])  # grows last: so many tokens may be read from another thread
     prompt_logprobs: list[float] = field(default_factory=list[float])
     prefix_hits: int = 0
@@ -141,7 +150,9 @@ def join_routes(runs: Sequence[Routes]) -> RoutedExperts | None:
     if not runs:
         return None
     shape = (sum(run.shape[0] for run in runs), *runs[0].shape[1:])
-    return RoutedExperts(shape=shape, data=b"".join(run.data for run in runs), weights=b"".join(run.weights for run in runs))
+    return RoutedExperts(
+        shape=shape, data=b"".join(run.data for run in runs), weights=b"".join(run.weights for run in runs)
+    )
 
 
 def mask_of(rows: Sequence[bytes]) -> SamplingMask:

@@ -1,8 +1,8 @@
 """Who runs next, and how many tokens of each: continuous batching with prefill and decode mixed. Pure, no tensors.
 
-Order of arrival is order of service. A running request is preempted (its blocks freed, its tokens kept and recomputed later) only to
-make room for an earlier one; it goes back to the front of the queue. A request whose missing prefix is just being computed by another one
-waits a step or two and then shares it.
+Order of arrival is order of service. A running request is preempted (its blocks freed, its tokens kept and recomputed
+later) only to make room for an earlier one; it goes back to the front of the queue. A request whose missing prefix is
+just being computed by another one waits a step or two and then shares it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,14 @@ class Work:
         return self.start + self.count == len(self.request.tokens)
 
 
-def cut_steps(scheduler: Scheduler, ids: Sequence[int], pieces: Sequence[int], adapter: str | None = None) -> list[StepInputs]:
-    """Steps that compute `ids` piece by piece (again from the first when they run out); their blocks are free again afterwards."""
-    request = Request(prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=adapter)
+def cut_steps(
+    scheduler: Scheduler, ids: Sequence[int], pieces: Sequence[int], adapter: str | None = None
+) -> list[StepInputs]:
+    """Steps that compute `ids` piece by piece (again from the first when they run out); their blocks are free again
+    afterwards."""
+    request = Request(
+        prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=adapter
+    )
     scheduler.grow(request, len(ids))
     steps, start = list[StepInputs](), 0
     for piece in itertools.cycle(pieces):
@@ -71,7 +76,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.in_flight: set[Request] = set()
-        """Requests of steps that a pipeline computes now: they are in no other step, and nobody is preempted meanwhile."""
+        """Requests of steps that a pipeline computes now: they are in no other step, and nobody is preempted
+        meanwhile."""
         self.preemptions = 0
         self.prefix_hits = 0
         self.prefix_queries = 0
@@ -81,7 +87,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def next_batch(self, parts: int = 1) -> list[Work]:
-        """Decodes first, then pieces of prompts; every request in it has its blocks. With `parts`, about that share of all requests."""
+        """Decodes first, then pieces of prompts; every request in it has its blocks. With `parts`, about that share of
+        all requests."""
         budget = self.limits.step_tokens
         batch: list[Work] = []
         most = -(-(len(self.running) + len(self.waiting)) // parts)
@@ -101,7 +108,9 @@ class Scheduler:
     def piece(self, request: Request, budget: int) -> int:
         most = min(request.remaining, budget, self.limits.chunk_tokens)
         count = max(1, min(most, self._chunk(request, most)))
-        if self.states is not None:  # a piece ends where the prompt's last whole block does, so that its state can be kept
+        if (
+            self.states is not None
+        ):  # a piece ends where the prompt's last whole block does, so that its state can be kept
             border = (len(request.tokens) - 1) // self.pool.block_size * self.pool.block_size
             if request.computed < border < request.computed + count:
                 return border - request.computed
@@ -152,8 +161,11 @@ class Scheduler:
 
     # ---- prefixes -------------------------------------------------------------------------------------------------------------------
     def prefix_names(self, request: Request) -> list[bytes]:
-        """Names of the full blocks that could be shared; the last token is always computed, because its logits are needed."""
-        if (request.wants_prompt and not request.num_sampled) or request.num_routed < (len(request.tokens) - 1) * request.wants_routes:
+        """Names of the full blocks that could be shared; the last token is always computed, because its logits are
+        needed."""
+        if (request.wants_prompt and not request.num_sampled) or request.num_routed < (
+            len(request.tokens) - 1
+        ) * request.wants_routes:
             return []  # every prompt position's logits, or experts, are wanted
         size = self.pool.block_size
         while len(request.hashes) < (len(request.tokens) - 1) // size:
@@ -162,7 +174,9 @@ class Scheduler:
 
     def extend_names(self, request: Request) -> None:
         size, n = self.pool.block_size, len(request.hashes)
-        request.hashes.append(block_hash(request.hashes[-1] if n else request.prefix, request.tokens[n * size : (n + 1) * size]))
+        request.hashes.append(
+            block_hash(request.hashes[-1] if n else request.prefix, request.tokens[n * size : (n + 1) * size])
+        )
 
     def names_in_work(self, request: Request) -> list[bytes]:
         """Blocks of the prompt that a running request is about to compute."""
@@ -198,7 +212,8 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request, length: int) -> bool:
-        """Grow, at the expense of later arrivals; False when the request itself had to give way, or waits for steps in flight."""
+        """Grow, at the expense of later arrivals; False when the request itself had to give way, or waits for steps in
+        flight."""
         while not self.grow(request, length):
             if self.in_flight:
                 return False

@@ -1,4 +1,5 @@
-"""One rollout is one process of the agent, in a directory of its own, and one run of the score command. Read `run` first."""
+"""One rollout is one process of the agent, in a directory of its own, and one run of the score command. Read `run`
+first."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ from tokentrue.environments.agents.sandbox import (
 )
 from tokentrue.environments.agents.score import reward_from_command, reward_from_harbor
 from tokentrue.environments.agents.tasks import AgentTask, needs_image, of_split, read_tasks
-from tokentrue.environments.agents.workspace import Workspace, WorkspaceKind, open_workspace, remove_abandoned, remove_tree, write_files
+from tokentrue.environments.agents.workspace import (
+    Workspace,
+    WorkspaceKind,
+    open_workspace,
+    remove_abandoned,
+    remove_tree,
+    write_files,
+)
 from tokentrue.environments.base import Split, Task
 from tokentrue.errors import AgentError, ConfigError
 
@@ -40,12 +48,13 @@ HARBOR_WORK, HARBOR_TESTS, HARBOR_LOGS = Path("/app"), Path("/tests"), Path("/lo
 
 
 class CommandLineAgent:
-    """`agent` is a preset's name or a command with `{task}` in it; `tasks` a JSON-lines file or Harbor task directories; `score` a shell
-    command in the working directory. `program` names the executable where it is not on the PATH, `arguments` are added to the
-    agent's own. `agent_timeout_s` ends the agent and
-    scores what it did; a task's own time limit wins. `transcripts` is where the output of agents and score commands is kept.
-    `readable` are paths of the home directory that stay in sight in a sandbox, beside the folders of files that `agent` and a score command
-    name by absolute path, each for itself: the agent does not see what scores it. `image` is what docker runs."""
+    """`agent` is a preset's name or a command with `{task}` in it; `tasks` a JSON-lines file or Harbor task
+    directories; `score` a shell command in the working directory. `program` names the executable where it is not on the
+    PATH, `arguments` are added to the agent's own. `agent_timeout_s` ends the agent and
+    scores what it did; a task's own time limit wins. `transcripts` is where the output of agents and score commands is
+    kept. `readable` are paths of the home directory that stay in sight in a sandbox, beside the folders of files that
+    `agent` and a score command name by absolute path, each for itself: the agent does not see what scores it. `image`
+    is what docker runs."""
 
     name = "agent"
 
@@ -89,12 +98,18 @@ class CommandLineAgent:
 
     def notes(self) -> list[str]:
         """What a user should know about how the tasks run here."""
-        notes = [f"{self.preset.name}: each rollout runs {DESCRIPTIONS[self.sandbox]}; from turn to turn: {self.preset.changes}"]
+        notes = [
+            f"{self.preset.name}: each rollout runs {DESCRIPTIONS[self.sandbox]}; from turn to turn: {self.preset.changes}"
+        ]
         images = sum(needs_image(task) for task in self.all_tasks)
         if images and self.sandbox != "docker":
-            notes.append(f"{images} of {len(self.all_tasks)} tasks have a Dockerfile: no container runs here, so its steps are not run")
+            notes.append(
+                f"{images} of {len(self.all_tasks)} tasks have a Dockerfile: no container runs here, so its steps are not run"
+            )
         if self.sandbox == "none" and any(task.tests for task in self.all_tasks):
-            raise ConfigError("tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='bwrap'")
+            raise ConfigError(
+                "tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='bwrap'"
+            )
         return notes
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
@@ -116,7 +131,9 @@ class CommandLineAgent:
                 write_files(place.work, launch.work_files)
                 result = await self._run_agent(place, asked, program, launch)
                 if result.code in CANNOT_RUN:
-                    raise AgentError(f"{self.preset.name} could not be run (exit code {result.code}): {tail_of(place.logs / 'agent.log')}")
+                    raise AgentError(
+                        f"{self.preset.name} could not be run (exit code {result.code}): {tail_of(place.logs / 'agent.log')}"
+                    )
                 return await self._run_score(place, asked)
             finally:
                 self._keep_transcript(place, session_id)
@@ -177,7 +194,9 @@ class CommandLineAgent:
         given = [name for name in every if name not in KEPT]
         command = self._enter_sandbox(place, asked, command, shown or {}, (*self._readable, *readable), given)
         try:
-            return await run_supervised(command, cwd=place.work, env=every, output=place.logs / output, timeout_s=timeout_s)
+            return await run_supervised(
+                command, cwd=place.work, env=every, output=place.logs / output, timeout_s=timeout_s
+            )
         finally:
             if self.sandbox == "docker":
                 await asyncio.shield(asyncio.to_thread(remove_container, place.directory.name))
@@ -202,7 +221,9 @@ class CommandLineAgent:
         if self.sandbox == "namespace":
             return enter_namespace(command, root=place.root, shown=binds, readable=in_sight, cwd=work)
         if self.sandbox == "docker":
-            return enter_docker(command, image=self._image, name=place.directory.name, shown=binds, variables=variables, cwd=work)
+            return enter_docker(
+                command, image=self._image, name=place.directory.name, shown=binds, variables=variables, cwd=work
+            )
         return list(command)
 
     def _keep_transcript(self, place: Workspace, session_id: str) -> None:

@@ -1,7 +1,8 @@
-"""Removes the directories of a run that was killed. Run as a program, with the standard library alone: `janitor.py FOLDER PREFIX`.
+"""Removes the directories of a run that was killed. Run as a program, with the standard library alone: `janitor.py
+FOLDER PREFIX`.
 
-Its standard input is a pipe from the run. When the run ends, however it ends, the pipe closes; what is then left of its directories is
-removed, again and again until nothing is: supervisors may still be killing agents that write there.
+Its standard input is a pipe from the run. When the run ends, however it ends, the pipe closes; what is then left of its
+directories is removed, again and again until nothing is: supervisors may still be killing agents that write there.
 """
 
 import glob

@@ -1,4 +1,5 @@
-"""What a preset says about one command-line agent: how to start it against a session, and what it changes from turn to turn."""
+"""What a preset says about one command-line agent: how to start it against a session, and what it changes from turn to
+turn."""
 
 from __future__ import annotations
 
@@ -29,8 +30,10 @@ class AgentLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPreset:
-    """`program` is the executable's name and `install` the command that brings it. `changes` says what the agent alters in what it has
-    sent before: everything of that kind which no projection covers starts a new sample. `pin` names prompts that the agent's sessions pin:
+    """`program` is the executable's name and `install` the command that brings it. `changes` says what the agent alters
+    in what it has
+    sent before: everything of that kind which no projection covers starts a new sample. `pin` names prompts that the
+    agent's sessions pin:
     ("system",) for an agent that rewrites its system prompt from turn to turn."""
 
     name: str

@@ -1,4 +1,5 @@
-"""Runs one command under `supervise.py`, with a time limit; whatever happens here, no descendant of the command outlives the call."""
+"""Runs one command under `supervise.py`, with a time limit; whatever happens here, no descendant of the command
+outlives the call."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ async def run_supervised(
         ))  # fmt: skip
         try:
             process = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # while it starts asyncio would kill the supervisor, and the command would outlive it
+        except (
+            asyncio.CancelledError
+        ):  # while it starts asyncio would kill the supervisor, and the command would outlive it
             await asyncio.shield(asyncio.ensure_future(stop_when_started(starting)))
             raise
     try:

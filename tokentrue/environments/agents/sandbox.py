@@ -1,13 +1,14 @@
 """What an agent can reach besides the network.
 
-- `bwrap` (bubblewrap): it writes nothing but the rollout's own directory and a private /tmp. The user's home directory and /run are out of
-  sight, but for the programs in it; no other process can be seen.
+- `bwrap` (bubblewrap): it writes nothing but the rollout's own directory and a private /tmp. The user's home directory
+  and /run are out of sight, but for the programs in it; no other process can be seen.
 - `namespace` (util-linux's `unshare`): the same, except that the home directory can be read.
 - `docker`: a container of an image that holds the agent; of this machine it sees the rollout's directory.
 - `none`: a home and a working directory of its own; it can reach whatever its user can.
 
-`auto` takes the first of bwrap, namespace and none that works here. None of them needs privileges, and all share the host's network, so
-that the gateway is reached on loopback. In a sandbox, directories may have other names (/app, /tests).
+`auto` takes the first of bwrap, namespace and none that works here. None of them needs privileges, and all share the
+host's network, so that the gateway is reached on loopback. In a sandbox, directories may have other names (/app,
+/tests).
 """
 
 from __future__ import annotations
@@ -32,12 +33,22 @@ DESCRIPTIONS: Mapping[ChosenSandbox, str] = {
     "docker": "in a container (network of the host)",
     "none": "as a plain process, without a sandbox",
 }
-BWRAP = ("bwrap", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--cap-drop", "ALL")
+BWRAP = (
+    "bwrap",
+    "--unshare-user",
+    "--unshare-pid",
+    "--unshare-ipc",
+    "--unshare-uts",
+    "--die-with-parent",
+    "--cap-drop",
+    "ALL",
+)
 NOT_BOUND = ("proc", "dev", "tmp", "run", "app", "tests", "logs")  # of the root directory
 RESOLVER = Path("/run/systemd/resolve")  # /etc/resolv.conf may point there
 PARTS_OF_A_PREFIX = ("bin", "lib", "lib64", "libexec", "include", "versions", "shims", "pyvenv.cfg")
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child")
-# $1: the new root. Then paths of /tmp to read, `--`, pairs of a directory and its name inside, `--`, where to start, and the command.
+# $1: the new root. Then paths of /tmp to read, `--`, pairs of a directory and its name inside, `--`, where to start,
+# and the command.
 ENTER = """set -e
 root=$1; shift
 mount -t tmpfs tmpfs "$root"
@@ -67,7 +78,9 @@ def choose_sandbox(wanted: SandboxKind, *, image: str | None = None) -> ChosenSa
     """The sandbox to use; an error that says what is missing where the wanted one does not work here."""
     if wanted == "docker":
         if image is None or shutil.which("docker") is None:
-            raise ConfigError("sandbox: docker needs the docker command and an image that holds the agent: rollout.options.image=NAME")
+            raise ConfigError(
+                "sandbox: docker needs the docker command and an image that holds the agent: rollout.options.image=NAME"
+            )
         return "docker"
     if wanted in ("auto", "bwrap") and has_bwrap():
         return "bwrap"
@@ -75,7 +88,11 @@ def choose_sandbox(wanted: SandboxKind, *, image: str | None = None) -> ChosenSa
         return "namespace"
     if wanted in ("auto", "none"):
         return "none"
-    cure = "install bubblewrap" if wanted == "bwrap" and shutil.which(BWRAP[0]) is None else "user namespaces are not granted here"
+    cure = (
+        "install bubblewrap"
+        if wanted == "bwrap" and shutil.which(BWRAP[0]) is None
+        else "user namespaces are not granted here"
+    )
     raise ConfigError(f"sandbox: {wanted} does not work on this machine: {cure}; or use sandbox='none'")
 
 
@@ -98,9 +115,11 @@ def works(command: Sequence[str]) -> bool:
         return False
 
 
-def enter_bwrap(command: Sequence[str], *, shown: Mapping[Path, Path], readable: Iterable[Path], cwd: Path) -> list[str]:
-    """The command line that runs `command` in `cwd`; `shown` maps writable directories to their names inside, `readable` are paths of
-    the home directory or of /tmp that stay in sight."""
+def enter_bwrap(
+    command: Sequence[str], *, shown: Mapping[Path, Path], readable: Iterable[Path], cwd: Path
+) -> list[str]:
+    """The command line that runs `command` in `cwd`; `shown` maps writable directories to their names inside,
+    `readable` are paths of the home directory or of /tmp that stay in sight."""
     line = [*BWRAP, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/run"]
     for entry in sorted(Path("/").iterdir()):
         if entry.is_symlink():
@@ -121,13 +140,22 @@ def home_directories() -> list[Path]:
     """Where the files of users are: /home, /root, and this user's own home where that is elsewhere."""
     usual = [path for path in (Path("/home"), Path("/root")) if path.is_dir() and not path.is_symlink()]
     own = Path.home().resolve()
-    return usual if own == Path("/") or any(own.is_relative_to(path) for path in usual) or not own.is_dir() else [*usual, own]
+    return (
+        usual
+        if own == Path("/") or any(own.is_relative_to(path) for path in usual) or not own.is_dir()
+        else [*usual, own]
+    )
 
 
 def programs_in_home(program: str, readable: Iterable[str] = ()) -> list[Path]:
-    """What of the home directories and of /tmp must stay in sight for programs to run: this Python, the PATH, the agent, and what the user
-    names."""
-    folders = [Path(sys.prefix) / "bin", Path(sys.base_prefix) / "bin", Path(program).parent, Path(program).resolve().parent]
+    """What of the home directories and of /tmp must stay in sight for programs to run: this Python, the PATH, the
+    agent, and what the user names."""
+    folders = [
+        Path(sys.prefix) / "bin",
+        Path(sys.base_prefix) / "bin",
+        Path(program).parent,
+        Path(program).resolve().parent,
+    ]
     folders += [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
     found = [path for folder in folders for path in parts_beside(folder)]
     found += [Path(name).expanduser().resolve() for name in readable]
@@ -136,14 +164,18 @@ def programs_in_home(program: str, readable: Iterable[str] = ()) -> list[Path]:
 
 
 def folders_named_in(command: str) -> list[str]:
-    """The folders of the files that a command line names by absolute path; of a home directory or of /tmp the file alone."""
+    """The folders of the files that a command line names by absolute path; of a home directory or of /tmp the file
+    alone."""
     try:
         words = shlex.split(command)
     except ValueError:  # the shell says so
         return []
     files = [Path(word) for word in words if word.startswith("/") and Path(word).is_file()]
     folders = [path.parent.resolve() for path in files]  # a home directory may be named through a link
-    return [str(folder / path.name if is_whole_home(folder) else folder) for path, folder in zip(files, folders, strict=True)]
+    return [
+        str(folder / path.name if is_whole_home(folder) else folder)
+        for path, folder in zip(files, folders, strict=True)
+    ]
 
 
 def is_whole_home(folder: Path) -> bool:
@@ -151,7 +183,8 @@ def is_whole_home(folder: Path) -> bool:
 
 
 def parts_beside(folder: Path) -> list[Path]:
-    """A directory of programs and, if it is the `bin` of a prefix, the libraries beside it; of an npm package its node_modules."""
+    """A directory of programs and, if it is the `bin` of a prefix, the libraries beside it; of an npm package its
+    node_modules."""
     tops = [parent for parent in (folder, *folder.parents) if parent.name == "node_modules"]
     if tops:
         return [tops[-1]]
@@ -160,9 +193,11 @@ def parts_beside(folder: Path) -> list[Path]:
     return [path for name in PARTS_OF_A_PREFIX if (path := folder.parent / name).exists()]
 
 
-def enter_namespace(command: Sequence[str], *, root: Path, shown: Mapping[Path, Path], readable: Iterable[Path], cwd: Path) -> list[str]:
-    """The command line that runs `command` in `cwd` of a new root; `shown` maps writable directories to their names inside, `readable` are
-    paths that stay in sight, of which /tmp alone would hide any."""
+def enter_namespace(
+    command: Sequence[str], *, root: Path, shown: Mapping[Path, Path], readable: Iterable[Path], cwd: Path
+) -> list[str]:
+    """The command line that runs `command` in `cwd` of a new root; `shown` maps writable directories to their names
+    inside, `readable` are paths that stay in sight, of which /tmp alone would hide any."""
     hidden = [str(path) for path in readable if path.is_relative_to("/tmp") and path.exists()]
     pairs = [str(part) for pair in shown.items() for part in pair]
     return [*UNSHARE, "sh", "-c", ENTER, "enter", str(root), *hidden, "--", *pairs, "--", str(cwd), *command]
@@ -171,9 +206,21 @@ def enter_namespace(command: Sequence[str], *, root: Path, shown: Mapping[Path, 
 def enter_docker(
     command: Sequence[str], *, image: str, name: str, shown: Mapping[Path, Path], variables: Iterable[str], cwd: Path
 ) -> list[str]:
-    """The command line that runs `command` in a container called `name`. Values of `variables` are taken from docker's own environment:
+    """The command line that runs `command` in a container called `name`. Values of `variables` are taken from docker's
+    own environment:
     no key stands on a command line."""
-    line = ["docker", "run", "--rm", "--init", "--name", name, "--network", "host", "--user", f"{os.getuid()}:{os.getgid()}"]
+    line = [
+        "docker",
+        "run",
+        "--rm",
+        "--init",
+        "--name",
+        name,
+        "--network",
+        "host",
+        "--user",
+        f"{os.getuid()}:{os.getgid()}",
+    ]
     line += ["--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     for path, inside in shown.items():
         line += ["--volume", f"{path}:{inside}"]

@@ -11,8 +11,8 @@ from tokentrue.errors import AgentError
 
 
 def reward_from_command(result: CommandResult, printed: str, command: str) -> float:
-    """Exit code 0: the number on the last line where there is one, else 1. Any other exit code: 0. A command that could not run, or was
-    killed, is no score."""
+    """Exit code 0: the number on the last line where there is one, else 1. Any other exit code: 0. A command that could
+    not run, or was killed, is no score."""
     if result.code is None:
         raise AgentError(f"score: {command!r} took longer than its time limit ({result.seconds:.0f} s)")
     if result.code in CANNOT_RUN or result.code > 128:
@@ -38,7 +38,9 @@ def reward_from_harbor(logs: Path, result: CommandResult, printed: str) -> float
         except (ValueError, TypeError, KeyError, ZeroDivisionError):
             pass
     said = printed.strip()[-200:]
-    raise AgentError(f"score: tests/test.sh wrote no number to /logs/verifier/reward.txt (exit code {result.code}): {said}")
+    raise AgentError(
+        f"score: tests/test.sh wrote no number to /logs/verifier/reward.txt (exit code {result.code}): {said}"
+    )
 
 
 def as_number(text: str) -> float | None:

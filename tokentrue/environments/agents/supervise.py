@@ -1,8 +1,9 @@
-"""The parent process of one agent: runs a command and ends all of its descendants, also those that left its process group.
+"""The parent process of one agent: runs a command and ends all of its descendants, also those that left its process
+group.
 
-Run as a program, with the standard library alone: `supervise.py COMMAND…`. It adopts orphans (a Linux subreaper), so that every descendant
-stays below it. When its standard input closes, its starter wants it to stop, or has died: it kills everything. Its exit code is the
-command's, 128 + N for a signal N.
+Run as a program, with the standard library alone: `supervise.py COMMAND…`. It adopts orphans (a Linux subreaper), so
+that every descendant stays below it. When its standard input closes, its starter wants it to stop, or has died: it
+kills everything. Its exit code is the command's, 128 + N for a signal N.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Tasks for command-line agents: a JSON-lines file, or Harbor task directories as they are.
 
-A line: `{"id": "fix-1", "prompt": "…", "dir": "repo", "ref": "main", "score": "pytest -q", "split": "heldout", "env": {…}}`; only `prompt`
-is needed. `dir` is copied (or checked out) for every rollout and is relative to the file.
+A line: `{"id": "fix-1", "prompt": "…", "dir": "repo", "ref": "main", "score": "pytest -q", "split": "heldout", "env":
+{…}}`; only `prompt` is needed. `dir` is copied (or checked out) for every rollout and is relative to the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The directories of one rollout, and their end.
 
-Each rollout has one directory with `home`, `work`, `root` (of a namespace) and `logs` in it. Its name holds the process that made it: a
-janitor process takes it away where that process is killed, and a later run where the machine was.
+Each rollout has one directory with `home`, `work`, `root` (of a namespace) and `logs` in it. Its name holds the process
+that made it: a janitor process takes it away where that process is killed, and a later run where the machine was.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Workspace:
 
 
 @asynccontextmanager
-async def open_workspace(source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path) -> AsyncGenerator[Workspace]:
+async def open_workspace(
+    source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path
+) -> AsyncGenerator[Workspace]:
     """`make_workspace` in a thread: copying a repository must not hold up other rollouts."""
     manager = make_workspace(source, kind=kind, ref=ref, under=under)
     entering = asyncio.ensure_future(asyncio.to_thread(manager.__enter__))
@@ -98,7 +100,8 @@ def make_workspace(source: Path | None, *, kind: WorkspaceKind, ref: str | None,
 
 @cache
 def start_janitor(under: Path, process: int) -> int:
-    """One janitor for all directories that this process makes in `under`; returns the end of the pipe that it watches."""
+    """One janitor for all directories that this process makes in `under`; returns the end of the pipe that it
+    watches."""
     read, write = os.pipe()
     command = [sys.executable, "-I", str(JANITOR), str(under), f"{PREFIX}{own_name()}-"]
     os.posix_spawn(sys.executable, command, {}, file_actions=[(os.POSIX_SPAWN_DUP2, read, 0)], setpgroup=0)
@@ -114,7 +117,9 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def git(repository: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        ["git", "-C", str(repository), *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     if done.returncode:
         raise ConfigError(f"workspace: git {arguments[0]} failed in {repository}: {done.stderr.strip()[-200:]}")
     return done.stdout.strip()
@@ -134,7 +139,8 @@ def own_name() -> str:
 
 
 def started_at(process: int) -> str:
-    """When a process started, in the kernel's own count: its id may be used again. Empty where it is not running, or not on Linux."""
+    """When a process started, in the kernel's own count: its id may be used again. Empty where it is not running, or
+    not on Linux."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

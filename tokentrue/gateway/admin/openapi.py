@@ -23,7 +23,11 @@ def document() -> Json:
 
     return {
         "openapi": "3.1.0",
-        "info": {"title": "tokentrue gateway", "version": __version__, "description": "Token-in, token-out model calls for agents."},
+        "info": {
+            "title": "tokentrue gateway",
+            "version": __version__,
+            "description": "Token-in, token-out model calls for agents.",
+        },
         "paths": {**_model_paths(), **_google_paths(), **_session_paths(), **_admin_paths(), **_health_paths()},
         "components": {
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
@@ -34,9 +38,17 @@ def document() -> Json:
 
 
 def _operation(
-    summary: str, *, body: Json | None = None, parameters: tuple[Json, ...] = (), status: str = "200", media: str = "json"
+    summary: str,
+    *,
+    body: Json | None = None,
+    parameters: tuple[Json, ...] = (),
+    status: str = "200",
+    media: str = "json",
 ) -> Json:
-    error = {"description": "refused", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    error = {
+        "description": "refused",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
     kinds = {"json": "application/json", "text": "text/plain", "either": "application/json"}
     good: Json = {"description": summary, "content": {kinds[media]: {"schema": {}}}}
     if media == "either":
@@ -52,7 +64,13 @@ def _operation(
 def _page_responses() -> Json:
     no_key: Json = {"description": "the admin key is missing or wrong", "content": {"text/plain": {"schema": {}}}}
     page: Json = {"description": "the page", "content": {"text/html": {"schema": {}}}}
-    return {"200": page, "307": {"description": "the page is at /view/"}, "401": no_key, "403": no_key, "405": {"description": "use GET"}}
+    return {
+        "200": page,
+        "307": {"description": "the page is at /view/"},
+        "401": no_key,
+        "403": no_key,
+        "405": {"description": "use GET"},
+    }
 
 
 def _object(properties: Json, *required: str) -> Json:
@@ -114,7 +132,11 @@ CONTENT: Json = {
     "required": ["role", "parts"],
     "properties": {
         "role": {"enum": ["user", "model"]},
-        "parts": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["text"], "properties": {"text": TEXT}}},
+        "parts": {
+            "type": "array",
+            "minItems": 1,
+            "items": {"type": "object", "required": ["text"], "properties": {"text": TEXT}},
+        },
     },
 }
 CONTENTS: Json = {"type": "array", "minItems": 1, "items": CONTENT}
@@ -129,10 +151,20 @@ GENERATION_CONFIG: Json = _object(
     }
 )
 GENERATE: Json = _object(
-    {"contents": CONTENTS, "systemInstruction": CONTENT, "tools": {"type": "array", "items": FREE}, "generationConfig": GENERATION_CONFIG},
+    {
+        "contents": CONTENTS,
+        "systemInstruction": CONTENT,
+        "tools": {"type": "array", "items": FREE},
+        "generationConfig": GENERATION_CONFIG,
+    },
     "contents",
 )
-MODEL: Json = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]+$"}}
+MODEL: Json = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]+$"},
+}
 EVENTS: Json = {"name": "alt", "in": "query", "required": True, "schema": {"enum": ["sse"]}}
 
 

@@ -1,4 +1,5 @@
-"""Pause, resume and policy version around a weight update; health, readiness and metrics. Every worker takes part, whoever was asked."""
+"""Pause, resume and policy version around a weight update; health, readiness and metrics. Every worker takes part,
+whoever was asked."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ class OperationHandlers:
         try:
             facts = await asyncio.wait_for(services.provider.health(), READY_S)
         except (EngineError, TimeoutError) as error:
-            raise HttpError(503, "engine_unreachable", f"no engine answers: {str(error)[:200]}", retry_after_s=5.0) from None
+            raise HttpError(
+                503, "engine_unreachable", f"no engine answers: {str(error)[:200]}", retry_after_s=5.0
+            ) from None
         await self._check_disk()
         if services.workers is not None and not is_forwarded(request):
             answers = await services.workers.ask_all("GET", "/ready")
@@ -103,7 +106,9 @@ class OperationHandlers:
     async def metrics(self, request: Request) -> Response:
         snapshots = [await self._measure()]
         if self._services.workers is not None:
-            snapshots += [other for other in await self._services.workers.ask_all("GET", "/internal/metrics") if other is not None]
+            snapshots += [
+                other for other in await self._services.workers.ask_all("GET", "/internal/metrics") if other is not None
+            ]
         return Response(build_page(snapshots), headers={"content-type": CONTENT_TYPE})
 
     async def own_metrics(self, request: Request) -> Response:

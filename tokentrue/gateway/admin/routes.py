@@ -11,7 +11,14 @@ from starlette.routing import Route
 from tokentrue.errors import SessionElsewhere
 from tokentrue.gateway.admin.openapi import document
 from tokentrue.gateway.admin.operations import OperationHandlers
-from tokentrue.gateway.admin.routing import Handler, PeerResponse, forward_to_owner, is_forwarded, json_response, request_body
+from tokentrue.gateway.admin.routing import (
+    Handler,
+    PeerResponse,
+    forward_to_owner,
+    is_forwarded,
+    json_response,
+    request_body,
+)
 from tokentrue.gateway.admin.session_handlers import SessionHandlers
 from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.services import Services

@@ -10,7 +10,14 @@ from starlette.responses import Response
 
 from tokentrue.errors import InputError
 from tokentrue.gateway.admin.bodies import CreateSession, GiveReward, decode_admin
-from tokentrue.gateway.admin.routing import forward_to_owner, json_response, read_place, request_body, true_or_false, whole_number
+from tokentrue.gateway.admin.routing import (
+    forward_to_owner,
+    json_response,
+    read_place,
+    request_body,
+    true_or_false,
+    whole_number,
+)
 from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
 from tokentrue.gateway.services import Services
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
@@ -46,7 +53,13 @@ class SessionHandlers:
 
     def _address(self, request: Request, session_id: str, key: str) -> dict[str, str]:
         own = f"{self._services.config.base_url or str(request.base_url).rstrip('/')}/sessions/{session_id}"
-        return {"session_id": session_id, "api_key": key, "base_url": f"{own}/v1", "anthropic_base_url": own, "google_base_url": own}
+        return {
+            "session_id": session_id,
+            "api_key": key,
+            "base_url": f"{own}/v1",
+            "anthropic_base_url": own,
+            "google_base_url": own,
+        }
 
     async def renew_key(self, request: Request) -> Response:
         """For whoever resumes a session whose key is lost: a new key, under which the old one opens nothing."""
@@ -67,7 +80,10 @@ class SessionHandlers:
 
     async def list(self, request: Request) -> Response:
         query = request.query_params
-        offset, limit = whole_number(query.get("offset", "0"), "offset"), whole_number(query.get("limit", "100"), "limit")
+        offset, limit = (
+            whole_number(query.get("offset", "0"), "offset"),
+            whole_number(query.get("limit", "100"), "limit"),
+        )
         if limit > MOST_LISTED:
             raise InputError(f"limit: at most {MOST_LISTED}")
         journal = self._services.journal
@@ -75,7 +91,9 @@ class SessionHandlers:
         if state not in (None, "open", "ended"):
             raise InputError(f"state: must be open or ended, got {state!r}")
         after = read_place(query["after"]) if "after" in query else None
-        records = await asyncio.to_thread(lambda: journal.sessions(offset=offset, limit=limit, state=state, group=group, after=after))
+        records = await asyncio.to_thread(
+            lambda: journal.sessions(offset=offset, limit=limit, state=state, group=group, after=after)
+        )
         total = await asyncio.to_thread(lambda: journal.count(state=state, group=group))
         listed = [describe_record(record) for record in records]
         return json_response(200, {"sessions": listed, "total": total, "offset": offset, "limit": limit})
@@ -83,7 +101,9 @@ class SessionHandlers:
     async def show(self, request: Request) -> Response:
         async with self._services.sessions.checkout(request.path_params["session_id"]) as handle:
             session, coverage = handle.session, coverage_to_json(handle.coverage())
-            return json_response(200, {**describe_session(session.record, session.tree, coverage), "in_flight": handle.in_flight})
+            return json_response(
+                200, {**describe_session(session.record, session.tree, coverage), "in_flight": handle.in_flight}
+            )
 
     async def delete(self, request: Request) -> Response:
         session_id = request.path_params["session_id"]
@@ -116,4 +136,6 @@ class SessionHandlers:
 def samples_response(session_id: str, assembly: Assembly) -> Response:
     """Runs in a thread: samples are long."""
     samples = [sample_to_json(sample) for sample in assembly.samples]
-    return json_response(200, {"session_id": session_id, "samples": samples, "coverage": coverage_to_json(assembly.coverage)})
+    return json_response(
+        200, {"session_id": session_id, "samples": samples, "coverage": coverage_to_json(assembly.coverage)}
+    )

@@ -1,7 +1,16 @@
-"""The wire dialects: foreign JSON in, `RequestHead` and messages out; replies in, that dialect's JSON and events out."""
+"""The wire dialects: foreign JSON in, `RequestHead` and messages out; replies in, that dialect's JSON and events
+out."""
 
 from tokentrue.gateway.dialects.anthropic import Anthropic
-from tokentrue.gateway.dialects.base import CountingDialect, DecodedBody, Dialect, Encoder, PathFields, Problem, RequestHead
+from tokentrue.gateway.dialects.base import (
+    CountingDialect,
+    DecodedBody,
+    Dialect,
+    Encoder,
+    PathFields,
+    Problem,
+    RequestHead,
+)
 from tokentrue.gateway.dialects.google import Google
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat
 from tokentrue.gateway.dialects.openai_responses import OpenAIResponses

@@ -1,7 +1,8 @@
 """Anthropic Messages: requests and `count_tokens`. Answers and events are in `anthropic_answers.py`.
 
-Reasoning travels as thinking blocks with a signature: a block that comes back changed is refused, as the protocol's own server would.
-Claude Code's billing block, which changes with every request and is no part of the prompt, is taken out of the system prompt.
+Reasoning travels as thinking blocks with a signature: a block that comes back changed is refused, as the protocol's own
+server would. Claude Code's billing block, which changes with every request and is no part of the prompt, is taken out
+of the system prompt.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class Anthropic:
     def decode_count(self, body: bytes) -> DecodedBody:
         """The body of `count_tokens`: nothing will be sampled."""
         decoded = decode_body(body, CountBody)
-        _, tools = constraints_from(choice_from_anthropic(decoded.tool_choice), None, tools_from_anthropic(decoded.tools))
+        _, tools = constraints_from(
+            choice_from_anthropic(decoded.tool_choice), None, tools_from_anthropic(decoded.tools)
+        )
         head = RequestHead(model=decoded.model, tools=tools, leading_messages=leading_from(decoded.system))
         return DecodedBody(head=head, items=raw_items(decoded.messages, self.items_key))
 
@@ -126,7 +129,9 @@ class Anthropic:
     def check_messages(self, messages: Sequence[Message]) -> None:
         """The protocol lets a last assistant message be continued, which would put words into the sampled turn."""
         if messages and messages[-1]["role"] == "assistant":
-            message = "the last message is the assistant's: prefilled answers are not supported; end with a user message"
+            message = (
+                "the last message is the assistant's: prefilled answers are not supported; end with a user message"
+            )
             raise MessageError(message, field=self.items_key)
 
     def _assistant(self, content: Any, path: str) -> Message:
@@ -155,7 +160,9 @@ class Anthropic:
         text = text_field(block, "thinking", where)
         signature = block.get("signature", "")
         if not isinstance(signature, str) or not self._signer.holds(signature, text):
-            raise MessageError("the signature does not fit the thinking; send the block back as it came", field=f"{where}.signature")
+            raise MessageError(
+                "the signature does not fit the thinking; send the block back as it came", field=f"{where}.signature"
+            )
         return text
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
@@ -171,7 +178,9 @@ class Anthropic:
 def head_from_anthropic(head: MessagesHead) -> RequestHead:
     check_context_management(head.context_management)
     tools = tools_from_anthropic(head.tools)
-    extra, tools = constraints_from(choice_from_anthropic(head.tool_choice), format_from_config(head.output_config), tools)
+    extra, tools = constraints_from(
+        choice_from_anthropic(head.tool_choice), format_from_config(head.output_config), tools
+    )
     given = {"temperature": head.temperature, "top_p": head.top_p, "top_k": head.top_k}
     present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return RequestHead(
@@ -232,7 +241,9 @@ def user_messages(content: Any, path: str) -> list[Message]:
             flush()
             out.append(tool_message(block, where))
         else:
-            raise MessageError(f"block of type {echo(kind)} is not supported; this gateway takes text and tool_result", field=where)
+            raise MessageError(
+                f"block of type {echo(kind)} is not supported; this gateway takes text and tool_result", field=where
+            )
     flush()
     if not out:
         raise MessageError("must not be empty", field=f"{path}.content")
@@ -260,8 +271,15 @@ def tools_from_anthropic(tools: list[Json] | None) -> tuple[Json, ...] | None:
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if tool.get("type", "custom") not in ("custom", None):
-            raise MessageError(f"tool type {echo(tool['type'])} runs on its vendor's servers and is not supported", field=f"{where}.type")
-        function = {"name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool.get("input_schema")}
+            raise MessageError(
+                f"tool type {echo(tool['type'])} runs on its vendor's servers and is not supported",
+                field=f"{where}.type",
+            )
+        function = {
+            "name": tool.get("name"),
+            "description": tool.get("description") or "",
+            "parameters": tool.get("input_schema"),
+        }
         check_function(function, where)
         if not isinstance(function["parameters"], dict):
             raise MessageError("must be a JSON schema object", field=f"{where}.input_schema")
@@ -291,11 +309,14 @@ def format_from_config(config: Json | None) -> Json | None:
 
 
 def check_context_management(head: Json | None) -> None:
-    """Keeping all thinking is what happens here anyway; any other edit would change the context that was sampled from."""
+    """Keeping all thinking is what happens here anyway; any other edit would change the context that was sampled
+    from."""
     edits = (head or {}).get("edits") or ()
     if not isinstance(edits, list | tuple):
         raise MessageError("must be a list", field="context_management.edits")
     for index, edit in enumerate(cast("Sequence[Any]", edits)):
         fields: Json = cast("Json", edit) if isinstance(edit, dict) else {}
         if not str(fields.get("type")).startswith("clear_thinking") or fields.get("keep") != "all":
-            raise MessageError("only clear_thinking with keep 'all' is supported", field=f"context_management.edits[{index}]")
+            raise MessageError(
+                "only clear_thinking with keep 'all' is supported", field=f"context_management.edits[{index}]"
+            )

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, arguments_object, encode, is_cut, is_raw_arguments
+from tokentrue.gateway.dialects.base import (
+    Json,
+    Problem,
+    RequestHead,
+    arguments_object,
+    encode,
+    is_cut,
+    is_raw_arguments,
+)
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Delta, Message, Reply, TurnEvent
 
@@ -24,7 +32,11 @@ ERROR_TYPES = {
 
 
 def build_message(head: RequestHead, reply: Reply, signer: ReasoningSigner) -> Json:
-    return {**message_base(head, reply.node), "content": build_blocks(reply.message, signer), **message_end(head, reply)}
+    return {
+        **message_base(head, reply.node),
+        "content": build_blocks(reply.message, signer),
+        **message_end(head, reply),
+    }
 
 
 def message_base(head: RequestHead, node: str) -> Json:
@@ -46,7 +58,14 @@ def build_blocks(message: Message, signer: ReasoningSigner) -> list[Json]:
     calls: list[Mapping[str, Any]] = message.get("tool_calls") or []
     for call in calls:
         function = call["function"]
-        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments_object(function["arguments"])})
+        blocks.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": function["name"],
+                "input": arguments_object(function["arguments"]),
+            }
+        )
     return blocks
 
 
@@ -87,9 +106,11 @@ class OpenBlock:
 
 
 class AnthropicEncoder:
-    """message_start, then one content block after the other (thinking with its signature, text, tool_use), message_delta, message_stop.
+    """message_start, then one content block after the other (thinking with its signature, text, tool_use),
+    message_delta, message_stop.
 
-    Arguments go out when they are complete: only then is it known whether they are the JSON object that a client can parse.
+    Arguments go out when they are complete: only then is it known whether they are the JSON object that a client can
+    parse.
     """
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -1,6 +1,7 @@
 """What the dialects share: the records they parse to and build from, and errors that name a field.
 
-Invariant: a field that is neither understood nor on a dialect's list of hints is refused by name; nothing is dropped silently.
+Invariant: a field that is neither understood nor on a dialect's list of hints is refused by name; nothing is dropped
+silently.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedResponse:
-    """An earlier answer whose conversation goes on (`previous_response_id`). `instructed`: that request had `instructions`."""
+    """An earlier answer whose conversation goes on (`previous_response_id`). `instructed`: that request had
+    `instructions`."""
 
     node: str
     instructed: bool
@@ -52,9 +54,9 @@ class PathFields:
 class RequestHead:
     """A request without its conversation.
 
-    `leading_messages` come before the conversation (a system prompt outside of it). `options` is what the shape of the answer depends on,
-    in the dialect's own terms. `continues` names an earlier answer whose conversation goes on; `last_node` is the last recorded turn that
-    the request names by an id.
+    `leading_messages` come before the conversation (a system prompt outside of it). `options` is what the shape of the
+    answer depends on, in the dialect's own terms. `continues` names an earlier answer whose conversation goes on;
+    `last_node` is the last recorded turn that the request names by an id.
     """
 
     model: str
@@ -116,8 +118,8 @@ class Dialect(Protocol):
     def decode(self, body: bytes) -> DecodedBody: ...
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        """One item of the conversation as messages in the OpenAI shape. `path` only names it in errors. The same item of the same
-        session always gives the same messages once it is settled."""
+        """One item of the conversation as messages in the OpenAI shape. `path` only names it in errors. The same item
+        of the same session always gives the same messages once it is settled."""
         ...
 
     def is_settled(self, item: Any) -> bool:
@@ -241,7 +243,9 @@ def _part_text(part: Any, kinds: tuple[str, ...], where: str) -> str:
     fields: Json = cast("Json", part) if isinstance(part, dict) else {}
     kind = fields.get("type")
     if kind not in kinds:
-        raise MessageError(f"part of type {echo(kind)} is not supported; this gateway takes {', '.join(sorted(kinds))}", field=where)
+        raise MessageError(
+            f"part of type {echo(kind)} is not supported; this gateway takes {', '.join(sorted(kinds))}", field=where
+        )
     text = fields.get("text", fields.get("refusal"))
     if not isinstance(text, str):
         raise MessageError("must be a string", field=f"{where}.text")
@@ -280,8 +284,8 @@ LEVELS_AROUND_ARGUMENTS = 4
 
 
 def arguments_object(text: str) -> Json:
-    """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under `_raw_arguments`, and so
-    does an object that reads like such a wrapping, or is nested too deeply to be sent back."""
+    """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under
+    `_raw_arguments`, and so does an object that reads like such a wrapping, or is nested too deeply to be sent back."""
     try:
         data, most = text.encode("utf-8", "surrogatepass"), MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
         value: Any = parse_json(data, "arguments", most_levels=most) if text.strip() else {}

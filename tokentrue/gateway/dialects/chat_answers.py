@@ -56,10 +56,16 @@ def choice_end(head: RequestHead, reply: Reply) -> Json:
 
 def served_call(call: Mapping[str, Any]) -> Json:
     function = call["function"]
-    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": function["arguments"]}}
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": function["name"], "arguments": function["arguments"]},
+    }
 
 
-def logprobs_of(token_ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Mapping[int, float]] | None, text_of: TextOf) -> Json:
+def logprobs_of(
+    token_ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Mapping[int, float]] | None, text_of: TextOf
+) -> Json:
     content: list[Json] = []
     for index, (token, value) in enumerate(zip(token_ids, logprobs, strict=True)):
         entry = token_entry(token, value, text_of)
@@ -87,10 +93,11 @@ def build_error(problem: Problem) -> Json:
 
 
 class ChatEncoder:
-    """Chunks: the role first, then deltas, then the finish reason; usage in a chunk of its own when asked for; `[DONE]` last.
+    """Chunks: the role first, then deltas, then the finish reason; usage in a chunk of its own when asked for; `[DONE]`
+    last.
 
-    Log-probabilities go out token by token, unless alternatives were asked for: engines report those with the whole completion,
-    so that then all of them are in the last chunk of a choice.
+    Log-probabilities go out token by token, unless alternatives were asked for: engines report those with the whole
+    completion, so that then all of them are in the last chunk of a choice.
     """
 
     ping = b": keep-alive\n\n"
@@ -124,7 +131,9 @@ class ChatEncoder:
         self._replies.append(reply)
         empty = reply.message.get("content") == "" and not self._has_content[index]
         logprobs = build_choice(index, self._head, reply, self._text_of)["logprobs"] if self._logprobs_late else None
-        return self._chunk(index, {"content": ""} if empty else {}, end=choice_end(self._head, reply), logprobs=logprobs)
+        return self._chunk(
+            index, {"content": ""} if empty else {}, end=choice_end(self._head, reply), logprobs=logprobs
+        )
 
     def _chunk(self, index: int, delta: Json, *, end: Json | None = None, logprobs: Any = None) -> bytes:
         choice: Json = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs, **(end or {})}

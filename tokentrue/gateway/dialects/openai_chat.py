@@ -170,7 +170,9 @@ def tools_from_chat(tools: list[dict[str, Any]] | None, path: str) -> tuple[dict
     for index, tool in enumerate(tools):
         where = f"{path}[{index}]"
         if tool.get("type") != "function":
-            raise MessageError(f"tool type {echo(tool.get('type'))} is not supported; use 'function'", field=f"{where}.type")
+            raise MessageError(
+                f"tool type {echo(tool.get('type'))} is not supported; use 'function'", field=f"{where}.type"
+            )
         check_function(tool.get("function"), f"{where}.function")
     return tuple(tools)
 
@@ -179,8 +181,12 @@ def message_from_chat(item: Any, path: str) -> Message:
     message = dict(object_of(item, path))
     role = message.get("role")
     if role not in ROLES:
-        raise MessageError(f"role {echo(role)} is not supported; use one of {', '.join(sorted(ROLES))}", field=f"{path}.role")
-    message["content"] = join_text(message.get("content"), TEXT_PARTS, f"{path}.content", glue="" if role == "assistant" else "\n")
+        raise MessageError(
+            f"role {echo(role)} is not supported; use one of {', '.join(sorted(ROLES))}", field=f"{path}.role"
+        )
+    message["content"] = join_text(
+        message.get("content"), TEXT_PARTS, f"{path}.content", glue="" if role == "assistant" else "\n"
+    )
     if role == "developer":
         message["role"] = "system"
     if role == "assistant":

@@ -1,8 +1,9 @@
-"""OpenAI Responses: requests and whole answers. Items of requests are in `responses_requests.py`, events in `responses_events.py`.
+"""OpenAI Responses: requests and whole answers. Items of requests are in `responses_requests.py`, events in
+`responses_events.py`.
 
-One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message, unless their ids say
-that two turns of this session served them. Reasoning travels as `reasoning_text` and, sealed, as `encrypted_content`: it survives clients
-that keep only the latter.
+One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message,
+unless their ids say that two turns of this session served them. Reasoning travels as `reasoning_text` and, sealed, as
+`encrypted_content`: it survives clients that keep only the latter.
 """
 
 from __future__ import annotations
@@ -208,7 +209,9 @@ class OpenAIResponses:
 def head_from_responses(head: ResponsesHead) -> RequestHead:
     for index, name in enumerate(head.include or ()):
         if name not in INCLUDES:
-            raise MessageError(f"{echo(name)} is not supported; known: {', '.join(sorted(INCLUDES))}", field=f"include[{index}]")
+            raise MessageError(
+                f"{echo(name)} is not supported; known: {', '.join(sorted(INCLUDES))}", field=f"include[{index}]"
+            )
     tools, served = tools_from_responses(head.tools)
     extra, tools = constraints_from(choice_from_responses(head.tool_choice), format_from_text(head.text), tools)
     given = {"temperature": head.temperature, "top_p": head.top_p, "top_logprobs": head.top_logprobs}
@@ -242,7 +245,9 @@ def read_response_id(response_id: str | None) -> ContinuedResponse | None:
     if response_id is None:
         return None
     if response_id.startswith(UNSTORED):
-        raise MessageError("that response was made with store: false and cannot be continued by id", field="previous_response_id")
+        raise MessageError(
+            "that response was made with store: false and cannot be continued by id", field="previous_response_id"
+        )
     if not response_id.startswith(STORED):
         raise MessageError("is not a response of this gateway", field="previous_response_id")
     node = response_id.removeprefix(STORED)
@@ -270,7 +275,9 @@ def items_from_reply(head: RequestHead, reply: Reply, logprobs: Sequence[Json]) 
     items: list[OutputItem] = []
     if message.get("reasoning_content"):
         items.append(OutputItem(kind="reasoning", suffix=node, text=message["reasoning_content"]))
-    if message.get("content") or not message.get("tool_calls"):  # an empty message, too, has an id that the next request sends back
+    if message.get("content") or not message.get(
+        "tool_calls"
+    ):  # an empty message, too, has an id that the next request sends back
         items.append(OutputItem(kind="message", suffix=node, text=message.get("content") or "", logprobs=logprobs))
     for index, call in enumerate(message.get("tool_calls") or ()):
         tool = served_tool(call["function"]["name"], head.options.served)

@@ -1,7 +1,7 @@
 """The server-sent events of OpenAI Responses: created, in progress, the items, completed or incomplete.
 
-Every event carries its sequence number. Each item of the stream is an `OutputItem` that holds everything of its own; its `done` event and
-the final response are built from it by the functions that build a whole answer.
+Every event carries its sequence number. Each item of the stream is an `OutputItem` that holds everything of its own;
+its `done` event and the final response are built from it by the functions that build a whole answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class BuildResponse(Protocol):
 
 
 class StreamedItem:
-    """An item of the stream, open or closed. `item` has its text when it is closed; until then the text is in pieces."""
+    """An item of the stream, open or closed. `item` has its text when it is closed; until then the text is in
+    pieces."""
 
     def __init__(self, item: OutputItem, output_index: int) -> None:
         self.item, self.is_open, self.opening = item, True, item.build_opening()
@@ -43,7 +44,9 @@ class StreamedItem:
 
     def close(self, logprobs: Sequence[Json]) -> None:
         self.is_open = False
-        self.item = replace(self.item, text="".join(self._pieces), logprobs=logprobs if self.item.kind == "message" else ())
+        self.item = replace(
+            self.item, text="".join(self._pieces), logprobs=logprobs if self.item.kind == "message" else ()
+        )
 
 
 class ResponsesEncoder:
@@ -70,7 +73,9 @@ class ResponsesEncoder:
         out = b""
         if not self._node:
             self._node, self._opening = event.node, self._build_opening(event.node)
-            out += self._event("response.created", response=self._opening) + self._event("response.in_progress", response=self._opening)
+            out += self._event("response.created", response=self._opening) + self._event(
+                "response.in_progress", response=self._opening
+            )
         if event.delta is not None:
             out += self._feed_delta(event.delta)
         if event.reply is not None:
@@ -138,9 +143,12 @@ class ResponsesEncoder:
 
     # Ends.
     def _close_finished(self) -> bytes:
-        """Closes what is open before the next item begins. A message with log-probabilities stays open: they cover the whole turn."""
+        """Closes what is open before the next item begins. A message with log-probabilities stays open: they cover the
+        whole turn."""
         waits = self._head.options.logprobs
-        return b"".join(self._close(entry, "completed") for entry in self._items if not (waits and entry.item.kind == "message"))
+        return b"".join(
+            self._close(entry, "completed") for entry in self._items if not (waits and entry.item.kind == "message")
+        )
 
     def _close(self, entry: StreamedItem, status: str, logprobs: Sequence[Json] = ()) -> bytes:
         """The item's own last event, then the whole item."""
@@ -151,13 +159,17 @@ class ResponsesEncoder:
         if item.kind == "reasoning":
             out += self._event("response.reasoning_text.done", **place, content_index=0, text=item.text)
         elif item.kind == "message":
-            out += self._event("response.output_text.done", **place, content_index=0, text=item.text, logprobs=list(logprobs))
+            out += self._event(
+                "response.output_text.done", **place, content_index=0, text=item.text, logprobs=list(logprobs)
+            )
         elif entry.custom is not None:
             out += self._custom_delta(entry, entry.custom.finish())
             out += self._event("response.custom_tool_call_input.done", **place, input=custom_input(item.text))
         else:
             assert item.tool is not None
-            out += self._event("response.function_call_arguments.done", **place, name=item.tool.name, arguments=item.text)
+            out += self._event(
+                "response.function_call_arguments.done", **place, name=item.tool.name, arguments=item.text
+            )
         if item.kind != "call":
             out += self._event("response.content_part.done", **place, content_index=0, part=part_of(item))
         built = item.build(self._signer, status=status)
@@ -165,13 +177,17 @@ class ResponsesEncoder:
 
     def _finish(self, reply: Reply) -> bytes:
         out, logprobs, status = b"", logprobs_for(self._head, reply, self._text_of), status_of(reply)
-        if all(entry.item.kind == "reasoning" for entry in self._items):  # as in a whole answer: an empty message has an id, too
+        if all(
+            entry.item.kind == "reasoning" for entry in self._items
+        ):  # as in a whole answer: an empty message has an id, too
             out += self._enter("message", self._suffix("message"))
         items = [entry.item for entry in self._items]
         for entry in self._items:
             out += self._close(entry, text_status(entry.item, items, status), logprobs)
         response = self._build_response(reply, [entry.item for entry in self._items], self._opening["created_at"])
-        return out + self._event("response.completed" if status == "completed" else "response.incomplete", response=response)
+        return out + self._event(
+            "response.completed" if status == "completed" else "response.incomplete", response=response
+        )
 
     def finish(self) -> bytes:
         return b""

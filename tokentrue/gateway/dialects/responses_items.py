@@ -1,4 +1,5 @@
-"""The output items of OpenAI Responses. Whole answers and streams build their items here and nowhere else, so that they are equal."""
+"""The output items of OpenAI Responses. Whole answers and streams build their items here and nowhere else, so that they
+are equal."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class ServedTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputItem:
-    """One output item, complete or as far as it has come. `text` is its reasoning, its text or its arguments as the model wrote them."""
+    """One output item, complete or as far as it has come. `text` is its reasoning, its text or its arguments as the
+    model wrote them."""
 
     kind: str  # "reasoning", "message" or "call"
     suffix: str  # of the item's id
@@ -56,7 +58,13 @@ class OutputItem:
         if self.kind == "reasoning":
             return {"type": "reasoning", "id": f"rs_{self.suffix}", "summary": [], "status": "in_progress"}
         if self.kind == "message":
-            return {"type": "message", "id": f"msg_{self.suffix}", "role": "assistant", "status": "in_progress", "content": []}
+            return {
+                "type": "message",
+                "id": f"msg_{self.suffix}",
+                "role": "assistant",
+                "status": "in_progress",
+                "content": [],
+            }
         assert self.tool is not None
         return call_item(self.tool, self.call_id, self.suffix, "", status="in_progress")
 
@@ -100,7 +108,13 @@ def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
 
 
 def message_item(suffix: str, text: str, logprobs: Sequence[Json] = (), *, status: str) -> Json:
-    return {"type": "message", "id": f"msg_{suffix}", "role": "assistant", "status": status, "content": [text_part(text, logprobs)]}
+    return {
+        "type": "message",
+        "id": f"msg_{suffix}",
+        "role": "assistant",
+        "status": status,
+        "content": [text_part(text, logprobs)],
+    }
 
 
 def part_of(item: OutputItem) -> Json:
@@ -112,8 +126,9 @@ def status_of(reply: Reply) -> str:
 
 
 def text_status(item: OutputItem, items: Sequence[OutputItem], status: str) -> str:
-    """Of the reasoning or the text of a turn that ended in `status`: incomplete is the last item of a turn without calls. Text that was
-    sampled after a call stands before it in a whole answer, so that beside calls the place says nothing."""
+    """Of the reasoning or the text of a turn that ended in `status`: incomplete is the last item of a turn without
+    calls. Text that was sampled after a call stands before it in a whole answer, so that beside calls the place says
+    nothing."""
     return status if item is items[-1] and all(one.kind != "call" for one in items) else "completed"
 
 
@@ -153,13 +168,15 @@ def call_item(tool: ServedTool, call_id: str, suffix: str, arguments: str, *, st
 
 
 def custom_input(arguments: str) -> str:
-    """The one string of a custom tool's call; arguments that are not `{"input": "…` are served as the model wrote them."""
+    """The one string of a custom tool's call; arguments that are not `{"input": "…` are served as the model wrote
+    them."""
     decoder = CustomInput()
     return decoder.feed(arguments) + decoder.finish()
 
 
 class CustomInput:
-    """Decodes the arguments of a custom tool's call as they are sampled: `feed` returns what more of the string is certain."""
+    """Decodes the arguments of a custom tool's call as they are sampled: `feed` returns what more of the string is
+    certain."""
 
     def __init__(self) -> None:
         self._text = ""

@@ -1,7 +1,7 @@
 """OpenAI Responses: the items and tools of a request.
 
-A custom (free-form) tool is shown to the model as a function with one string, and served back as a custom tool call; the tools of a
-namespace are shown under both names, and served back with their namespace.
+A custom (free-form) tool is shown to the model as a function with one string, and served back as a custom tool call;
+the tools of a namespace are shown under both names, and served back with their namespace.
 """
 
 from __future__ import annotations
@@ -77,14 +77,15 @@ def call_from_item(kind: str, item: Json, path: str, find_arguments: FindArgumen
 
 
 def arguments_from_input(said: str, recorded: Sequence[str]) -> str:
-    """The inverse of `custom_input`. Arguments that broke off, or that hold more than the input, are served as the input alone: the call's
-    id finds them in the record."""
+    """The inverse of `custom_input`. Arguments that broke off, or that hold more than the input, are served as the
+    input alone: the call's id finds them in the record."""
     found = (arguments for arguments in recorded if custom_input(arguments) == said)
     return next(found, None) or orjson.dumps({"input": said}).decode()
 
 
 def is_same_turn(parts: Sequence[Message], part: Message) -> bool:
-    """False where `part` and the parts before it were served by two nodes. A part without a name belongs to those before it."""
+    """False where `part` and the parts before it were served by two nodes. A part without a name belongs to those
+    before it."""
     before = [one[TURN] for one in parts if TURN in one]
     return not before or part.get(TURN, before[-1]) == before[-1]
 
@@ -104,18 +105,26 @@ def join_assistant(parts: Sequence[Message]) -> Message:
 
 # Tools.
 def tools_from_responses(tools: list[Json] | None) -> tuple[tuple[Json, ...] | None, dict[str, ServedTool]]:
-    """As functions, and how a call of each is to be served. A tool in a namespace is shown to the model as `namespace__name`."""
+    """As functions, and how a call of each is to be served. A tool in a namespace is shown to the model as
+    `namespace__name`."""
     out: list[Json] = []
     served: dict[str, ServedTool] = {}
     for where, namespace, tool in flatten_namespaces(tools or ()):
         kind = tool.get("type")
         if kind == "function":
             parameters: Json = tool.get("parameters") or {}
-            function: Json = {"name": tool.get("name"), "description": tool.get("description") or "", "parameters": parameters}
+            function: Json = {
+                "name": tool.get("name"),
+                "description": tool.get("description") or "",
+                "parameters": parameters,
+            }
         elif kind == "custom":
             function = custom_function(tool, where)
         else:
-            raise MessageError(f"tool type {echo(kind)} is not supported; use 'function', 'custom' or 'namespace'", field=f"{where}.type")
+            raise MessageError(
+                f"tool type {echo(kind)} is not supported; use 'function', 'custom' or 'namespace'",
+                field=f"{where}.type",
+            )
         check_function(function, where)
         name = cast("str", function["name"])
         function["name"] = model_name(namespace, name)

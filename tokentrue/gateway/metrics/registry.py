@@ -25,27 +25,49 @@ class Metrics:
         registry = self.registry
         self.turns = Counter("tokentrue_turns", "Committed turns.", ["dialect", "streamed"], registry=registry)
         self.errors = Counter("tokentrue_errors", "Refused or failed requests.", ["dialect", "code"], registry=registry)
-        self.tokens = Counter("tokentrue_tokens", "Tokens: prompt (sent), given (new of them), sampled.", ["kind"], registry=registry)
-        self.prompt_tokens, self.given_tokens, self.sampled_tokens = (self.tokens.labels(kind) for kind in ("prompt", "given", "sampled"))
-        self.trained = Gauge("tokentrue_session_tokens", "Of the sessions seen: tokens sampled, trained.", ["kind"], registry=registry)
-        self.untrained = Gauge("tokentrue_untrained_tokens", "Sampled tokens that no sample trains.", ["why"], registry=registry)
-        self.forks = Counter("tokentrue_forks", "Turns that began a root or a fork.", ["reason"], registry=registry)
-        self.projections = Counter("tokentrue_projections", "How replayed history matched.", ["projection"], registry=registry)
-        self.replays = Counter("tokentrue_replays", "Requests answered from the record or by an equal turn in flight.", registry=registry)
-        self.added = Histogram(
-            "tokentrue_added_latency_seconds", "Time per turn outside of the engine.", ["dialect"], buckets=SECONDS, registry=registry
+        self.tokens = Counter(
+            "tokentrue_tokens", "Tokens: prompt (sent), given (new of them), sampled.", ["kind"], registry=registry
         )
-        self.turn_time = Histogram("tokentrue_turn_seconds", "Time per turn, engine included.", buckets=LONG_SECONDS, registry=registry)
-        self.first = Histogram("tokentrue_first_byte_seconds", "Time to the first streamed byte.", buckets=LONG_SECONDS, registry=registry)
+        self.prompt_tokens, self.given_tokens, self.sampled_tokens = (
+            self.tokens.labels(kind) for kind in ("prompt", "given", "sampled")
+        )
+        self.trained = Gauge(
+            "tokentrue_session_tokens", "Of the sessions seen: tokens sampled, trained.", ["kind"], registry=registry
+        )
+        self.untrained = Gauge(
+            "tokentrue_untrained_tokens", "Sampled tokens that no sample trains.", ["why"], registry=registry
+        )
+        self.forks = Counter("tokentrue_forks", "Turns that began a root or a fork.", ["reason"], registry=registry)
+        self.projections = Counter(
+            "tokentrue_projections", "How replayed history matched.", ["projection"], registry=registry
+        )
+        self.replays = Counter(
+            "tokentrue_replays", "Requests answered from the record or by an equal turn in flight.", registry=registry
+        )
+        self.added = Histogram(
+            "tokentrue_added_latency_seconds",
+            "Time per turn outside of the engine.",
+            ["dialect"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.turn_time = Histogram(
+            "tokentrue_turn_seconds", "Time per turn, engine included.", buckets=LONG_SECONDS, registry=registry
+        )
+        self.first = Histogram(
+            "tokentrue_first_byte_seconds", "Time to the first streamed byte.", buckets=LONG_SECONDS, registry=registry
+        )
         self.in_flight = Gauge("tokentrue_in_flight", "Generations in flight.", registry=registry)
         self.sessions = Gauge("tokentrue_live_sessions", "Sessions in memory.", registry=registry)
-        self.session_bytes = Gauge("tokentrue_live_session_bytes", "Memory of the sessions in memory, an estimate.", registry=registry)
+        self.session_bytes = Gauge(
+            "tokentrue_live_session_bytes", "Memory of the sessions in memory, an estimate.", registry=registry
+        )
         self.paused = Gauge("tokentrue_paused", "1 while generation is paused.", registry=registry)
         self.version = Gauge("tokentrue_policy_version", "The newest policy version noted.", registry=registry)
 
     def note_turn(self, dialect: str, reply: Reply, sampled: int, *, streamed: bool) -> None:
-        """Counts a turn of `sampled` tokens that was committed for this request, or an answer that needed none. `reply` is the first of its
-        choices."""
+        """Counts a turn of `sampled` tokens that was committed for this request, or an answer that needed none. `reply`
+        is the first of its choices."""
         if reply.replayed:
             self.replays.inc()
             return
@@ -65,7 +87,9 @@ class Metrics:
                 "help": family.documentation,
                 "type": family.type,
                 "samples": [
-                    [sample.name, sample.labels, sample.value] for sample in family.samples if not sample.name.endswith("_created")
+                    [sample.name, sample.labels, sample.value]
+                    for sample in family.samples
+                    if not sample.name.endswith("_created")
                 ],
             }
             for family in self.registry.collect()
@@ -114,7 +138,9 @@ def _metrics(families: Mapping[str, Mapping[str, Any]], values: Mapping[str, Map
 
 def _coverage(values: Mapping[str, Mapping[Any, float]]) -> Metric:
     tokens = values.get("tokentrue_session_tokens", {})
-    sampled, trained = (tokens.get(("tokentrue_session_tokens", (("kind", kind),)), 0.0) for kind in ("sampled", "trained"))
+    sampled, trained = (
+        tokens.get(("tokentrue_session_tokens", (("kind", kind),)), 0.0) for kind in ("sampled", "trained")
+    )
     ratio = trained / sampled if sampled else 1.0
     return GaugeMetricFamily("tokentrue_coverage_ratio", "Trained sampled tokens over sampled tokens.", value=ratio)
 

@@ -11,7 +11,8 @@ from tokentrue.gateway.asgi import ClientGone, Receive
 
 @contextmanager
 def cancel_on_disconnect(receive: Receive) -> Generator[None, None, None]:
-    """Cancels the enclosed block when the client disconnects; `ClientGone` comes out. The body must have been read before."""
+    """Cancels the enclosed block when the client disconnects; `ClientGone` comes out. The body must have been read
+    before."""
     work = asyncio.current_task()
     assert work is not None
     disconnected = False

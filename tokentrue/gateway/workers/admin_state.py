@@ -1,6 +1,8 @@
-"""What the administrator has set for all workers: the pause and the policy version, in memory that the supervisor shares with them.
+"""What the administrator has set for all workers: the pause and the policy version, in memory that the supervisor
+shares with them.
 
-A worker writes an operation here, and then asks the others to apply it. A worker that starts reads this when it listens to the others and
+A worker writes an operation here, and then asks the others to apply it. A worker that starts reads this when it listens
+to the others and
 before it serves a request: each operation is either read here, or asked for on its socket.
 """
 

@@ -1,7 +1,9 @@
-"""Links between the workers of one gateway. A session belongs to one worker, found by rendezvous hashing of its id; any worker accepts
-any request and forwards it to the owner over a Unix socket. A request that came from another worker is never forwarded again.
+"""Links between the workers of one gateway. A session belongs to one worker, found by rendezvous hashing of its id; any
+worker accepts any request and forwards it to the owner over a Unix socket. A request that came from another worker is
+never forwarded again.
 
-Bodies are passed on part by part: the owner checks the key before it reads one, and no worker holds a body that is not its own.
+Bodies are passed on part by part: the owner checks the key before it reads one, and no worker holds a body that is not
+its own.
 """
 
 from __future__ import annotations
@@ -19,13 +21,24 @@ from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.workers.admin_state import AdminState
 
 FROM_WORKER = "tokentrue.from_worker"
-HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te", b"trailer", b"expect"}
+HOP_BY_HOP = {
+    b"connection",
+    b"keep-alive",
+    b"transfer-encoding",
+    b"content-length",
+    b"upgrade",
+    b"te",
+    b"trailer",
+    b"expect",
+}
 ASK_S = 5.0
 
 
 def owner_of(session_id: str, workers: int) -> int:
     """Growing from N to N+1 workers moves one session in N+1."""
-    return max(range(workers), key=lambda worker: hashlib.blake2b(f"{session_id}:{worker}".encode(), digest_size=8).digest())
+    return max(
+        range(workers), key=lambda worker: hashlib.blake2b(f"{session_id}:{worker}".encode(), digest_size=8).digest()
+    )
 
 
 def socket_path(folder: str | Path, worker: int) -> Path:
@@ -53,13 +66,20 @@ class WorkerLinks:
             self._clients[worker] = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         return self._clients[worker]
 
-    async def forward(self, session_id: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
-        """Forwards a request to its owner and the answer back. `body` is given where this worker has read it already."""
+    async def forward(
+        self, session_id: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None
+    ) -> None:
+        """Forwards a request to its owner and the answer back. `body` is given where this worker has read it
+        already."""
         client = self._client(self.owner(session_id))
-        restarting = HttpError(503, "worker_restarting", "the worker of this session restarts; send this again", retry_after_s=1.0)
+        restarting = HttpError(
+            503, "worker_restarting", "the worker of this session restarts; send this again", retry_after_s=1.0
+        )
         await forward_request(client, "http://worker", scope, receive, send, body, unreachable=restarting)
 
-    async def ask(self, worker: int, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Any:
+    async def ask(
+        self, worker: int, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> Any:
         """A question to one worker; None where it does not answer in time."""
         timeout = aiohttp.ClientTimeout(total=None if method == "POST" else ASK_S)
         client, url = self._client(worker), "http://worker" + path
@@ -69,7 +89,9 @@ class WorkerLinks:
         except (aiohttp.ClientError, TimeoutError):
             return None
 
-    async def ask_all(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> list[Any]:
+    async def ask_all(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> list[Any]:
         others = [worker for worker in range(self.workers) if worker != self.me]
         return list(await asyncio.gather(*(self.ask(worker, method, path, body, headers) for worker in others)))
 
@@ -134,7 +156,11 @@ async def relay_request(
     except aiohttp.ClientConnectionError:
         raise unreachable from None
     async with response:
-        kept = [(k.lower(), v) for k, v in response.raw_headers if k.lower() not in HOP_BY_HOP or k.lower() == b"content-length"]
+        kept = [
+            (k.lower(), v)
+            for k, v in response.raw_headers
+            if k.lower() not in HOP_BY_HOP or k.lower() == b"content-length"
+        ]
         await send({"type": "http.response.start", "status": response.status, "headers": kept})
         try:
             async for chunk in response.content.iter_any():

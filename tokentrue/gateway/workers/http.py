@@ -1,9 +1,11 @@
-"""uvicorn's HTTP/1.1 protocol with the limits that it lacks. Stock uvicorn on httptools bounds neither the head of a request nor its
-trailers, merges trailers into the headers, and waits without end for a head, for a body and for a client that reads.
+"""uvicorn's HTTP/1.1 protocol with the limits that it lacks. Stock uvicorn on httptools bounds neither the head of a
+request nor its trailers, merges trailers into the headers, and waits without end for a head, for a body and for a
+client that reads.
 
-Per connection: a request's head, chunk framing and trailers together take at most `head_bytes` (beyond what its body explains); a head
-takes at most `head_s` seconds, a body `body_s`; a client that takes nothing for `write_s` is cut off; at most `MOST_PIPELINED` requests
-wait for answers before theirs. What goes beyond is refused with 400 or the connection is closed; nothing of it reaches the application.
+Per connection: a request's head, chunk framing and trailers together take at most `head_bytes` (beyond what its body
+explains); a head takes at most `head_s` seconds, a body `body_s`; a client that takes nothing for `write_s` is cut off;
+at most `MOST_PIPELINED` requests wait for answers before theirs. What goes beyond is refused with 400 or the connection
+is closed; nothing of it reaches the application.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tokentrue.gateway.config import GatewayLimits
 
-MOST_PIPELINED = 64  # requests that wait for an answer before theirs; all of one read are parsed at once, while the event loop waits
+MOST_PIPELINED = (
+    64  # requests that wait for an answer before theirs; all of one read are parsed at once, while the event loop waits
+)
 FRAMING_PER_BODY_BYTE = 8  # a chunk of one byte has at least five bytes of framing
 
 
@@ -45,7 +49,10 @@ class BoundedHttp(HttpToolsProtocol):
         super().data_received(data)
         if not self._began:  # else its complete head was measured, and its next part will be
             self._overhead += len(data) - (self._body_bytes - before)
-        if self._overhead > self.limits.head_bytes + FRAMING_PER_BODY_BYTE * self._body_bytes and not self.transport.is_closing():
+        if (
+            self._overhead > self.limits.head_bytes + FRAMING_PER_BODY_BYTE * self._body_bytes
+            and not self.transport.is_closing()
+        ):
             self.send_400_response("Request head or framing too large.")
 
     def on_message_begin(self) -> None:
@@ -64,7 +71,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_body = True
         self._limit_time(self.limits.body_s)
         super().on_headers_complete()
-        if self.parser is not None and self.parser.should_upgrade():  # another protocol may follow: the connection ends with this answer
+        if (
+            self.parser is not None and self.parser.should_upgrade()
+        ):  # another protocol may follow: the connection ends with this answer
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -108,7 +117,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._limit_time(self.limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this for what is not HTTP. A complete request before it is still answered, and the connection ends with that."""
+        """uvicorn calls this for what is not HTTP. A complete request before it is still answered, and the connection
+        ends with that."""
         current = self._current
         if current is None or current.response_complete or (self._in_body and not current.response_started):
             super().send_400_response(msg)

@@ -1,4 +1,5 @@
-"""Running a gateway process: sockets, signals, logs. Start-up errors are one line; SIGTERM finishes or journals what is in flight."""
+"""Running a gateway process: sockets, signals, logs. Start-up errors are one line; SIGTERM finishes or journals what is
+in flight."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
     """The public socket. Beyond loopback the admin key must not be guessable."""
     if not is_loopback(host) and is_weak_key(admin_key):
-        raise ConfigError(f"refusing to bind {host}: TOKENTRUE_ADMIN_KEY is too weak; use 16 random characters or more, or unset it")
+        raise ConfigError(
+            f"refusing to bind {host}: TOKENTRUE_ADMIN_KEY is too weak; use 16 random characters or more, or unset it"
+        )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
@@ -60,7 +63,8 @@ def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
 
 
 def url_of(host: str, bound: socket.socket) -> str:
-    """Where others reach a socket that listens on `host`: every address is this machine's name, IPv6 stands in brackets."""
+    """Where others reach a socket that listens on `host`: every address is this machine's name, IPv6 stands in
+    brackets."""
     name = socket.gethostname() if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host
     return f"http://{name}:{bound.getsockname()[1]}"
 
@@ -97,7 +101,9 @@ class EmbeddedServer(uvicorn.Server):
         yield
 
 
-def server_config(app: Any, gateway: Gateway, *, drain_s: float, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
+def server_config(
+    app: Any, gateway: Gateway, *, drain_s: float, lifespan: Literal["on", "off"] = "on"
+) -> uvicorn.Config:
     limits = gateway.config.limits
     return uvicorn.Config(
         app,
@@ -119,7 +125,11 @@ def server_config(app: Any, gateway: Gateway, *, drain_s: float, lifespan: Liter
 
 
 async def serve(
-    gateway: Gateway, public: socket.socket, *, worker_socket: str | None = None, ready: Callable[[], None] | None = None
+    gateway: Gateway,
+    public: socket.socket,
+    *,
+    worker_socket: str | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> None:
     """One worker, until a signal ends it."""
     drain_s = gateway.config.drain_s
@@ -171,7 +181,11 @@ async def serve_embedded(gateway: Gateway, public: socket.socket, *, drain_s: fl
 
 
 def run_worker(
-    gateway: Gateway, public: socket.socket, *, worker_socket: str | None = None, ready: Callable[[], None] | None = None
+    gateway: Gateway,
+    public: socket.socket,
+    *,
+    worker_socket: str | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> None:
     """One worker on an event loop of its own, uvloop where it is installed. The process is its own."""
     try:

@@ -1,8 +1,8 @@
 """The supervisor of several workers: starts them, starts one again that died, and ends them with itself.
 
-Workers share one listening socket, and each listens to the others on a Unix socket in a private folder. The sessions of a worker that
-was started again come back from the journal, and what the administrator set (`AdminState`) from the supervisor. Workers whose supervisor
-is killed end themselves.
+Workers share one listening socket, and each listens to the others on a Unix socket in a private folder. The sessions of
+a worker that was started again come back from the journal, and what the administrator set (`AdminState`) from the
+supervisor. Workers whose supervisor is killed end themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ RESTARTS_PER_MINUTE = 10
 LOG = logging.getLogger("tokentrue.gateway")
 
 
-def supervise(start: Callable[..., None], settings: Any, public: socket.socket, workers: int, *, ready: Callable[[], None]) -> int:
+def supervise(
+    start: Callable[..., None], settings: Any, public: socket.socket, workers: int, *, ready: Callable[[], None]
+) -> int:
     """Starts `start(settings, public, me, workers, folder, state, up)` once per worker, and again when one dies."""
     context = multiprocessing.get_context("spawn")
     folder = tempfile.mkdtemp(prefix="tokentrue-")

@@ -1,7 +1,9 @@
-"""A pretrained model on tasks with one right answer: the mismatch of the field (16-bit trainer, ordinary kernels) and what changes it.
+"""A pretrained model on tasks with one right answer: the mismatch of the field (16-bit trainer, ordinary kernels) and
+what changes it.
 
-`--model` is an instruct model's directory, `--tasks` a file for the environment `questions`. Rollouts come from the exact engine in the
-arm's dtype; "kernels" means that the trainer scores with the model's own forward pass in that dtype.
+`--model` is an instruct model's directory, `--tasks` a file for the environment `questions`. Rollouts come from the
+exact engine in the arm's dtype; "kernels" means that the trainer scores with the model's own forward pass in that
+dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ COLUMNS = (
     ("-log p, last quarter", late("mismatch/log_ppl_trainer")),
     ("gradient norm, largest", worst("update/grad_norm", ".1f")),
 )
-BYPASS = Correction(denominator="rollout")  # PPO's ratio against what the engine reported, as trainers do that skip the recomputation
+BYPASS = Correction(
+    denominator="rollout"
+)  # PPO's ratio against what the engine reported, as trainers do that skip the recomputation
 TIS = Correction(weights=Weights(upper=2.0))
 
 
@@ -62,7 +66,8 @@ def plain(name: str, **settings: Any) -> Arm:
 
 
 def adapted(name: str, **settings: Any) -> Arm:
-    """Exact operators on both sides, so that nothing but the merging differs; adapters want a larger rate than whole weights."""
+    """Exact operators on both sides, so that nothing but the merging differs; adapters want a larger rate than whole
+    weights."""
     return Arm(name=name, dtype="bfloat16", correction=BYPASS, lr_factor=10.0, **settings)
 
 
@@ -70,7 +75,10 @@ SOURCES = ("exact bf16", "bf16 kernels", "fp16 kernels", "int8 rollouts", "fp8 r
 PANELS = {  # title -> loss and the rest of the arms' names
     "GRPO": ("GRPO", SOURCES),
     "REINFORCE": ("REINFORCE", SOURCES),
-    "GRPO, corrections": ("GRPO", ("exact bf16", "int8 rollouts", "int8 rollouts, TIS", "fp8 rollouts", "fp8 rollouts, TIS")),
+    "GRPO, corrections": (
+        "GRPO",
+        ("exact bf16", "int8 rollouts", "int8 rollouts, TIS", "fp8 rollouts", "fp8 rollouts, TIS"),
+    ),
     "GRPO, top-p and adapters": (
         "GRPO",
         ("top-p 0.8, kept ids replayed", "top-p 0.8, kept ids dropped", "adapter unmerged", "adapter merged"),
@@ -80,17 +88,29 @@ SMOOTH = 10
 
 
 def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """A column per comparison; a line per arm, its mean over seeds and over the last ten steps, with the range over seeds shaded."""
+    """A column per comparison; a line per arm, its mean over seeds and over the last ten steps, with the range over
+    seeds shaded."""
     import matplotlib.pyplot as plt
 
     known = {result["arm"] for result in results}
-    panels = {title: kept for title, (loss, rest) in PANELS.items() if (kept := [f"{loss}, {n}" for n in rest if f"{loss}, {n}" in known])}
+    panels = {
+        title: kept
+        for title, (loss, rest) in PANELS.items()
+        if (kept := [f"{loss}, {n}" for n in rest if f"{loss}, {n}" in known])
+    }
     shown = {key: label for key, label in CURVES.items() if key != "update/grad_norm"}
-    drawn, axes = plt.subplots(len(shown), max(1, len(panels)), figsize=(4.2 * max(1, len(panels)), 7.2), squeeze=False, sharex=True)
+    drawn, axes = plt.subplots(
+        len(shown), max(1, len(panels)), figsize=(4.2 * max(1, len(panels)), 7.2), squeeze=False, sharex=True
+    )
     for column, (title, names) in enumerate(panels.items()):
         for axis, (key, label) in zip(axes[:, column], shown.items(), strict=True):
             for name in names:
-                band(axis, [smooth(result, key) for result in results if result["arm"] == name], key, label=name.partition(", ")[2])
+                band(
+                    axis,
+                    [smooth(result, key) for result in results if result["arm"] == name],
+                    key,
+                    label=name.partition(", ")[2],
+                )
             axis.set_ylabel(label)
             if "delta" in key:
                 axis.set_yscale("symlog", linthresh=1e-3)
@@ -103,4 +123,8 @@ def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
 def smooth(result: dict[str, Any], key: str) -> dict[str, Any]:
     """The run with each value of one curve replaced by the mean of the last ten."""
     values = [row.get(key, float("nan")) for row in result["rows"]]
-    return {"rows": [{key: sum(part) / len(part)} for i in range(len(values)) if (part := values[max(0, i - SMOOTH + 1) : i + 1])]}
+    return {
+        "rows": [
+            {key: sum(part) / len(part)} for i in range(len(values)) if (part := values[max(0, i - SMOOTH + 1) : i + 1])
+        ]
+    }

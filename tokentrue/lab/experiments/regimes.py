@@ -1,4 +1,5 @@
-"""Where mismatch might hurt more: longer horizons, a larger vocabulary, older policies, and a mixture of experts whose routing flips."""
+"""Where mismatch might hurt more: longer horizons, a larger vocabulary, older policies, and a mixture of experts whose
+routing flips."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LAG, LONG = 4, 5
 
 
 def arms(*, quick: bool) -> list[Arm]:
-    """Mixture, horizon and vocabulary want relatives of the model (DIR-moe, DIR-long, DIR-vocab); the quick version does without."""
+    """Mixture, horizon and vocabulary want relatives of the model (DIR-moe, DIR-long, DIR-vocab); the quick version
+    does without."""
 
     def arm(regime: str, name: str, source: str, **options: object) -> Arm:
         return Arm(name=f"{regime}: {name}", source=source, loss="reinforce", baseline="whitened", **options)  # type: ignore[arg-type]

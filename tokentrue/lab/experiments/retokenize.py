@@ -5,7 +5,11 @@ from __future__ import annotations
 from tokentrue.lab.arms import Arm
 from tokentrue.lab.study import after, average, late, worst
 
-CURVES = {"reward": "rollout reward", "mismatch/log_ppl_trainer": "-log p per trained token", "update/grad_norm": "gradient norm"}
+CURVES = {
+    "reward": "rollout reward",
+    "mismatch/log_ppl_trainer": "-log p per trained token",
+    "update/grad_norm": "gradient norm",
+}
 COLUMNS = (
     ("held-out reward", after),
     ("rollout reward, last quarter", late("reward")),

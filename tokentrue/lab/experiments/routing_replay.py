@@ -1,8 +1,8 @@
-"""A mixture of experts in bfloat16: what the trainer's log-probabilities differ by when its own router chooses, and when it replays the
-engine's choice.
+"""A mixture of experts in bfloat16: what the trainer's log-probabilities differ by when its own router chooses, and
+when it replays the engine's choice.
 
-`--model DIR` with the mixture in DIR-moe (scripts/make_small_model.py --experts 8). Ordinary kernels on the trainer's side; GRPO with PPO's
-ratio against the engine's log-probabilities.
+`--model DIR` with the mixture in DIR-moe (scripts/make_small_model.py --experts 8). Ordinary kernels on the trainer's
+side; GRPO with PPO's ratio against the engine's log-probabilities.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from tokentrue.lab.arms import Arm
 from tokentrue.lab.study import DELTAS, REWARDS, average, before, worst
 from tokentrue.mismatch import Correction
 
-CURVES = {"reward": "rollout reward", "mismatch/delta_abs_mean": "mean |δ|", "mismatch/k3": "k3", "update/grad_norm": "gradient norm"}
+CURVES = {
+    "reward": "rollout reward",
+    "mismatch/delta_abs_mean": "mean |δ|",
+    "mismatch/k3": "k3",
+    "update/grad_norm": "gradient norm",
+}
 COLUMNS = (
     ("held-out before", before),
     *REWARDS,
@@ -37,5 +42,11 @@ def arms(*, quick: bool) -> list[Arm]:
 
 
 def mixture(name: str, **settings: Any) -> Arm:
-    whole = {"variant": "moe", "dtype": "bfloat16", "scorer": "plain", "correction": Correction(denominator="rollout"), **settings}
+    whole = {
+        "variant": "moe",
+        "dtype": "bfloat16",
+        "scorer": "plain",
+        "correction": Correction(denominator="rollout"),
+        **settings,
+    }
     return Arm(name=name, **whole)

@@ -1,8 +1,10 @@
-"""Calibrating τ_tok and τ_seq: for each threshold, how well does the corrected gradient of mismatched rollouts point where exact ones do?
+"""Calibrating τ_tok and τ_seq: for each threshold, how well does the corrected gradient of mismatched rollouts point
+where exact ones do?
 
-No training: one set of weights. The reference is the gradient of many exact rollouts; every arm corrects one batch of mismatched rollouts
-of other tasks in its own way, and is judged by the cosine of its gradient with the reference. A batch of exact rollouts of those same
-tasks and random numbers shows the cosine that a batch of this size can have at all.
+No training: one set of weights. The reference is the gradient of many exact rollouts; every arm corrects one batch of
+mismatched rollouts of other tasks in its own way, and is judged by the cosine of its gradient with the reference. A
+batch of exact rollouts of those same tasks and random numbers shows the cosine that a batch of this size can have at
+all.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def arms(*, quick: bool) -> list[Arm]:
     for source in sources:
         made.append(corrected_arm(source, "no correction", Correction(surrogate="reinforce")))
         for tau in (2.0,) if quick else TAUS_TOKEN:
-            made.append(corrected_arm(source, f"τ_tok {tau:g}", Correction(surrogate="reinforce", weights=Weights(upper=tau))))
+            made.append(
+                corrected_arm(source, f"τ_tok {tau:g}", Correction(surrogate="reinforce", weights=Weights(upper=tau)))
+            )
         for tau in (0.05,) if quick else TAUS_SEQUENCE:
             rule = Reject(estimator="k3", aggregate="seq_mean", upper=tau)
             made.append(corrected_arm(source, f"τ_seq {tau:g}", Correction(surrogate="reinforce", reject=(rule,))))
@@ -87,7 +91,14 @@ async def _run(made: Sequence[Arm], scale: Scale, seed: int) -> list[dict[str, A
             sampled = await rounds.play(0)  # the same tasks and seeds whatever the source: only the mismatch differs
             for arm in made:
                 if arm.source == source:
-                    results.append({"arm": arm.name, "seed": seed, **compare_gradient(trainer, arm, sampled, reference), "rows": []})
+                    results.append(
+                        {
+                            "arm": arm.name,
+                            "seed": seed,
+                            **compare_gradient(trainer, arm, sampled, reference),
+                            "rows": [],
+                        }
+                    )
                     results[-1]["seconds"] = time.perf_counter() - began
     finally:
         await provider.close()
@@ -120,7 +131,13 @@ def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
             if shown:
                 means = [sum(found) / len(found) for found in shown.values()]
                 axis.plot(list(shown), means, "o-", color=color, label=source, linewidth=1.4)
-                axis.fill_between(list(shown), [min(f) for f in shown.values()], [max(f) for f in shown.values()], color=color, alpha=0.15)
+                axis.fill_between(
+                    list(shown),
+                    [min(f) for f in shown.values()],
+                    [max(f) for f in shown.values()],
+                    color=color,
+                    alpha=0.15,
+                )
             plain = [r["cosine"] for r in results if r["arm"] == f"{source}: no correction"]
             if plain:
                 axis.axhline(sum(plain) / len(plain), color=color, linestyle=":", linewidth=1)

@@ -1,4 +1,5 @@
-"""GRPO with several updates per batch and a coarse rollout: which denominator, weight and rejection stays closest to exact rollouts."""
+"""GRPO with several updates per batch and a coarse rollout: which denominator, weight and rejection stays closest to
+exact rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""REINFORCE with batch-whitened advantages, no clipping and no correction: rollouts exact, and mismatched in the ways of the field."""
+"""REINFORCE with batch-whitened advantages, no clipping and no correction: rollouts exact, and mismatched in the ways
+of the field."""
 
 from __future__ import annotations
 

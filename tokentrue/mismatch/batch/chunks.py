@@ -1,7 +1,9 @@
-"""Some rows of a batch in the working form: their *valid* tokens only, in order, each row filled up with zeros to whole chunks of `CHUNK`.
+"""Some rows of a batch in the working form: their *valid* tokens only, in order, each row filled up with zeros to whole
+chunks of `CHUNK`.
 
-A tensor `[S, CHUNK]` in this form is called slots. What stands at masked positions of the batch is never read, so NaN there cannot leak.
-A row's sum is taken in an order of its own (see `reduce`), so that its bits do not depend on the other rows, on padding or on the layout.
+A tensor `[S, CHUNK]` in this form is called slots. What stands at masked positions of the batch is never read, so NaN
+there cannot leak. A row's sum is taken in an order of its own (see `reduce`), so that its bits do not depend on the
+other rows, on padding or on the layout.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Values: TypeAlias = Tensor | Sequence[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRange:
-    """Where rows `[start, stop)` lie: positions `[begin, end)` of the flat batch; `width` is T of a padded one, else 0."""
+    """Where rows `[start, stop)` lie: positions `[begin, end)` of the flat batch; `width` is T of a padded one, else
+    0."""
 
     start: int
     stop: int
@@ -48,8 +51,8 @@ class RowRange:
 class ChunkedRows:
     """ChunkedRows in the working form, and the way there and back.
 
-    Where the valid tokens of a padded batch stand first in their rows, slots are its chunks number `picked`, moved as they are;
-    elsewhere each token is moved, from its flat position in `source` to its slot in `target`.
+    Where the valid tokens of a padded batch stand first in their rows, slots are its chunks number `picked`, moved as
+    they are; elsewhere each token is moved, from its flat position in `source` to its slot in `target`.
     """
 
     place: RowRange
@@ -120,7 +123,8 @@ class ChunkedRows:
         return self.spread(values[self.place.start : self.place.stop].to(device=self.valid.device, dtype=torch.float64))
 
     def write(self, slots: Tensor, out: Tensor) -> None:
-        """Puts slots back at their positions of the flat `out`, which holds zeros; slots outside `valid` must hold 0."""
+        """Puts slots back at their positions of the flat `out`, which holds zeros; slots outside `valid` must hold
+        0."""
         part = out[self.place.begin : self.place.end]
         if self.source is not None and self.target is not None:
             part.index_copy_(0, self.source, slots.reshape(-1).index_select(0, self.target).to(out.dtype))
@@ -194,7 +198,8 @@ class ChunkedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefixRows:
-    """A padded batch whose rows each begin with all of their valid tokens: looked at once, cut into `ChunkedRows` by slicing."""
+    """A padded batch whose rows each begin with all of their valid tokens: looked at once, cut into `ChunkedRows` by
+    slicing."""
 
     valid: Tensor
     filled: Tensor
@@ -222,7 +227,9 @@ class PrefixRows:
         picked = (place < chunks.unsqueeze(1)).view(-1).nonzero().squeeze(1)
         valid, filled = whole.index_select(0, picked), filled.index_select(0, picked)
         edges = (filled < CHUNK).nonzero().squeeze(1)
-        if not torch.equal(valid.index_select(0, edges), torch.arange(CHUNK, device=grid.device) < filled[edges].unsqueeze(1)):
+        if not torch.equal(
+            valid.index_select(0, edges), torch.arange(CHUNK, device=grid.device) < filled[edges].unsqueeze(1)
+        ):
             return None
         counts = lengths.tolist()
         return PrefixRows(

@@ -1,4 +1,5 @@
-"""Padded, packed and ragged batches: checked to lie alike, and brought into one working form (see `rows`) for the formulas and back."""
+"""Padded, packed and ragged batches: checked to lie alike, and brought into one working form (see `rows`) for the
+formulas and back."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from torch import Tensor
 from tokentrue.errors import InputError
 from tokentrue.mismatch.batch.chunks import ChunkedRows, PrefixRows, RowRange, Values
 
-BLOCK_TOKENS = 1 << 16  # rows are worked on in blocks of about this many tokens, so that temporaries stay in the processor's cache;
+BLOCK_TOKENS = (
+    1 << 16
+)  # rows are worked on in blocks of about this many tokens, so that temporaries stay in the processor's cache;
 GPU_BLOCK_TOKENS = 1 << 21  # on a GPU launches cost more than memory
 
 
@@ -38,13 +41,19 @@ class Layout:
         _same_device("mask", mask, like)
         if like.dim() == 2:
             if cu_seqlens is not None:
-                raise InputError("cu_seqlens: given with a padded [B, T] batch; pass the packed 1-D tensors, or leave it out")
+                raise InputError(
+                    "cu_seqlens: given with a padded [B, T] batch; pass the packed 1-D tensors, or leave it out"
+                )
             rows, width = like.shape
             return Layout(kind="padded", offsets=tuple(row * width for row in range(rows + 1)), width=width, mask=mask)
         if like.dim() != 1:
-            raise InputError(f"log-probabilities: {like.dim()} dimensions; pass [B, T], packed [N] with cu_seqlens, or a list of rows")
+            raise InputError(
+                f"log-probabilities: {like.dim()} dimensions; pass [B, T], packed [N] with cu_seqlens, or a list of rows"
+            )
         if cu_seqlens is None:
-            raise InputError("cu_seqlens: missing for packed 1-D log-probabilities; pass the row boundaries, from 0 to N")
+            raise InputError(
+                "cu_seqlens: missing for packed 1-D log-probabilities; pass the row boundaries, from 0 to N"
+            )
         return Layout(kind="packed", offsets=_boundaries(cu_seqlens, like.shape[0]), width=0, mask=mask)
 
     @property
@@ -56,12 +65,16 @@ class Layout:
         if self.kind == "rows":
             lengths = [self.offsets[i + 1] - self.offsets[i] for i in range(self.num_rows)]
             if isinstance(values, Tensor) or [int(v.shape[0]) for v in values] != lengths:
-                raise InputError(f"{name}: must be a list of {self.num_rows} rows of the same lengths as the log-probabilities")
+                raise InputError(
+                    f"{name}: must be a list of {self.num_rows} rows of the same lengths as the log-probabilities"
+                )
             for row, mask in zip(values, self.mask, strict=True):
                 _same_device(name, row, mask)
             return
         if not isinstance(values, Tensor) or not isinstance(self.mask, Tensor) or values.shape != self.mask.shape:
-            raise InputError(f"{name}: shape {_shape(values)} does not match the log-probabilities' {_shape(self.mask)}")
+            raise InputError(
+                f"{name}: shape {_shape(values)} does not match the log-probabilities' {_shape(self.mask)}"
+            )
         _same_device(name, values, self.mask)
 
     def dtype(self, values: Values) -> torch.dtype:
@@ -94,7 +107,12 @@ class Layout:
 
     def place(self, start: int, stop: int) -> RowRange:
         return RowRange(
-            start=start, stop=stop, begin=self.offsets[start], end=self.offsets[stop], width=self.width, padded=self.kind == "padded"
+            start=start,
+            stop=stop,
+            begin=self.offsets[start],
+            end=self.offsets[stop],
+            width=self.width,
+            padded=self.kind == "padded",
         )
 
     def _prefixes(self, start: int, stop: int) -> PrefixRows | None:
@@ -137,7 +155,9 @@ def _rows_layout(like: Sequence[Tensor], mask: Values | None, cu_seqlens: object
 def _boundaries(cu_seqlens: Tensor | Sequence[int], total: int) -> tuple[int, ...]:
     bounds = tuple(int(b) for b in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
     if not bounds or bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in pairwise(bounds)):
-        raise InputError(f"cu_seqlens: must rise from 0 to {total}, the number of packed tokens, got {list(bounds[:8])}…")
+        raise InputError(
+            f"cu_seqlens: must rise from 0 to {total}, the number of packed tokens, got {list(bounds[:8])}…"
+        )
     return bounds
 
 

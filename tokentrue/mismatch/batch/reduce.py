@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def chunk_sums(slots: Tensor) -> Tensor:
-    """The sum of each chunk, in float64. torch's own sum on a GPU orders its terms by the number of chunks; pairs do not."""
+    """The sum of each chunk, in float64. torch's own sum on a GPU orders its terms by the number of chunks; pairs do
+    not."""
     return slots.sum(dim=1, dtype=torch.float64) if slots.device.type == "cpu" else _sum_pairs(slots.double())
 
 

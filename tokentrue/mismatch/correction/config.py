@@ -1,4 +1,5 @@
-"""`Correction`: three independent choices (denominator, weights, rejection) in one frozen record; nonsense is refused at construction."""
+"""`Correction`: three independent choices (denominator, weights, rejection) in one frozen record; nonsense is refused
+at construction."""
 
 from __future__ import annotations
 
@@ -29,11 +30,12 @@ from tokentrue.mismatch.estimators import LOG_CLAMP
 class Correction:
     """A whole correction. `Correction()` changes nothing and measures everything.
 
-    The three choices: `denominator` of the PPO ratio (the trainer's recomputed or the rollout's log-probabilities); `weights`;
-    `reject` (all rules must agree to keep). Then what the loss divides by after rejection: the "original" count or what was "kept".
-    `surrogate` names the objective that the correction is meant for, which `policy_loss` uses when it is given no other.
-    `non_finite` valid log-probabilities: "raise", count as agreement ("unit"), or drop the "token" or its "sequence".
-    `clamp_tokens` clamps each log-ratio before it is summed for rejection, as verl does, instead of the sum.
+    The three choices: `denominator` of the PPO ratio (the trainer's recomputed or the rollout's log-probabilities);
+    `weights`; `reject` (all rules must agree to keep). Then what the loss divides by after rejection: the "original"
+    count or what was "kept". `surrogate` names the objective that the correction is meant for, which `policy_loss` uses
+    when it is given no other. `non_finite` valid log-probabilities: "raise", count as agreement ("unit"), or drop the
+    "token" or its "sequence". `clamp_tokens` clamps each log-ratio before it is summed for rejection, as verl does,
+    instead of the sum.
     """
 
     denominator: Literal["trainer", "rollout"] = "trainer"
@@ -47,7 +49,9 @@ class Correction:
     align_support: bool = False
     loss_counts: Literal["original", "kept"] = "original"
     surrogate: Surrogate = "ppo"
-    staged: bool = False  # each rule sees only what earlier ones kept: outlier, token rules, weights, row rules (SkyRL's order)
+    staged: bool = (
+        False  # each rule sees only what earlier ones kept: outlier, token rules, weights, row rules (SkyRL's order)
+    )
     non_finite: Literal["raise", "unit", "token", "sequence"] = "raise"
     log_clamp: float = LOG_CLAMP
     clamp_tokens: bool = False
@@ -104,9 +108,14 @@ class Correction:
         base = "π_rollout (bypass)" if self.denominator == "rollout" else "π_old, recomputed by the trainer"
         lines = [f"surrogate: {self.surrogate}, ratio over {base}"]
         lines.append("weights: none" if self.weights is None else "weights: " + weights_text(self.weights))
-        lines += [f"keep {rule_text(rule)}" + (" (else weight 0, still counted)" if rule.action == "mask" else "") for rule in self.reject]
+        lines += [
+            f"keep {rule_text(rule)}" + (" (else weight 0, still counted)" if rule.action == "mask" else "")
+            for rule in self.reject
+        ]
         if self.veto is not None:
-            lines.append(f"drop rows with a token below probability {self.veto.below:g} under the {self.veto.of} policy")
+            lines.append(
+                f"drop rows with a token below probability {self.veto.below:g} under the {self.veto.of} policy"
+            )
         if self.outlier is not None:
             bounds = describe_interval("r", self.outlier.lower, self.outlier.upper)
             lines.append(f"drop rows unless every token has {bounds}, r = {RATIO[self.outlier.signal]}")

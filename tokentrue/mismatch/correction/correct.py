@@ -1,6 +1,8 @@
-"""`correct`: importance weights and rejection for a batch, from the log-probabilities alone. Nothing here is differentiated through.
+"""`correct`: importance weights and rejection for a batch, from the log-probabilities alone. Nothing here is
+differentiated through.
 
-`weights` never encode rejection, and `mask` carries it, except where a mode says otherwise (IcePop's "mask", a rule's action "mask").
+`weights` never encode rejection, and `mask` carries it, except where a mode says otherwise (IcePop's "mask", a rule's
+action "mask").
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from tokentrue.mismatch.metrics import Count, Mean, Metrics, Statistic
 class Corrected:
     """`weights` (0 at masked positions) and `mask` lie as the inputs did. `metrics` merge over micro-batches and ranks.
 
-    `totals` is the sum of weights and their count when the correction normalises over a step: add them up over micro-batches and
-    ranks, then call `normalised`.
+    `totals` is the sum of weights and their count when the correction normalises over a step: add them up over
+    micro-batches and ranks, then call `normalised`.
     """
 
     weights: Values
@@ -149,7 +151,9 @@ def _normalise(weights: Tensor, how: Weights | None, tally: Tally) -> tuple[Tens
     if how.normalise.scope == "step":
         return weights, totals, True
     if tally.rows == 1 and how.level != "token":
-        warnings.warn("weights normalised over a single row become 1: the correction is cancelled; use scope='step'", stacklevel=3)
+        warnings.warn(
+            "weights normalised over a single row become 1: the correction is cancelled; use scope='step'", stacklevel=3
+        )
     mean = totals[0] / totals[1] if totals[1] else 0.0
     return (weights / mean if mean > 1e-8 else weights), totals, False
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tokentrue.mismatch.correction.rules import Reject, Signal, Weights
 
-RATIO: dict[Signal, str] = {"corr": "π_old/π_rollout", "ppo_train": "π_current/π_old", "ppo_rollout": "π_current/π_rollout"}
+RATIO: dict[Signal, str] = {
+    "corr": "π_old/π_rollout",
+    "ppo_train": "π_current/π_old",
+    "ppo_rollout": "π_current/π_rollout",
+}
 
 
 def weights_text(weights: Weights) -> str:
@@ -20,7 +24,9 @@ def weights_text(weights: Weights) -> str:
         how = f"1 - α + α·{how}, α = {weights.mix if isinstance(weights.mix, int | float) else 'measured on the batch'}"
     if weights.normalise is None:
         return how
-    return f"{how}, over the mean of {weights.normalise.over} {weights.normalise.level}s of the {weights.normalise.scope}"
+    return (
+        f"{how}, over the mean of {weights.normalise.over} {weights.normalise.level}s of the {weights.normalise.scope}"
+    )
 
 
 def rule_text(rule: Reject) -> str:

@@ -1,7 +1,8 @@
 """Other frameworks' own configuration dictionaries as the fields of a `Correction`.
 
-By default a key means what its framework's documentation says. Where the code behaves differently, `faithful=True` reproduces the code;
-each such place is marked "faithful:" and said in the correction's `notes`. Unknown keys are refused: a silent typo is a silent run.
+By default a key means what its framework's documentation says. Where the code behaves differently, `faithful=True`
+reproduces the code; each such place is marked "faithful:" and said in the correction's `notes`. Unknown keys are
+refused: a silent typo is a silent run.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def from_verl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
     signal: Signal = "ppo_rollout" if bypass else "corr"
     weights = _verl_weights(given, signal)
     if weights is not None and bypass and not reinforce:
-        notes.append("bypass PPO-clip applies no importance weights: its ratio holds them already; rollout_is is only measured")
+        notes.append(
+            "bypass PPO-clip applies no importance weights: its ratio holds them already; rollout_is is only measured"
+        )
         weights = None
     rules = _verl_rules(given, signal, faithful, notes)
     return dict(
@@ -79,7 +82,9 @@ def _verl_rules(given: Mapping[str, Any], signal: Signal, faithful: bool, notes:
     threshold = given["rollout_rs_threshold"]
     if threshold is None:
         raise ConfigError("verl.rollout_rs_threshold: missing; rollout_rs needs one")
-    parts = [part.strip() for part in threshold.split(",") if part.strip()] if isinstance(threshold, str) else [threshold]
+    parts = (
+        [part.strip() for part in threshold.split(",") if part.strip()] if isinstance(threshold, str) else [threshold]
+    )
     if len(parts) not in (1, len(options)):
         raise ConfigError(f"verl.rollout_rs_threshold: {len(parts)} thresholds for {len(options)} options")
     parts = parts * len(options) if len(parts) == 1 else parts
@@ -88,7 +93,11 @@ def _verl_rules(given: Mapping[str, Any], signal: Signal, faithful: bool, notes:
 
 def _verl_rule(option: str, threshold: str | float, signal: Signal, faithful: bool, notes: list[str]) -> Reject:
     aggregate, _, estimator = option.rpartition("_")
-    if aggregate not in ("token", "seq_sum", "seq_mean", "seq_max") or estimator not in ("k1", "k2", "k3") or option == "seq_max_k1":
+    if (
+        aggregate not in ("token", "seq_sum", "seq_mean", "seq_max")
+        or estimator not in ("k1", "k2", "k3")
+        or option == "seq_max_k1"
+    ):
         raise ConfigError(f"verl.rollout_rs: no option {option!r}")
     lower, upper = _range(f"verl.rollout_rs_threshold of {option}", threshold)
     if estimator != "k1":
@@ -104,8 +113,9 @@ def _verl_rule(option: str, threshold: str | float, signal: Signal, faithful: bo
 
 
 def from_miles(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
-    """Miles' and slime's arguments. Which function corrects is `custom_tis_function_path`: the mismatch helper, with the keys of
-    `mis.yaml` (also where none is named but no `tis_clip` either), `icepop_function`, or the built-in truncation to `tis_clip`.
+    """Miles' and slime's arguments. Which function corrects is `custom_tis_function_path`: the mismatch helper, with
+    the keys of `mis.yaml` (also where none is named but no `tis_clip` either), `icepop_function`, or the built-in
+    truncation to `tis_clip`.
     """
     keys = {
         "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate",
@@ -118,14 +128,18 @@ def from_miles(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
         raise ConfigError("miles: use_rollout_logprobs and use_tis exclude each other")
     opsm = None
     if given["use_opsm"]:
-        opsm = OffPolicyMask(threshold=given["opsm_delta"], signal="ppo_rollout" if given["use_rollout_logprobs"] else "ppo_train")
+        opsm = OffPolicyMask(
+            threshold=given["opsm_delta"], signal="ppo_rollout" if given["use_rollout_logprobs"] else "ppo_train"
+        )
     if given["use_rollout_logprobs"]:
         return dict(denominator="rollout", off_policy_mask=opsm)
     path = str(given["custom_tis_function_path"] or "")
     icepop = path.endswith("icepop_function")
     if icepop or (given["tis_clip"] is not None and "compute_mis_weights" not in path):
         if path and not icepop and not path.endswith("vanilla_tis_function"):
-            raise ConfigError(f"miles.custom_tis_function_path: {path!r} is a function of your own; write its Correction by hand")
+            raise ConfigError(
+                f"miles.custom_tis_function_path: {path!r} is a function of your own; write its Correction by hand"
+            )
         return dict(weights=_miles_builtin(given, icepop) if given["use_tis"] else None, off_policy_mask=opsm)
     if not given["use_tis"] and (faithful or not given["use_rs"]):
         note = ("use_tis is off, so Miles rejects nothing: use_rs works only inside it",) if given["use_rs"] else ()
@@ -155,11 +169,15 @@ def _miles_helper(given: Mapping[str, Any], faithful: bool, opsm: OffPolicyMask 
         high = upper if given["rs_upper_bound"] is None else given["rs_upper_bound"]
         rules.append(Reject(estimator="ratio", aggregate=LEVEL_AGGREGATE[given["rs_level"]], lower=low, upper=high))
     if threshold is not None and faithful and given["use_rs"]:
-        notes.append("faithful: the veto bounds the ratio trainer ÷ rollout and works only with use_rs, as Miles' code does")
+        notes.append(
+            "faithful: the veto bounds the ratio trainer ÷ rollout and works only with use_rs, as Miles' code does"
+        )
         outlier = Outlier(lower=threshold, upper=None)
     elif threshold is not None and not faithful:
         veto = Veto(below=threshold)
-    return dict(weights=weights, reject=tuple(rules), veto=veto, outlier=outlier, off_policy_mask=opsm, notes=tuple(notes))
+    return dict(
+        weights=weights, reject=tuple(rules), veto=veto, outlier=outlier, off_policy_mask=opsm, notes=tuple(notes)
+    )
 
 
 def _miles_weights(given: Mapping[str, Any], lower: float, upper: float, faithful: bool, notes: list[str]) -> Weights:
@@ -167,19 +185,28 @@ def _miles_weights(given: Mapping[str, Any], lower: float, upper: float, faithfu
     normalise = None
     if given["tis_batch_normalize"]:
         if faithful and level == "geometric":
-            raise ConfigError("miles: tis_batch_normalize with tis_level 'geometric' raises in Miles; leave faithful off to have it")
+            raise ConfigError(
+                "miles: tis_batch_normalize with tis_level 'geometric' raises in Miles; leave faithful off to have it"
+            )
         over = "valid"
         if mode == "mask":
             over = "raw" if faithful else "kept"
             if faithful:
-                notes.append("faithful: the mean for normalisation includes the weights of masked tokens, as Miles' code does")
+                notes.append(
+                    "faithful: the mean for normalisation includes the weights of masked tokens, as Miles' code does"
+                )
         rows = level != "token"
-        normalise = Normalise(scope="call", level="sequence" if rows else "token", over=over, empty_rows=faithful and rows)
-    return Weights(level=level, mode=mode, lower=None if mode == "truncate" else lower, upper=upper, normalise=normalise)
+        normalise = Normalise(
+            scope="call", level="sequence" if rows else "token", over=over, empty_rows=faithful and rows
+        )
+    return Weights(
+        level=level, mode=mode, lower=None if mode == "truncate" else lower, upper=upper, normalise=normalise
+    )
 
 
 def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
-    """TRL's GRPOConfig: the `vllm_importance_sampling_*` keys and `off_policy_mask_threshold`; other GRPOConfig keys may be present."""
+    """TRL's GRPOConfig: the `vllm_importance_sampling_*` keys and `off_policy_mask_threshold`; other GRPOConfig keys
+    may be present."""
     keys = {
         "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
         "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None, "off_policy_mask_threshold": None,
@@ -202,10 +229,15 @@ def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
 
 
 def from_areal(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
-    """AReaL's PPO actor: `use_decoupled_loss`, `recompute_logprob`, `rejection_sampling` (a dictionary or None) and `m2_threshold`; its
-    other keys may be present.
+    """AReaL's PPO actor: `use_decoupled_loss`, `recompute_logprob`, `rejection_sampling` (a dictionary or None) and
+    `m2_threshold`; its other keys may be present.
     """
-    keys: dict[str, Any] = {"use_decoupled_loss": False, "recompute_logprob": False, "rejection_sampling": None, "m2_threshold": None}
+    keys: dict[str, Any] = {
+        "use_decoupled_loss": False,
+        "recompute_logprob": False,
+        "rejection_sampling": None,
+        "m2_threshold": None,
+    }
     given = _check_keys("areal", _mine("areal", config, keys), keys)
     fields = _areal_fields(given, faithful)
     if given["m2_threshold"] is not None:
@@ -215,7 +247,11 @@ def from_areal(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
 
 def _areal_fields(given: Mapping[str, Any], faithful: bool) -> Fields:
     if not given["use_decoupled_loss"]:
-        note = ("rejection_sampling works only with use_decoupled_loss: AReaL ignores it here",) if given["rejection_sampling"] else ()
+        note = (
+            ("rejection_sampling works only with use_decoupled_loss: AReaL ignores it here",)
+            if given["rejection_sampling"]
+            else ()
+        )
         base = "trainer" if given["recompute_logprob"] else "rollout"
         return dict(denominator=base, non_finite="unit", log_clamp=80.0, notes=note)
     if given["rejection_sampling"] is None:
@@ -231,18 +267,26 @@ def _areal_fields(given: Mapping[str, Any], faithful: bool) -> Fields:
         level = "token" if rule["level"] == "token" else "geometric"
         low = rule["lower"] or None
         if faithful and level == "geometric" and rule["agg"] == "max" and low:
-            raise ConfigError("areal.rejection_sampling: with agg 'max' AReaL leaves weights below `lower` as they are; use agg 'mean'")
+            raise ConfigError(
+                "areal.rejection_sampling: with agg 'max' AReaL leaves weights below `lower` as they are; use agg 'mean'"
+            )
         weights = Weights(level=level, mode="clip" if low else "truncate", lower=low, upper=rule["upper"])
         return dict(weights=weights, non_finite="unit", log_clamp=80.0)
     reject, notes = _areal_rule(rule, faithful)
-    geometric = rule["metric"] == "ratio" and rule["level"] == "sequence"  # AReaL then weighs by the geometric mean, for any agg
+    geometric = (
+        rule["metric"] == "ratio" and rule["level"] == "sequence"
+    )  # AReaL then weighs by the geometric mean, for any agg
     weights = Weights(level="geometric" if geometric else "token", mode="raw")
     return dict(weights=weights, reject=(reject,), non_finite="unit", log_clamp=80.0, notes=notes)
 
 
 def _areal_rule(rule: Mapping[str, Any], faithful: bool) -> tuple[Reject, tuple[str, ...]]:
     names: Mapping[str, Estimator] = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3"}
-    if rule["metric"] not in names or rule["agg"] not in ("sum", "mean", "max") or rule["level"] not in ("token", "sequence"):
+    if (
+        rule["metric"] not in names
+        or rule["agg"] not in ("sum", "mean", "max")
+        or rule["level"] not in ("token", "sequence")
+    ):
         raise ConfigError(f"areal.rejection_sampling: unknown metric, agg or level in {dict(rule)!r}")
     estimator = names[rule["metric"]]
     aggregate: Aggregate = "token"
@@ -251,11 +295,14 @@ def _areal_rule(rule: Mapping[str, Any], faithful: bool) -> tuple[Reject, tuple[
         aggregate = {"sum": "seq_sum", "mean": mean, "max": "seq_max"}[rule["agg"]]  # type: ignore[assignment]
     inverse = estimator == "k1" or (faithful and estimator == "k3")  # its k1 is log r, in words and in code
     notes = ("faithful: k3 is of rollout ÷ trainer, as AReaL's code does",) if estimator == "k3" and inverse else ()
-    return Reject(estimator=estimator, aggregate=aggregate, lower=rule["lower"], upper=rule["upper"], inverse=inverse), notes
+    return Reject(
+        estimator=estimator, aggregate=aggregate, lower=rule["lower"], upper=rule["upper"], inverse=inverse
+    ), notes
 
 
 def from_skyrl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
-    """SkyRL's `off_policy_correction`. Its stages run in order (outlier, token mask, weights, sequence mask), each on what is left."""
+    """SkyRL's `off_policy_correction`. Its stages run in order (outlier, token mask, weights, sequence mask), each on
+    what is left."""
     keys = {
         "tis_ratio_type": None, "token_tis_ratio_clip_high": 2.0, "sequence_tis_ratio_clip_high": 5.0,
         "sequence_mask_metric": None, "geo_mask_high": 1.01, "geo_mask_low": 0.99, "product_mask_high": 2.0, "product_mask_low": 0.5,

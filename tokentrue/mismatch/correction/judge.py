@@ -53,7 +53,14 @@ def correct_rows(signals: Signals, batch: Batch, config: Correction, limits: Bat
         weights = weights.masked_fill(judge.zeroed, 0)
     weights = rows.clear_padding(weights)
     signals.cache.clear()  # the weights may have been its ratios, whose padding was 1
-    return Block(rows=rows, weights=weights, unmasked=unmasked, keep=judge.keep(), row_weights=judge.row_weights(weights), hits=judge.hits)
+    return Block(
+        rows=rows,
+        weights=weights,
+        unmasked=unmasked,
+        keep=judge.keep(),
+        row_weights=judge.row_weights(weights),
+        hits=judge.hits,
+    )
 
 
 def _whole_row_rules(judge: Judge, batch: Batch, limits: BatchLimits) -> None:
@@ -66,7 +73,9 @@ def _whole_row_rules(judge: Judge, batch: Batch, limits: BatchLimits) -> None:
         judge.drop_rows("vetoed", rows.valid & (chosen < math.log(config.veto.below)))
     if config.outlier is not None:
         log_ratio = signals.log_ratio(config.outlier.signal)
-        judge.drop_rows("outlier", rows.valid & ~inside(log_ratio, _log(config.outlier.lower), _log(config.outlier.upper)))
+        judge.drop_rows(
+            "outlier", rows.valid & ~inside(log_ratio, _log(config.outlier.lower), _log(config.outlier.upper))
+        )
     if config.staleness is not None:
         judge.drop_stale(batch)
     if config.off_policy_mask is not None:
@@ -131,7 +140,9 @@ class Judge:
     def drop_stale(self, batch: Batch) -> None:
         limit = self.config.staleness
         if limit is None or batch.versions is None or batch.version is None:
-            raise InputError("versions, version: a staleness limit needs the policy version of each token (or row) and the current one")
+            raise InputError(
+                "versions, version: a staleness limit needs the policy version of each token (or row) and the current one"
+            )
         rows = self.signals.rows
         age = batch.version - read_per_token(batch.layout, rows, "versions", batch.versions)
         stale = rows.valid & (age > limit.limit)

@@ -17,7 +17,9 @@ _PRODUCT = Reject(estimator="ratio", aggregate="seq_sum", lower=0.5, upper=2.0)
 
 
 def _on_rollout(rule: Reject) -> Reject:
-    return Reject(estimator=rule.estimator, aggregate=rule.aggregate, lower=rule.lower, upper=rule.upper, signal="ppo_rollout")
+    return Reject(
+        estimator=rule.estimator, aggregate=rule.aggregate, lower=rule.lower, upper=rule.upper, signal="ppo_rollout"
+    )
 
 
 def _bypass(*rules: Reject) -> Correction:
@@ -28,7 +30,9 @@ def _gradient(weights: Weights | None, *rules: Reject) -> Correction:
     """verl's bypass policy gradient: the weight and the rules look at current ÷ rollout."""
     mine = None
     if weights is not None:
-        mine = Weights(level=weights.level, mode=weights.mode, lower=weights.lower, upper=weights.upper, signal="ppo_rollout")
+        mine = Weights(
+            level=weights.level, mode=weights.mode, lower=weights.lower, upper=weights.upper, signal="ppo_rollout"
+        )
     return Correction(denominator="rollout", weights=mine, reject=tuple(map(_on_rollout, rules)), surrogate="reinforce")
 
 
@@ -71,7 +75,8 @@ _MILES = {
 
 
 def _vexact(aggregate: str) -> dict[str, Correction]:
-    """The paper's four. Literally its threshold bounds a sum over the row, which long rows cannot meet; the mean is the usable reading."""
+    """The paper's four. Literally its threshold bounds a sum over the row, which long rows cannot meet; the mean is the
+    usable reading."""
     suffix = "" if aggregate == "seq_sum" else "-mean"
 
     def rule(estimator: str, signal: str = "corr") -> tuple[Reject, ...]:
@@ -97,4 +102,6 @@ _OTHERS = {
     "deepseek_v3_2": Correction(off_policy_mask=OffPolicyMask(threshold=1e-4, signal="ppo_rollout")),
 }
 
-PRESETS: Mapping[str, Correction] = MappingProxyType({**_VERL, **_MILES, **_vexact("seq_sum"), **_vexact("seq_mean"), **_OTHERS})
+PRESETS: Mapping[str, Correction] = MappingProxyType(
+    {**_VERL, **_MILES, **_vexact("seq_sum"), **_vexact("seq_mean"), **_OTHERS}
+)

@@ -1,4 +1,5 @@
-"""What a correction is made of: small frozen records, with nonsense refused at construction. `config.Correction` joins them.
+"""What a correction is made of: small frozen records, with nonsense refused at construction. `config.Correction` joins
+them.
 
 r is always trainer ÷ rollout probability. `corr` is r_corr = e^(old - rollout), the mismatch itself; `ppo_train` is
 e^(current - old) and `ppo_rollout` is e^(current - rollout), which contain the policy's own drift.
@@ -36,7 +37,9 @@ def bounds_of(owner: str, lower: object, upper: object, *, positive: bool) -> No
         if value is None:
             continue
         if isinstance(value, str):
-            raise ConfigError(f"{owner}.{field}: {value!r} is text; bounds are two numbers, lower= and upper=, never a range in a string")
+            raise ConfigError(
+                f"{owner}.{field}: {value!r} is text; bounds are two numbers, lower= and upper=, never a range in a string"
+            )
         if not is_finite(value):
             raise ConfigError(f"{owner}.{field}: {value!r} is not a finite number; leave it out for no bound")
         if positive and value <= 0:
@@ -49,11 +52,12 @@ def bounds_of(owner: str, lower: object, upper: object, *, positive: bool) -> No
 class Normalise:
     """Divide the weights by their mean. `scope` says over what, explicitly:
 
-    "call": the tokens of this call of `correct` (a micro-batch, if that is what it is given; one sequence at sequence level cancels
-    the correction, which warns). "step": the caller's whole step; `correct` returns the totals, the caller adds them up over ranks and
-    micro-batches and calls `Corrected.normalised(total, count)`.
-    `over`: the mean is of the weights of "kept" tokens; of all "valid" tokens, rejected ones included and masked weights as 0; or of all
-    valid tokens with "raw" masked weights. `empty_rows` counts rows without tokens as weight 0 (Miles does).
+    "call": the tokens of this call of `correct` (a micro-batch, if that is what it is given; one sequence at sequence
+    level cancels the correction, which warns). "step": the caller's whole step; `correct` returns the totals, the
+    caller adds them up over ranks and micro-batches and calls `Corrected.normalised(total, count)`.
+    `over`: the mean is of the weights of "kept" tokens; of all "valid" tokens, rejected ones included and masked
+    weights as 0; or of all valid tokens with "raw" masked weights. `empty_rows` counts rows without tokens as weight 0
+    (Miles does).
     """
 
     scope: Literal["call", "step"]
@@ -71,9 +75,10 @@ class Normalise:
 class AdaptiveMix:
     """A mixing coefficient measured on the batch, between no correction (0) and the full importance weights (1).
 
-    It combines the three diagnostics that AIS (arXiv 2605.13907) names: the effective sample share of the weights (how reliable they
-    are), K3 (how severe the divergence is) and E[w²] (how much the weights amplify the variance):
-    `ess · (1 - e^(-K3 / divergence)) / max(1, E[w²])`. The way they are combined is this package's own; the paper's was not available.
+    It combines the three diagnostics that AIS (arXiv 2605.13907) names: the effective sample share of the weights (how
+    reliable they are), K3 (how severe the divergence is) and E[w²] (how much the weights amplify the variance):
+    `ess · (1 - e^(-K3 / divergence)) / max(1, E[w²])`. The way they are combined is this package's own; the paper's was
+    not available.
     """
 
     divergence: float = 0.01
@@ -85,11 +90,13 @@ class AdaptiveMix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Importance weights, always detached. Level "sequence" is the product of the row's ratios, "geometric" their geometric mean.
+    """Importance weights, always detached. Level "sequence" is the product of the row's ratios, "geometric" their
+    geometric mean.
 
-    Mode "truncate" caps at `upper`; "clip" clamps into [lower, upper]; "mask" (IcePop) keeps a weight inside the bounds as it is and
-    sets it to 0 outside, leaving the mask alone; "raw" has no bounds.
-    `mix` interpolates between no correction and these weights: 1 - α + α·w, with a fixed α or one measured on the batch.
+    Mode "truncate" caps at `upper`; "clip" clamps into [lower, upper]; "mask" (IcePop) keeps a weight inside the bounds
+    as it is and sets it to 0 outside, leaving the mask alone; "raw" has no bounds.
+    `mix` interpolates between no correction and these weights: 1 - α + α·w, with a fixed α or one measured on the
+    batch.
     """
 
     level: Level = "token"
@@ -106,14 +113,18 @@ class Weights:
         choose("Weights", "signal", self.signal, Signal)
         bounds_of("Weights", self.lower, self.upper, positive=True)
         if not (self.mix is None or isinstance(self.mix, AdaptiveMix) or (is_finite(self.mix) and 0 <= self.mix <= 1)):
-            raise ConfigError(f"Weights.mix: {self.mix!r} interpolates between no correction and the weights; it must be in [0, 1]")
+            raise ConfigError(
+                f"Weights.mix: {self.mix!r} interpolates between no correction and the weights; it must be in [0, 1]"
+            )
         self._check_bounds()
 
     def _check_bounds(self) -> None:
         if self.mode == "raw" and (self.lower is not None or self.upper is not None):
             raise ConfigError("Weights: mode 'raw' has no bounds; use 'truncate', 'clip' or 'mask'")
         if self.mode == "truncate" and self.lower is not None:
-            raise ConfigError("Weights: mode 'truncate' has no lower bound; use mode 'clip' for both, or 'mask' to zero outside them")
+            raise ConfigError(
+                "Weights: mode 'truncate' has no lower bound; use mode 'clip' for both, or 'mask' to zero outside them"
+            )
         if self.mode == "truncate" and self.upper is None:
             raise ConfigError("Weights: mode 'truncate' needs an upper bound")
         if self.mode != "raw" and self.lower is None and self.upper is None:
@@ -131,9 +142,10 @@ class Weights:
 class Reject:
     """One rule: a token or a row stays only if lower <= statistic <= upper.
 
-    The statistic is `estimator` of `signal`'s ratio (of its inverse, with `inverse`), aggregated over the row's valid tokens. With
-    estimator "ratio", "seq_sum" is the product of ratios and "geometric" their geometric mean (both compared in log space).
-    `action` "drop" takes the tokens out of the mask; "mask" leaves the mask alone and sets their weights to 0.
+    The statistic is `estimator` of `signal`'s ratio (of its inverse, with `inverse`), aggregated over the row's valid
+    tokens. With estimator "ratio", "seq_sum" is the product of ratios and "geometric" their geometric mean (both
+    compared in log space). `action` "drop" takes the tokens out of the mask; "mask" leaves the mask alone and sets
+    their weights to 0.
     """
 
     estimator: Estimator
@@ -154,17 +166,25 @@ class Reject:
             raise ConfigError("Reject: without a lower or an upper bound nothing can be rejected")
         if self.estimator in ("k2", "k3"):
             if self.lower is not None:
-                raise ConfigError(f"Reject: {self.estimator} is never negative and 0 is perfect agreement; a lower bound would reject it")
+                raise ConfigError(
+                    f"Reject: {self.estimator} is never negative and 0 is perfect agreement; a lower bound would reject it"
+                )
             if self.upper is not None and self.upper <= 0:
                 raise ConfigError(f"Reject.upper: {self.estimator} needs a bound > 0, got {self.upper}")
         if self.aggregate == "geometric" and self.estimator != "ratio":
             raise ConfigError(f"Reject: 'geometric' is a mean of ratios; for {self.estimator} use 'seq_mean'")
         if self.aggregate == "seq_mean" and self.estimator == "ratio":
-            raise ConfigError("Reject: the mean of ratios hides opposite errors of long rows; use 'geometric', or k1 with 'seq_mean'")
+            raise ConfigError(
+                "Reject: the mean of ratios hides opposite errors of long rows; use 'geometric', or k1 with 'seq_mean'"
+            )
         if self.aggregate == "seq_max" and self.lower is not None:
-            raise ConfigError("Reject: a lower bound on a maximum keeps rows for one bad token; use Outlier(lower=…) for 'any token below'")
+            raise ConfigError(
+                "Reject: a lower bound on a maximum keeps rows for one bad token; use Outlier(lower=…) for 'any token below'"
+            )
         if self._refuses_identity():
-            raise ConfigError(f"Reject: the bounds [{self.lower}, {self.upper}] reject tokens on which both sides agree exactly")
+            raise ConfigError(
+                f"Reject: the bounds [{self.lower}, {self.upper}] reject tokens on which both sides agree exactly"
+            )
 
     def _refuses_identity(self) -> bool:
         agree = 1.0 if self.estimator == "ratio" else 0.0
@@ -198,14 +218,18 @@ class Outlier:
         if self.lower is None and self.upper is None:
             raise ConfigError("Outlier: needs a lower or an upper bound")
         if (self.lower or 0) > 1 or (self.upper is not None and self.upper < 1):
-            raise ConfigError(f"Outlier: the bounds [{self.lower}, {self.upper}] reject tokens on which both sides agree exactly")
+            raise ConfigError(
+                f"Outlier: the bounds [{self.lower}, {self.upper}] reject tokens on which both sides agree exactly"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyMask:
-    """DeepSeek-V3.2's off-policy sequence mask: tokens with a negative advantage go, in rows whose mean -log r exceeds `threshold`.
+    """DeepSeek-V3.2's off-policy sequence mask: tokens with a negative advantage go, in rows whose mean -log r exceeds
+    `threshold`.
 
-    `whole_row`: one negative advantage in such a row drops all of it (they differ only where advantages vary inside a row).
+    `whole_row`: one negative advantage in such a row drops all of it (they differ only where advantages vary inside a
+    row).
     """
 
     threshold: float
@@ -215,15 +239,19 @@ class OffPolicyMask:
     def __post_init__(self) -> None:
         choose("OffPolicyMask", "signal", self.signal, Signal)
         if not (is_finite(self.threshold) and self.threshold >= 0):
-            raise ConfigError(f"OffPolicyMask.threshold: {self.threshold!r} must be finite and >= 0: it bounds a divergence")
+            raise ConfigError(
+                f"OffPolicyMask.threshold: {self.threshold!r} must be finite and >= 0: it bounds a divergence"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondMoment:
-    """M2PO (arXiv 2510.01161): the tokens with the largest (log r)² go until the mean of the rest is at most `threshold`.
+    """M2PO (arXiv 2510.01161): the tokens with the largest (log r)² go until the mean of the rest is at most
+    `threshold`.
 
-    `tokens` "harmful" looks only where PPO's clip would act (A > 0 and r > 1, or A < 0 and r < 1), as the paper's Algorithm 1 does; "all"
-    looks at every valid token, as AReaL does. The tokens of one call of `correct` are sorted together: give it the whole mini-batch.
+    `tokens` "harmful" looks only where PPO's clip would act (A > 0 and r > 1, or A < 0 and r < 1), as the paper's
+    Algorithm 1 does; "all" looks at every valid token, as AReaL does. The tokens of one call of `correct` are sorted
+    together: give it the whole mini-batch.
     """
 
     threshold: float = 0.04

@@ -1,4 +1,5 @@
-"""Reads the policies' log-probabilities of some rows and forms their log-ratios: zero outside valid tokens, finite or refused."""
+"""Reads the policies' log-probabilities of some rows and forms their log-ratios: zero outside valid tokens, finite or
+refused."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Signals:
-    """Some rows' log-ratios. `bad` marks valid tokens whose numbers were not finite; their ratios are set to agreement."""
+    """Some rows' log-ratios. `bad` marks valid tokens whose numbers were not finite; their ratios are set to
+    agreement."""
 
     rows: ChunkedRows
     trainer: Tensor
@@ -101,20 +103,26 @@ def read_signals(batch: Batch, rows: ChunkedRows, config: Correction) -> Signals
     current = None if batch.current is None else rows.read(_detach(batch.current))
     if config.align_support:
         if batch.support is None:
-            raise InputError("support_log_mass: align_support needs the log of the trainer's mass on the sampler's support, per token")
+            raise InputError(
+                "support_log_mass: align_support needs the log of the trainer's mass on the sampler's support, per token"
+            )
         mass = rows.read(batch.support)
         trainer = trainer - mass
         current = None if current is None else current - mass
     corr = trainer - rollout
     span = rows.extremes(corr)
-    fine = not rows.tokens or (all(map(math.isfinite, span)) and (current is None or math.isfinite(float(current.sum()))))
+    fine = not rows.tokens or (
+        all(map(math.isfinite, span)) and (current is None or math.isfinite(float(current.sum())))
+    )
     if fine:
         return Signals(rows=rows, trainer=trainer, rollout=rollout, current=current, corr=corr, bad=None, span=span)
     bad = ~torch.isfinite(corr if current is None else corr + current)
     if config.non_finite == "raise":
         raise InputError(_where(rows, bad))
     calm, corr = torch.where(bad, 0.0, rollout), torch.where(bad, 0.0, corr)
-    rows = rows.without(bad) if config.non_finite == "token" else rows  # then bad tokens are padding: they count nowhere
+    rows = (
+        rows.without(bad) if config.non_finite == "token" else rows
+    )  # then bad tokens are padding: they count nowhere
     return Signals(
         rows=rows,
         trainer=torch.where(bad, calm, trainer),
@@ -140,7 +148,12 @@ def _detach(values: Values) -> Values:
 
 def read_per_token(layout: Layout, rows: ChunkedRows, name: str, values: Values) -> Tensor:
     """Values per token, or one per row spread over it."""
-    if isinstance(values, Tensor) and values.dim() <= 1 and values.numel() == layout.num_rows and not _lies_like(layout, values):
+    if (
+        isinstance(values, Tensor)
+        and values.dim() <= 1
+        and values.numel() == layout.num_rows
+        and not _lies_like(layout, values)
+    ):
         return rows.read_rows(values.reshape(-1))
     layout.check(name, values)
     return rows.read(values)

@@ -1,4 +1,5 @@
-"""What some rules must know of the whole batch before its rows are judged: a first pass over all blocks, made only for those rules."""
+"""What some rules must know of the whole batch before its rows are judged: a first pass over all blocks, made only for
+those rules."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tokentrue.mismatch.estimators import k3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """`drop_from`: harmful tokens with a (log r)² of at least this are dropped. `mix`: between no correction and the weights."""
+    """`drop_from`: harmful tokens with a (log r)² of at least this are dropped. `mix`: between no correction and the
+    weights."""
 
     drop_from: float = math.inf
     mix: float = 1.0
@@ -54,12 +56,16 @@ def harmful_tokens(signals: Signals, batch: Batch, rule: SecondMoment) -> Tensor
         return rows.valid
     if batch.advantages is None:
         raise InputError("advantages: SecondMoment(tokens='harmful') looks at their sign and needs them")
-    advantages, log_ratio = read_per_token(batch.layout, rows, "advantages", batch.advantages), signals.log_ratio(rule.signal)
+    advantages, log_ratio = (
+        read_per_token(batch.layout, rows, "advantages", batch.advantages),
+        signals.log_ratio(rule.signal),
+    )
     return rows.valid & (((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0)))
 
 
 def first_dropped(squares: Tensor, threshold: float) -> float:
-    """The smallest value that must go, so that the mean of those below it is at most `threshold`; inf where all may stay."""
+    """The smallest value that must go, so that the mean of those below it is at most `threshold`; inf where all may
+    stay."""
     ordered = squares.sort().values
     means = ordered.cumsum(0) / torch.arange(1, ordered.shape[0] + 1, device=ordered.device, dtype=ordered.dtype)
     kept = int((means <= threshold).sum())

@@ -1,10 +1,12 @@
-"""`diagnose`: what differs between trainer and rollout, where, and what it does to the objective. Mergeable over ranks and steps.
+"""`diagnose`: what differs between trainer and rollout, where, and what it does to the objective. Mergeable over ranks
+and steps.
 
 Metric names (r = trainer ÷ rollout, δ = log r, A the advantage):
-`delta/*` δ and |δ|; `corr/*`, `ppo_train/*`, `ppo_rollout/*` the KL estimators of the three ratios, token-weighted, and row-weighted with
-`_rows`; `ppl/*`, `log_ppl/*`; `chi2/*`; `ratio/raw`, `ratio/applied`, `ratio/sequence` moments with `ess`; `tail/raw/*`, `tail/applied/*`;
-`contribution/<trainer|rollout>/<positive|negative>` moments of C(r) = -(r - 1)·A; `quadrant/*`; `by_probability/*`, `by_position/*`,
-`by_kind/*` mean |δ|; `flips`; `fraction/*` what a correction did.
+`delta/*` δ and |δ|; `corr/*`, `ppo_train/*`, `ppo_rollout/*` the KL estimators of the three ratios, token-weighted, and
+row-weighted with `_rows`; `ppl/*`, `log_ppl/*`; `chi2/*`; `ratio/raw`, `ratio/applied`, `ratio/sequence` moments with
+`ess`; `tail/raw/*`, `tail/applied/*`; `contribution/<trainer|rollout>/<positive|negative>` moments of C(r) = -(r -
+1)·A; `quadrant/*`; `by_probability/*`, `by_position/*`, `by_kind/*` mean |δ|; `flips`; `fraction/*` what a correction
+did.
 """
 
 from __future__ import annotations
@@ -125,13 +127,18 @@ def diagnose(
 ) -> Diagnosis:
     """Everything that can be said from these inputs; what is not given has its keys all the same, with nothing counted.
 
-    `logprobs` is the current policy (the trainer's own if left out). With `*_top_logprobs` but without `*_top_ids`, a flip is where the
-    sampled token is the most likely one of one side alone, out of the tokens that are the most likely one of at least one side.
+    `logprobs` is the current policy (the trainer's own if left out). With `*_top_logprobs` but without `*_top_ids`, a
+    flip is where the sampled token is the most likely one of one side alone, out of the tokens that are the most likely
+    one of at least one side.
     """
     correction, corrected = options.pop("correction", None), options.pop("corrected", None)
     if correction is not None and corrected is not None:
         raise InputError("correction, corrected: pass the one to be made, or the one already made, not both")
-    row_names, worst, non_finite = options.pop("row_names", None), options.pop("worst", 10), options.pop("non_finite", "raise")
+    row_names, worst, non_finite = (
+        options.pop("row_names", None),
+        options.pop("worst", 10),
+        options.pop("non_finite", "raise"),
+    )
     labels = Labels(**{field.name: options.pop(field.name) for field in fields(Labels) if field.name in options})  # type: ignore[misc]
     batch = Batch.of(trainer_logprobs, rollout_logprobs, mask, cast("BatchOptions", options))
     if row_names is not None and len(row_names) != batch.layout.num_rows:
@@ -147,12 +154,18 @@ def diagnose(
         found = worst_rows(batch, sums.by_row(), worst, row_names)
     corrected = corrected if collector is None else collector.finish()
     if corrected is not None:
-        own = {name: stat for name, stat in corrected.metrics.statistics.items() if name.startswith(("fraction/", "weight/"))}
+        own = {
+            name: stat
+            for name, stat in corrected.metrics.statistics.items()
+            if name.startswith(("fraction/", "weight/"))
+        }
         metrics = metrics.merge(Metrics(own))
     return Diagnosis(metrics=metrics, worst=found, keep_worst=worst, corrected=corrected)
 
 
-def _add_block(sums: Sums, batch: Batch, signals: Signals, collector: Collector | None, corrected: Corrected | None) -> None:
+def _add_block(
+    sums: Sums, batch: Batch, signals: Signals, collector: Collector | None, corrected: Corrected | None
+) -> None:
     rows = signals.rows
     sums.add_mismatch(signals)
     sums.add_ppo(signals)

@@ -1,6 +1,8 @@
-"""The accumulators behind `diagnose`: sums of chunks block by block, turned into row sums and exact totals once, at the end.
+"""The accumulators behind `diagnose`: sums of chunks block by block, turned into row sums and exact totals once, at the
+end.
 
-Every sum that becomes a metric is first a row's own, so that it does not depend on the batch; rows are then added as exact integers.
+Every sum that becomes a metric is first a row's own, so that it does not depend on the batch; rows are then added as
+exact integers.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Sums:
             self.push(f"{name}3", power.mul_(values))
 
     def count(self, name: str, hits: Tensor | int) -> None:
-        self.counts[name] = self.counts.get(name, 0) + (hits if isinstance(hits, int) else int(torch.count_nonzero(hits)))
+        self.counts[name] = self.counts.get(name, 0) + (
+            hits if isinstance(hits, int) else int(torch.count_nonzero(hits))
+        )
 
     def span(self, name: str, low: float, high: float) -> None:
         self.ranges[name] = self.ranges.get(name, Extremes()).merge(Extremes(low=low, high=high))
@@ -106,14 +110,18 @@ class Sums:
             edge = math.log(bound)
             self.count(f"raw/above_{bound:g}", delta > edge if most > edge else 0)
             self.count(f"raw/below_1/{bound:g}", delta < -edge if least < -edge else 0)
-        buckets = _probability_table(delta.device).index_select(0, Histogram.bins_of(signals.rollout).view(-1)).view_as(delta)
+        buckets = (
+            _probability_table(delta.device).index_select(0, Histogram.bins_of(signals.rollout).view(-1)).view_as(delta)
+        )
         self.bucket("probability", rows, buckets, magnitude, size=len(PROBABILITIES) + 1, padding=len(PROBABILITIES))
 
     def add_divergence(self, x: Tensor, peak: Tensor) -> None:
         """Chunks' sums of x², K3, and of r - 1 and (r - 1)², or of r and r² themselves for tokens where r is small.
 
-        Σ(e^x - 1) - Σx is K3's sum but for 1e-14, which is nothing to a chunk with one |x| above `NEAR`. In the others rounding would
-        be all that is left: there K3 is summed by its series, and gives the sum of r - 1 too. A small r would be rounded away in r - 1.
+        Σ(e^x - 1) - Σx is K3's sum but for 1e-14, which is nothing to a chunk with one |x| above `NEAR`. In the others
+        rounding would
+        be all that is left: there K3 is summed by its series, and gives the sum of r - 1 too. A small r would be
+        rounded away in r - 1.
         """
         square = x * x
         excess = x.exp().sub_(1)
@@ -157,7 +165,8 @@ class Sums:
             self.push(f"{name}_k3", k3(x))
 
     def add_contribution(self, signals: Signals, advantages: Tensor) -> None:
-        """Without a current policy the trainer's own stands in: its contribution is then 0 and the rollout's that of the mismatch."""
+        """Without a current policy the trainer's own stands in: its contribution is then 0 and the rollout's that of
+        the mismatch."""
         rows = signals.rows
         own = torch.zeros_like(signals.corr) if signals.current is None else signals.log_ratio("ppo_train")
         theirs = signals.corr if signals.current is None else signals.log_ratio("ppo_rollout")
@@ -185,7 +194,9 @@ class Sums:
         layout.check("kinds", kinds)
         codes = signals.rows.read(kinds, torch.long)
         if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= len(self.kind_names)):
-            raise InputError(f"kinds: {int(codes.min())} to {int(codes.max())} do not index the {len(self.kind_names)} kind_names")
+            raise InputError(
+                f"kinds: {int(codes.min())} to {int(codes.max())} do not index the {len(self.kind_names)} kind_names"
+            )
         self.bucket("kind", signals.rows, codes, signals.corr.abs(), size=len(self.kind_names), padding=0)
 
     def add_flips(self, layout: Layout, rows: ChunkedRows, trainer: Values, rollout: Values) -> None:
@@ -229,7 +240,15 @@ class Sums:
         if not self.shape:
             return []
         lengths = torch.cat([lengths for lengths, _, _ in self.shape])
-        return list(zip(lengths.tolist(), self.rows["k3"].tolist(), self.rows["delta"].tolist(), self.peaks.tolist(), strict=True))
+        return list(
+            zip(
+                lengths.tolist(),
+                self.rows["k3"].tolist(),
+                self.rows["delta"].tolist(),
+                self.peaks.tolist(),
+                strict=True,
+            )
+        )
 
     def _reduce(self) -> None:
         """Chunks to rows to exact totals, and what is a function of whole rows."""
@@ -243,7 +262,10 @@ class Sums:
         self.rows["trainer"] = self.rows["rollout"] + self.rows["delta"]
         self.count("tokens", int(lengths.sum()))
         self.count("rows", full)
-        per_row = {name: self.rows[name] / lengths.clamp(min=1) for name in ("delta", "abs", "square", "k3", "trainer", "rollout")}
+        per_row = {
+            name: self.rows[name] / lengths.clamp(min=1)
+            for name in ("delta", "abs", "square", "k3", "trainer", "rollout")
+        }
         whole = {f"{name}_rows": values for name, values in per_row.items()}
         gap = per_row["rollout"] - per_row["trainer"]
         product = self.rows["delta"].clamp(-LOG_CLAMP, LOG_CLAMP)
@@ -260,7 +282,9 @@ class Sums:
         every = self.rows | whole
         for name, tables in self.tables.items():
             every |= {f"{name}_{index}": column for index, column in enumerate(torch.cat(tables).T)}
-        self.totals = dict(zip(every, exact_totals(torch.stack([column.cpu() for column in every.values()])), strict=True))
+        self.totals = dict(
+            zip(every, exact_totals(torch.stack([column.cpu() for column in every.values()])), strict=True)
+        )
 
     def _positions(self, chunks: Tensor, filled: Tensor) -> None:
         """The edges are whole chunks, so that the chunks' own sums can be sorted into them."""
@@ -346,7 +370,8 @@ class Sums:
 
 @cache
 def _probability_table(device: torch.device) -> Tensor:
-    """Bin of a log-probability -> bucket of probability; an edge that cuts a bin is moved to the bin's end (0.8% of the logarithm)."""
+    """Bin of a log-probability -> bucket of probability; an edge that cuts a bin is moved to the bin's end (0.8% of the
+    logarithm)."""
     magnitude = torch.arange(BINS, dtype=torch.int32).bitwise_and(BINS // 2 - 1) << 17
     values = -magnitude.view(torch.float32).double()  # log-probabilities are not positive
     edges = torch.tensor(PROBABILITIES, dtype=torch.float64).log()

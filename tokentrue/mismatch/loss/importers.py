@@ -1,4 +1,5 @@
-"""Policy losses from the configuration of other frameworks: the loss alone; what corrects the mismatch is `Correction.from_…`.
+"""Policy losses from the configuration of other frameworks: the loss alone; what corrects the mismatch is
+`Correction.from_…`.
 
 Only losses whose formula and gradient were compared with the framework's are read; any other is refused by name.
 """
@@ -16,7 +17,14 @@ TRL_KEYS = {
     "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
     "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
 }  # fmt: skip
-VERL_KEYS = {"loss_mode": "vanilla", "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "tau_pos": 1.0, "tau_neg": 1.05}
+VERL_KEYS = {
+    "loss_mode": "vanilla",
+    "clip_ratio": 0.2,
+    "clip_ratio_low": None,
+    "clip_ratio_high": None,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+}
 
 
 def loss_from_trl(config: Mapping[str, Any]) -> LossConfig:
@@ -27,7 +35,9 @@ def loss_from_trl(config: Mapping[str, Any]) -> LossConfig:
         high = given["epsilon"] if given["epsilon_high"] is None else given["epsilon_high"]
         return loss_named(kind, clip_low=given["epsilon"], clip_high=high)
     if kind == "sapo":
-        return loss_named(kind, sapo=SapoTemperatures(positive=given["sapo_temperature_pos"], negative=given["sapo_temperature_neg"]))
+        return loss_named(
+            kind, sapo=SapoTemperatures(positive=given["sapo_temperature_pos"], negative=given["sapo_temperature_neg"])
+        )
     if kind == "vespo":
         kernel = VespoKernel(
             k_positive=given["vespo_k_pos"], lambda_positive=given["vespo_lambda_pos"],
@@ -43,9 +53,14 @@ def loss_from_verl(config: Mapping[str, Any]) -> LossConfig:
     if given["loss_mode"] == "sapo":
         return loss_named("sapo", sapo=SapoTemperatures(positive=given["tau_pos"], negative=given["tau_neg"]))
     if given["loss_mode"] == "vanilla":
-        low, high = (given["clip_ratio"] if given[name] is None else given[name] for name in ("clip_ratio_low", "clip_ratio_high"))
+        low, high = (
+            given["clip_ratio"] if given[name] is None else given[name]
+            for name in ("clip_ratio_low", "clip_ratio_high")
+        )
         return loss_named("ppo", clip_low=low, clip_high=high, dual_clip=3.0)
-    raise ConfigError(f"verl.loss_mode: {given['loss_mode']!r} is not one of vanilla, sapo; write its LossConfig by hand")
+    raise ConfigError(
+        f"verl.loss_mode: {given['loss_mode']!r} is not one of vanilla, sapo; write its LossConfig by hand"
+    )
 
 
 def _given(framework: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

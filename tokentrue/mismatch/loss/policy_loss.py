@@ -1,7 +1,8 @@
 """`policy_loss`: every surrogate goes through the same steps: ratio, loss per token, correction, penalty, aggregate.
 
-Gradient flows through the current policy's log-probabilities only; weights, masks and bands are constants. All arithmetic is float64;
-the gradient comes back in the dtype of the inputs. A batch of which nothing is left has loss 0 and zero gradient.
+Gradient flows through the current policy's log-probabilities only; weights, masks and bands are constants. All
+arithmetic is float64; the gradient comes back in the dtype of the inputs. A batch of which nothing is left has loss 0
+and zero gradient.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ class LossOptions(TypedDict, total=False):
     corrected: Corrected | None  # a correction made once for the step, used instead of one made from these inputs
     reference_logprobs: Values | None  # for a penalty against the reference policy
     entropy: Values | None  # per token
-    num_tokens: float | None  # the step's global counts: with them, micro-batch losses add up to the loss of the whole step
+    num_tokens: (
+        float | None
+    )  # the step's global counts: with them, micro-batch losses add up to the loss of the whole step
     num_rows: float | None
-    row_tokens: Sequence[float] | None  # of each row's whole sequence, where a sequence is several rows; num_rows counts sequences
+    row_tokens: (
+        Sequence[float] | None
+    )  # of each row's whole sequence, where a sequence is several rows; num_rows counts sequences
     versions: Values | None  # the policy version that sampled each token, or each row
     version: int | None  # the current policy version
     support_log_mass: Values | None  # log of the current policy's mass on the tokens that the sampler could choose
@@ -70,7 +75,8 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """The loss to call `.backward()` on, and its metrics.
 
-    `old_logprobs` is the trainer's recomputed policy; None stands for the current one (one update per batch, its ratio is 1 in value).
+    `old_logprobs` is the trainer's recomputed policy; None stands for the current one (one update per batch, its ratio
+    is 1 in value).
     """
     unknown = sorted(set(options) - LossOptions.__annotations__.keys())
     if unknown:
@@ -91,10 +97,15 @@ def policy_loss(
     counted = rows.valid if config.correction.loss_counts == "original" else keep
     num_tokens, num_rows = options.get("num_tokens"), options.get("num_rows")
     row_tokens = _read_row_tokens(inputs)
-    reduce = Reduction(rows=rows, counted=counted, config=config, num_tokens=num_tokens, num_rows=num_rows, row_tokens=row_tokens)
+    reduce = Reduction(
+        rows=rows, counted=counted, config=config, num_tokens=num_tokens, num_rows=num_rows, row_tokens=row_tokens
+    )
     loss = reduce(per_token, keep)
     metrics["loss/policy"] = Mean.of(loss.detach().reshape(1), 1)
-    for extra in (_add_penalty(inputs, tokens, config, reduce, keep, metrics), _add_entropy(inputs, config, reduce, keep, metrics)):
+    for extra in (
+        _add_penalty(inputs, tokens, config, reduce, keep, metrics),
+        _add_entropy(inputs, config, reduce, keep, metrics),
+    ):
         loss = loss if extra is None else loss + extra
     metrics |= _common(tokens, keep)
     merged = Metrics(metrics) if corrected is None else Metrics(metrics).merge(corrected.metrics)
@@ -106,7 +117,9 @@ def _correct(inputs: LossInputs, config: LossConfig) -> Corrected | None:
     given, wanted, options = inputs.options.get("corrected"), config.correction, inputs.options
     if given is not None:
         if given.pending:
-            raise InputError("corrected: its weights still need the step's mean; call corrected.normalised(total, count) first")
+            raise InputError(
+                "corrected: its weights still need the step's mean; call corrected.normalised(total, count) first"
+            )
         return given
     if not wanted.is_active and wanted.non_finite == "raise":
         return None
@@ -120,7 +133,9 @@ def _correct(inputs: LossInputs, config: LossConfig) -> Corrected | None:
         version=options.get("version"), support_log_mass=options.get("support_log_mass"),
     )  # fmt: skip
     if out.pending:
-        raise InputError("corrected: scope='step' needs the step's totals; call correct, add up .totals, pass corrected=out.normalised(…)")
+        raise InputError(
+            "corrected: scope='step' needs the step's totals; call correct, add up .totals, pass corrected=out.normalised(…)"
+        )
     return out
 
 
@@ -129,7 +144,9 @@ def _read_row_tokens(inputs: LossInputs) -> Tensor | None:
     if given is None:
         return None
     if len(given) != inputs.layout.num_rows or inputs.options.get("num_rows") is None:
-        raise InputError(f"row_tokens: {len(given)} numbers for {inputs.layout.num_rows} rows; one for each, and num_rows with them")
+        raise InputError(
+            f"row_tokens: {len(given)} numbers for {inputs.layout.num_rows} rows; one for each, and num_rows with them"
+        )
     return torch.tensor(list(given), dtype=torch.float64, device=inputs.rows.valid.device)
 
 
@@ -144,7 +161,9 @@ def _read_tokens(inputs: LossInputs, config: LossConfig) -> Tokens:
     bad = None
     if not bool(torch.isfinite(current.detach() + base).all()):
         if config.correction.non_finite == "raise":
-            raise InputError("log-probabilities: a valid token of the current policy or of the denominator is not finite; correct the mask")
+            raise InputError(
+                "log-probabilities: a valid token of the current policy or of the denominator is not finite; correct the mask"
+            )
         bad = ~(torch.isfinite(current.detach()) & torch.isfinite(base))
         base = torch.where(~bad, base, torch.where(torch.isfinite(current.detach()), current.detach(), 0.0))
         current = torch.where(torch.isfinite(current.detach()), current, 0.0)
@@ -166,9 +185,11 @@ def _read_denominator(inputs: LossInputs, config: LossConfig, current: Tensor, m
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
-    """Per-token values to one number. The denominators come from `counted` tokens unless the step's global counts are given.
+    """Per-token values to one number. The denominators come from `counted` tokens unless the step's global counts are
+    given.
 
-    `row_tokens` are the denominators of rows that are parts of longer sequences: their means then add up to the sequence's mean.
+    `row_tokens` are the denominators of rows that are parts of longer sequences: their means then add up to the
+    sequence's mean.
     """
 
     rows: ChunkedRows
@@ -204,7 +225,9 @@ def _add_penalty(
     return config.penalty.coefficient * reduce(value, paid)
 
 
-def _add_entropy(inputs: LossInputs, config: LossConfig, reduce: Reduction, keep: Tensor, metrics: dict[str, Statistic]) -> Tensor | None:
+def _add_entropy(
+    inputs: LossInputs, config: LossConfig, reduce: Reduction, keep: Tensor, metrics: dict[str, Statistic]
+) -> Tensor | None:
     entropy = inputs.options.get("entropy")
     if entropy is None:
         if config.entropy_coefficient:
@@ -225,7 +248,9 @@ def _penalty(inputs: LossInputs, t: Tokens, config: LossConfig) -> Tensor:
     base = inputs.read(f"{penalty.against}_logprobs", other).detach()
     bad = ~torch.isfinite(base) if t.bad is None else t.bad | ~torch.isfinite(base)
     if config.correction.non_finite == "raise" and bool(bad.any()):
-        raise InputError(f"{penalty.against}_logprobs: a valid token's is not finite, and the penalty is against it; correct the mask")
+        raise InputError(
+            f"{penalty.against}_logprobs: a valid token's is not finite, and the penalty is against it; correct the mask"
+        )
     x = _bound(torch.where(bad, 0.0, base - t.current), penalty.clamp)  # what could not be scored costs nothing
     if penalty.estimator == "unbiased":
         return t.log_ratio.exp() * _bound(k3(x), penalty.ceiling)

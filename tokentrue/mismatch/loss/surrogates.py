@@ -109,7 +109,9 @@ def _vespo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]
     k = torch.where(positive, kernel.k_positive, kernel.k_negative)
     steepness = torch.where(positive, kernel.lambda_positive, kernel.lambda_negative)
     weight = (k * log_w - steepness * torch.expm1(log_w)).exp()
-    metrics: dict[str, Statistic] = {"vespo/weight": Mean.of(t.rows.sum(weight.masked_fill(~t.rows.valid, 0)), t.rows.tokens)}
+    metrics: dict[str, Statistic] = {
+        "vespo/weight": Mean.of(t.rows.sum(weight.masked_fill(~t.rows.valid, 0)), t.rows.tokens)
+    }
     return -weight * t.advantages * t.current, metrics
 
 

@@ -1,13 +1,15 @@
 """Causal attention on the CPU with one reduction order for training, prefill and decode.
 
-A query's result is a fold over key blocks of 128, in order: scores by one matrix product over the head size, the maximum over all
-visible keys (a maximum has no order), exp, then per block the product with the values and the sum, added block after block. Masked and
-padded keys weigh exactly 0, and adding +0 changes nothing, so it does not matter how far a batch is padded. A sink is added to the sum
-after the last block. What remains is that a matrix product gives a row the same bits whatever the number of rows: true from a
-least number on, which a check at start-up finds (`selftest.Findings.rows`).
+A query's result is a fold over key blocks of 128, in order: scores by one matrix product over the head size, the
+maximum over all visible keys (a maximum has no order), exp, then per block the product with the values and the sum,
+added block after block. Masked and padded keys weigh exactly 0, and adding +0 changes nothing, so it does not matter
+how far a batch is padded. A sink is added to the sum
+after the last block. What remains is that a matrix product gives a row the same bits whatever the number of rows: true
+from a least number on, which a check at start-up finds (`selftest.Findings.rows`).
 Arithmetic is float32 for every dtype.
 
-Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of 128), D head size.
+Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of
+128), D head size.
 """
 
 from __future__ import annotations
@@ -32,11 +34,17 @@ KEPT = 1 << 24
 
 
 def fold(
-    q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor | None, softcap: float | None, sink: Tensor | None = None
+    q_XMD: Tensor,
+    k_XND: Tensor,
+    v_XND: Tensor,
+    hidden: Tensor | None,
+    softcap: float | None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N].
 
-    `hidden` is True where a key is not seen: it covers the last keys, broadcast over X. `sink` [X,M,1] is one more score of each row.
+    `hidden` is True where a key is not seen: it covers the last keys, broadcast over X. `sink` [X,M,1] is one more
+    score of each row.
     """
     s_XMN = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     if softcap is not None:
@@ -109,11 +117,19 @@ def chunks(start: int, stop: int, window: int | None, groups: int) -> Iterator[C
 
 
 class PackedAttention(torch.autograd.Function):
-    """q [C,T,H,D], k/v [C,T,J,D]: C sequences of one padded length T (a multiple of 128); causal. Padded rows come back as rubbish."""
+    """q [C,T,H,D], k/v [C,T,J,D]: C sequences of one padded length T (a multiple of 128); causal. Padded rows come back
+    as rubbish."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int | None, softcap: float | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
         x, t, g, d = q_XTGD.shape
@@ -123,7 +139,9 @@ class PackedAttention(torch.autograd.Function):
         for chunk in chunks(0, t, window, g):
             rows, m, n = slice(chunk.first, chunk.first + chunk.tile), chunk.tile * g, chunk.keys
             sink = sink_rows(sinks, k.shape[2], k.shape[0], chunk.tile, m)
-            o, top, total, p = fold(q_XTGD[:, rows].reshape(x, m, d), k_XND[:, :n], v_XND[:, :n], chunk.hidden, softcap, sink)
+            o, top, total, p = fold(
+                q_XTGD[:, rows].reshape(x, m, d), k_XND[:, :n], v_XND[:, :n], chunk.hidden, softcap, sink
+            )
             out[:, rows] = o.view(x, chunk.tile, g, d)
             totals += [top, total]
             kept += [p] if keep else []
@@ -169,7 +187,9 @@ class PackedAttention(torch.autograd.Function):
         )
 
 
-def weights_again(q_XMD: Tensor, k_XND: Tensor, top: Tensor, chunk: Chunk, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+def weights_again(
+    q_XMD: Tensor, k_XND: Tensor, top: Tensor, chunk: Chunk, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
     """The weights of `fold` for the backward pass, and the slope of the soft cap."""
     s = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     slope = None

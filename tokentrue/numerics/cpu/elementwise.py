@@ -1,4 +1,5 @@
-"""Activations and the rotary turn on the CPU: a value's bits depend neither on its place in a vector nor on the values beside it."""
+"""Activations and the rotary turn on the CPU: a value's bits depend neither on its place in a vector nor on the values
+beside it."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from torch import Tensor
 from tokentrue.numerics.bits import same_bits
 
 LANES = 16  # float32 values in the widest vector register
-APART_VALUES = 1024  # computed at a time: few enough that torch does not divide them between threads in the middle of a vector
+APART_VALUES = (
+    1024  # computed at a time: few enough that torch does not divide them between threads in the middle of a vector
+)
 
 
 def compute(name: str, x: Tensor) -> Tensor:
-    """`torch.cos`, `sin` or `erf`. Where this machine's vector library chooses one formula for all values of a vector by the largest of
-    them (Sleef on ARM does), each value gets a vector of its own."""
+    """`torch.cos`, `sin` or `erf`. Where this machine's vector library chooses one formula for all values of a vector
+    by the largest of them (Sleef on ARM does), each value gets a vector of its own."""
     function = getattr(torch, name)
     return compute_apart(function, x) if mixes_neighbours(name) else function(x)
 
@@ -127,13 +130,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotation_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin, each with room for the heads. (-x2)*sin and x2*(-sin) are the same bits; here the sign has the smaller tensor."""
+    """cos and signed sin, each with room for the heads. (-x2)*sin and x2*(-sin) are the same bits; here the sign has
+    the smaller tensor."""
     half = sin.shape[-1] // 2
     return cos.unsqueeze(1), torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
 
 
 def apply_rotation(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
-    """Values past the width of `cos` (partial rotary embedding) stay as they are; a wider `cos` is the dtype of the arithmetic."""
+    """Values past the width of `cos` (partial rotary embedding) stay as they are; a wider `cos` is the dtype of the
+    arithmetic."""
     if cos.dtype != x.dtype:
         return apply_rotation(x.to(cos.dtype), cos, signed).to(x.dtype)
     if cos.shape[-1] < x.shape[-1]:

@@ -1,7 +1,7 @@
 """Exact operators on the CPU, from plain torch.
 
-Products (`products.py`) come in several forms. None is taken on trust: `self_test` compares bits on this machine for every shape of the
-model before a form is used.
+Products (`products.py`) come in several forms. None is taken on trust: `self_test` compares bits on this machine for
+every shape of the model before a form is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class CpuOps(Ops):
 
     def __init__(self) -> None:
         self.structural: set[int] = set()
-        """In-feature sizes K for which oneDNN's float32 kernel is not row-invariant here, whatever N: merged weights must agree."""
+        """In-feature sizes K for which oneDNN's float32 kernel is not row-invariant here, whatever N: merged weights
+        must agree."""
         self.plain: set[int] = set()
         """In-feature sizes K for which ordinary products have oneDNN's bits here."""
         self.has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
@@ -51,9 +52,14 @@ class CpuOps(Ops):
         self._buffers: dict[str, Tensor] = {}
         self._plan: tuple[PagedBatch, dict[int | None, list[DecodePlan]]] | None = None
 
-    # ---- rows x features ----------------------------------------------------------------------------------------------------------
+    # ---- rows x features
+    # ----------------------------------------------------------------------------------------------------------
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        packed = self._packed.get((weight.data_ptr(), weight.shape[0])) if self._packed and not torch.is_grad_enabled() else None
+        packed = (
+            self._packed.get((weight.data_ptr(), weight.shape[0]))
+            if self._packed and not torch.is_grad_enabled()
+            else None
+        )
         if packed is not None and x.dim() == 2 and x.is_contiguous():  # a step of the engine: the shortest way
             return packed[0](x, packed[1], bias)
         flat = x.reshape(-1, x.shape[-1])
@@ -131,7 +137,9 @@ class CpuOps(Ops):
                 out = self.linear(inner, experts.down_of(expert).contiguous())
                 outs.append(out if experts.down_bias is None else out + experts.down_bias[expert])
                 start += count
-        scaled = torch.cat(outs).index_select(0, torch.argsort(order)).view(tokens, slots, -1) * weight.unsqueeze(-1).to(x.dtype)
+        scaled = torch.cat(outs).index_select(0, torch.argsort(order)).view(tokens, slots, -1) * weight.unsqueeze(
+            -1
+        ).to(x.dtype)
         total = scaled[:, 0]
         for slot in range(1, slots):
             total = total + scaled[:, slot]
@@ -182,7 +190,9 @@ class CpuOps(Ops):
             self._rotation = (cos, *rotation_of(cos, sin))
         return self._rotation[1:]
 
-    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec
+    ) -> Tensor:
         decodes = batch.num_decodes
         plans = self.decode_plans(batch, spec.window, k_cache.shape[1])
         if len(plans) == 1 and decodes == len(batch.q_lens):
@@ -206,7 +216,8 @@ class CpuOps(Ops):
         plans = self._plan[1]
         if window not in plans:
             plans[window] = [
-                self.decode_plan(batch, members, window, heads) for members in decode_buckets(batch.contexts[: batch.num_decodes])
+                self.decode_plan(batch, members, window, heads)
+                for members in decode_buckets(batch.contexts[: batch.num_decodes])
             ]
         return plans[window]
 
@@ -223,7 +234,9 @@ class CpuOps(Ops):
     def pages_of(self, tables: Tensor, keys: int) -> Tensor:
         """The pages of the first `keys` keys of each sequence, flat."""
         pages = keys // self.block_size
-        return (tables[:, :pages] if tables.shape[1] >= pages else F.pad(tables, (0, pages - tables.shape[1]))).reshape(-1)
+        return (tables[:, :pages] if tables.shape[1] >= pages else F.pad(tables, (0, pages - tables.shape[1]))).reshape(
+            -1
+        )
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, spec: AttentionSpec) -> Tensor:
         """One query per sequence."""
@@ -242,7 +255,9 @@ class CpuOps(Ops):
         out = cpu_attention.fold(padded.reshape(j * s, rows, d), k, v, plan.hidden, spec.softcap, sink)[0]
         return out.view(j, s, rows, d)[:, :, :g].transpose(0, 1).reshape(s, h, d).to(q.dtype)
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, context: int, spec: AttentionSpec) -> Tensor:
+    def prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, context: int, spec: AttentionSpec
+    ) -> Tensor:
         """q [S,T,H,D]: a run of queries of each sequence, the last at position `context - 1`."""
         s, t, h, d = q.shape
         j = k_cache.shape[1]
@@ -258,7 +273,11 @@ class CpuOps(Ops):
             rows = q_XTGD[:, at : at + chunk.tile].reshape(j * s, -1, d)
             least = max(chunk.tile * g, self.rows)
             rows = F.pad(rows, (0, 0, 0, least - rows.shape[1]))
-            hidden = F.pad(chunk.hidden, (0, 0, 0, least - chunk.hidden.shape[0])) if least > chunk.hidden.shape[0] else chunk.hidden
+            hidden = (
+                F.pad(chunk.hidden, (0, 0, 0, least - chunk.hidden.shape[0]))
+                if least > chunk.hidden.shape[0]
+                else chunk.hidden
+            )
             stop = min(chunk.tile, t - at)
             sink = cpu_attention.sink_rows(spec.sinks, j, s, stop, least)
             result = cpu_attention.fold(rows, k[:, : chunk.keys], v[:, : chunk.keys], hidden, spec.softcap, sink)[0]
@@ -280,9 +299,14 @@ class CpuOps(Ops):
     # ---- self-knowledge -----------------------------------------------------------------------------------------------------------
     def contract(self) -> Mapping[str, str]:
         tiles = "/".join(map(str, cpu_attention.TILES))
-        linear = "oneDNN linear, rows >= 2, or a product equal to it in bits, float32" if self.has_onednn else f"{TILE}-row tiles"
+        linear = (
+            "oneDNN linear, rows >= 2, or a product equal to it in bits, float32"
+            if self.has_onednn
+            else f"{TILE}-row tiles"
+        )
         return {
-            "linear.float32": linear + (f"; {TILE}-row tiles for K in {sorted(self.structural)}" if self.structural else ""),
+            "linear.float32": linear
+            + (f"; {TILE}-row tiles for K in {sorted(self.structural)}" if self.structural else ""),
             "linear.16-bit": f"{TILE}-row tiles",
             "attention": f"float32 fold over {cpu_attention.KEYS}-key blocks, query tiles {tiles}, rows >= {self.rows}, sink last",
             "rms_norm": "float32, torch rms_norm per row",
@@ -292,7 +316,9 @@ class CpuOps(Ops):
             "log_softmax": "float32, torch log_softmax per row",
         }
 
-    def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+    def self_test(
+        self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
+    ) -> list[str]:
         found = check(linears=linears, heads=heads, dtype=dtype, has_onednn=self.has_onednn)
         self.structural |= found.structural
         self.plain = (self.plain | found.plain) - self.structural if dtype == torch.float32 else self.plain

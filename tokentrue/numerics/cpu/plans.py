@@ -1,4 +1,5 @@
-"""Which sequences of a step share their attention products on the CPU, and which keys each does not see: plain bookkeeping."""
+"""Which sequences of a step share their attention products on the CPU, and which keys each does not see: plain
+bookkeeping."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tokentrue.numerics.ops import PagedBatch
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Sequences that decode together: their rows, their pages, and which keys (of `keys`, padding included) they do not see."""
+    """Sequences that decode together: their rows, their pages, and which keys (of `keys`, padding included) they do not
+    see."""
 
     rows: slice | Tensor
     pages: Tensor
@@ -51,7 +53,11 @@ def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor 
         return None
     if window is None and min(contexts) > first:
         table = past_the_end()
-        return table[contexts[0] - first].view(1, 1, -1) if len(contexts) == 1 else table[[c - first for c in contexts]].unsqueeze(1)
+        return (
+            table[contexts[0] - first].view(1, 1, -1)
+            if len(contexts) == 1
+            else table[[c - first for c in contexts]].unsqueeze(1)
+        )
     ends = torch.tensor(contexts).view(-1, 1, 1)
     at = torch.arange(keys).view(1, 1, -1)
     hidden = at >= ends

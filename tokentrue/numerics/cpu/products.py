@@ -1,10 +1,11 @@
 """Products on the CPU whose rows do not depend on their number.
 
 float32 products come in three forms with the same bits, and a fourth that stands apart:
-  oneDNN's linear kernel, whose rows do not depend on their number from two rows up (its weights may be packed beforehand);
-  for small K (where libraries sum in one run of fused multiply-adds) the ordinary product of `PLAIN_ROWS` rows and more,
-  and that of two rows and more with the transposed weight, which are far quicker to call;
-  fixed row tiles (every product has exactly TILE rows, the last one padded), for 16-bit types, for one column and wherever the others fail.
+  oneDNN's linear kernel, whose rows do not depend on their number from two rows up (its weights may be packed
+  beforehand); for small K (where libraries sum in one run of fused multiply-adds) the ordinary product of `PLAIN_ROWS`
+  rows and more, and that of two rows and more with the transposed weight, which are far quicker to call;
+  fixed row tiles (every product has exactly TILE rows, the last one padded), for 16-bit types, for one column and
+  wherever the others fail.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ def transposed_product(x_MK: Tensor, weight_KN: Tensor, bias: Tensor | None) -> 
 
 
 LEAST_COLUMNS = 16
-"""Of a float32 tile: with one column every library takes a matrix-vector kernel, whose order follows the rows, and some do with few."""
+"""Of a float32 tile: with one column every library takes a matrix-vector kernel, whose order follows the rows, and some
+do with few."""
 
 
 @cache
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this 16-bit type on this processor. Where it does not, torch's own product takes up to a hundred times as
-    long as one of float32 copies. On ARM, torch does not use oneDNN for float16, whatever it says."""
+    """Whether oneDNN multiplies this 16-bit type on this processor. Where it does not, torch's own product takes up to
+    a hundred times as long as one of float32 copies. On ARM, torch does not use oneDNN for float16, whatever it
+    says."""
     if not torch.backends.mkldnn.is_available():
         return True
     if dtype == torch.bfloat16:
@@ -62,7 +65,8 @@ def has_products(dtype: torch.dtype) -> bool:
 
 
 def widens(x: Tensor) -> bool:
-    """Whether products with `x` are computed from float32 copies; the product of two 16-bit values is exact in float32."""
+    """Whether products with `x` are computed from float32 copies; the product of two 16-bit values is exact in
+    float32."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not has_products(x.dtype)
 
 
@@ -78,7 +82,9 @@ def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, columns = x_MK.shape[0], weight.shape[0]
     if weight.dtype == torch.float32 and columns < LEAST_COLUMNS:
         missing = LEAST_COLUMNS - columns
-        wide = tiled_product(x_MK, F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing)))
+        wide = tiled_product(
+            x_MK, F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
+        )
         return wide[:, :columns].contiguous()
     out = x_MK.new_empty(rows, weight.shape[0])
     for start in range(0, rows, TILE):
@@ -92,7 +98,8 @@ def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear(torch.autograd.Function):
-    """Forward by a row-invariant product; backward by ordinary ones (fixed from run to run, which is all that gradients need)."""
+    """Forward by a row-invariant product; backward by ordinary ones (fixed from run to run, which is all that gradients
+    need)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:

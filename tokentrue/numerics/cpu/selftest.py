@@ -45,7 +45,9 @@ class Findings:
     notes: tuple[str, ...]  # one sentence per fall-back
 
 
-def check(*, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype, has_onednn: bool) -> Findings:
+def check(
+    *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype, has_onednn: bool
+) -> Findings:
     """Test every (K, N, bias) and (H, J, D); raises ExactnessError where no product is independent of the batch."""
     check_functions(dtype)
     structural, plain, notes = check_linears(linears, dtype, has_onednn)
@@ -58,7 +60,9 @@ def check_functions(dtype: torch.dtype) -> None:
     for name in ELEMENTWISE:
         for kind in {dtype, torch.float32}:
             if not elements_independent(name, kind):
-                raise ExactnessError(f"torch.{name} in {kind}: a value's bits depend on its place or its neighbours on this machine")
+                raise ExactnessError(
+                    f"torch.{name} in {kind}: a value's bits depend on its place or its neighbours on this machine"
+                )
     for name in ROWWISE:
         if not all(sums_independent(name, width, torch.get_num_threads()) for width in WIDTHS):
             raise ExactnessError(f"torch.{name} over a row: bits depend on the number of rows on this machine")
@@ -70,7 +74,9 @@ def elements_independent(name: str, dtype: torch.dtype) -> bool:
     x = x.abs() if name in POSITIVE else x
     function = partial(compute, name) if name in COMPUTED_APART else getattr(torch, name)
     whole = function(x)
-    return all(same_bits(function(x[i : i + n].clone()), whole[i : i + n]) for i in range(0, 120, 7) for n in (1, 3, 8, 17, 33))
+    return all(
+        same_bits(function(x[i : i + n].clone()), whole[i : i + n]) for i in range(0, 120, 7) for n in (1, 3, 8, 17, 33)
+    )
 
 
 @cache
@@ -78,7 +84,11 @@ def sums_independent(name: str, width: int, threads: int) -> bool:
     x = torch.randn(200, width, generator=torch.Generator().manual_seed(width))
     function = getattr(torch, name)
     whole = function(x, -1)
-    return all(same_bits(function(x[i : i + n].clone(), -1), whole[i : i + n]) for i in (0, 1, 7, 64) for n in (1, 2, 3, 17, 100))
+    return all(
+        same_bits(function(x[i : i + n].clone(), -1), whole[i : i + n])
+        for i in (0, 1, 7, 64)
+        for n in (1, 2, 3, 17, 100)
+    )
 
 
 def check_linears(
@@ -93,7 +103,9 @@ def check_linears(
             structural.add(k)
             notes.append(f"linear {k}x{n} {dtype}: oneDNN's rows depend on the batch here; {TILE}-row tiles instead")
         if not rows_independent(tiled_product, k, n, bias, dtype, threads):
-            raise ExactnessError(f"linear {k}x{n} {dtype}: even a fixed {TILE}-row tile gives a row different bits at different places")
+            raise ExactnessError(
+                f"linear {k}x{n} {dtype}: even a fixed {TILE}-row tile gives a row different bits at different places"
+            )
     equal = frozenset(k for k, holds in plain.items() if holds and k not in structural)
     return frozenset(structural), equal, notes
 
@@ -107,7 +119,9 @@ def check_heads(heads: set[tuple[int, int, int]]) -> tuple[int, list[str]]:
                 least = max(rows, h // j)
                 break
         else:
-            raise ExactnessError(f"attention with {h}/{j} heads of {d}: no row count up to {LEAST_ROWS[-1]} is independent of the batch")
+            raise ExactnessError(
+                f"attention with {h}/{j} heads of {d}: no row count up to {LEAST_ROWS[-1]} is independent of the batch"
+            )
         if least > 8:
             notes.append(f"attention {h}/{j}x{d}: at least {least} rows per product")
     return least, notes

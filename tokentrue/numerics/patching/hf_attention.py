@@ -21,7 +21,9 @@ OPS = "_tokentrue_ops"
 def attach_attention(model: nn.Module, ops: Ops, undo: ExitStack) -> None:
     AttentionInterface.register(ATTENTION, exact_attention)
     AttentionMaskInterface.register(ATTENTION, padding_mask)
-    owners: list[Any] = [m for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")]
+    owners: list[Any] = [
+        m for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")
+    ]
     configs = {id(m.config): m.config for m in owners}
     for config in configs.values():
         undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
@@ -49,8 +51,12 @@ def exact_attention(
     if dropout:
         raise ExactnessError(f"attention dropout {dropout} has no exact form: set it to 0 or call model.eval()")
     if query.shape[2] != key.shape[2]:
-        raise ExactnessError("exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)")
-    spec = AttentionSpec(scale=scaling or query.shape[-1] ** -0.5, window=sliding_window, softcap=softcap, sinks=kwargs.get("s_aux"))
+        raise ExactnessError(
+            "exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)"
+        )
+    spec = AttentionSpec(
+        scale=scaling or query.shape[-1] ** -0.5, window=sliding_window, softcap=softcap, sinks=kwargs.get("s_aux")
+    )
     with torch._C.DisableTorchFunction():
         return attend(ops, query, key, value, attention_mask, packed, kwargs.get("position_ids"), spec), None
 
@@ -68,14 +74,18 @@ def attend(
     if mask is not None:
         out = attend_unpadded(ops, q, k, v, mask, spec)
     else:
-        out = ops.attention(q, k, v, packed or packed_from_positions(positions, b, t) or Packed.of((t,) * b, query.device), spec)
+        out = ops.attention(
+            q, k, v, packed or packed_from_positions(positions, b, t) or Packed.of((t,) * b, query.device), spec
+        )
     return out.view(b, t, h, d)[..., :narrow]
 
 
 def attend_unpadded(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask_BT: Tensor, spec: AttentionSpec) -> Tensor:
     """Rows that are padding come back as zeros; real ones must be one run per sequence."""
     if mask_BT.dim() != 2:
-        raise ExactnessError("exact attention knows padding masks [batch, tokens] and packed sequences, not a free 4-D mask")
+        raise ExactnessError(
+            "exact attention knows padding masks [batch, tokens] and packed sequences, not a free 4-D mask"
+        )
     lengths = mask_BT.sum(-1)
     rows = mask_BT.reshape(-1).nonzero().squeeze(-1)
     packed = Packed.of(tuple(lengths.tolist()), q.device)

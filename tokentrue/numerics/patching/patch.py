@@ -1,8 +1,9 @@
-"""`exact(model)`: the operators of a Hugging Face decoder replaced, module by module, by exact ones; undone on leaving, also on error.
+"""`exact(model)`: the operators of a Hugging Face decoder replaced, module by module, by exact ones; undone on leaving,
+also on error.
 
-Nothing process-wide is touched: a replaced `forward` sits on the module object, attention goes through transformers' own
-AttentionInterface under our name, and the code between modules may call the functions of `functions.py` alone. A module that holds
-parameters and is not known here is refused by name; nothing runs inexactly by default.
+Nothing process-wide is touched: a replaced `forward` sits on the module object, attention goes through transformers'
+own AttentionInterface under our name, and the code between modules may call the functions of `functions.py` alone. A
+module that holds parameters and is not known here is refused by name; nothing runs inexactly by default.
 """
 
 from __future__ import annotations
@@ -21,9 +22,26 @@ from tokentrue.numerics.fingerprint import Contract, contract_of
 from tokentrue.numerics.functions import guard, unguard
 from tokentrue.numerics.ops import Ops
 from tokentrue.numerics.patching.hf_attention import attach_attention
-from tokentrue.numerics.patching.replacements import CONTAINERS, HARMLESS, Replacement, is_router, own_parameters, replacement_of
+from tokentrue.numerics.patching.replacements import (
+    CONTAINERS,
+    HARMLESS,
+    Replacement,
+    is_router,
+    own_parameters,
+    replacement_of,
+)
 
-SWITCHES = ("linear", "rms_norm", "activation", "rotary", "router", "experts", "functions", "linear_attention", "attention")
+SWITCHES = (
+    "linear",
+    "rms_norm",
+    "activation",
+    "rotary",
+    "router",
+    "experts",
+    "functions",
+    "linear_attention",
+    "attention",
+)
 LOOKED_AT = ("router", "rotary")
 """Kinds whose forward decides itself which of its torch calls are replaced."""
 STATE = "_tokentrue_exact"
@@ -38,8 +56,11 @@ class State:
 
 
 @contextmanager
-def exact(model: nn.Module, *, ops: Ops | None = None, without: frozenset[str] | set[str] = frozenset()) -> Iterator[Contract]:
-    """Run `model` on exact operators inside the block. Backward passes, too, belong inside it (checkpointing runs forward again).
+def exact(
+    model: nn.Module, *, ops: Ops | None = None, without: frozenset[str] | set[str] = frozenset()
+) -> Iterator[Contract]:
+    """Run `model` on exact operators inside the block. Backward passes, too, belong inside it (checkpointing runs
+    forward again).
 
     `without` leaves some of SWITCHES as they were: for negative controls, never for training.
     """
@@ -87,10 +108,19 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
         known = replacement_of(name, module, ops)
         if known is not None:
             plan.append((known[0], known[1], known[2] if known[1] in LOOKED_AT else unguard(known[2])))
-        elif own_parameters(module) and not isinstance(module, nn.Embedding) and not is_router(module) and not has_sinks_alone(module):
-            raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form; its parameters are {own_parameters(module)}")
+        elif (
+            own_parameters(module)
+            and not isinstance(module, nn.Embedding)
+            and not is_router(module)
+            and not has_sinks_alone(module)
+        ):
+            raise ExactnessError(
+                f"{name} ({type(module).__name__}) has no exact form; its parameters are {own_parameters(module)}"
+            )
         elif isinstance(module, nn.Dropout) and module.p > 0 and module.training:
-            raise ExactnessError(f"{name} drops activations with p={module.p}: call model.eval() or set the dropout to 0")
+            raise ExactnessError(
+                f"{name} drops activations with p={module.p}: call model.eval() or set the dropout to 0"
+            )
         elif has_own_code(module):
             if not any(module.children()) and not is_router(module):
                 raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form")

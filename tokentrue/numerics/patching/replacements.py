@@ -57,10 +57,18 @@ def is_adapted(module: nn.Module) -> bool:
 def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
     """base(x) + B(A(x)) * scale for the one active adapter, in the engine's order of operations."""
     base = module.base_layer
-    other = (*module.lora_magnitude_vector, *module.lora_embedding_A, *(name for name, bias in module.lora_bias.items() if bias))
-    variants = {type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()}  # of DoRA, aLoRA, KaSA, …
+    other = (
+        *module.lora_magnitude_vector,
+        *module.lora_embedding_A,
+        *(name for name, bias in module.lora_bias.items() if bias),
+    )
+    variants = {
+        type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()
+    }  # of DoRA, aLoRA, KaSA, …
     if not isinstance(base, nn.Linear) or other or variants - {PLAIN_VARIANT}:
-        raise ExactnessError(f"{name} ({type(base).__name__} with an adapter) has no exact form: plain LoRA of linears alone")
+        raise ExactnessError(
+            f"{name} ({type(base).__name__} with an adapter) has no exact form: plain LoRA of linears alone"
+        )
 
     def forward(x: Tensor) -> Tensor:
         y = ops.linear(x, base.weight, base.bias)
@@ -69,7 +77,9 @@ def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
             what = "merged" if module.merged else f"several active adapters {active}"
             raise ExactnessError(f"{name}: {what} has no exact form; unmerge, and activate one adapter")
         for adapter in active:
-            low = LowRank(a=module.lora_A[adapter].weight, b=module.lora_B[adapter].weight, scale=module.scaling[adapter])
+            low = LowRank(
+                a=module.lora_A[adapter].weight, b=module.lora_B[adapter].weight, scale=module.scaling[adapter]
+            )
             y = ops.add_low_rank(y, module.lora_dropout[adapter](x), low)
         return y
 
@@ -77,17 +87,23 @@ def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def is_router(module: nn.Module) -> bool:
-    """A bare weight [experts, hidden] (and perhaps a bias) read by the module's own code, whose products become exact ones."""
+    """A bare weight [experts, hidden] (and perhaps a bias) read by the module's own code, whose products become exact
+    ones."""
     parameters = dict(module.named_parameters(recurse=False))
     return parameters.keys() <= {"weight", "bias"} and "weight" in parameters and parameters["weight"].dim() == 2
 
 
 def softmax_router(module: Any) -> bool | None:
-    """Whether the router divides the chosen probabilities by their sum; None for a module that is no plain softmax router.
+    """Whether the router divides the chosen probabilities by their sum; None for a module that is no plain softmax
+    router.
 
     Found by running the module's own code on another weight.
     """
-    if not is_router(module) or isinstance(module, nn.Linear | nn.Embedding) or not isinstance(getattr(module, "top_k", None), int):
+    if (
+        not is_router(module)
+        or isinstance(module, nn.Linear | nn.Embedding)
+        or not isinstance(getattr(module, "top_k", None), int)
+    ):
         return None
     names = set(dict(module.named_parameters(recurse=False)))
     if not names <= {"weight", "bias"} or any(True for _ in module.buffers()):
@@ -101,7 +117,11 @@ def softmax_router(module: Any) -> bool | None:
         return None
     probs, index = torch.topk(torch.softmax(x @ w.t() + bias, -1), module.top_k, dim=-1)
     for normalise, wanted in ((True, probs / probs.sum(-1, keepdim=True)), (False, probs)):
-        if torch.equal(found[2], index) and found[1].shape == wanted.shape and torch.allclose(found[1], wanted, atol=1e-5):
+        if (
+            torch.equal(found[2], index)
+            and found[1].shape == wanted.shape
+            and torch.allclose(found[1], wanted, atol=1e-5)
+        ):
             return normalise
     return None
 
@@ -129,11 +149,14 @@ def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
 
 
 def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
-    """eps and form, found by running the module's own code on another weight: formula in float32, rounding in bfloat16."""
+    """eps and form, found by running the module's own code on another weight: formula in float32, rounding in
+    bfloat16."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(eps, float) or weight is None or weight.dim() != 1:
-        raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: not an RMS norm over the last dimension")
+        raise ExactnessError(
+            f"{name} ({type(module).__name__}) has no exact form: not an RMS norm over the last dimension"
+        )
     generator = torch.Generator().manual_seed(0)
     size = weight.shape[0]
     x, w = torch.randn(8, size, generator=generator), torch.rand(size, generator=generator) + 0.5
@@ -142,7 +165,9 @@ def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
     if torch.allclose(found, normed * (1 + w), rtol=1e-4, atol=1e-5):
         return eps, NormForm.UNIT_OFFSET
     if not torch.allclose(found, normed * w, rtol=1e-4, atol=1e-5):
-        raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: its formula is neither x·w nor x·(1+w) over the RMS")
+        raise ExactnessError(
+            f"{name} ({type(module).__name__}) has no exact form: its formula is neither x·w nor x·(1+w) over the RMS"
+        )
     x, w = x.bfloat16(), w.bfloat16()
     normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     found = run_stand_in(module, x, w)
@@ -171,13 +196,15 @@ def rotary_forward(module: Any, ops: Ops) -> Forward:
 
 
 def rotary_of_host(name: str, module: Any) -> Any:
-    """The module, with frequencies in float32 as the host computes them from the config: `model.bfloat16()` rounds them, and a model built
-    on a GPU has other last bits. Frequencies that are not the config's are left alone."""
+    """The module, with frequencies in float32 as the host computes them from the config: `model.bfloat16()` rounds
+    them, and a model built on a GPU has other last bits. Frequencies that are not the config's are left alone."""
     own = list(module.buffers(recurse=False))
     is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
     if not hasattr(module, "config"):
         if is_rounded:
-            raise ExactnessError(f"{name} ({type(module).__name__}) has rounded frequencies: load the model with dtype=, do not cast it")
+            raise ExactnessError(
+                f"{name} ({type(module).__name__}) has rounded frequencies: load the model with dtype=, do not cast it"
+            )
         return module
     with torch.device("cpu"):
         fresh = type(module)(module.config)
@@ -188,7 +215,9 @@ def rotary_of_host(name: str, module: Any) -> Any:
 
 def differ_in_last_bits(some: list[Tensor], others: list[Tensor]) -> bool:
     pairs = [(one.cpu(), other) for one, other in zip(some, others, strict=True)]
-    return any(not torch.equal(*pair) for pair in pairs) and all(torch.allclose(*pair, rtol=1e-5, atol=0.0) for pair in pairs)
+    return any(not torch.equal(*pair) for pair in pairs) and all(
+        torch.allclose(*pair, rtol=1e-5, atol=0.0) for pair in pairs
+    )
 
 
 def activation_kind(module: nn.Module) -> str | None:
@@ -226,7 +255,8 @@ def experts_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def expert_activation(module: Any) -> str | ClampedSwiglu | None:
-    """What lies between an expert's two products; None where it is not known. A clamped gate is checked against the module's own code."""
+    """What lies between an expert's two products; None where it is not known. A clamped gate is checked against the
+    module's own code."""
     if not hasattr(module, "limit") or not hasattr(module, "_apply_gate"):
         return activation_kind(getattr(module, "act_fn", nn.Identity()))
     act = ClampedSwiglu(alpha=module.alpha, limit=module.limit)

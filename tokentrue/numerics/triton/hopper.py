@@ -1,8 +1,9 @@
-"""Products through tensor descriptors, for chips that have them (Hopper and newer): whole tiles are copied in bulk, not element by element.
+"""Products through tensor descriptors, for chips that have them (Hopper and newer): whole tiles are copied in bulk, not
+element by element.
 
-The sums are those of `matmul.py`, one over K in ascending order, so the bits are too; the self-test compares them. Many rows run on as many
-programs as there are multiprocessors, each of which goes on to its next tile while it stores the last one. Up to 256 rows a program has
-one tile, with as much of the weights on its way as shared memory holds.
+The sums are those of `matmul.py`, one over K in ascending order, so the bits are too; the self-test compares them. Many
+rows run on as many programs as there are multiprocessors, each of which goes on to its next tile while it stores the
+last one. Up to 256 rows a program has one tile, with as much of the weights on its way as shared memory holds.
 Legend: M rows, N outputs, K inputs; E experts, P pairs of a token and an expert.
 """
 
@@ -30,7 +31,8 @@ ALONE = (
     Tile(m=64, n=128, k=64, warps=4, stages=8),
     Tile(m=128, n=128, k=64, warps=4, stages=6),
 )
-"""For few rows, where every program has a multiprocessor to itself: each takes nearly all of its shared memory. Smallest first."""
+"""For few rows, where every program has a multiprocessor to itself: each takes nearly all of its shared memory.
+Smallest first."""
 
 
 @triton.jit
@@ -52,7 +54,8 @@ def _product_kernel(x_desc, w_desc, y_desc, b_ptr, M, N, K, BM: tl.constexpr, BN
 
 @triton.jit
 def _multiply_add(x, w, acc, TURNED: tl.constexpr):
-    """acc + x @ w.T. A matrix instruction has 64 rows: where x has fewer, the weights take that side, and acc is turned."""
+    """acc + x @ w.T. A matrix instruction has 64 rows: where x has fewer, the weights take that side, and acc is
+    turned."""
     return tl.dot(w, x.T, acc) if TURNED else tl.dot(x, w.T, acc)
 
 
@@ -92,7 +95,8 @@ def _few_rows_kernel(x_desc, w_desc, y_desc, b_ptr, M, N, K, BM: tl.constexpr, B
 @triton.jit(do_not_specialize=["P"])
 def _grouped_kernel(x_ptr, w_desc, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                     BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
-    """Grid (N tiles, tiles of pairs); see `experts.py`. w [E · 2N, K] where GATED and x rows are tokens, else [E · N, K] and pairs."""
+    """Grid (N tiles, tiles of pairs); see `experts.py`. w [E · 2N, K] where GATED and x rows are tokens, else [E · N,
+    K] and pairs."""
     wait_for_inputs()
     tile = tl.program_id(1)
     e = tl.load(expert_ptr + tile).to(tl.int32)
@@ -175,7 +179,9 @@ def _tile_of_gated(rows: int, outputs: int, processors: int) -> Tile:
     programs = cdiv(cdiv(rows, m) * cdiv(outputs, 64), processors)
     if programs > 3:
         return Tile(m=128, n=64, k=64, warps=4, stages=6)
-    k, stages = {16: ((128, 6), (128, 3), (64, 3)), 32: ((128, 5), (64, 5), (64, 3)), 64: ((128, 4), (64, 4), (64, 3))}[m][programs - 1]
+    k, stages = {16: ((128, 6), (128, 3), (64, 3)), 32: ((128, 5), (64, 5), (64, 3)), 64: ((128, 4), (64, 4), (64, 3))}[
+        m
+    ][programs - 1]
     return Tile(m=m, n=64, k=k, warps=4, stages=stages)
 
 
@@ -212,7 +218,12 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor, act: str, tile: Tile, o
 
 
 def _few_rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, out: torch.Tensor, act: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    out: torch.Tensor,
+    act: str | None = None,
 ) -> None:
     (rows, inputs), outputs = x.shape, out.shape[1]
     launch(
@@ -225,8 +236,15 @@ def _few_rows(
 
 def fits_experts(x: torch.Tensor, experts: ExpertWeights) -> bool:
     """Whether `grouped_product` computes these experts."""
-    plain = not experts.interleaved and experts.gate_up_bias is None and experts.down_bias is None and isinstance(experts.act, str)
-    even = all(w.is_contiguous() and w.shape[1] % 16 == 0 and w.shape[2] % 8 == 0 for w in (experts.gate_up, experts.down))
+    plain = (
+        not experts.interleaved
+        and experts.gate_up_bias is None
+        and experts.down_bias is None
+        and isinstance(experts.act, str)
+    )
+    even = all(
+        w.is_contiguous() and w.shape[1] % 16 == 0 and w.shape[2] % 8 == 0 for w in (experts.gate_up, experts.down)
+    )
     return plain and even and x.dtype != torch.float32 and _multiprocessors(x.device) > 0
 
 
@@ -241,7 +259,8 @@ def grouped_product(
     slots: int,
     act: str | None,
 ) -> None:
-    """out[p] = x's row of pair p @ weight[its expert].T, weight [E, N, K]; gated where `act` is given. `pairs`, `experts`: of `Groups`."""
+    """out[p] = x's row of pair p @ weight[its expert].T, weight [E, N, K]; gated where `act` is given. `pairs`,
+    `experts`: of `Groups`."""
     (number, height, inputs), (num_pairs, outputs) = weight.shape, out.shape
     launch(
         _grouped_kernel, (cdiv(outputs, tile.n), experts.shape[0]), x, _describe(weight.view(number * height, inputs), tile.n, tile.k), out,

@@ -1,6 +1,8 @@
-"""The exact operators of a CUDA device (Ampere and newer), written in Triton; and the same forward with exactness off, for the price of it.
+"""The exact operators of a CUDA device (Ampere and newer), written in Triton; and the same forward with exactness off,
+for the price of it.
 
-Tiles are free as long as they agree on this machine: `self_test` compares them for the loaded model's shapes, and pins one where not.
+Tiles are free as long as they agree on this machine: `self_test` compares them for the loaded model's shapes, and pins
+one where not.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -36,7 +38,8 @@ FEW_ROWS = 256
 
 
 def splits_for(programs: int) -> int:
-    """Programs that share one sequence's key blocks, so that two run on each multiprocessor of an H200; measured there."""
+    """Programs that share one sequence's key blocks, so that two run on each multiprocessor of an H200; measured
+    there."""
     return min(32, 264 // programs) if programs <= MOST_SHARED else 1
 
 
@@ -48,7 +51,9 @@ class TritonOps(selftest.Fallbacks):
     reads_16bit = True
 
     def __init__(self) -> None:
-        self.pinned: dict[tuple[int, int], matmul.Tile] = {}  # (K, N) whose tiles disagree here -> the one tile it may use
+        self.pinned: dict[
+            tuple[int, int], matmul.Tile
+        ] = {}  # (K, N) whose tiles disagree here -> the one tile it may use
         self.split_decode = True
         self.fused = True
         self.tile: attention.QueryTile | None = None
@@ -56,7 +61,8 @@ class TritonOps(selftest.Fallbacks):
         self._packed: tuple[Packed, int, int, attention.Tiles, attention.Tiles] | None = None
         self._batch: tuple[PagedBatch, int, int, attention.Tiles] | None = None
 
-    # ---- rows x features ----------------------------------------------------------------------------------------------------------
+    # ---- rows x features
+    # ----------------------------------------------------------------------------------------------------------
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return matmul.linear(x, weight, bias, tile=self.pinned.get((weight.shape[1], weight.shape[0])))
 
@@ -124,22 +130,35 @@ class TritonOps(selftest.Fallbacks):
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         rope.store_kv(k, v, k_cache, v_cache, slots)
 
-    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec
+    ) -> Tensor:
         q = attention.dense_heads(q)
         (_, heads, size), key_heads = q.shape, k_cache.shape[1]
-        keys = attention.Keys(k=k_cache, v=v_cache, starts=batch.cu_q, table=batch.block_tables, context=batch.context_lens)
-        out = torch.empty_like(q) if batch.plan is None else torch.zeros_like(q)  # a captured step has rows that no tile computes
+        keys = attention.Keys(
+            k=k_cache, v=v_cache, starts=batch.cu_q, table=batch.block_tables, context=batch.context_lens
+        )
+        out = (
+            torch.empty_like(q) if batch.plan is None else torch.zeros_like(q)
+        )  # a captured step has rows that no tile computes
         if batch.num_decodes:
             splits = splits_for(batch.num_decodes * key_heads) if self.split_decode else 0
             parts = None
             if splits > 1:
                 room = batch.block_tables.shape[1] * k_cache.shape[2]
                 parts = attention.parts_for(
-                    self.arrived(q.device), batch.num_decodes, room, splits, shape=(heads, key_heads, size), dtype=q.dtype
+                    self.arrived(q.device),
+                    batch.num_decodes,
+                    room,
+                    splits,
+                    shape=(heads, key_heads, size),
+                    dtype=q.dtype,
                 )
             attention.attend(q, keys, out, spec, tiles=None, sequences=batch.num_decodes, parts=parts, tile=self.tile)
         if batch.num_decodes < len(batch.q_lens):
-            attention.attend(q, keys, out, spec, tiles=batch.plan or self.tiles_of(batch, q, key_heads), sequences=len(batch.q_lens))
+            attention.attend(
+                q, keys, out, spec, tiles=batch.plan or self.tiles_of(batch, q, key_heads), sequences=len(batch.q_lens)
+            )
         return out
 
     def tiles_of(self, batch: PagedBatch, q: Tensor, key_heads: int) -> attention.Tiles:
@@ -147,7 +166,9 @@ class TritonOps(selftest.Fallbacks):
         heads = q.shape[1]
         if self._batch is None or self._batch[0] is not batch or self._batch[1:3] != (heads, key_heads):
             skip = batch.num_decodes
-            tiles = attention.tiles_of(batch.q_lens, skip=skip, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device)
+            tiles = attention.tiles_of(
+                batch.q_lens, skip=skip, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device
+            )
             self._batch = (batch, heads, key_heads, tiles)
         return self._batch[3]
 
@@ -160,12 +181,20 @@ class TritonOps(selftest.Fallbacks):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN
     ) -> tuple[Tensor, Tensor]:
-        if not self.fused or (torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad)):
+        if not self.fused or (
+            torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad)
+        ):
             return super().add_rms_norm(x, residual, weight, eps, form=form)
         return norm.add_rms_norm(x, residual, weight, eps, form=form)
 
     def norm_linear(
-        self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
+        self,
+        h: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        kind: str | None = None,
     ) -> tuple[Tensor, Tensor]:
         if self.fused and not self.pinned and norm_matmul.fits(h, weight, gated=kind is not None):
             return norm_matmul.norm_product(h, residual, norm.weight, norm.eps, weight, bias, form=norm.form, act=kind)
@@ -195,7 +224,9 @@ class TritonOps(selftest.Fallbacks):
             "linear": "triton, one float32 sum over K in ascending order, no split-K, tile by rows, descriptors from Hopper on"
             + "".join(f"; {k}x{n} pinned to {t.m}x{t.n}x{t.k}" for (k, n), t in sorted(self.pinned.items())),
             "attention": f"triton, key blocks of {blocks}, each under its own maximum, folded in order, a sink last; dense and paged",
-            "decode": "key blocks over programs, folded in order" if self.split_decode else "one program a sequence and key head",
+            "decode": "key blocks over programs, folded in order"
+            if self.split_decode
+            else "one program a sequence and key head",
             "rms_norm": "triton, one program a row, float32",
             "activation": "triton, float32, rounded once",
             "rotary": "elementwise, rounded after every step",
@@ -206,12 +237,15 @@ class TritonOps(selftest.Fallbacks):
             "fused": "residual+norm, head norm+rotary+store, gate-up+activation" if self.fused else "nothing",
         }
 
-    def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+    def self_test(
+        self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
+    ) -> list[str]:
         return selftest.run(self, linears=linears, heads=heads, dtype=dtype)
 
 
 class InexactOps(TritonOps):
-    """The same forward with exactness off: cuBLAS products and a quicker decode tile, whose bits depend on the batch. For benchmarks."""
+    """The same forward with exactness off: cuBLAS products and a quicker decode tile, whose bits depend on the batch.
+    For benchmarks."""
 
     name = "inexact"
     reads_16bit = False
@@ -219,10 +253,18 @@ class InexactOps(TritonOps):
     def __init__(self) -> None:
         super().__init__()
         self.fused = True
-        self.tile = attention.QueryTile(rows=16, warps=4, stages=3)  # a row's sums over four warps: faster, and not invariant
+        self.tile = attention.QueryTile(
+            rows=16, warps=4, stages=3
+        )  # a row's sums over four warps: faster, and not invariant
 
     def norm_linear(
-        self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
+        self,
+        h: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        kind: str | None = None,
     ) -> tuple[Tensor, Tensor]:
         return Ops.norm_linear(self, h, residual, norm, weight, bias, kind)
 
@@ -239,5 +281,7 @@ class InexactOps(TritonOps):
     def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
         return torch.log_softmax(logits, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
 
-    def self_test(self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+    def self_test(
+        self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
+    ) -> list[str]:
         return ["exactness is off"]

@@ -1,7 +1,9 @@
-"""Start-up self-test: do the operators hold their invariant for this model's shapes on this machine? Fall back where not, and say so.
+"""Start-up self-test: do the operators hold their invariant for this model's shapes on this machine? Fall back where
+not, and say so.
 
-Random rows, compared as integers. A product that changes with the number of rows is pinned to one tile; a decode that differs from prefill
-loses its split; a fused launch that differs from its parts is taken apart. What has no fall-back raises ExactnessError.
+Random rows, compared as integers. A product that changes with the number of rows is pinned to one tile; a decode that
+differs from prefill loses its split; a fused launch that differs from its parts is taken apart. What has no fall-back
+raises ExactnessError.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _held: set[tuple[object, ...]] = set()
 """What this process has seen hold without a fall-back: a fact about the machine, so it is tested once."""
 
 
-def run(ops: Fallbacks, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+def run(
+    ops: Fallbacks, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
+) -> list[str]:
     """Tests everything, changes `ops` where it must fall back; one sentence for each fall-back."""
     key = (type(ops), torch.cuda.current_device(), dtype, frozenset(linears), frozenset(heads))
     if key in _held:
@@ -45,7 +49,9 @@ def run(ops: Fallbacks, *, linears: set[tuple[int, int, bool]], heads: set[tuple
     return notes
 
 
-def _run(ops: Fallbacks, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype) -> list[str]:
+def _run(
+    ops: Fallbacks, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
+) -> list[str]:
     random = torch.Generator(device=DEVICE).manual_seed(1)
     notes: list[str] = []
     with torch.no_grad():
@@ -68,7 +74,9 @@ def _randn(*shape: int, dtype: torch.dtype, random: torch.Generator) -> torch.Te
     return torch.randn(shape, device=DEVICE, dtype=torch.float32, generator=random).to(dtype)
 
 
-def _linear(ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator) -> list[str]:
+def _linear(
+    ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator
+) -> list[str]:
     x = _randn(ALL_ROWS, inputs, dtype=dtype, random=random)
     w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
     b = _randn(outputs, dtype=dtype, random=random) if bias else None
@@ -82,11 +90,15 @@ def _linear(ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.
         return []
     ops.pinned[(inputs, outputs)] = PINNED_FLOAT32 if dtype == torch.float32 else PINNED
     if holds():
-        raise ExactnessError(f"linear {inputs}x{outputs} in {dtype} changes with the number of rows even with one tile, on this device")
+        raise ExactnessError(
+            f"linear {inputs}x{outputs} in {dtype} changes with the number of rows even with one tile, on this device"
+        )
     return [f"linear {inputs}x{outputs} differs at {failed} rows: pinned to one tile"]
 
 
-def paged_copy(k: torch.Tensor, v: torch.Tensor, block: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def paged_copy(
+    k: torch.Tensor, v: torch.Tensor, block: int, random: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Caches with the keys and values [T, J, D] of one sequence on shuffled pages, and its table [1, W]."""
     tokens, j, d = k.shape
     pages = -(-tokens // block)
@@ -131,23 +143,35 @@ def _attention(ops: Fallbacks, h: int, j: int, d: int, dtype: torch.dtype, rando
         return failed
 
     if failed := holds(-(-300 // j)):  # enough sequences that the blocks are not shared out
-        raise ExactnessError(f"attention {h}/{j} heads of {d} in {dtype}: decode differs from prefill at positions {failed} on this device")
+        raise ExactnessError(
+            f"attention {h}/{j} heads of {d} in {dtype}: decode differs from prefill at positions {failed} on this device"
+        )
     if ops.split_decode and (failed := holds(1)):
         ops.split_decode = False
-        return [f"attention {h}/{j} heads of {d}: split decode differs at positions {failed}: one program a sequence instead"]
+        return [
+            f"attention {h}/{j} heads of {d}: split decode differs at positions {failed}: one program a sequence instead"
+        ]
     return []
 
 
 def _check_fused(
-    ops: Fallbacks, linears: list[tuple[int, int, bool]], heads: list[tuple[int, int, int]], dtype: torch.dtype, random: torch.Generator
+    ops: Fallbacks,
+    linears: list[tuple[int, int, bool]],
+    heads: list[tuple[int, int, int]],
+    dtype: torch.dtype,
+    random: torch.Generator,
 ) -> list[str]:
     """Fused launches against their parts."""
     widths = sorted({inputs for inputs, _, _ in linears})
     wrong = [f"residual+norm of {w}" for w in widths if not _add_norm_holds(ops, w, dtype, random)]
     wrong += [f"head norm+rotary of {shape}" for shape in heads if not _prepare_holds(ops, shape, dtype, random)]
-    wrong += [f"norm+product {k}x{n}" for k, n, bias in linears if not _norm_product_holds(ops, k, n, bias, dtype, random)]
     wrong += [
-        f"gate-up+activation {k}x{n}" for k, n, bias in linears if not bias and n % 2 == 0 and not _gated_holds(ops, k, n, dtype, random)
+        f"norm+product {k}x{n}" for k, n, bias in linears if not _norm_product_holds(ops, k, n, bias, dtype, random)
+    ]
+    wrong += [
+        f"gate-up+activation {k}x{n}"
+        for k, n, bias in linears
+        if not bias and n % 2 == 0 and not _gated_holds(ops, k, n, dtype, random)
     ]
     if not wrong:
         return []
@@ -167,7 +191,9 @@ def _prepare_holds(ops: Fallbacks, shape: tuple[int, int, int], dtype: torch.dty
     tokens = 70
     qkv = _randn(tokens, (h + 2 * j) * d, dtype=dtype, random=random)
     cos, sin = (_randn(tokens, d, dtype=dtype, random=random) for _ in range(2))
-    weights = HeadNorm(q_weight=_randn(d, dtype=dtype, random=random), k_weight=_randn(d, dtype=dtype, random=random), eps=1e-6)
+    weights = HeadNorm(
+        q_weight=_randn(d, dtype=dtype, random=random), k_weight=_randn(d, dtype=dtype, random=random), eps=1e-6
+    )
     batch = decode_batch(0, torch.zeros((1, 1), dtype=torch.int32, device=DEVICE))
     slots = torch.randperm(3 * ops.block_size, device=DEVICE, generator=random)[:tokens]
     batch = PagedBatch(positions=slots, slots=slots, cu_q=batch.cu_q, context_lens=batch.context_lens, block_tables=batch.block_tables,
@@ -182,7 +208,9 @@ def _prepare_holds(ops: Fallbacks, shape: tuple[int, int, int], dtype: torch.dty
     return all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
-def _norm_product_holds(ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator) -> bool:
+def _norm_product_holds(
+    ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator
+) -> bool:
     """One row at a time, plain and (where the outputs halve) gated."""
     w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
     b = _randn(outputs, dtype=dtype, random=random) if bias else None

@@ -48,8 +48,14 @@ def tile_for(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gated:
     if rows > 64:
         if gated:
             return Tile(m=128, n=64, k=64, warps=4, stages=4)
-        return Tile(m=64, n=32, k=128, warps=4, stages=4) if outputs <= NARROW else Tile(m=64, n=64, k=128, warps=4, stages=3)
-    if outputs <= NARROW and not gated:  # a sum is a chain of dependent products: many narrow programs, few steps of the loop
+        return (
+            Tile(m=64, n=32, k=128, warps=4, stages=4)
+            if outputs <= NARROW
+            else Tile(m=64, n=64, k=128, warps=4, stages=3)
+        )
+    if (
+        outputs <= NARROW and not gated
+    ):  # a sum is a chain of dependent products: many narrow programs, few steps of the loop
         return Tile(m=16, n=8, k=512, warps=2, stages=4) if rows <= 16 else Tile(m=16, n=16, k=512, warps=2, stages=3)
     if rows > 16:
         return Tile(m=64, n=32, k=128, warps=4, stages=4)

@@ -1,6 +1,8 @@
-"""What an engine may answer: one table of typed records. Anything else is an `EngineContractError` with the engine's own words.
+"""What an engine may answer: one table of typed records. Anything else is an `EngineContractError` with the engine's
+own words.
 
-msgspec decodes and checks in one pass; an answer of another shape is named by its path (`$.meta_info.completion_tokens`).
+msgspec decodes and checks in one pass; an answer of another shape is named by its path
+(`$.meta_info.completion_tokens`).
 Unknown fields are ignored: engines add them with every release.
 """
 
@@ -167,7 +169,8 @@ def raise_fault(engine: str, fault: EngineFault | str | None) -> None:
 
 
 def version_from(text: str | int | None) -> int:
-    """The integer at the end of an engine's weight version ("7", "step-7"); engines start with a word such as "default"."""
+    """The integer at the end of an engine's weight version ("7", "step-7"); engines start with a word such as
+    "default"."""
     digits = re.search(r"(\d+)\s*$", str(text)) if text is not None else None
     version = int(digits.group(1)) if digits else UNVERSIONED
     if version > MAX_VERSION:

@@ -35,9 +35,15 @@ class CompletionBuilder:
         self.runs: list[tuple[int, int]] = []  # (tokens, policy version) as they came
 
     def add(
-        self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int, kept: Sequence[Sequence[int]] | None = None
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        *,
+        version: int,
+        kept: Sequence[Sequence[int]] | None = None,
     ) -> Chunk:
-        """Append tokens of one policy version. `kept`: the ids that filters kept, a row for each token, where the engine reports them."""
+        """Append tokens of one policy version. `kept`: the ids that filters kept, a row for each token, where the
+        engine reports them."""
         if len(ids) != len(logprobs):
             raise EngineContractError(f"{self.engine} returned {len(ids)} ids and {len(logprobs)} log-probabilities")
         start = len(self.ids)
@@ -64,7 +70,9 @@ class CompletionBuilder:
     ) -> Completion:
         """The whole generation. `prompt_tokens` is the engine's own count, which must be ours."""
         if prompt_tokens is not None and prompt_tokens != len(self.prompt_ids):
-            raise EngineContractError(f"{self.engine} counted {prompt_tokens} prompt tokens where {len(self.prompt_ids)} were sent")
+            raise EngineContractError(
+                f"{self.engine} counted {prompt_tokens} prompt tokens where {len(self.prompt_ids)} were sent"
+            )
         try:
             return Completion(
                 token_ids=TokenIds(self.ids),
@@ -87,7 +95,9 @@ def check_logprobs(engine: str, logprobs: Sequence[float | None], *, start: int 
     """Engines are known to send null, NaN and sentinels; `start` is the place of the first one."""
     if None not in logprobs and are_logprobs(checked := tuple(cast("Sequence[float]", logprobs))):
         return checked
-    place, wrong = next((index, value) for index, value in enumerate(logprobs, start) if value is None or not is_logprob(value))
+    place, wrong = next(
+        (index, value) for index, value in enumerate(logprobs, start) if value is None or not is_logprob(value)
+    )
     raise EngineContractError(f"{engine} returned {wrong!r} as log-probability of sampled token {place}")
 
 
@@ -95,4 +105,6 @@ def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str])
     unknown = sorted(set(sampling.extra) - known)
     if unknown:
         supported = ", ".join(sorted(known)) or "none"
-        raise SamplingError(f"engine {engine!r} does not support {', '.join(unknown)}; supported extra settings: {supported}")
+        raise SamplingError(
+            f"engine {engine!r} does not support {', '.join(unknown)}; supported extra settings: {supported}"
+        )

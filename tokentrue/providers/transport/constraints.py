@@ -1,8 +1,9 @@
 """What a request wants enforced while sampling, in each engine's own words.
 
-Two names of `Sampling.extra` are every engine's: `response_format` as Chat Completions has it, and `tool_choice`, a structural tag of the
-model's own call format (`Renderer.call_tag`). An engine that cannot enforce them refuses them by name. The mask that enforces them is part
-of the distribution that is sampled from, so the reported log-probabilities are those under the mask.
+Two names of `Sampling.extra` are every engine's: `response_format` as Chat Completions has it, and `tool_choice`, a
+structural tag of the model's own call format (`Renderer.call_tag`). An engine that cannot enforce them refuses them by
+name. The mask that enforces them is part of the distribution that is sampled from, so the reported log-probabilities
+are those under the mask.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def _text(value: Any) -> str:
 
 
 def dump_settings(value: Any) -> bytes:
-    """The JSON that an engine is sent. Schemas and strings come from the client: what JSON cannot hold in them is its mistake."""
+    """The JSON that an engine is sent. Schemas and strings come from the client: what JSON cannot hold in them is its
+    mistake."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:

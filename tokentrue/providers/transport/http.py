@@ -1,7 +1,8 @@
 """HTTP to one engine, by aiohttp: retries before the first answer, server-sent events, errors of one tree.
 
-A request is sent again only until its response begins. A generation that is not streamed begins to respond when it is complete: one that
-breaks off is sampled anew, and what the engine had sampled of it never arrived. Later failures are the caller's to handle.
+A request is sent again only until its response begins. A generation that is not streamed begins to respond when it is
+complete: one that breaks off is sampled anew, and what the engine had sampled of it never arrived. Later failures are
+the caller's to handle.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ END_S = 0.05
 class EngineHttp:
     """One engine's base URL. `timeout_s` bounds the silence between two reads, `connect_s` the connection."""
 
-    def __init__(self, url: str, *, timeout_s: float, connect_s: float, retries: int, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float, connect_s: float, retries: int, api_key: str | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -43,7 +46,9 @@ class EngineHttp:
         self.place = f"{parts.hostname}-{parts.port or parts.scheme}"  # names this engine's files
         self._timeout_s, self._retries = timeout_s, retries
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=timeout_s)
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        self._headers = {"content-type": "application/json"} | (
+            {"authorization": f"Bearer {api_key}"} if api_key else {}
+        )
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -51,8 +56,11 @@ class EngineHttp:
             await self._session.close()
             self._session = None
 
-    async def read(self, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, retry: bool = True) -> bytes:
-        """The whole body of a successful response; any other response becomes a typed error with the engine's own words."""
+    async def read(
+        self, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, retry: bool = True
+    ) -> bytes:
+        """The whole body of a successful response; any other response becomes a typed error with the engine's own
+        words."""
         async with await self._respond(method, path, body, self._retries if retry else 0) as response:
             try:
                 return await response.read()
@@ -77,9 +85,11 @@ class EngineHttp:
             if (data := _data_of(rest)) not in (None, b"[DONE]"):
                 yield data
 
-    async def _respond(self, method: str, path: str, body: Mapping[str, object] | bytes | None, retries: int) -> aiohttp.ClientResponse:
-        """A response with status 2xx, to be used in a block: leaving it before the response's end closes the connection, which cancels the
-        request."""
+    async def _respond(
+        self, method: str, path: str, body: Mapping[str, object] | bytes | None, retries: int
+    ) -> aiohttp.ClientResponse:
+        """A response with status 2xx, to be used in a block: leaving it before the response's end closes the
+        connection, which cancels the request."""
         data = body if isinstance(body, bytes | None) else orjson.dumps(body)
         response = await self._request(method, path, data, retries)
         if response.status < 300:
@@ -100,10 +110,13 @@ class EngineHttp:
             except aiohttp.SocketTimeoutError as error:
                 raise EngineTimeout(f"{self.url}{path} did not answer in {self._timeout_s:g} s") from error
             except aiohttp.ClientConnectionError as error:
-                # A server may close an idle connection at the moment when a request is sent on it: that costs no attempt.
+                # A server may close an idle connection at the moment when a request is sent on it: that costs no
+                # attempt.
                 free = isinstance(error, aiohttp.ServerDisconnectedError) and attempt == 0
                 if attempt >= retries and not free:
-                    raise EngineUnreachable(f"no engine is reachable at {self.url}: {error or type(error).__name__}") from error
+                    raise EngineUnreachable(
+                        f"no engine is reachable at {self.url}: {error or type(error).__name__}"
+                    ) from error
             except aiohttp.ClientError as error:
                 raise EngineContractError(f"{self.url}{path} does not answer in HTTP: {error}") from error
             await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
@@ -114,7 +127,9 @@ class EngineHttp:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             jar = aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers, cookie_jar=jar)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=self._timeout, headers=self._headers, cookie_jar=jar
+            )
         return self._session
 
     def _broken(self, path: str, error: Exception) -> EngineError:

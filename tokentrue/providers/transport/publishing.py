@@ -1,6 +1,8 @@
-"""Publishing through a directory that a server sees: write a version, pause the server, have it load the version, resume it.
+"""Publishing through a directory that a server sees: write a version, pause the server, have it load the version,
+resume it.
 
-A server that refuses a version gets the version before again and goes on with it; only then does the refusal reach the caller. One that
+A server that refuses a version gets the version before again and goes on with it; only then does the refusal reach the
+caller. One that
 has no version before stays paused: it may hold half of the new weights.
 """
 
@@ -24,7 +26,8 @@ class LoadsFromDisk(Protocol):
     async def pause_for_weights(self) -> None: ...
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
-        """Loads the weights, drops what was cached with other ones, and stamps the version; raises EngineError where any of it fails."""
+        """Loads the weights, drops what was cached with other ones, and stamps the version; raises EngineError where
+        any of it fails."""
         ...
 
     async def resume_with_weights(self) -> None: ...
@@ -61,9 +64,13 @@ class DiskPublisher:
             await self._engine.load_from_disk(written)
         except EngineError as error:
             if before is None:
-                raise EngineRejected(f"{name} did not take version {written.version} and is left paused; restart it: {error}") from error
+                raise EngineRejected(
+                    f"{name} did not take version {written.version} and is left paused; restart it: {error}"
+                ) from error
             await self._engine.load_from_disk(before)
             await self._engine.resume_with_weights()
-            raise EngineRejected(f"{name} did not take version {written.version} and keeps version {before.version}: {error}") from error
+            raise EngineRejected(
+                f"{name} did not take version {written.version} and keeps version {before.version}: {error}"
+            ) from error
         await self._engine.resume_with_weights()
         self._published = written

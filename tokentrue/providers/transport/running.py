@@ -1,6 +1,7 @@
 """Requests that an adapter has in flight at its engine, by request id.
 
-A request whose caller leaves or fails is aborted at the engine, which must not go on sampling. All can be aborted for a weight update.
+A request whose caller leaves or fails is aborted at the engine, which must not go on sampling. All can be aborted for a
+weight update.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class RunningRequests:
 
     @asynccontextmanager
     async def hold(self, abort: Callable[[str], Awaitable[None]]) -> AsyncGenerator[str, None]:
-        """A new request id for the block in which the engine samples; `abort` is awaited if the block is left by an exception."""
+        """A new request id for the block in which the engine samples; `abort` is awaited if the block is left by an
+        exception."""
         request_id = uuid4().hex
         self._ids.add(request_id)
         try:
@@ -40,7 +42,9 @@ class RunningRequests:
         count, end = len(self._ids), time.monotonic() + _ABORT_S
         while self._ids:
             if time.monotonic() > end:
-                raise EngineTimeout(f"the engine did not end {len(self._ids)} aborted generations within {_ABORT_S:g} s")
+                raise EngineTimeout(
+                    f"the engine did not end {len(self._ids)} aborted generations within {_ABORT_S:g} s"
+                )
             await abort(sorted(self._ids))
             await asyncio.sleep(_RETRY_S if self._ids else 0)
         return count

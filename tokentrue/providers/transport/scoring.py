@@ -1,4 +1,5 @@
-"""Log-probabilities of given tokens from an OpenAI-like completions route, where the engine adds `prompt_logprobs` to it (vLLM).
+"""Log-probabilities of given tokens from an OpenAI-like completions route, where the engine adds `prompt_logprobs` to
+it (vLLM).
 
 They are of temperature 1 without filters, whatever the request says, and bypass the engine's prefix cache.
 """
@@ -21,7 +22,9 @@ async def score_prompt(http: EngineHttp, model: str, token_ids: Sequence[int]) -
     data = await http.read("POST", ROUTE, {"model": model, "prompt": list(token_ids), **asked})
     found = scores_of(decode_answer(data, VLLMScores, where=where), token_ids)
     if found is None:
-        raise EngineContractError(f"{where} returned no log-probability for some of the {len(token_ids)} tokens to score")
+        raise EngineContractError(
+            f"{where} returned no log-probability for some of the {len(token_ids)} tokens to score"
+        )
     return found
 
 

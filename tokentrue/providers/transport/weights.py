@@ -2,7 +2,8 @@
 
     ROOT/version-000007/model.safetensors      every name, no index; tied heads written out
 
-An index would name the shards of the first checkpoint, and an engine that finds one loads those. A tied head is written as a tensor of its
+An index would name the shards of the first checkpoint, and an engine that finds one loads those. A tied head is written
+as a tensor of its
 own: an engine that holds it apart from the embedding would keep the old one. The version before stays, for repair.
 """
 
@@ -29,7 +30,9 @@ class WrittenWeights:
     version: int
 
 
-def write_weights(weights: Iterable[tuple[str, Any]], root: Path, *, version: int, keep: Iterable[Path] = ()) -> WrittenWeights:
+def write_weights(
+    weights: Iterable[tuple[str, Any]], root: Path, *, version: int, keep: Iterable[Path] = ()
+) -> WrittenWeights:
     """Writes a version whole, then removes all others but those in `keep`. Blocks: call it in a thread."""
     from safetensors import torch as safetensors_torch
 

@@ -1,10 +1,13 @@
-"""Text <-> ids for one tokenizer, in two ways: as the engine would, and so that content can never become a special or added token.
+"""Text <-> ids for one tokenizer, in two ways: as the engine would, and so that content can never become a special or
+added token.
 
-Invariants: on text whose content holds no added-token literal both ways give the same ids; `encode_after` gives the ids that encoding a
-whole text gives for its part after an added token; recorded ids are only ever decoded for reading, never encoded again.
+Invariants: on text whose content holds no added-token literal both ways give the same ids; `encode_after` gives the ids
+that encoding a whole text gives for its part after an added token; recorded ids are only ever decoded for reading,
+never encoded again.
 
-How content is kept harmless: `ContentShield` marks literals in it before rendering. The rendered text is split at the literals that are
-left (tokenizers do that first anyway), marks are dropped, and what lies between is encoded by the same model without its added tokens.
+How content is kept harmless: `ContentShield` marks literals in it before rendering. The rendered text is split at the
+literals that are left (tokenizers do that first anyway), marks are dropped, and what lies between is encoded by the
+same model without its added tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +30,17 @@ _BLANKS = " \t\r\n▁"
 
 
 class Codec:
-    """`tokenizer` is a `tokenizers.Tokenizer`; its added tokens are taken from it, whatever their `special` flag says."""
+    """`tokenizer` is a `tokenizers.Tokenizer`; its added tokens are taken from it, whatever their `special` flag
+    says."""
 
     def __init__(self, tokenizer: Tokenizer, cache_bytes: int = LIMIT_BYTES) -> None:
         self.backend = tokenizer
         self.added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self.texts: dict[int, str] = {index: token.content for index, token in self.added.items()}
         self.literals: dict[str, int] = {text: index for index, text in self.texts.items() if text}
-        self._guarded = {text for text in self.literals if text.strip(_BLANKS)}  # runs of blanks are text, not structure
+        self._guarded = {
+            text for text in self.literals if text.strip(_BLANKS)
+        }  # runs of blanks are text, not structure
         self._all = LiteralFinder(lambda: self._list_tokens(self.literals))
         self._blanks = LiteralFinder(lambda: self._list_tokens(self.literals.keys() - self._guarded))
         self._guard = LiteralFinder(lambda: self._list_tokens(self._guarded))
@@ -55,7 +61,8 @@ class Codec:
         return self._guard.may_touch(text)
 
     def split(self, text: str, mark: str = "") -> Iterator[tuple[str, str, int]]:
-        """Plain text, the literal after it and where that ends; the last literal is empty. A literal right after a mark is content."""
+        """Plain text, the literal after it and where that ends; the last literal is empty. A literal right after a mark
+        is content."""
         done = 0
         for start, end, literal in self._all.find(text):
             if mark and len(literal) == 1 and text[max(start - 1, 0)] == mark:

@@ -1,8 +1,9 @@
 """A cache of encoded texts, keyed by tokenizer and text, which alone decide the ids.
 
-The agents of a group begin with the same system prompt and tools, and read the same files. On and off in one run of `bench gateway`: turn 8
-3.9 and 5.0 times the bare proxy's time, 64 agents 269 and 123 turns per second. Texts that nobody has sent before gain nothing.
-Bounded in bytes, least recently used first out; `model.encode_cache_bytes = 0` switches it off.
+The agents of a group begin with the same system prompt and tools, and read the same files. On and off in one run of
+`bench gateway`: turn 8 3.9 and 5.0 times the bare proxy's time, 64 agents 269 and 123 turns per second. Texts that
+nobody has sent before gain nothing. Bounded in bytes, least recently used first out; `model.encode_cache_bytes = 0`
+switches it off.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class EncodedTexts:
         self._entries: OrderedDict[tuple[int, str], TokenIds] = OrderedDict()
 
     def encode(self, tokenizer: Tokenizer, text: str) -> TokenIds:
-        """The ids of a whole text, without tokens that the tokenizer would add around it. `tokenizer` outlives this object."""
+        """The ids of a whole text, without tokens that the tokenizer would add around it. `tokenizer` outlives this
+        object."""
         key = (id(tokenizer), text)
         with self._lock:
             known = self._entries.get(key)

@@ -1,4 +1,5 @@
-"""Where added tokens stand in a text, by the tokenizers library's own rules: leftmost, then longest, with the blanks they absorb."""
+"""Where added tokens stand in a text, by the tokenizers library's own rules: leftmost, then longest, with the blanks
+they absorb."""
 
 from __future__ import annotations
 
@@ -46,12 +47,15 @@ class LiteralFinder:
         return any(last in text for last in self._lasts)
 
     def may_touch(self, text: str) -> bool:
-        """False where no literal can stand in the text, end in it or begin in it: ASCII without any first or last character of one."""
+        """False where no literal can stand in the text, end in it or begin in it: ASCII without any first or last
+        character of one."""
         return not text.isascii() or self._edges.search(text) is not None
 
     @cached_property
     def _edges(self) -> re.Pattern[str]:
-        return re.compile("[" + re.escape("".join(sorted({*self._firsts, *self._lasts}))) + "]" if self._literals else "(?!)")
+        return re.compile(
+            "[" + re.escape("".join(sorted({*self._firsts, *self._lasts}))) + "]" if self._literals else "(?!)"
+        )
 
     @cached_property
     def _tokens(self) -> list[AddedToken]:
@@ -87,7 +91,13 @@ class LiteralFinder:
         search: Any = Tokenizer(WordLevel({EDGE: 0}, unk_token=EDGE))
         search.add_tokens(
             [
-                AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, single_word=token.single_word, normalized=False)
+                AddedToken(
+                    token.content,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    single_word=token.single_word,
+                    normalized=False,
+                )
                 for token in self._tokens
             ]
         )

@@ -1,4 +1,5 @@
-"""Content that cannot forge structure: `ContentShield` breaks every added-token literal in it before the template is rendered.
+"""Content that cannot forge structure: `ContentShield` breaks every added-token literal in it before the template is
+rendered.
 
 After rendering, what still reads as a literal is the template's own; `Codec.encode_shielded` takes the marks out again.
 """
@@ -34,7 +35,12 @@ def _strings_in(value: Any) -> Iterator[str]:
 
 
 def _touches_literal(codec: Codec, text: str) -> bool:
-    return _holds_any(text, MARKS) or bool(codec.find_guarded(text)) or codec.ends_like_literal(text) or codec.starts_like_literal(text)
+    return (
+        _holds_any(text, MARKS)
+        or bool(codec.find_guarded(text))
+        or codec.ends_like_literal(text)
+        or codec.starts_like_literal(text)
+    )
 
 
 class ContentShield:
@@ -44,7 +50,9 @@ class ContentShield:
         self._codec = codec
         self.mark = next((mark for mark in MARKS if not _holds_any(values, (mark,))), "")
         if not self.mark:
-            raise MessageError("content holds all of U+FDD0 to U+FDEE, none is left to mark literals with", field="messages")
+            raise MessageError(
+                "content holds all of U+FDD0 to U+FDEE, none is left to mark literals with", field="messages"
+            )
 
     def shield(self, value: Any) -> Any:
         """The same JSON value with every string shielded."""
@@ -59,7 +67,11 @@ class ContentShield:
     def shield_text(self, text: str) -> str:
         """Marks inside literals, and at an end that the template's own text could complete to one."""
         out, codec, mark = text, self._codec, self.mark
-        while found := [hit for hit in codec.find_guarded(out) if not (hit.end - hit.start == 1 and out[max(hit.start - 1, 0)] == mark)]:
+        while found := [
+            hit
+            for hit in codec.find_guarded(out)
+            if not (hit.end - hit.start == 1 and out[max(hit.start - 1, 0)] == mark)
+        ]:
             pieces: list[str] = []
             done = 0
             for start, end, literal in found:

@@ -1,8 +1,10 @@
 """What each token id spells, in bytes.
 
-`tokenizer.decode` cannot say: it replaces what is not UTF-8, strips spaces at the front and cleans up. Here one id gives its own bytes,
-whatever stands beside it, so that the bytes of a sequence are the bytes of its ids in a row and half a character is a fact, not a `�`.
-Two spellings cover every tokenizer of the families: byte-level BPE (the GPT-2 alphabet) and SentencePiece (`▁`, `<0xE2>`).
+`tokenizer.decode` cannot say: it replaces what is not UTF-8, strips spaces at the front and cleans up. Here one id
+gives its own bytes, whatever stands beside it, so that the bytes of a sequence are the bytes of its ids in a row and
+half a character is a fact, not a `�`.
+Two spellings cover every tokenizer of the families: byte-level BPE (the GPT-2 alphabet) and SentencePiece (`▁`,
+`<0xE2>`).
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class TokenBytes:
         return b"".join(self.split(token_ids))
 
     def text(self, token_ids: Ids) -> str:
-        """The text of `token_ids`; bytes that are not UTF-8 are lone surrogates, so `.encode("utf-8", "surrogateescape")` undoes it."""
+        """The text of `token_ids`; bytes that are not UTF-8 are lone surrogates, so `.encode("utf-8",
+        "surrogateescape")` undoes it."""
         return self.join(token_ids).decode("utf-8", "surrogateescape")
 
     def _spell(self, token_id: int) -> bytes:
@@ -74,9 +77,15 @@ class TokenBytes:
         except (OverflowError, TypeError):  # negative, or no integer
             token = None
         if token is None:
-            raise TokenizerError(f"token id {token_id!r} is not in the tokenizer's vocabulary of {self._tokenizer.get_vocab_size()}")
+            raise TokenizerError(
+                f"token id {token_id!r} is not in the tokenizer's vocabulary of {self._tokenizer.get_vocab_size()}"
+            )
         if self._byte_level:
-            return bytes(_ALPHABET[char] for char in token) if all(char in _ALPHABET for char in token) else token.encode("utf-8")
+            return (
+                bytes(_ALPHABET[char] for char in token)
+                if all(char in _ALPHABET for char in token)
+                else token.encode("utf-8")
+            )
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode("utf-8")
 
@@ -87,7 +96,8 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 class TokenTexts(dict[int, str | None]):
-    """Id to its text where that is whole characters and no marker, else None; each is worked out when first asked for."""
+    """Id to its text where that is whole characters and no marker, else None; each is worked out when first asked
+    for."""
 
     def __init__(self, pieces: TokenBytes, marker_ids: frozenset[int]) -> None:
         super().__init__()

@@ -15,7 +15,8 @@ from tokentrue.renderers.extending.stops import Stops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """`gap` is the part of the region that the recorded turn already has; `literal` is the added token that it ends with."""
+    """`gap` is the part of the region that the recorded turn already has; `literal` is the added token that it ends
+    with."""
 
     join: Join
     gap: str
@@ -24,8 +25,8 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedRender:
-    """`region` lies between sentinel and first new content, `rest` after that. `render_alone` gives what follows the sentinel where
-    nothing follows the turn."""
+    """`region` lies between sentinel and first new content, `rest` after that. `render_alone` gives what follows the
+    sentinel where nothing follows the turn."""
 
     region: str
     rest: str
@@ -47,7 +48,8 @@ def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: Ma
             return Boundary(join=join, gap=render.region[: hits[0]], literal=request.stop)
         if hits:
             raise ExtendError(
-                "ambiguous_stop", f"the template writes {request.stop!r} {len(hits)} times at the end of the assistant's turn"
+                "ambiguous_stop",
+                f"the template writes {request.stop!r} {len(hits)} times at the end of the assistant's turn",
             )
         if request.is_stop and (alias := _find_alias(codec, ends, request.stop, render)) is not None:
             return alias
@@ -60,9 +62,11 @@ def _list_literals(codec: Codec, text: str) -> list[tuple[str, int]]:
 
 
 def _find_alias(codec: Codec, ends: list[tuple[str, int]], stop: str, render: MarkedRender) -> Boundary | None:
-    """The recorded stop closes the turn only while nothing follows it; the token that stands there instead is not written again.
+    """The recorded stop closes the turn only while nothing follows it; the token that stands there instead is not
+    written again.
 
-    Instead means: at the same place, and the one that closes the new message as well (else it would be the next turn's opener).
+    Instead means: at the same place, and the one that closes the new message as well (else it would be the next turn's
+    opener).
     """
     after = render.render_alone()
     if after.count(stop) != 1:

@@ -1,4 +1,5 @@
-"""Conversations to render instead of the real one: a sentinel in place of what was sampled, marked words in place of new contents."""
+"""Conversations to render instead of the real one: a sentinel in place of what was sampled, marked words in place of
+new contents."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tokentrue.renderers.template import InputFormat
 
 
 class ContextBuilder:
-    """`sentinel` stands for what was sampled, `own` for text beside sampled calls, `thought` for reasoning. They are different in every
+    """`sentinel` stands for what was sampled, `own` for text beside sampled calls, `thought` for reasoning. They are
+    different in every
     process: no text can hold them on purpose."""
 
     def __init__(self, inputs: InputFormat) -> None:
@@ -23,7 +25,9 @@ class ContextBuilder:
         self.sentinel, self.own, self.thought = self._base + "sampled", self._base + "own", self._base + "thought"
         self.dummy_user: JsonObject = {"role": "user", "content": make_content("Hello.", inputs)}
 
-    def build(self, kind: ContextKind, place: SentinelPlace, request: ExtendRequest, history: Sequence[JsonObject]) -> list[JsonObject]:
+    def build(
+        self, kind: ContextKind, place: SentinelPlace, request: ExtendRequest, history: Sequence[JsonObject]
+    ) -> list[JsonObject]:
         """The conversation up to the assistant's turn, with the sentinel in it."""
         last = self.build_turn(request.last, place, real=kind == "history")
         if kind == "history":
@@ -33,7 +37,8 @@ class ContextBuilder:
         return [request.system, self.dummy_user, last]
 
     def build_turn(self, last: JsonObject, place: SentinelPlace, *, real: bool) -> JsonObject:
-        """The recorded turn with the sentinel for what was sampled: calls keep names and ids, text stays text, nothing else is kept."""
+        """The recorded turn with the sentinel for what was sampled: calls keep names and ids, text stays text, nothing
+        else is kept."""
         out: JsonObject = {"role": "assistant"}
         if real and place == "argument":
             out = {key: value for key, value in last.items() if key != "tool_calls"}
@@ -63,7 +68,8 @@ class ContextBuilder:
         return value
 
     def mark(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], list[str]]:
-        """The messages with a unique word for each content, and the words; a message of calls alone has its word in the last argument."""
+        """The messages with a unique word for each content, and the words; a message of calls alone has its word in the
+        last argument."""
         out: list[JsonObject] = []
         words = [f"{self._base}n{index}e" for index in range(len(messages))]
         for message, word in zip(messages, words, strict=True):

@@ -1,8 +1,8 @@
 """`extend`: the ids that follow a recorded prefix when new messages come, or a Refusal.
 
-One path: normalise the request, find its plan (made once per shape of request and proven on the real history), render the plan's short
-context with the new messages, cut, encode. The cost depends on what is new, not on the history, except where a template needs the real
-history as context ("history" plans) and for the first request of a shape.
+One path: normalise the request, find its plan (made once per shape of request and proven on the real history), render
+the plan's short context with the new messages, cut, encode. The cost depends on what is new, not on the history, except
+where a template needs the real history as context ("history" plans) and for the first request of a shape.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import Any, Literal, TypeAlias
 from tokentrue.errors import TemplateError
 from tokentrue.ids import TokenIds
 from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.extending.plan_key import NormalisedValues, PlanKey, answers_older_call, list_recent_kinds, list_roles, shape_of
+from tokentrue.renderers.extending.plan_key import (
+    NormalisedValues,
+    PlanKey,
+    answers_older_call,
+    list_recent_kinds,
+    list_roles,
+    shape_of,
+)
 from tokentrue.renderers.extending.request import ExtendError, ExtendPlan, ExtendRequest
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
@@ -28,9 +35,10 @@ MAX_PLANS = 4096
 
 
 class Extender:
-    """`fill_in`: tool messages get the name of the call they answer; an engine's own template gets them as the client sent them.
-    `max_plans`: how many plans are cached; 0 plans every request on the real history (tests compare the two). On and off in one run of
-    `bench gateway`: turn 8 3.9 and 7.6, turn 128 2.6 and 31 times the bare proxy's time."""
+    """`fill_in`: tool messages get the name of the call they answer; an engine's own template gets them as the client
+    sent them. `max_plans`: how many plans are cached; 0 plans every request on the real history (tests compare the
+    two). On and off in one run of `bench gateway`: turn 8 3.9 and 7.6, turn 128 2.6 and 31 times the bare proxy's
+    time."""
 
     def __init__(
         self,
@@ -57,7 +65,10 @@ class Extender:
         request, key = self._read_request(prefix_ids, messages, new, tools, kwargs)
         try:
             if self._history == "template" and self._splicer.rewrites(request, self._normalise_past(messages)):
-                raise ExtendError("history_rewritten", "the template rewrites earlier turns when these messages follow; begin a new root")
+                raise ExtendError(
+                    "history_rewritten",
+                    "the template rewrites earlier turns when these messages follow; begin a new root",
+                )
             plan, tail, mark = self._render_tail(request, key, messages)
         except ExtendError as refused:
             return Refusal(why=refused.why, detail=refused.detail)
@@ -74,7 +85,8 @@ class Extender:
         )
 
     def rewrites(self, messages: Messages, new: Messages, tools: Tools | None, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped, say)."""
+        """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped,
+        say)."""
         request, _ = self._read_request((0,), messages, new, tools, kwargs)
         return self._splicer.rewrites(request, self._normalise_past(messages))
 
@@ -143,7 +155,8 @@ class Extender:
         return fill_in_tool_names(past) if self._fill_in else past
 
     def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: Mapping[str, Any]) -> bool:
-        """Whether an open turn was cut off while reasoning: it has reasoning and nothing else, and its end of reasoning is not there."""
+        """Whether an open turn was cut off while reasoning: it has reasoning and nothing else, and its end of reasoning
+        is not there."""
         if not last.get("reasoning_content") or last["content"] or last.get("tool_calls"):
             return False
         closing = self._splicer.render_reasoning_end(kwargs).strip()
@@ -157,7 +170,9 @@ def _check_inputs(prefix_ids: Ids, messages: Messages, new: Messages) -> Refusal
     if not len(prefix_ids):
         return Refusal(why="empty_prefix", detail="prefix_ids is empty: render the conversation instead")
     if not len(messages) or messages[-1].get("role") != "assistant":
-        return Refusal(why="not_after_assistant", detail="messages must end with the assistant's turn that prefix_ids ends with")
+        return Refusal(
+            why="not_after_assistant", detail="messages must end with the assistant's turn that prefix_ids ends with"
+        )
     if not len(new):
         return Refusal(why="nothing_new", detail="new is empty: there is nothing to extend by")
     return None

@@ -1,4 +1,5 @@
-"""What a plan is remembered by: the shapes of the messages, never their texts, and small numbers for tools and system message."""
+"""What a plan is remembered by: the shapes of the messages, never their texts, and small numbers for tools and system
+message."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class MessageShape:
 class PlanKey:
     """Everything that decides where to cut. Two requests with equal keys share a plan.
 
-    A template that carries state over turns shows it after messages of certain kinds: `recent` are the kinds of those shortly before the
-    last turn, `roles` all that occur before it.
+    A template that carries state over turns shows it after messages of certain kinds: `recent` are the kinds of those
+    shortly before the last turn, `roles` all that occur before it.
     `answers_older_call`: a tool message answers a call of an earlier turn, which only the real history shows.
     """
 
@@ -84,7 +85,8 @@ def spell(value: Any) -> bytes:
 class NormalisedValues(Generic[T]):
     """Normalises large values (a request's tools, its system message) once, and numbers them for `PlanKey`.
 
-    Found again by equality with a copy that is spelled alike: what the caller changes in place afterwards is a new value. Holds the last
+    Found again by equality with a copy that is spelled alike: what the caller changes in place afterwards is a new
+    value. Holds the last
     64. Large requests are extended in threads, and no two values may have one number.
     """
 

@@ -9,14 +9,15 @@ from typing import Any, Literal, TypeAlias
 from tokentrue.renderers.json_types import JsonObject
 
 ContextKind: TypeAlias = Literal["light", "dummy", "history"]
-"""What stands before the assistant's turn in a render: a dummy user; the real system message and tools as well; the real messages."""
+"""What stands before the assistant's turn in a render: a dummy user; the real system message and tools as well; the
+real messages."""
 
 SentinelPlace: TypeAlias = Literal["content", "argument"]
 
 Join: TypeAlias = Literal["stop", "alias", "foreign", "open"]
-"""How the recorded turn ended, seen from the template: at a token it writes there itself; at one that it writes only while nothing
-follows (harmony's <|return|>); at a stop token that it does not write there; at no stop token at all. The last two get the template's
-own closing."""
+"""How the recorded turn ended, seen from the template: at a token it writes there itself; at one that it writes only
+while nothing follows (harmony's <|return|>); at a stop token that it does not write there; at no stop token at all. The
+last two get the template's own closing."""
 
 
 class ExtendError(Exception):
@@ -43,7 +44,8 @@ class ExtendRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendPlan:
-    """Where to cut in a render: after `gap`, which follows the sentinel; `closing` is inserted before what the template has there."""
+    """Where to cut in a render: after `gap`, which follows the sentinel; `closing` is inserted before what the template
+    has there."""
 
     context: ContextKind
     place: SentinelPlace

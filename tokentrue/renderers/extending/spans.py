@@ -1,7 +1,9 @@
-"""Which tokens of a prompt come from which message: the template's own text is known from a marked render, the rest is content.
+"""Which tokens of a prompt come from which message: the template's own text is known from a marked render, the rest is
+content.
 
-Spans cover all tokens without gap or overlap. A token that holds both structure and content counts as content. Where the places cannot be
-told (a normalizer that changed the text, a template that writes otherwise than it marked), everything is structure.
+Spans cover all tokens without gap or overlap. A token that holds both structure and content counts as content. Where
+the places cannot be told (a normalizer that changed the text, a template that writes otherwise than it marked),
+everything is structure.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def split_at_words(text: str, words: Sequence[str]) -> tuple[str, ...]:
 def compute_spans(
     codec: Codec, text: str, mark: str, ids: Ids, template_texts: Sequence[str], roles: Sequence[str]
 ) -> tuple[PromptSpan, ...]:
-    """`text` is what `ids` encode; `template_texts` stand around the contents of the messages of these `roles`, in order."""
+    """`text` is what `ids` encode; `template_texts` stand around the contents of the messages of these `roles`, in
+    order."""
     if not len(ids):
         return ()
     places = _find_contents(text, mark, template_texts)
@@ -81,7 +84,8 @@ def _find_contents(text: str, mark: str, template_texts: Sequence[str]) -> list[
 def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] | None:
     """Where each token ends, in bytes of the text; None where they do not spell it (a normalizer changed it).
 
-    SentencePiece puts a blank of its own before text after an added token; some added tokens absorb the blanks after them.
+    SentencePiece puts a blank of its own before text after an added token; some added tokens absorb the blanks after
+    them.
     """
     data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
     if (ends := _find_plain_ends(codec, data, ids)) is not None:
@@ -106,7 +110,8 @@ def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] 
 
 
 def _find_plain_ends(codec: Codec, data: bytes, ids: Ids) -> list[int] | None:
-    """The ends where the tokens spell `data` exactly. Block by block: a call that takes long would keep all other threads waiting."""
+    """The ends where the tokens spell `data` exactly. Block by block: a call that takes long would keep all other
+    threads waiting."""
     ends: list[int] = []
     at = 0
     for start in range(0, len(ids), BLOCK_IDS):

@@ -1,13 +1,15 @@
-"""What a template puts after a recorded assistant turn: found with a sentinel in place of what was sampled, cut at the recorded stop id.
+"""What a template puts after a recorded assistant turn: found with a sentinel in place of what was sampled, cut at the
+recorded stop id.
 
-Contract: `Splicer.render_tail` gives the text that follows the recorded prefix, or raises `ExtendError` with a reason; it never guesses.
-A conversation is rendered in one of three contexts (`ContextKind`). The cheaper ones, whose cost does not grow with the history, are used
-only after they gave, on the very messages of a first request and on a render with marked words, what the real history gives; an
-`ExtendPlan` remembers that per shape of request. Where the template raises on the real history there is nothing to compare with, and the
-dummy context is used unchecked.
+Contract: `Splicer.render_tail` gives the text that follows the recorded prefix, or raises `ExtendError` with a reason;
+it never guesses. A conversation is rendered in one of three contexts (`ContextKind`). The cheaper ones, whose cost does
+not grow with the history, are used only after they gave, on the very messages of a first request and on a render with
+marked words, what the real history gives; an `ExtendPlan` remembers that per shape of request. Where the template
+raises on the real history there is nothing to compare with, and the dummy context is used unchecked.
 
-Checks on the marked render: the sentinel once; each new message's mark once, in order and after it; the turn's own text not after
-them; the recorded stop exactly once between sentinel and first mark (`boundary.py`). Nothing of this is decided by a model's name.
+Checks on the marked render: the sentinel once; each new message's mark once, in order and after it; the turn's own text
+not after them; the recorded stop exactly once between sentinel and first mark (`boundary.py`). Nothing of this is
+decided by a model's name.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Splicer:
             plan, _ = self._try_context(context, request, ())
             if plan is None:
                 continue
-            is_same = truth is None or self._render_marked_tail(plan, request, ()) == self._render_marked_tail(truth, request, history)
+            is_same = truth is None or self._render_marked_tail(plan, request, ()) == self._render_marked_tail(
+                truth, request, history
+            )
             if is_same and expected in (None, self.render_tail(plan, request, ())[0]):
                 return plan
         if truth is None:
@@ -62,7 +66,8 @@ class Splicer:
             return None, ExtendError("template_raises", str(error))
 
     def render_tail(self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject]) -> tuple[str, str]:
-        """The text after the recorded prefix, and the mark that shields content in it (empty where nothing had to be shielded)."""
+        """The text after the recorded prefix, and the mark that shields content in it (empty where nothing had to be
+        shielded)."""
         context = self._contexts.build(plan.context, plan.place, request, history)
         tools = None if plan.context == "light" else request.tools
         text, mark = self.render_text([*context, *request.new], tools, request.kwargs)
@@ -70,22 +75,35 @@ class Splicer:
         if not found or self._contexts.sentinel in rest:
             raise ExtendError("turn_lost", "the assistant's turn does not show once when these messages follow it")
         if not rest.startswith(plan.gap):
-            raise ExtendError("boundary_changed", "the new messages change what the template writes at the end of the assistant's turn")
+            raise ExtendError(
+                "boundary_changed",
+                "the new messages change what the template writes at the end of the assistant's turn",
+            )
         return plan.closing + rest[len(plan.gap) :], mark
 
     def render_text(
-        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: Mapping[str, Any], *, generate: bool = True
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        kwargs: Mapping[str, Any],
+        *,
+        generate: bool = True,
     ) -> tuple[str, str]:
-        """Rendered from shielded content, with the mark if one was needed; as it is where injection is not guarded against."""
+        """Rendered from shielded content, with the mark if one was needed; as it is where injection is not guarded
+        against."""
         values = [*messages, *(tools or ())]
         if not self._safe or not needs_shield(self._codec, values):
             return self._template.render(messages, tools, kwargs, generate=generate, inputs=self._inputs), ""
         shield = ContentShield(self._codec, values)
         shielded = [shield.shield(message) for message in messages]
-        text = self._template.render(shielded, tools and shield.shield([*tools]), kwargs, generate=generate, inputs=self._inputs)
+        text = self._template.render(
+            shielded, tools and shield.shield([*tools]), kwargs, generate=generate, inputs=self._inputs
+        )
         return text, shield.mark
 
-    def mark_text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    def mark_text(
+        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[str, ...]:
         """The template's own texts around the contents of a whole conversation; empty where they cannot be told."""
         marked, words = self._contexts.mark(messages)
         try:
@@ -94,7 +112,8 @@ class Splicer:
             return ()
 
     def rewrites(self, request: ExtendRequest, history: Sequence[JsonObject]) -> bool:
-        """Whether the template writes the conversation before the last turn's end otherwise once the new messages follow."""
+        """Whether the template writes the conversation before the last turn's end otherwise once the new messages
+        follow."""
         last = self._contexts.build_turn(request.last, _find_place(request), real=True)
         thought = self._contexts.thought if request.last.get("reasoning_content") else ""
         if thought:
@@ -102,7 +121,9 @@ class Splicer:
         past = [*history, last]
 
         def render_head(messages: list[JsonObject], *, generate: bool) -> str:
-            return self.render_text(messages, request.tools, request.kwargs, generate=generate)[0].partition(self._contexts.sentinel)[0]
+            return self.render_text(messages, request.tools, request.kwargs, generate=generate)[0].partition(
+                self._contexts.sentinel
+            )[0]
 
         followed = render_head([*past, *request.new], generate=True)
         # Kimi-K2.5 leaves the thought out before anything follows
@@ -114,7 +135,9 @@ class Splicer:
         turn: JsonObject = {"role": "assistant", "content": make_content(own, self._inputs)}
         turn |= {"reasoning_content": thought, "thinking": thought}
         try:
-            text = self._template.render([self._contexts.dummy_user, turn], None, kwargs, generate=False, inputs=self._inputs)
+            text = self._template.render(
+                [self._contexts.dummy_user, turn], None, kwargs, generate=False, inputs=self._inputs
+            )
         except TemplateError:
             return ""
         between, found, _ = text.partition(thought)[2].partition(own)
@@ -131,13 +154,17 @@ class Splicer:
             messages = self._contexts.build(context, place, request, history)
             if not calls:
                 messages[-1].pop("tool_calls", None)
-            return self.render_text([*messages, *([] if alone else marked)], tools, request.kwargs, generate=not alone)[0]
+            return self.render_text([*messages, *([] if alone else marked)], tools, request.kwargs, generate=not alone)[
+                0
+            ]
 
         text = render(place)
         if place == "argument" and text.count(self._contexts.sentinel) != 1:
             place = "content"
             if (text := render(place)) != render(place, calls=False):
-                raise ExtendError("calls_dropped", "the template does not show the last tool call of the assistant's turn")
+                raise ExtendError(
+                    "calls_dropped", "the template does not show the last tool call of the assistant's turn"
+                )
         after = text.partition(self._contexts.sentinel)[2]
         marked_render = MarkedRender(
             region=self._find_region(text, words),

@@ -1,6 +1,7 @@
 """Which tokens end an assistant's turn: those the model's files declare and those its template closes such a turn with.
 
-The derived ones tell the engine when to stop and say where a turn that was left open must be closed. They do not decide where a recorded
+The derived ones tell the engine when to stop and say where a turn that was left open must be closed. They do not decide
+where a recorded
 turn is cut: that is the recorded stop id itself (see splicer.py).
 """
 
@@ -31,11 +32,18 @@ class Stops:
     opener: bool = False  # the stop is the next turn's opener (GLM): the template itself closes nothing
 
     def to_json(self) -> dict[str, Any]:
-        return {"text": list(self.text), "call": list(self.call), "declared": list(self.declared), "opener": self.opener}
+        return {
+            "text": list(self.text),
+            "call": list(self.call),
+            "declared": list(self.declared),
+            "opener": self.opener,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stops:
-        return cls(text=tuple(data["text"]), call=tuple(data["call"]), declared=tuple(data["declared"]), opener=data["opener"])
+        return cls(
+            text=tuple(data["text"]), call=tuple(data["call"]), declared=tuple(data["declared"]), opener=data["opener"]
+        )
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -55,20 +63,28 @@ def read_declared_stops(directory: Path | None, codec: Codec, eos_token: str | N
     return tuple(dict.fromkeys(texts))
 
 
-def derive_stops(template: Template, codec: Codec, inputs: InputFormat, kwargs: Mapping[str, Any], declared: tuple[str, ...]) -> Stops:
-    """A text turn ends with the last token that the template closes it with, followed or not; else with the one that it writes while
-    nothing follows (harmony's <|return|>); else with the next turn's opener (GLM).
+def derive_stops(
+    template: Template, codec: Codec, inputs: InputFormat, kwargs: Mapping[str, Any], declared: tuple[str, ...]
+) -> Stops:
+    """A text turn ends with the last token that the template closes it with, followed or not; else with the one that it
+    writes while nothing follows (harmony's <|return|>); else with the next turn's opener (GLM).
 
-    A turn of calls ends with the same token where that stands after them; else with the last one there (harmony's <|call|>), but where
-    text turns end with an opener so do these, and what stands after the calls is their own syntax.
+    A turn of calls ends with the same token where that stands after them; else with the last one there (harmony's
+    <|call|>), but where text turns end with an opener so do these, and what stands after the calls is their own syntax.
     """
 
     def literals(text: str) -> list[str]:
         return [literal for _, literal, _ in codec.split(text) if literal]
 
-    alone, followed = _render_after(template, inputs, kwargs, {"role": "assistant", "content": make_content(SENTINEL, inputs)}, "user")
+    alone, followed = _render_after(
+        template, inputs, kwargs, {"role": "assistant", "content": make_content(SENTINEL, inputs)}, "user"
+    )
     closing, opening = literals(_common_prefix(alone, followed)) or literals(alone), literals(followed)
-    text = next((literal for literal in reversed(closing) if literal in declared), closing[-1]) if closing else next(iter(opening), "")
+    text = (
+        next((literal for literal in reversed(closing) if literal in declared), closing[-1])
+        if closing
+        else next(iter(opening), "")
+    )
     alone, followed = _render_after(template, inputs, kwargs, make_call_turn(inputs), "tool")
     after_calls = literals(_common_prefix(alone, followed)) or literals(alone)
     if not text or not (alone or followed):
@@ -79,10 +95,14 @@ def derive_stops(template: Template, codec: Codec, inputs: InputFormat, kwargs: 
         call = next((literal for literal in literals(followed)[len(after_calls) :]), text)
     else:
         call = after_calls[-1] if after_calls else next(iter(literals(followed)), text)
-    return Stops(text=(text,) if text else (), call=(call,) if call else (), declared=declared, opener=bool(text) and not closing)
+    return Stops(
+        text=(text,) if text else (), call=(call,) if call else (), declared=declared, opener=bool(text) and not closing
+    )
 
 
-def _render_after(template: Template, inputs: InputFormat, kwargs: Mapping[str, Any], turn: JsonObject, role: str) -> tuple[str, str]:
+def _render_after(
+    template: Template, inputs: InputFormat, kwargs: Mapping[str, Any], turn: JsonObject, role: str
+) -> tuple[str, str]:
     """What the template writes after a turn that nothing follows, and between it and a message of `role`."""
     context = [{"role": "user", "content": make_content("Hello.", inputs)}, turn]
     tools = [make_tool(inputs)] if turn.get("tool_calls") else None
@@ -101,13 +121,17 @@ def _render_after(template: Template, inputs: InputFormat, kwargs: Mapping[str, 
         render_after_turn(context, generate=False),
         render_after_turn([*context, follower], generate=True).partition(FOLLOWER)[0],
     )
-    if alone and alone == render_after_turn(context, generate=True):  # the flag is ignored: what both renders share belongs to the turn
+    if alone and alone == render_after_turn(
+        context, generate=True
+    ):  # the flag is ignored: what both renders share belongs to the turn
         alone = _common_prefix(alone, followed) or alone
     return alone, followed
 
 
 def _common_prefix(left: str, right: str) -> str:
-    size = next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    size = next(
+        (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
     return left[:size]
 
 

@@ -12,9 +12,11 @@ PLAIN: Mapping[str, Any] = {"start_anchor_pattern": r"\A(?!)", "fields": {"conte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How the model writes a call, where that can be enforced: `opening`, then `name` in `begin`, the arguments in JSON, `end`.
+    """How the model writes a call, where that can be enforced: `opening`, then `name` in `begin`, the arguments in
+    JSON, `end`.
 
-    Only text that ordinary tokens can spell, or added tokens that are not special: engines keep special tokens out of their grammars.
+    Only text that ordinary tokens can spell, or added tokens that are not special: engines keep special tokens out of
+    their grammars.
     """
 
     opening: str
@@ -24,7 +26,8 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`response_template` is a schema of `transformers.utils.chat_parsing`; `template_kwargs` are pinned where the caller gives none.
+    """`response_template` is a schema of `transformers.utils.chat_parsing`; `template_kwargs` are pinned where the
+    caller gives none.
 
     `call_ids`: "openai" (`call_` and hex), or "short" where the template insists on nine letters and digits (Mistral).
     """

@@ -21,7 +21,9 @@ def recognise(clues: Clues) -> Family | None:
     return Family(
         name="generic",
         response_template=response(
-            HERMES if clues.has("<tool_call>") else {}, anchors=_OPENERS, reasoning=THINK if clues.has("<think>", "</think>") else None
+            HERMES if clues.has("<tool_call>") else {},
+            anchors=_OPENERS,
+            reasoning=THINK if clues.has("<think>", "</think>") else None,
         ),
         template_kwargs=keep_reasoning(clues),
     )

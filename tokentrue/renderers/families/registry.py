@@ -1,4 +1,5 @@
-"""Which family a template belongs to. A new family is one file and one line here; the first that recognises the template wins."""
+"""Which family a template belongs to. A new family is one file and one line here; the first that recognises the
+template wins."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ FAMILIES: tuple[Recognise, ...] = (
 
 
 def family_for(template_text: str, tokenizer: Any, tokens: Iterable[str] | None = None) -> Family:
-    """The family of a template, or "plain": all text is content, no calls. A response template that the tokenizer ships wins over ours.
+    """The family of a template, or "plain": all text is content, no calls. A response template that the tokenizer ships
+    wins over ours.
 
     `tokens` are the tokenizer's added tokens where the caller has them already: some have thousands.
     """

@@ -1,7 +1,7 @@
 """Fields of response templates that several families share: reasoning tags and the formats of tool calls.
 
-A call format has two fields: `tool_calls`, written as the family writes it, and where that needs a captured name `broken_calls`, the same
-block with anything else inside, so that a failed attempt is seen as one.
+A call format has two fields: `tool_calls`, written as the family writes it, and where that needs a captured name
+`broken_calls`, the same block with anything else inside, so that a failed attempt is seen as one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ INSIDE = {"type": "function", "function": {"name": "{content.name}", "arguments"
 THINK: Field = {"open": "<think>", "close": "</think>"}
 
 HERMES: Fields = {
-    "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True, "transform": INSIDE},
+    "tool_calls": {
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "content": "json",
+        "repeats": True,
+        "transform": INSIDE,
+    },
 }
 """`<tool_call>⏎{"name": …, "arguments": {…}}⏎</tool_call>`"""
 
@@ -55,13 +61,16 @@ ARG_PAIRS: Fields = {
     },
     "broken_calls": _BLOCK,
 }
-"""`<tool_call>NAME⏎<arg_key>KEY</arg_key>⏎<arg_value>VALUE</arg_value>⏎</tool_call>`, with or without the line breaks"""
+"""`<tool_call>NAME⏎<arg_key>KEY</arg_key>⏎<arg_value>VALUE</arg_value>⏎</tool_call>`, with or without the line
+breaks"""
 
 
 def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> Fields:
-    """`<BLOCK>⏎<invoke name="NAME">⏎<parameter name="KEY">VALUE</parameter>⏎</invoke>⏎</BLOCK>`: several calls share one block.
+    """`<BLOCK>⏎<invoke name="NAME">⏎<parameter name="KEY">VALUE</parameter>⏎</invoke>⏎</BLOCK>`: several calls share
+    one block.
 
-    `tag` stands before each tag's word (DeepSeek's `｜DSML｜`), `attribute` is a pattern for further attributes of a parameter.
+    `tag` stands before each tag's word (DeepSeek's `｜DSML｜`), `attribute` is a pattern for further attributes of a
+    parameter.
     """
     opens, closes = f"<{tag}{block}>", f"</{tag}{block}>"
     return {
@@ -69,7 +78,9 @@ def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> F
             "open_pattern": rf'(?:{opens}\s*|(?<=</{tag}invoke>)\s*)<{tag}invoke name="(?P<name>[^"]*)">',
             "close_pattern": rf"</{tag}invoke>(?:\s*{closes})?",
             "content": "xml-inline",
-            "content_args": {"tag_pattern": rf'<{tag}parameter name="(?P<key>[^"]*)"{attribute}>(?P<value>.*?)</{tag}parameter>'},
+            "content_args": {
+                "tag_pattern": rf'<{tag}parameter name="(?P<key>[^"]*)"{attribute}>(?P<value>.*?)</{tag}parameter>'
+            },
             "repeats": True,
             "transform": NAMED,
         },
@@ -80,9 +91,11 @@ def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> F
 def calls_between_tokens(
     *, section: tuple[str, str], call: tuple[str, str], head: str, tail: str = "", transform: Mapping[str, Any] = NAMED
 ) -> Fields:
-    """Calls in JSON between two marker tokens, all of them between two section tokens that belong to the first and the last call.
+    """Calls in JSON between two marker tokens, all of them between two section tokens that belong to the first and the
+    last call.
 
-    Patterns: `head` reads what stands between the call's opening token and its arguments and captures the name, `tail` what follows them.
+    Patterns: `head` reads what stands between the call's opening token and its arguments and captures the name, `tail`
+    what follows them.
     """
     begin, end = rf"(?:{section[0]}\s*)?{call[0]}", rf"{call[1]}(?:\s*{section[1]})?"
     return {

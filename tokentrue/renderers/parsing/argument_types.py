@@ -29,9 +29,14 @@ def list_parameter_schemas(tools: Tools | None) -> dict[str, Mapping[str, Any]]:
 
 
 def type_match(match: Any, schema: Any) -> Any:
-    """The value of one matched parameter: as it says itself (DeepSeek's `string="true"`), else as the schema types it."""
+    """The value of one matched parameter: as it says itself (DeepSeek's `string="true"`), else as the schema types
+    it."""
     declared = match.groupdict().get("string")
-    return type_value(match["value"], schema) if declared is None else read_declared(match["value"], is_string=declared == "true")
+    return (
+        type_value(match["value"], schema)
+        if declared is None
+        else read_declared(match["value"], is_string=declared == "true")
+    )
 
 
 def read_declared(value: Any, *, is_string: bool) -> Any:
@@ -67,7 +72,12 @@ def _convert(name: str, text: str) -> tuple[bool, Any]:
         decoded: Any = json.loads(text)
     except (ValueError, RecursionError):
         return False, None
-    is_number = isinstance(decoded, int | float) and not isinstance(decoded, bool) and decoded == decoded and abs(decoded) != float("inf")
+    is_number = (
+        isinstance(decoded, int | float)
+        and not isinstance(decoded, bool)
+        and decoded == decoded
+        and abs(decoded) != float("inf")
+    )
     if name == "integer" and is_number and decoded == int(decoded):
         return True, int(decoded)
     if name == "number" and is_number:
@@ -79,7 +89,9 @@ def _convert(name: str, text: str) -> tuple[bool, Any]:
 def _list_types(schema: Any) -> tuple[str, ...]:
     given = _as_object(schema)
     declared: Any = given.get("type")
-    found: list[str] = [declared] if isinstance(declared, str) else [name for name in declared or () if isinstance(name, str)]
+    found: list[str] = (
+        [declared] if isinstance(declared, str) else [name for name in declared or () if isinstance(name, str)]
+    )
     for union in ("anyOf", "oneOf", "allOf"):
         for choice in given.get(union) or ():
             found.extend(_list_types(choice))

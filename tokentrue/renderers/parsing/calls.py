@@ -1,7 +1,8 @@
 """Reads the body of a tool-call region: a list of calls, or the reason why it is none.
 
-A call keeps the model's own spelling of its arguments where the format is JSON (spacing, key order, escapes), so that nothing is
-re-serialised. Where the format is untyped (XML-like), each value is typed by the tool's own JSON schema and stays a string otherwise.
+A call keeps the model's own spelling of its arguments where the format is JSON (spacing, key order, escapes), so that
+nothing is re-serialised. Where the format is untyped (XML-like), each value is typed by the tool's own JSON schema and
+stays a string otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ _TRAILERS = regex.compile(r"\s*(?:</function>|</invoke>|</tool>)?\s*")
 
 
 def read_calls(
-    field: ForeignField, body: str, captures: Mapping[str, str], schemas: Schemas, *, call_format: CallFormat | None = None
+    field: ForeignField,
+    body: str,
+    captures: Mapping[str, str],
+    schemas: Schemas,
+    *,
+    call_format: CallFormat | None = None,
 ) -> list[ParsedCall] | CallFailure:
     """`call_format`: of this field, where it has one."""
     if isinstance(call_format, JsonCallFormat) and (found := read_json_call(call_format, body, captures)) is not None:
@@ -46,7 +52,9 @@ def read_calls(
 def _find_duplicate(field: ForeignField, body: str) -> str:
     if field.content_args.get("merge_duplicates"):
         return ""
-    keys: list[str] = [match["key"] for match in regex.finditer(field.content_args["tag_pattern"], body, flags=regex.DOTALL)]
+    keys: list[str] = [
+        match["key"] for match in regex.finditer(field.content_args["tag_pattern"], body, flags=regex.DOTALL)
+    ]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     return f"parameter {twice!r} is written twice" if twice is not None else ""
 
@@ -73,7 +81,9 @@ def _read_items(
 def _list_written_ids(field: ForeignField, body: str, captures: Mapping[str, str], count: int) -> list[str]:
     """Ids that the model wrote itself: captured by the opening pattern, or an `id` in the JSON."""
     captured = captures.get("id") or captures.get("call_id") or ""
-    if captured or field.content != "json" or not _is_json(body) or "name" in captures:  # else the body is the arguments
+    if (
+        captured or field.content != "json" or not _is_json(body) or "name" in captures
+    ):  # else the body is the arguments
         return [captured] * count
     value = json.loads(body)
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
@@ -98,7 +108,9 @@ def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, plac
     if values is None:
         values = dict[str, Any]()
     if not is_object(values):
-        return CallFailure(status=Status.MALFORMED, detail=f"arguments are {type(values).__name__}, not an object", name=name)
+        return CallFailure(
+            status=Status.MALFORMED, detail=f"arguments are {type(values).__name__}, not an object", name=name
+        )
     given = values
     if field.content == "json":
         spelled = spelled or _find_spelling(body, given)
@@ -109,7 +121,9 @@ def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, plac
     return ParsedCall(name=name, arguments=text, values=dict(given), call_id=str(written) if written else "")
 
 
-def _type_arguments(field: ForeignField, body: str, values: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
+def _type_arguments(
+    field: ForeignField, body: str, values: Mapping[str, Any], schemas: Mapping[str, Any]
+) -> dict[str, Any]:
     declared = _read_declared_types(field, body)
     return {
         key: read_declared(value, is_string=declared[key]) if key in declared else type_value(value, schemas.get(key))
@@ -135,7 +149,10 @@ def _find_spelling(body: str, values: Mapping[str, Any]) -> str:
     start = body.find("{")
     if start < 0:
         return ""
-    for begin in (start, *(match.end() for match in regex.finditer(r'"(?:arguments|parameters|args|input)"\s*:\s*', body))):
+    for begin in (
+        start,
+        *(match.end() for match in regex.finditer(r'"(?:arguments|parameters|args|input)"\s*:\s*', body)),
+    ):
         try:
             found, end = json.JSONDecoder(strict=False).raw_decode(body, begin)
         except (ValueError, RecursionError):
@@ -170,5 +187,7 @@ def _diagnose(
     for call, item in zip(calls, items, strict=True):
         function = item.get("function", item)
         if call.name not in schemas and _get_first(function, _ARGUMENTS) is None:
-            return CallFailure(status=Status.MALFORMED, detail=f"{call.name!r} has no arguments and is no known tool", name=call.name)
+            return CallFailure(
+                status=Status.MALFORMED, detail=f"{call.name!r} has no arguments and is no known tool", name=call.name
+            )
     return calls

@@ -1,5 +1,5 @@
-"""What parsing needs to know about one renderer, as plain data: a response template (`transformers.utils.chat_parsing`: declarative fields
-with open and close markers), compiled, and the tokens that its markers are."""
+"""What parsing needs to know about one renderer, as plain data: a response template (`transformers.utils.chat_parsing`:
+declarative fields with open and close markers), compiled, and the tokens that its markers are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Delimiter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLayout:
-    """How the segments of a text of the message are put together: whether its ends are trimmed, and what joins segments."""
+    """How the segments of a text of the message are put together: whether its ends are trimmed, and what joins
+    segments."""
 
     strip: bool = True
     join: str | None = None
@@ -53,7 +54,8 @@ class TextLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """`delimiters` by the region that is open (None: none is). `generation_ids` open an assistant turn, for callers that give no prompt."""
+    """`delimiters` by the region that is open (None: none is). `generation_ids` open an assistant turn, for callers
+    that give no prompt."""
 
     fields: Mapping[str, ForeignField]
     implicit: str | None  # the field of text outside all markers
@@ -105,7 +107,8 @@ def _is_named(text: str, declared: str) -> bool:
 
 
 def _list_delimiters(template: ForeignTemplate) -> dict[str | None, tuple[Delimiter, ...]]:
-    """Outside explicit regions every opening counts, and the implicit field's own closing; inside one only its closing."""
+    """Outside explicit regions every opening counts, and the implicit field's own closing; inside one only its
+    closing."""
     outside = [_read_opening(field) for field in template.fields.values() if field.open_re is not None]
     implicit = template.fields.get(template.implicit or "")
     if implicit is not None and implicit.close_re is not None:
@@ -142,4 +145,8 @@ def _to_json_types(declared: Any) -> Any:
     """Plain dicts and lists, as the loader wants them."""
     if is_object(declared):
         return {key: _to_json_types(value) for key, value in declared.items()}
-    return [_to_json_types(item) for item in cast("list[Any]", declared)] if isinstance(declared, list | tuple) else declared
+    return (
+        [_to_json_types(item) for item in cast("list[Any]", declared)]
+        if isinstance(declared, list | tuple)
+        else declared
+    )

@@ -44,7 +44,9 @@ class JsonSpan(NamedTuple):
     value: Any
 
 
-def read_json_call(call_format: JsonCallFormat, body: str, captures: Mapping[str, str]) -> ParsedCall | CallFailure | None:
+def read_json_call(
+    call_format: JsonCallFormat, body: str, captures: Mapping[str, str]
+) -> ParsedCall | CallFailure | None:
     """None where the body is not exactly one call of this format: whoever knows the format's other forms must look."""
     name: Any = captures.get("name")
     call_id = captures.get("id") or captures.get("call_id") or ""
@@ -62,7 +64,9 @@ def read_json_call(call_format: JsonCallFormat, body: str, captures: Mapping[str
         place = keys.index(call_format.arguments)
         name, found = members[keys.index(call_format.name)][1].value, members[place][1]
         # an id counts where it stands before the arguments: a stream has shown the call by then
-        written = next((value.value for key, value in members[:place] if key == "id" and isinstance(value.value, str)), "")
+        written = next(
+            (value.value for key, value in members[:place] if key == "id" and isinstance(value.value, str)), ""
+        )
         call_id = call_id or written
     if not isinstance(name, str) or not name.strip() or not is_object(found.value):
         return None

@@ -1,8 +1,8 @@
-"""Ids decide what is a marker: a marker that is an added token counts only as that token; the same characters spelled by ordinary tokens
-are text.
+"""Ids decide what is a marker: a marker that is an added token counts only as that token; the same characters spelled
+by ordinary tokens are text.
 
-The scanner sees text, so `MarkerShield` breaks such look-alikes with `BREAK`, which `unshield` takes out again. `ShieldedOffsets` converts
-places in the shielded text to places in the true text.
+The scanner sees text, so `MarkerShield` breaks such look-alikes with `BREAK`, which `unshield` takes out again.
+`ShieldedOffsets` converts places in the shielded text to places in the true text.
 """
 
 from __future__ import annotations

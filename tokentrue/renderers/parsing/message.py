@@ -22,7 +22,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(slots=True)
 class TextField:
-    """One text field of the message. Whitespace at its ends is structure and dropped; inside it is kept, and held until more text follows.
+    """One text field of the message. Whitespace at its ends is structure and dropped; inside it is kept, and held until
+    more text follows.
 
     With `layout.join`, each segment is trimmed by itself and the segments are joined by that string.
     """
@@ -126,7 +127,8 @@ class MessageBuilder:
     def add_region(
         self, field: str, body: str, *, captures: Mapping[str, str], closed: bool, raw: str, span: tuple[int, int]
     ) -> list[Delta]:
-        """A region that has ended, `closed` by its own marker or not; `raw` is its text with its markers, `span` the tokens of that.
+        """A region that has ended, `closed` by its own marker or not; `raw` is its text with its markers, `span` the
+        tokens of that.
 
         A region that is no call becomes text; one that was already shown as a call stays the call that was shown.
         """
@@ -140,21 +142,29 @@ class MessageBuilder:
             calls = self._check_shown(shown, calls)
         start, end = span
         if isinstance(calls, CallFailure):
-            self.attempts.append(Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail))
+            self.attempts.append(
+                Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail)
+            )
             return self.add_text("content", raw) if shown is None else []
         deltas: list[Delta] = []
         for call in calls:
             is_unknown = self._has_tools and call.name not in self._schemas
             status, detail = (Status.UNKNOWN_TOOL, f"no tool is named {call.name!r}") if is_unknown else (Status.OK, "")
             self.attempts.append(
-                Attempt(status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail)
+                Attempt(
+                    status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail
+                )
             )
             deltas += self._add_call(call, shown)
         return deltas
 
-    def _read(self, field: str, body: str, captures: Mapping[str, str], *, closed: bool) -> list[ParsedCall] | CallFailure:
+    def _read(
+        self, field: str, body: str, captures: Mapping[str, str], *, closed: bool
+    ) -> list[ParsedCall] | CallFailure:
         declared = self._grammar.fields[field]
-        unclosed = CallFailure(status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name"))
+        unclosed = CallFailure(
+            status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name")
+        )
         if not closed and (field == BROKEN or declared.close_re is not None):
             return unclosed
         if field == BROKEN:
@@ -168,14 +178,23 @@ class MessageBuilder:
         function = self._calls[shown]["function"]
         if isinstance(calls, CallFailure):
             return calls
-        if len(calls) == 1 and calls[0].name == function["name"] and calls[0].arguments.startswith(function["arguments"]):
+        if (
+            len(calls) == 1
+            and calls[0].name == function["name"]
+            and calls[0].arguments.startswith(function["arguments"])
+        ):
             return calls
-        return CallFailure(status=Status.MALFORMED, detail="the call ends as another than it began", name=function["name"])
+        return CallFailure(
+            status=Status.MALFORMED, detail="the call ends as another than it began", name=function["name"]
+        )
 
     def _add_call(self, call: ParsedCall, shown: int | None) -> list[Delta]:
         if shown is None:
             index = len(self._calls)
-            return [*self._append_call(call.name, call.call_id, call.arguments), Delta(call=index, arguments=call.arguments)]
+            return [
+                *self._append_call(call.name, call.call_id, call.arguments),
+                Delta(call=index, arguments=call.arguments),
+            ]
         function = self._calls[shown]["function"]
         rest, function["arguments"] = call.arguments[len(function["arguments"]) :], call.arguments
         return [Delta(call=shown, arguments=rest)]

@@ -1,12 +1,14 @@
-"""Sampled ids to an OpenAI message, while they are being sampled. A whole turn is parsed by the same code: fed at once, then finished.
+"""Sampled ids to an OpenAI message, while they are being sampled. A whole turn is parsed by the same code: fed at once,
+then finished.
 
 ids → bytes → text (never half a character) → regions (never half a marker) → reasoning, content and tool calls.
 
-Invariants, each with its test: feeding in any chunks gives what feeding the whole gives; the deltas add up to the message; `raw` is every
-byte the model wrote; a call that cannot be read reaches the client as the text it is, and is recorded as an attempt with its reason.
-A stream shows a call while it is written (`early`), and cannot take it back: a call that breaks off after it was begun stays a call, with
-exactly the arguments that were shown, which are no JSON. Wherever no call breaks off, `early` changes nothing but the deltas.
-Bytes that are not UTF-8 are lone surrogates in `raw` and `Attempt.raw` (`errors="surrogateescape"` gives them back), `�` in the message.
+Invariants, each with its test: feeding in any chunks gives what feeding the whole gives; the deltas add up to the
+message; `raw` is every byte the model wrote; a call that cannot be read reaches the client as the text it is, and is
+recorded as an attempt with its reason. A stream shows a call while it is written (`early`), and cannot take it back: a
+call that breaks off after it was begun stays a call, with exactly the arguments that were shown, which are no JSON.
+Wherever no call breaks off, `early` changes nothing but the deltas. Bytes that are not UTF-8 are lone surrogates in
+`raw` and `Attempt.raw` (`errors="surrogateescape"` gives them back), `�` in the message.
 """
 
 from __future__ import annotations
@@ -14,11 +16,22 @@ from __future__ import annotations
 from tokentrue.renderers.parsing.grammar import CALLS, TEXT_FIELDS, Grammar
 from tokentrue.renderers.parsing.markers import ShieldedOffsets, unshield
 from tokentrue.renderers.parsing.message import MessageBuilder
-from tokentrue.renderers.parsing.scanner import CallOpened, RegionClosed, RegionScanner, RegionText, ScanEvent, TextEnded
+from tokentrue.renderers.parsing.scanner import (
+    CallOpened,
+    RegionClosed,
+    RegionScanner,
+    RegionText,
+    ScanEvent,
+    TextEnded,
+)
 from tokentrue.renderers.parsing.source import TokenSource
 from tokentrue.types import Delta, Ended, Ids, Parsed, Tools
 
-_ANCHOR_WINDOWS = (8, 48, 1024)  # tokens of the prompt's end that are searched for the opening of the turn, which is a few tokens long
+_ANCHOR_WINDOWS = (
+    8,
+    48,
+    1024,
+)  # tokens of the prompt's end that are searched for the opening of the turn, which is a few tokens long
 
 
 def parse_turn(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
@@ -30,7 +43,9 @@ def parse_turn(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tool
 class Parser:
     """`protocols.TurnParser` for one sampled turn. `early`: calls are shown while they are written."""
 
-    def __init__(self, grammar: Grammar, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = False) -> None:
+    def __init__(
+        self, grammar: Grammar, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = False
+    ) -> None:
         self._grammar = grammar
         prompt_ids = prompt_ids if len(prompt_ids) else grammar.generation_ids
         streamed = frozenset(name for name in grammar.fields if name in TEXT_FIELDS)
@@ -40,7 +55,9 @@ class Parser:
         self._scanner = RegionScanner(grammar, prefix=_find_opening(grammar, prompt_ids), streamed=streamed)
         self._source = TokenSource(grammar)
         self._offsets = ShieldedOffsets()
-        self._held_stop: int | None = None  # the last id where that is a stop token: it ends the turn only if nothing follows
+        self._held_stop: int | None = (
+            None  # the last id where that is a stop token: it ends the turn only if nothing follows
+        )
         self._reasoning_tokens = 0
 
     def feed(self, token_ids: Ids) -> list[Delta]:
@@ -80,7 +97,11 @@ class Parser:
             if isinstance(event, RegionText):
                 text = unshield(event.text)
                 is_call = event.field == CALLS
-                deltas += self._message.add_call_text(text) if is_call else self._message.add_text(TEXT_FIELDS[event.field], text)
+                deltas += (
+                    self._message.add_call_text(text)
+                    if is_call
+                    else self._message.add_text(TEXT_FIELDS[event.field], text)
+                )
             elif isinstance(event, CallOpened):
                 self._message.open_call({name: unshield(value) for name, value in event.captures.items()})
             elif isinstance(event, TextEnded):
@@ -110,7 +131,8 @@ class Parser:
 
 
 def _find_opening(grammar: Grammar, prompt_ids: Ids) -> str:
-    """What the prompt wrote of the assistant's turn: the (shielded) text after the turn's last opening. Only the prompt's end is read."""
+    """What the prompt wrote of the assistant's turn: the (shielded) text after the turn's last opening. Only the
+    prompt's end is read."""
     if len(grammar.fields) == 1:
         return ""
     for window in _ANCHOR_WINDOWS:

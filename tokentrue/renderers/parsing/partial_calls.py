@@ -1,7 +1,8 @@
 """A tool call while it is being written: what of its arguments may already be shown.
 
-A call is shown from its arguments' first brace on, once its name is known. In JSON formats the model's own text goes through; in untyped
-formats each parameter goes out when it is whole, because its value needs its type. The last brace is kept back until the whole call has
+A call is shown from its arguments' first brace on, once its name is known. In JSON formats the model's own text goes
+through; in untyped formats each parameter goes out when it is whole, because its value needs its type. The last brace
+is kept back until the whole call has
 been read: what a client holds of a call that breaks off is therefore never valid JSON, and cannot be taken for a call.
 """
 
@@ -27,7 +28,8 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCallFormat:
-    """Where a call in JSON has its name and its arguments: under a key of the body, or (None) captured and the whole body."""
+    """Where a call in JSON has its name and its arguments: under a key of the body, or (None) captured and the whole
+    body."""
 
     name: str | None
     arguments: str | None
@@ -45,7 +47,8 @@ CallFormat: TypeAlias = JsonCallFormat | TagCallFormat
 
 
 def find_call_format(field: ForeignField | None) -> CallFormat | None:
-    """None where a call can only be read whole: several in one list, or a dialect of JSON that must be translated first."""
+    """None where a call can only be read whole: several in one list, or a dialect of JSON that must be translated
+    first."""
     if field is None or field.transform_each or not is_object(field.transform):
         return None
     function: Mapping[str, Any] = field.transform.get("function", field.transform)
@@ -113,7 +116,8 @@ class JsonArguments:
 
 
 class JsonCallObject:
-    """The body is an object that has the name and the arguments under keys of its own. Its arguments wait for its name."""
+    """The body is an object that has the name and the arguments under keys of its own. Its arguments wait for its
+    name."""
 
     def __init__(self, call_format: JsonCallFormat, call_id: str) -> None:
         self.name, self.call_id = "", call_id
@@ -136,7 +140,9 @@ class JsonCallObject:
                 place = self._read_structure(text, place)
         if self._arguments is None:
             return ""
-        return text[place : self._arguments.read(text, place)]  # what follows the arguments is read when the call is whole
+        return text[
+            place : self._arguments.read(text, place)
+        ]  # what follows the arguments is read when the call is whole
 
     def _read_structure(self, text: str, place: int) -> int:
         char = text[place]

@@ -1,4 +1,5 @@
-"""JSON while it is being written: how far a text is a proper beginning of one value. Strict: what is let through, any JSON reader takes."""
+"""JSON while it is being written: how far a text is a proper beginning of one value. Strict: what is let through, any
+JSON reader takes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _NEXT = range(6)
 
 
 class JsonValueReader:
-    """One JSON value. `feed` takes characters up to its end, or up to the first that cannot belong to it (`is_broken`)."""
+    """One JSON value. `feed` takes characters up to its end, or up to the first that cannot belong to it
+    (`is_broken`)."""
 
     __slots__ = ("_escape", "_in_key", "_in_string", "_stack", "_want", "_word", "is_broken", "is_done")
 

@@ -1,7 +1,7 @@
 """Splits a sampled text into the regions of a response template, while it is being sampled.
 
-A partial match of a delimiter is held back until more text decides it. A region that cannot be read as a call is not an error here: its
-body is handed on as it is. Memory does not grow with the text, except for the body of the open region.
+A partial match of a delimiter is held back until more text decides it. A region that cannot be read as a call is not an
+error here: its body is handed on as it is. Memory does not grow with the text, except for the body of the open region.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class CallOpened(NamedTuple):
 
 
 class TextEnded(NamedTuple):
-    """A text region has ended; more text of its field is another segment. `[start, end)` is its body, without markers."""
+    """A text region has ended; more text of its field is another segment. `[start, end)` is its body, without
+    markers."""
 
     field: str
     start: int
@@ -55,9 +56,11 @@ Match: TypeAlias = Any
 
 
 class RegionScanner:
-    """`prefix` is what the prompt already wrote of this turn (an opened `<think>`); it sets the state and gives no events.
+    """`prefix` is what the prompt already wrote of this turn (an opened `<think>`); it sets the state and gives no
+    events.
 
-    Offsets in events count characters of the text that was fed. `streamed`: the fields whose text is wanted as it comes.
+    Offsets in events count characters of the text that was fed. `streamed`: the fields whose text is wanted as it
+    comes.
     """
 
     def __init__(self, grammar: Grammar, *, prefix: str, streamed: frozenset[str]) -> None:
@@ -123,7 +126,8 @@ class RegionScanner:
             self._pos = hold
 
     def _find(self, *, at_end: bool) -> tuple[tuple[Delimiter, Match] | None, int]:
-        """The earliest delimiter that is certain (the longest of those), and where the first begins that more text may complete."""
+        """The earliest delimiter that is certain (the longest of those), and where the first begins that more text may
+        complete."""
         buffer, pos = self._buffer, self._pos
         edge = hold = len(buffer)
         best: tuple[Delimiter, Match] | None = None

@@ -16,8 +16,8 @@ from tokentrue.types import Ids
 class TokenSource:
     """`add` gives shielded text; `slice` and `find_tokens` answer for the true text.
 
-    Half a character is held back until its last byte comes; the text of ordinary tokens is held back while it may become the look-alike of
-    a marker.
+    Half a character is held back until its last byte comes; the text of ordinary tokens is held back while it may
+    become the look-alike of a marker.
     """
 
     def __init__(self, grammar: Grammar) -> None:

@@ -1,7 +1,9 @@
-"""What was proven at load, kept between processes: one small JSON file per template, tokenizer, settings and version of the code.
+"""What was proven at load, kept between processes: one small JSON file per template, tokenizer, settings and version of
+the code.
 
-Invariants: a file is written beside its place and renamed, so that a reader sees all of it or nothing; a file that cannot be read, is
-damaged or is of another version is proven anew; without a writable directory nothing is kept and nothing fails.
+Invariants: a file is written beside its place and renamed, so that a reader sees all of it or nothing; a file that
+cannot be read, is damaged or is of another version is proven anew; without a writable directory nothing is kept and
+nothing fails.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 @lru_cache
 def hash_code() -> str:
-    """Of everything that can change what is proven: all code of this package, and the versions of the libraries that it renders and
-    encodes with."""
+    """Of everything that can change what is proven: all code of this package, and the versions of the libraries that it
+    renders and encodes with."""
     package = Path(__file__).parent.parent
     files = sorted(package.rglob("*.py"))
     code = b"".join(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() for path in files)
@@ -64,9 +66,12 @@ def write(key: str, data: Mapping[str, Any]) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file; remembered by its path, size and time of change, because tokenizer files are tens of megabytes."""
+    """sha256 of a file; remembered by its path, size and time of change, because tokenizer files are tens of
+    megabytes."""
     stat = path.stat()
-    key = make_key({"file": str(path.resolve()), "size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino})
+    key = make_key(
+        {"file": str(path.resolve()), "size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
+    )
     known = read(key)
     if known is not None and isinstance(known.get("sha256"), str):
         return known["sha256"]

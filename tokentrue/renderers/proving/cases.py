@@ -16,7 +16,11 @@ TOOLS: tuple[Tool, ...] = tuple(
         "function": {
             "name": name,
             "description": f"Does {name}.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "a place"}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "a place"}},
+                "required": ["city"],
+            },
         },
     }
     for name in ("weather", "clock")
@@ -33,7 +37,11 @@ def _turn(word: str, **more: Any) -> Message:
 
 def _calls(*words: str, text: str = "", first: int = 0, **more: Any) -> Message:
     calls = [
-        {"id": f"callid{first + index:03d}", "type": "function", "function": {"name": name, "arguments": {"city": word}}}
+        {
+            "id": f"callid{first + index:03d}",
+            "type": "function",
+            "function": {"name": name, "arguments": {"city": word}},
+        }
         for index, (name, word) in enumerate(zip(("weather", "clock"), words, strict=False))
     ]
     return {"role": "assistant", "content": text, "tool_calls": calls, **more}
@@ -82,7 +90,8 @@ LATE_SYSTEM: Message = {"role": "system", "content": "New zn0z"}
 ADDED: dict[str, dict[str, tuple[Message, ...]]] = {
     "user": {shape: (ANSWER,) for shape in ("text", "system, text", "reasoned text", "long text", "text after a call")},
     "tool": {
-        shape: (_result("zn0z"),) for shape in ("call", "system, call", "text and call", "reasoned call", "chain of calls", "long chain")
+        shape: (_result("zn0z"),)
+        for shape in ("call", "system, call", "text and call", "reasoned call", "chain of calls", "long chain")
     },
     "tools": {shape: (_result("zn0z"), _result("zn1z", 1)) for shape in ("two calls", "chain of two calls")},
     "system": {
@@ -92,6 +101,10 @@ ADDED: dict[str, dict[str, tuple[Message, ...]]] = {
     },
     "assistant": {
         "text": ({"role": "assistant", "content": "New zn0z"}, {"role": "user", "content": "New zn1z"}),
-        "call": (_result("zn0z"), {"role": "assistant", "content": "New zn1z"}, {"role": "user", "content": "New zn2z"}),
+        "call": (
+            _result("zn0z"),
+            {"role": "assistant", "content": "New zn1z"},
+            {"role": "user", "content": "New zn2z"},
+        ),
     },
 }

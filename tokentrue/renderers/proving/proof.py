@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`outcome`: "proven" (a dummy context suffices), "history", "refused", "unsupported" (the template cannot render it) or "wrong"."""
+    """`outcome`: "proven" (a dummy context suffices), "history", "refused", "unsupported" (the template cannot render
+    it) or "wrong"."""
 
     shape: str
     role: str
@@ -23,7 +24,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The whole result; `boundary` is the text between the stop and the next turn's content, per role, as far as it is proven."""
+    """The whole result; `boundary` is the text between the stop and the next turn's content, per role, as far as it is
+    proven."""
 
     roles: Mapping[str, str]
     why: Mapping[str, str]
@@ -61,9 +63,14 @@ class Proof:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Proof:
-        fields = {key: data[key] for key in ("roles", "why", "boundary", "rewrites", "inputs", "tools", "template_hash", "tokenizer_hash")}
+        fields = {
+            key: data[key]
+            for key in ("roles", "why", "boundary", "rewrites", "inputs", "tools", "template_hash", "tokenizer_hash")
+        }
         stops = {kind: tuple(texts) for kind, texts in data["stops"].items()}
-        return cls(**fields, stops=stops, cases=tuple(Case(**case) for case in data["cases"]), warnings=tuple(data["warnings"]))
+        return cls(
+            **fields, stops=stops, cases=tuple(Case(**case) for case in data["cases"]), warnings=tuple(data["warnings"])
+        )
 
 
 UNPROVEN = Proof(roles={}, why={}, stops={}, boundary={}, rewrites={}, cases=(), template_hash="", tokenizer_hash="")

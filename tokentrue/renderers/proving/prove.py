@@ -1,7 +1,8 @@
-"""What holds for one template and tokenizer, found by trying: shapes of conversation × roles appended, each compared in ids with the truth.
+"""What holds for one template and tokenizer, found by trying: shapes of conversation × roles appended, each compared in
+ids with the truth.
 
-The truth of a case uses no sentinel: the real conversation is rendered and encoded whole, the last turn's own last word and the stop token
-after it are found by their offsets, and everything after that stop is what `extend` must have added.
+The truth of a case uses no sentinel: the real conversation is rendered and encoded whole, the last turn's own last word
+and the stop token after it are found by their offsets, and everything after that stop is what `extend` must have added.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tokentrue.types import Extension, Message, Refusal, Tool
 
 
 def prove(renderer: Renderer) -> Proof:
-    cases = tuple(_run_case(renderer, role, shape, new) for role, shapes in ADDED.items() for shape, new in shapes.items())
+    cases = tuple(
+        _run_case(renderer, role, shape, new) for role, shapes in ADDED.items() for shape, new in shapes.items()
+    )
     roles: dict[str, str] = {}
     why: dict[str, str] = {}
     for role in ROLES:
@@ -44,7 +47,9 @@ def prove(renderer: Renderer) -> Proof:
 
 def _judge_role(cases: Sequence[Case]) -> tuple[str, str]:
     found = {case.outcome for case in cases}
-    reasons = "; ".join(f"{case.shape}: {case.why}" for case in cases if case.outcome in {"refused", "unsupported", "wrong"})
+    reasons = "; ".join(
+        f"{case.shape}: {case.why}" for case in cases if case.outcome in {"refused", "unsupported", "wrong"}
+    )
     if "wrong" in found or not found & {"proven", "history"}:
         return "refused", reasons
     return ("history" if "history" in found else "proven"), reasons
@@ -55,7 +60,9 @@ def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message])
     calls = bool(history[-1].get("tool_calls"))
     stop = next(iter(_list_stops(renderer, calls=calls)), None)
     if stop is None:
-        return Case(shape=shape, role=role, outcome="refused", why="no_stop", detail="no token is known to end such a turn")
+        return Case(
+            shape=shape, role=role, outcome="refused", why="no_stop", detail="no token is known to end such a turn"
+        )
     prefix = [renderer.codec.literals[stop]]
     try:
         found = renderer.extend(prefix, history, new, tools)
@@ -66,7 +73,11 @@ def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message])
     if isinstance(found, Refusal):
         return Case(shape=shape, role=role, outcome="refused", why=found.why, detail=found.detail)
     if expected is None or found.added_ids != expected:
-        detail = "the render of the real history has no such place" if expected is None else "ids differ from the real history's"
+        detail = (
+            "the render of the real history has no such place"
+            if expected is None
+            else "ids differ from the real history's"
+        )
         return Case(shape=shape, role=role, outcome="wrong", why="differs", detail=detail)
     why = "" if found.join == "stop" else f"{found.join}_stop"
     return Case(shape=shape, role=role, outcome="history" if found.context == "history" else "proven", why=why)
@@ -82,11 +93,19 @@ def _choose_tools(history: Sequence[Message]) -> Sequence[Tool] | None:
 
 
 def find_truth(
-    renderer: Renderer, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] | None, stop: str, join: str = "stop"
+    renderer: Renderer,
+    history: Sequence[Message],
+    new: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    stop: str,
+    join: str = "stop",
 ) -> TokenIds | None:
-    """What follows the last turn's stop in the real conversation, by offsets in the whole encoding; None where it has no such place."""
+    """What follows the last turn's stop in the real conversation, by offsets in the whole encoding; None where it has
+    no such place."""
     plain = fill_in_tool_names(normalise_messages([*history, *new], renderer.inputs))
-    text = renderer.template.render(plain, normalise_tools(tools, renderer.inputs), renderer.template_kwargs, inputs=renderer.inputs)
+    text = renderer.template.render(
+        plain, normalise_tools(tools, renderer.inputs), renderer.template_kwargs, inputs=renderer.inputs
+    )
     word, first = text.rfind("zlastz"), text.find("zn0z")
     encoding = renderer.codec.encode_with_offsets(text)
     ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
@@ -118,7 +137,9 @@ def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str 
 def _check_rewrites(renderer: Renderer, role: str, cases: Sequence[Case]) -> bool:
     shapes = [case.shape for case in cases if case.role == role and case.outcome in {"proven", "history"}]
     try:
-        return any(renderer.rewrites(SHAPES[shape], ADDED[role][shape], _choose_tools(SHAPES[shape])) for shape in shapes)
+        return any(
+            renderer.rewrites(SHAPES[shape], ADDED[role][shape], _choose_tools(SHAPES[shape])) for shape in shapes
+        )
     except TokenTrueError:  # it cannot render the conversation with nothing after the turn: there is nothing to compare
         return False
 

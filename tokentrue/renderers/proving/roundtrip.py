@@ -1,4 +1,5 @@
-"""Parse inverts render: a turn written by the template itself, cut as a model would have sampled it, must parse back to its message."""
+"""Parse inverts render: a turn written by the template itself, cut as a model would have sampled it, must parse back to
+its message."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ _ASK: list[Message] = [{"role": "user", "content": "How is Paris?"}]
 
 
 def _call(name: str, city: str) -> dict[str, Any]:
-    return {"id": f"call{len(name)}{len(city):03d}", "type": "function", "function": {"name": name, "arguments": {"city": city}}}
+    return {
+        "id": f"call{len(name)}{len(city):03d}",
+        "type": "function",
+        "function": {"name": name, "arguments": {"city": city}},
+    }
 
 
 TURNS: dict[str, Message] = {
@@ -29,7 +34,11 @@ TURNS: dict[str, Message] = {
         "reasoning_content": "Look it up.",
         "tool_calls": [_call("weather", "Paris")],
     },
-    "two calls": {"role": "assistant", "content": "", "tool_calls": [_call("weather", "Paris"), _call("clock", "Oslo")]},
+    "two calls": {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [_call("weather", "Paris"), _call("clock", "Oslo")],
+    },
 }
 
 
@@ -52,11 +61,14 @@ def _check_turn(renderer: Renderer, turn: Message) -> str:
 
 
 def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] | str:
-    """The prompt's ids and those that a model would sample to write `turn` as the template does; or why that cannot be told."""
+    """The prompt's ids and those that a model would sample to write `turn` as the template does; or why that cannot be
+    told."""
     ask, answer = normalise_messages(_ASK, renderer.inputs), normalise_messages([turn], renderer.inputs)
     tools = normalise_tools(TOOLS if turn.get("tool_calls") else None, renderer.inputs)
     prompt = renderer.template.render(ask, tools, renderer.template_kwargs, inputs=renderer.inputs)
-    whole = renderer.template.render([*ask, *answer], tools, renderer.template_kwargs, generate=False, inputs=renderer.inputs)
+    whole = renderer.template.render(
+        [*ask, *answer], tools, renderer.template_kwargs, generate=False, inputs=renderer.inputs
+    )
     if not whole.startswith(prompt):
         return "not compared: the template does not write its own generation prompt again"
     stops = renderer.stops.call if turn.get("tool_calls") else renderer.stops.text
@@ -76,7 +88,9 @@ def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] 
 
 def _summarise(message: Message) -> dict[str, Any]:
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    arguments = [json.loads(call["arguments"]) if isinstance(call["arguments"], str) else call["arguments"] for call in calls]
+    arguments = [
+        json.loads(call["arguments"]) if isinstance(call["arguments"], str) else call["arguments"] for call in calls
+    ]
     return {
         "content": (message.get("content") or "").strip(),
         "reasoning": (message.get("reasoning_content") or "").strip(),

@@ -21,11 +21,22 @@ EXPORTERS: dict[str, Exporter] = {
         JsonLines(),
         Parquet(),
         Tensors(),
-        TrainerParquet(name="verl", follows="verl 0.9.1, AgentLoopOutput", row=verl.row, columns=verl.VerlColumns, types=_VERL_TYPES),
+        TrainerParquet(
+            name="verl",
+            follows="verl 0.9.1, AgentLoopOutput",
+            row=verl.row,
+            columns=verl.VerlColumns,
+            types=_VERL_TYPES,
+        ),
         TrainerLines(name="trl", follows="trl 1.16.0, GRPOTrainer rollout_func", row=trl.row, columns=trl.TrlColumns),
-        TrainerLines(name="slime", follows="slime, Sample.from_dict (September 2026)", row=slime.row, columns=slime.SlimeColumns),
         TrainerLines(
-            name="prime-rl", follows="prime-rl, TrainingSample (September 2026)", row=prime_rl.row, columns=prime_rl.PrimeRlColumns
+            name="slime", follows="slime, Sample.from_dict (September 2026)", row=slime.row, columns=slime.SlimeColumns
+        ),
+        TrainerLines(
+            name="prime-rl",
+            follows="prime-rl, TrainingSample (September 2026)",
+            row=prime_rl.row,
+            columns=prime_rl.PrimeRlColumns,
         ),
         TrainerLines(
             name="tinker",

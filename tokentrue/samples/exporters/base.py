@@ -1,7 +1,8 @@
-"""What an exporter is: a trainer's own row for a sample, and the way back. One file per trainer; the table is in `__init__`.
+"""What an exporter is: a trainer's own row for a sample, and the way back. One file per trainer; the table is in
+`__init__`.
 
-Every exported row also carries `tokentrue`: the sample's fields that the trainer has no place for. So any file can be audited, and what
-is audited is the trainer's own row, not a copy beside it.
+Every exported row also carries `tokentrue`: the sample's fields that the trainer has no place for. So any file can be
+audited, and what is audited is the trainer's own row, not a copy beside it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def first_sampled(sample: Sample) -> int:
     if found is None:
         raise TokenContractError(f"sample {sample.sample_id} has no sampled token")
     if found > len(sample.token_ids):
-        raise TokenContractError(f"sample {sample.sample_id}: a span starts at token {found} of {len(sample.token_ids)}")
+        raise TokenContractError(
+            f"sample {sample.sample_id}: a span starts at token {found} of {len(sample.token_ids)}"
+        )
     return found
 
 

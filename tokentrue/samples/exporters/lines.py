@@ -34,7 +34,8 @@ class JsonLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLines:
-    """A trainer's rows as JSON lines. `row` makes its fields of a sample; `columns` is what a sample is read back from."""
+    """A trainer's rows as JSON lines. `row` makes its fields of a sample; `columns` is what a sample is read back
+    from."""
 
     name: str
     follows: str

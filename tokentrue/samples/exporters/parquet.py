@@ -1,4 +1,5 @@
-"""Parquet: the native fields as columns, or a trainer's row with the rest beside it. Log-probabilities are float64, null where given."""
+"""Parquet: the native fields as columns, or a trainer's row with the rest beside it. Log-probabilities are float64,
+null where given."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class TrainerParquet:
     def read(self, path: Path) -> Iterator[ExportedSample]:
         for where, row in read_table(path):
             if not isinstance(row.get("tokentrue"), str):
-                raise FileFormatError(f"{where}: not a samples file of tokentrue: the columns are {', '.join(sorted(row))}")
+                raise FileFormatError(
+                    f"{where}: not a samples file of tokentrue: the columns are {', '.join(sorted(row))}"
+                )
             whole = {**row, "tokentrue": json_of(row["tokentrue"], f"{where}: tokentrue")}
             yield read_trainer_row(whole, make_row=self.row, columns=self.columns, added=frozenset(), where=where)
 
@@ -95,12 +98,17 @@ def write_table(rows: Iterable[Mapping[str, Any]], path: Path, types: Mapping[st
     pa: Any = import_module("pyarrow")
     pq: Any = import_module("pyarrow.parquet")
     schema, count, iterator = _schema(types), 0, iter(rows)
-    with path.open("wb") as file, pq.ParquetWriter(file, schema) as writer:  # a file: pyarrow reads a path with a colon as a URI
+    with (
+        path.open("wb") as file,
+        pq.ParquetWriter(file, schema) as writer,
+    ):  # a file: pyarrow reads a path with a colon as a URI
         while group := list(islice(iterator, _GROUP)):
             try:
                 table = pa.Table.from_pylist([{name: row.get(name) for name in types} for row in group], schema=schema)
             except UnicodeEncodeError as error:
-                raise FileFormatError(f"parquet cannot hold the text {error.object!r} (a lone surrogate); choose jsonl") from error
+                raise FileFormatError(
+                    f"parquet cannot hold the text {error.object!r} (a lone surrogate); choose jsonl"
+                ) from error
             writer.write_table(table)
             count += len(group)
     return count

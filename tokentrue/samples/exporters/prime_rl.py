@@ -1,4 +1,5 @@
-"""prime-rl: the fields of `TrainingSample`, one per line: flat tokens, `mask` for the trainable ones, everything aligned per token."""
+"""prime-rl: the fields of `TrainingSample`, one per line: flat tokens, `mask` for the trainable ones, everything
+aligned per token."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def row(sample: Sample) -> dict[str, Any]:
 
 
 def replay_fields(sample: Sample) -> dict[str, Any]:
-    """`RoutedExperts` and `SamplingMask` of prime-rl: raw bytes (base64 in JSON); one row for each token, the last without experts."""
+    """`RoutedExperts` and `SamplingMask` of prime-rl: raw bytes (base64 in JSON); one row for each token, the last
+    without experts."""
     found: dict[str, Any] = {}
     if (routed := sample.routed_experts) is not None:
         _, layers, top_k = routed.shape
@@ -41,7 +43,10 @@ def replay_fields(sample: Sample) -> dict[str, Any]:
         }
     if (mask := sample.sampling_mask) is not None:
         counts = TokenIds(len(mask.row(index)) for index in range(len(mask)))
-        found["sampling_mask"] = {"ids": encode_bytes(mask.token_ids.tobytes()), "counts": encode_bytes(counts.tobytes())}
+        found["sampling_mask"] = {
+            "ids": encode_bytes(mask.token_ids.tobytes()),
+            "counts": encode_bytes(counts.tobytes()),
+        }
     return found
 
 
@@ -54,7 +59,9 @@ def temperatures(sample: Sample) -> list[float]:
             raise TokenContractError(f"sample {sample.sample_id}: a turn without its temperature, which prime-rl needs")
         found[turn.start : turn.end] = [turn.row.temperature] * (turn.end - turn.start)
     if not turns:
-        raise TokenContractError(f"sample {sample.sample_id}: metadata.tokentrue records no turns, and prime-rl needs their temperatures")
+        raise TokenContractError(
+            f"sample {sample.sample_id}: metadata.tokentrue records no turns, and prime-rl needs their temperatures"
+        )
     return found
 
 

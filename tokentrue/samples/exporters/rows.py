@@ -1,7 +1,9 @@
-"""A trainer's row: a sample is read back from it, and the whole row is compared with what the exporter writes for that sample.
+"""A trainer's row: a sample is read back from it, and the whole row is compared with what the exporter writes for that
+sample.
 
-Ids, mask and log-probabilities are read from the trainer's own columns, and the certificate and the seal bind them. Every other field
-(reward, status, versions, replay columns …) follows from the sample, so it is made again and compared.
+Ids, mask and log-probabilities are read from the trainer's own columns, and the certificate and the seal bind them.
+Every other field (reward, status, versions, replay columns …) follows from the sample, so it is made again and
+compared.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ class TrainerColumns(Protocol):
 
 
 def read_trainer_row(
-    row: Mapping[str, Any], *, make_row: Callable[[Sample], dict[str, Any]], columns: type[TrainerColumns], added: Set[str], where: str
+    row: Mapping[str, Any],
+    *,
+    make_row: Callable[[Sample], dict[str, Any]],
+    columns: type[TrainerColumns],
+    added: Set[str],
+    where: str,
 ) -> ExportedSample:
     """`added` names fields that a user adds to the row: nothing in the file says what they should be."""
     head = decode(row.get("tokentrue"), SampleHead, f"{where}: tokentrue")
@@ -55,14 +62,20 @@ def find_differences(written: Any, found: Any, field: str = "", *, added: Set[st
             yield f"{field} has {len(found)} entries, the sample gives {len(written)}"
         elif written != found or _is_retyped(_kinds_in(written), _kinds_in(found)):
             pairs = enumerate(zip(written, found, strict=True))
-            yield from islice((what for at, pair in pairs for what in find_differences(*pair, f"{field}[{at}]", added=added)), 1)
+            yield from islice(
+                (what for at, pair in pairs for what in find_differences(*pair, f"{field}[{at}]", added=added)), 1
+            )
     elif written != found or _is_retyped(_kinds_in([written]), _kinds_in([found])):
-        ours, theirs = reprlib.repr(cast("Any", written)), reprlib.repr(found)  # short, however long or deep the value is
+        ours, theirs = (
+            reprlib.repr(cast("Any", written)),
+            reprlib.repr(found),
+        )  # short, however long or deep the value is
         yield f"{field} is {theirs}, the sample gives {ours}"
 
 
 def _is_retyped(written: Set[type], found: Set[type]) -> bool:
-    """Python takes True and 1.0 for 1; a trainer need not. A float that is spelled as a whole number is still the same."""
+    """Python takes True and 1.0 for 1; a trainer need not. A float that is spelled as a whole number is still the
+    same."""
     return (bool in written) != (bool in found) or (float in found and float not in written)
 
 

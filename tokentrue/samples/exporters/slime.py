@@ -21,7 +21,10 @@ def row(sample: Sample) -> dict[str, Any]:
         replay["rollout_routed_experts"] = experts_of(sample)
     if sample.sampling_mask is not None:
         mask = sample.sampling_mask.cut(len(parts.prompt_ids), len(sample.token_ids))
-        replay |= {"rollout_top_p_token_ids": mask.token_ids.tolist(), "rollout_top_p_token_offsets": mask.offsets.tolist()}
+        replay |= {
+            "rollout_top_p_token_ids": mask.token_ids.tolist(),
+            "rollout_top_p_token_offsets": mask.offsets.tolist(),
+        }
     return {
         "tokens": list(sample.token_ids),
         "response_length": len(parts.response_ids),

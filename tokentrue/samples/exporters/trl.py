@@ -1,4 +1,5 @@
-"""TRL: the keys that a GRPO `rollout_func` returns, one line per completion; collect each key over the lines into a list."""
+"""TRL: the keys that a GRPO `rollout_func` returns, one line per completion; collect each key over the lines into a
+list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""verl: one row per `AgentLoopOutput`, as a parquet table. `AgentLoopOutput(metrics=…, **row)` takes the trainer's columns as they are."""
+"""verl: one row per `AgentLoopOutput`, as a parquet table. `AgentLoopOutput(metrics=…, **row)` takes the trainer's
+columns as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The durable store: SQLite in WAL mode, or PostgreSQL (`postgres.py`, imported where it is chosen). Read `journal.py` first."""
+"""The durable store: SQLite in WAL mode, or PostgreSQL (`postgres.py`, imported where it is chosen). Read `journal.py`
+first."""
 
 from tokentrue.sessions.journal.database import is_postgres
 from tokentrue.sessions.journal.journal import Journal

@@ -1,4 +1,5 @@
-"""What the journal's statements need of a database connection. `sqlite3.Connection` fits; `postgres.Connection` is made to fit."""
+"""What the journal's statements need of a database connection. `sqlite3.Connection` fits; `postgres.Connection` is made
+to fit."""
 
 from __future__ import annotations
 

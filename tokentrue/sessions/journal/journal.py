@@ -1,9 +1,11 @@
 """The durable store: SQLite in WAL mode. Whoever awaits a write resumes only after it was committed.
 
-One writer thread makes every write (`writer`); reads use a connection of their own. Kill the process at any point: every acknowledged
-write is there and no other is half there. One process owns a store for writing (`lock`); one object at a time owns a session (`claim`).
-Damage is noticed: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and opening runs
-SQLite's `quick_check`. `Journal("memory")` is the same store without a file. `synchronous="FULL"` also survives a loss of power.
+One writer thread makes every write (`writer`); reads use a connection of their own. Kill the process at any point:
+every acknowledged write is there and no other is half there. One process owns a store for writing (`lock`); one object
+at a time owns a session (`claim`).
+Damage is noticed: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and
+opening runs SQLite's `quick_check`. `Journal("memory")` is the same store without a file. `synchronous="FULL"` also
+survives a loss of power.
 """
 
 from __future__ import annotations
@@ -64,10 +66,11 @@ class SessionClaim:
 
 
 class Journal:
-    """See the module. Every write has an awaitable form; reads are plain calls (run them in a thread where they may be large).
+    """See the module. Every write has an awaitable form; reads are plain calls (run them in a thread where they may be
+    large).
 
-    `lock=False` is for worker processes whose parent holds a `StoreLock`; `read_only=True` needs no lock and refuses writes;
-    `check=False` skips `quick_check`, which reads the whole file.
+    `lock=False` is for worker processes whose parent holds a `StoreLock`; `read_only=True` needs no lock and refuses
+    writes; `check=False` skips `quick_check`, which reads the whole file.
     """
 
     _greatest = "max"  # SQL for the largest of several values
@@ -86,7 +89,9 @@ class Journal:
         self._in_memory = self.path in ("memory", ":memory:")
         self._synchronous, self._read_only, self._closed = synchronous, read_only, False
         self._reading = threading.Lock()
-        self._claims: WeakValueDictionary[str, SessionClaim] = WeakValueDictionary()  # each is kept by the object that holds it
+        self._claims: WeakValueDictionary[str, SessionClaim] = (
+            WeakValueDictionary()
+        )  # each is kept by the object that holds it
         self._lock = None if read_only or self._in_memory else StoreLock(self.path) if lock else WorkerLock(self.path)
         try:
             self._open(check)
@@ -107,8 +112,10 @@ class Journal:
         self._reader = None if self._in_memory else self._connect()
 
     def _create_file(self) -> None:
-        """Readable by its owner alone; SQLite gives its other files the same mode. A file that is there must not be opened besides SQLite:
-        closing it drops the locks that SQLite holds on it for this process, and a reader then deletes the log with the newest turns."""
+        """Readable by its owner alone; SQLite gives its other files the same mode. A file that is there must not be
+        opened besides SQLite:
+        closing it drops the locks that SQLite holds on it for this process, and a reader then deletes the log with the
+        newest turns."""
         if self._in_memory or self._read_only:
             return
         try:
@@ -153,13 +160,19 @@ class Journal:
                 raise JournalError(f"the journal {self.target} is damaged: {found}; {_DAMAGED}")
             for row in db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM sessions"):
                 record_from_values(row)
-            counts = db.execute("SELECT (SELECT count(*) FROM sessions), (SELECT count FROM totals WHERE name='sessions')").fetchone()
-            nodes = db.execute("SELECT (SELECT count(*) FROM nodes), (SELECT coalesce(sum(nodes), 0) FROM sessions)").fetchone()
+            counts = db.execute(
+                "SELECT (SELECT count(*) FROM sessions), (SELECT count FROM totals WHERE name='sessions')"
+            ).fetchone()
+            nodes = db.execute(
+                "SELECT (SELECT count(*) FROM nodes), (SELECT coalesce(sum(nodes), 0) FROM sessions)"
+            ).fetchone()
         except sqlite3.Error as error:
             raise JournalError(f"the journal {self.target} is damaged: {error}; {_DAMAGED}") from error
         for name, (there, noted) in (("sessions", counts), ("nodes", nodes)):
             if there != noted:
-                raise JournalError(f"the journal {self.target} is damaged: it holds {there} {name} of {noted}; {_DAMAGED}")
+                raise JournalError(
+                    f"the journal {self.target} is damaged: it holds {there} {name} of {noted}; {_DAMAGED}"
+                )
 
     def close(self) -> None:
         """Waits for what is queued."""
@@ -176,15 +189,19 @@ class Journal:
 
     # One object writes a session at a time.
     def acquire(self, session_id: str) -> int:
-        """Before a session is read in order to be continued: the fencing token of its new owner. SQLite stores have one owner."""
+        """Before a session is read in order to be continued: the fencing token of its new owner. SQLite stores have one
+        owner."""
         return FIRST_TOKEN
 
     def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
-        """Takes a session over. Refused while another object generates for it; otherwise the other object can write no more."""
+        """Takes a session over. Refused while another object generates for it; otherwise the other object can write no
+        more."""
         held = self._claims.get(session_id)
         if held is not None:
             if len(held.turns):
-                raise SessionConflict(f"session {session_id!r} is in use: another object is generating {len(held.turns)} turn(s) for it")
+                raise SessionConflict(
+                    f"session {session_id!r} is in use: another object is generating {len(held.turns)} turn(s) for it"
+                )
             held.revoke()
         claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
         return claim
@@ -222,7 +239,10 @@ class Journal:
         def write(db: Database) -> None:
             marks = ",".join("?" * (len(COLUMNS) + 1))
             try:
-                db.execute(f"INSERT INTO sessions({', '.join(COLUMNS)}, digest) VALUES ({marks})", (*values, row_digest(values)))
+                db.execute(
+                    f"INSERT INTO sessions({', '.join(COLUMNS)}, digest) VALUES ({marks})",
+                    (*values, row_digest(values)),
+                )
             except DUPLICATE as error:
                 raise SessionConflict(f"session {record.id!r} exists already; choose another id or open it") from error
             _count_sessions(db, 1)
@@ -290,7 +310,8 @@ class Journal:
         group: str | None = None,
         after: tuple[float, str] | None = None,
     ) -> list[SessionRecord]:
-        """Newest first. `after`: those that come after the session that was created then with this id, which may be gone by now."""
+        """Newest first. `after`: those that come after the session that was created then with this id, which may be
+        gone by now."""
         where, values = _filter_sessions(state, group)
         if after is not None:
             where, values = f"{where} AND (created < ? OR (created = ? AND id > ?))", (*values, after[0], *after)
@@ -302,14 +323,16 @@ class Journal:
         last = (0.0, "")
         clause = "" if group is None else "AND grp=?"
         sql = f"SELECT {RECORD} FROM sessions WHERE (created, id) > (?, ?) {clause} ORDER BY created, id LIMIT 100"
-        while page := self.read(lambda db: db.execute(sql, last if group is None else (*last, group)).fetchall()):  # noqa: B023
+        while page := self.read(lambda db: db.execute(sql, last if group is None else (*last, group)).fetchall()):
             records = list(map(record_from_values, page))
             yield from records
             last = (records[-1].created, records[-1].id)
 
     def count(self, *, state: str | None = None, group: str | None = None) -> int:
         where, values = _filter_sessions(state, group)
-        return self.read(lambda db: int(db.execute(f"SELECT count(*) FROM sessions WHERE {where}", values).fetchone()[0]))
+        return self.read(
+            lambda db: int(db.execute(f"SELECT count(*) FROM sessions WHERE {where}", values).fetchone()[0])
+        )
 
     def rows(self, session_id: str) -> list[Row]:
         """The nodes of a session in the order of their commits, each checked against its digest."""
@@ -320,7 +343,9 @@ class Journal:
             found = db.execute(both, (session_id, session_id)).fetchall()
             noted = found[0][0] if found else _count_noted(db, session_id)
             if noted != len(found):
-                raise JournalError(f"the journal is damaged: session {session_id!r} has {len(found)} nodes of {noted}; {_DAMAGED}")
+                raise JournalError(
+                    f"the journal is damaged: session {session_id!r} has {len(found)} nodes of {noted}; {_DAMAGED}"
+                )
             return [_row_from_values(session_id, values[1:]) for values in found]
 
         return self.read(read)
@@ -328,7 +353,8 @@ class Journal:
 
 def _count_noted(db: Database, session_id: str) -> int:
     noted = db.execute(
-        "SELECT nodes FROM sessions WHERE id=? AND NOT EXISTS (SELECT 1 FROM nodes WHERE session=?)", (session_id, session_id)
+        "SELECT nodes FROM sessions WHERE id=? AND NOT EXISTS (SELECT 1 FROM nodes WHERE session=?)",
+        (session_id, session_id),
     )
     return (noted.fetchone() or (0,))[0]
 
@@ -336,7 +362,9 @@ def _count_noted(db: Database, session_id: str) -> int:
 def _row_from_values(session_id: str, values: tuple[Any, ...]) -> Row:
     *columns, digest = values
     if digest != row_digest((session_id, *columns)):
-        raise JournalError(f"the journal is damaged: node {columns[0]!r} of session {session_id!r} does not fit its digest; {_DAMAGED}")
+        raise JournalError(
+            f"the journal is damaged: node {columns[0]!r} of session {session_id!r} does not fit its digest; {_DAMAGED}"
+        )
     return Row(**dict(zip(NODE_COLUMNS, columns, strict=True)))
 
 
@@ -344,10 +372,20 @@ def _append_nodes(db: Database, session_id: str, rows: Sequence[Row]) -> None:
     for row in rows:
         values = _NODE_VALUES(row)
         try:
-            given = (session_id, *values, row_digest((session_id, *values)), session_id, row.parent, session_id, row.parent)
+            given = (
+                session_id,
+                *values,
+                row_digest((session_id, *values)),
+                session_id,
+                row.parent,
+                session_id,
+                row.parent,
+            )
             done = db.execute(_INSERT_NODE, given)
         except DUPLICATE as error:
-            raise SessionConflict(f"another process writes session {session_id!r}: sequence number {row.seq} is taken") from error
+            raise SessionConflict(
+                f"another process writes session {session_id!r}: sequence number {row.seq} is taken"
+            ) from error
         if done.rowcount != 1:
             raise _explain_refusal(db, session_id, row)
     db.execute("UPDATE sessions SET nodes = nodes + ? WHERE id=?", (len(rows), session_id))
@@ -381,7 +419,8 @@ def _count_sessions(db: Database, change: int) -> None:
 
 
 def _readable(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The journal for reading. An older one is copied into memory and brought up to date there: a reader changes no file."""
+    """The journal for reading. An older one is copied into memory and brought up to date there: a reader changes no
+    file."""
     if read_version(connection) >= VERSION:
         migrate(connection)  # refuses a newer one; there is nothing to do for this one
         return connection

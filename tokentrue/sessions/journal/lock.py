@@ -1,6 +1,8 @@
-"""One server per store: an exclusive lock on a file beside it, held while the store is open for writing and freed when the process ends.
+"""One server per store: an exclusive lock on a file beside it, held while the store is open for writing and freed when
+the process ends.
 
-The workers of a server share a second lock, so that workers whose supervisor was killed, and which end what they are generating, keep the
+The workers of a server share a second lock, so that workers whose supervisor was killed, and which end what they are
+generating, keep the
 next server waiting: two processes never write one session.
 """
 
@@ -23,7 +25,9 @@ def open_lock_file(store: str | Path, suffix: str) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise JournalError(f"cannot open the journal {store}: {error}; give a writable path, or --store memory") from error
+        raise JournalError(
+            f"cannot open the journal {store}: {error}; give a writable path, or --store memory"
+        ) from error
 
 
 class StoreLock:

@@ -21,7 +21,8 @@ def open_journal(
     address: str = "",
     lease_s: float = 15.0,
 ) -> Journal:
-    """`lock=False` for workers: their supervisor holds the store's lock. `name`, `address`, `lease_s`: of a gateway on PostgreSQL."""
+    """`lock=False` for workers: their supervisor holds the store's lock. `name`, `address`, `lease_s`: of a gateway on
+    PostgreSQL."""
     if is_postgres(store):
         from tokentrue.sessions.journal.postgres import PostgresJournal
 

@@ -1,8 +1,10 @@
 """The journal on PostgreSQL, shared by several gateways.
 
-Each gateway process holds a lease that it renews (`Lease`); times are the server's. A session belongs to one gateway, under a fencing
-token that grows with every change of owner. Every write checks owner and token in its own transaction: a gateway that was paused or cut
-off can never write after its successor. A session whose gateway's lease has expired goes to whoever opens it next, before it is read.
+Each gateway process holds a lease that it renews (`Lease`); times are the server's. A session belongs to one gateway,
+under a fencing
+token that grows with every change of owner. Every write checks owner and token in its own transaction: a gateway that
+was paused or cut off can never write after its successor. A session whose gateway's lease has expired goes to whoever
+opens it next, before it is read.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions(grp);
 CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions(state, ended);
 CREATE INDEX IF NOT EXISTS sessions_by_creation ON sessions(created, id)
 """
-# A connection that is cut is noticed within seconds, and a transaction of a paused process does not keep its locks. What the URL says
-# counts instead (`?connect_timeout=60`).
+# A connection that is cut is noticed within seconds, and a transaction of a paused process does not keep its locks.
+# What the URL says counts instead (`?connect_timeout=60`).
 CONNECT: dict[str, Any] = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
@@ -69,7 +71,8 @@ _RENEW = """
 
 
 class Connection:
-    """A connection that fits `Database`: `?` marks parameters, and one that was lost is opened again by the next statement."""
+    """A connection that fits `Database`: `?` marks parameters, and one that was lost is opened again by the next
+    statement."""
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self._url, self._read_only = url, read_only
@@ -128,7 +131,9 @@ class Lease:
     @property
     def number(self) -> int:
         if time.monotonic() > self._held_until:
-            raise JournalError("the lease of this gateway has expired: the database does not answer; sessions resume when it does")
+            raise JournalError(
+                "the lease of this gateway has expired: the database does not answer; sessions resume when it does"
+            )
         return self._number
 
     def renew(self) -> None:
@@ -165,11 +170,14 @@ class Lease:
 
 
 class PostgresJournal(Journal):
-    """`name` is this gateway's own, `address` the URL at which other gateways reach it. `read_only=True` needs neither."""
+    """`name` is this gateway's own, `address` the URL at which other gateways reach it. `read_only=True` needs
+    neither."""
 
     _greatest = "greatest"
 
-    def __init__(self, target: str, *, name: str = "", address: str = "", lease_s: float = LEASE_S, read_only: bool = False) -> None:
+    def __init__(
+        self, target: str, *, name: str = "", address: str = "", lease_s: float = LEASE_S, read_only: bool = False
+    ) -> None:
         self._url, self._name = target, name
         self.target = mask_password(target)
         self._read_only, self._closed = read_only, False
@@ -189,7 +197,9 @@ class PostgresJournal(Journal):
             if not self._read_only:
                 create_schema(connection)
             elif connection.execute("SELECT to_regclass('sessions')").fetchone()[0] is None:
-                raise JournalError(f"no journal at {self.target}: the database has no sessions table; give what `serve --store` was given")
+                raise JournalError(
+                    f"no journal at {self.target}: the database has no sessions table; give what `serve --store` was given"
+                )
             self._reader = self._postgres_reader = opened.enter_context(closing(Connection(self._url, read_only=True)))
             if not self._read_only:
                 self._lease = Lease(self._url, name=self._name, address=address, length_s=lease_s)
@@ -242,7 +252,10 @@ class PostgresJournal(Journal):
         """Locks the session's row until the transaction ends, so that no other gateway acquires it in between."""
         if claim is None:
             return
-        held = db.execute("SELECT 1 FROM sessions WHERE id=? AND owner=? AND token=? FOR UPDATE", (session_id, self._name, claim.token))
+        held = db.execute(
+            "SELECT 1 FROM sessions WHERE id=? AND owner=? AND token=? FOR UPDATE",
+            (session_id, self._name, claim.token),
+        )
         if held.fetchone() is None:
             raise find_owner(db, session_id)
 
@@ -264,6 +277,8 @@ def create_schema(connection: Connection) -> None:
         if version is None:
             connection.execute("INSERT INTO schema_version VALUES (?)", (VERSION,))
         elif version > VERSION:
-            raise JournalError(f"the journal has schema {version}, this tokentrue knows {VERSION}: use a newer tokentrue")
+            raise JournalError(
+                f"the journal has schema {version}, this tokentrue knows {VERSION}: use a newer tokentrue"
+            )
     finally:
         connection.execute("SELECT pg_advisory_unlock(?)", (SCHEMA_LOCK,))

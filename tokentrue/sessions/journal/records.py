@@ -29,9 +29,9 @@ class Rewards:
 class SessionRecord:
     """What is stored of a session besides its nodes.
 
-    `sampling` holds the pinned values, `pin` names the pinned prompts. `key_hash` is that of its API key, `first_key_hash` that of its
-    first one, where it was replaced: signatures on reasoning are verified with it. `late_keys` are request keys that joined a turn while
-    its nodes were being written, with the ids of those nodes.
+    `sampling` holds the pinned values, `pin` names the pinned prompts. `key_hash` is that of its API key,
+    `first_key_hash` that of its first one, where it was replaced: signatures on reasoning are verified with it.
+    `late_keys` are request keys that joined a turn while its nodes were being written, with the ids of those nodes.
     """
 
     id: str
@@ -111,7 +111,9 @@ def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
     """From what `RECORD` selects."""
     *values, digest = row
     if digest != row_digest(tuple(values)):
-        raise JournalError(f"the journal is damaged: the row of session {values[0]!r} does not fit its digest; restore it from a backup")
+        raise JournalError(
+            f"the journal is damaged: the row of session {values[0]!r} does not fit its digest; restore it from a backup"
+        )
     body = loads(values[6])
     rewards = Rewards(**body.pop("rewards"))
     body["pin"] = tuple(body.get("pin", ()))

@@ -17,7 +17,17 @@ from tokentrue.ids import TokenIds
 from tokentrue.plain_json import digest, dumps, loads
 from tokentrue.sessions.certificate import float_bytes
 from tokentrue.sessions.tree import Given, Node, ServedRef
-from tokentrue.types import Attempt, Finish, Message, PromptSpan, RoutedExperts, Sampling, SamplingMask, Status, VersionSpan
+from tokentrue.types import (
+    Attempt,
+    Finish,
+    Message,
+    PromptSpan,
+    RoutedExperts,
+    Sampling,
+    SamplingMask,
+    Status,
+    VersionSpan,
+)
 
 _DEFAULTS: Mapping[str, Any] = {field.name: getattr(Sampling(), field.name) for field in fields(Sampling)}
 _OPTIONAL: Mapping[str, Any] = {
@@ -150,7 +160,11 @@ def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tup
     layout: dict[str, Any] = {}
     parts: list[bytes] = []
     if routing is not None:
-        layout["routing"] = {"start": routing.start, "shape": list(routing.shape), "weights": routing.weights is not None}
+        layout["routing"] = {
+            "start": routing.start,
+            "shape": list(routing.shape),
+            "weights": routing.weights is not None,
+        }
         parts += [routing.data, routing.weights or b""]
     if mask is not None:
         layout["mask"] = {"ids": len(mask.token_ids), "rows": len(mask)}

@@ -1,4 +1,5 @@
-"""The journal's tables, and how an older journal becomes today's. A step is never edited after a release: add another one."""
+"""The journal's tables, and how an older journal becomes today's. A step is never edited after a release: add another
+one."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ from tokentrue.errors import JournalError
 from tokentrue.sessions.journal.records import COLUMNS as SESSION_COLUMNS
 from tokentrue.sessions.journal.records import row_digest
 
-NODE_COLUMNS = ("id", "seq", "parent", "given_ids", "sampled_ids", "logprobs", "chain", "body", "routed_experts", "created")
+NODE_COLUMNS = (
+    "id",
+    "seq",
+    "parent",
+    "given_ids",
+    "sampled_ids",
+    "logprobs",
+    "chain",
+    "body",
+    "routed_experts",
+    "created",
+)
 
 
 def _fill_digests(db: sqlite3.Connection) -> None:
@@ -19,7 +31,9 @@ def _fill_digests(db: sqlite3.Connection) -> None:
         db.execute("UPDATE sessions SET digest=?, nodes=? WHERE id=?", (row_digest(row), count, row[0]))
     places = db.execute("SELECT session, seq FROM nodes").fetchall()
     for place in places:
-        row = db.execute(f"SELECT session, {', '.join(NODE_COLUMNS)} FROM nodes WHERE session=? AND seq=?", place).fetchone()
+        row = db.execute(
+            f"SELECT session, {', '.join(NODE_COLUMNS)} FROM nodes WHERE session=? AND seq=?", place
+        ).fetchone()
         db.execute("UPDATE nodes SET digest=? WHERE session=? AND seq=?", (row_digest(row), *place))
     db.execute("INSERT INTO totals(name, count) SELECT 'sessions', count(*) FROM sessions")
 
@@ -52,7 +66,8 @@ STEPS: tuple[tuple[str, Callable[[sqlite3.Connection], None] | None], ...] = (
         """,
         None,
     ),
-    # 3: every row carries a digest of itself, every session the number of its nodes, and the store the number of its sessions.
+    # 3: every row carries a digest of itself, every session the number of its nodes, and the store the number of its
+    # sessions.
     (
         """
         ALTER TABLE sessions ADD COLUMN digest BLOB;
@@ -72,7 +87,9 @@ def read_version(connection: sqlite3.Connection) -> int:
 
 def refuse_foreign(connection: sqlite3.Connection) -> None:
     """A database without our version, but with tables, is another program's."""
-    version, tables = connection.execute("SELECT (SELECT user_version FROM pragma_user_version), count(*) FROM sqlite_master").fetchone()
+    version, tables = connection.execute(
+        "SELECT (SELECT user_version FROM pragma_user_version), count(*) FROM sqlite_master"
+    ).fetchone()
     if version == 0 and tables:
         raise JournalError("this is the database of another program, not a journal; give another path")
 

@@ -1,5 +1,6 @@
-"""The writer thread: it owns the only connection that writes. Writes that are waiting together share a transaction (group commit), each
-in a savepoint of its own, so one that fails takes no other with it. A write's future is done when its transaction was committed."""
+"""The writer thread: it owns the only connection that writes. Writes that are waiting together share a transaction
+(group commit), each in a savepoint of its own, so one that fails takes no other with it. A write's future is done when
+its transaction was committed."""
 
 from __future__ import annotations
 
@@ -64,8 +65,16 @@ class Writer:
                     outcomes.append((future, *self._write_one(write)))
             self._connection.execute("COMMIT")
         except BaseException as error:  # the transaction failed as a whole: nothing of it may be acknowledged
-            failure = error if isinstance(error, TokenTrueError) else JournalError(f"the journal could not be written: {error}")
-            outcomes = [(future, None, failure) for _, future in group if future.running() or future.set_running_or_notify_cancel()]
+            failure = (
+                error
+                if isinstance(error, TokenTrueError)
+                else JournalError(f"the journal could not be written: {error}")
+            )
+            outcomes = [
+                (future, None, failure)
+                for _, future in group
+                if future.running() or future.set_running_or_notify_cancel()
+            ]
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         for future, result, error in outcomes:

@@ -1,4 +1,5 @@
-"""Where recorded turns stand in their conversations: an index from the loose key of a conversation to the nodes that end there."""
+"""Where recorded turns stand in their conversations: an index from the loose key of a conversation to the nodes that
+end there."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class CandidateIndex:
         self._tree = tree
         self._places: dict[str, Place] = {}
         self.ends: dict[bytes, list[Node]] = defaultdict(list)  # key after the served message -> nodes
-        self.passed: dict[bytes, Node] = {}  # key after any message -> the first node whose conversation leads through it
+        self.passed: dict[
+            bytes, Node
+        ] = {}  # key after any message -> the first node whose conversation leads through it
         for node in tree.in_order():
             self.add(node)
 
@@ -59,7 +62,8 @@ class CandidateIndex:
         self.passed.setdefault(place.key, node)
 
     def _reference(self, message: Message, parent: Node | None, seen: Mapping[str, CallRef]) -> CallRef | str | None:
-        """Where a tool result points: to a call of this node's own given messages, else to the nearest one on the path before it."""
+        """Where a tool result points: to a call of this node's own given messages, else to the nearest one on the path
+        before it."""
         call_id = message.get("tool_call_id")
         if not isinstance(call_id, str) or read_role(message) == "assistant":
             return None
@@ -78,5 +82,6 @@ class CandidateIndex:
 
 
 def _shows_anything(served: Message) -> bool:
-    """False for a turn that broke off before a client saw anything of it: no client can replay it, and its ids may be unreadable."""
+    """False for a turn that broke off before a client saw anything of it: no client can replay it, and its ids may be
+    unreadable."""
     return bool(text_of(served.get("content")) or reasoning_of(served) or calls_of(served))

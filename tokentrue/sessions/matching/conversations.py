@@ -1,11 +1,12 @@
-"""A request's conversation as the matcher reads it: facts about each message, chained keys, and how it fits recorded paths.
+"""A request's conversation as the matcher reads it: facts about each message, chained keys, and how it fits recorded
+paths.
 
-An agent sends its whole conversation with every turn. `ConversationReader` keeps the last eight of a session. Where a request starts with
-the same message objects, unchanged (`gateway/message_cache` returns the same ones and never changes them), what is known of them is used
-again, and only the rest is read. Everything kept is a pure function of the messages and of immutable nodes, so no result changes
-(tests/turn/test_conversations.py compares it on and off for random requests). Bounded in bytes; `session_limits.conversation_bytes = 0`
-switches it off. On and off in one run of `bench gateway`: turn 128 2.6 and 5.3 times the bare proxy's time, 64 agents 278 and 211 turns per
-second.
+An agent sends its whole conversation with every turn. `ConversationReader` keeps the last eight of a session. Where a
+request starts with the same message objects, unchanged (`gateway/message_cache` returns the same ones and never changes
+them), what is known of them is used again, and only the rest is read. Everything kept is a pure function of the
+messages and of immutable nodes, so no result changes (tests/turn/test_conversations.py compares it on and off for
+random requests). Bounded in bytes; `session_limits.conversation_bytes = 0` switches it off. On and off in one run of
+`bench gateway`: turn 128 2.6 and 5.3 times the bare proxy's time, 64 agents 278 and 211 turns per second.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import Any, cast
 
 from tokentrue.errors import MessageError
 from tokentrue.plain_json import digest, dumps, freeze
-from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, call_ids_of, candidate_key, chain_key, note_calls, read_role
+from tokentrue.sessions.matching.match_keys import (
+    START_KEY,
+    CallRef,
+    call_ids_of,
+    candidate_key,
+    chain_key,
+    note_calls,
+    read_role,
+)
 from tokentrue.types import Message, Messages, Tools
 
 _KEPT = 8  # conversations of one session: parallel branches
@@ -38,20 +47,25 @@ class MessageFacts:
         call_id = message.get("tool_call_id")
         self.message, self.role = message, role
         self._spelled = dumps(message)
-        self.key, self.digest, self.size = candidate_key(message, field), digest(self._spelled), _FACTS_BYTES + 2 * len(self._spelled)
+        self.key, self.digest, self.size = (
+            candidate_key(message, field),
+            digest(self._spelled),
+            _FACTS_BYTES + 2 * len(self._spelled),
+        )
         self.call_ids = call_ids_of(message)
         self.call_id = call_id if isinstance(call_id, str) and role != "assistant" else None
 
     def is_unchanged(self, source: Message) -> bool:
-        """Whether the caller's object is still spelled as it was when it was read. Compared as JSON, too: to Python, 1 and True
-        are equal; in orjson's JSON, NaN and None are."""
+        """Whether the caller's object is still spelled as it was when it was read. Compared as JSON, too: to Python, 1
+        and True are equal; in orjson's JSON, NaN and None are."""
         try:
             return self.message == source and dumps(source) == self._spelled
         except (TypeError, ValueError, RecursionError):  # no plain dictionary, or no JSON any more: it is read again
             return False
 
     def repeats(self, recorded: Message) -> bool:
-        """Is this the given message `recorded`, to the letter? Call ids aside: where a result points is part of the key."""
+        """Is this the given message `recorded`, to the letter? Call ids aside: where a result points is part of the
+        key."""
         return self.message is recorded or dumps(_comparable(recorded)) == dumps(_comparable(self.message))
 
 
@@ -71,8 +85,8 @@ def _without_cache_mark(part: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathFit:
-    """How the first `depth` messages of a request fit the path to a node: what changed in the served messages that it sends back, and
-    how many given messages are spelled otherwise."""
+    """How the first `depth` messages of a request fit the path to a node: what changed in the served messages that it
+    sends back, and how many given messages are spelled otherwise."""
 
     depth: int = 0
     num_changes: int = 0
@@ -94,7 +108,9 @@ class Conversation:
     size: int = 0  # bytes in memory, an estimate
     tools: Tools | None = None
     tools_digest: bytes = b""
-    fits: dict[str, PathFit | None] = field(default_factory=dict[str, "PathFit | None"])  # by node, filled in by the matcher
+    fits: dict[str, PathFit | None] = field(
+        default_factory=dict[str, "PathFit | None"]
+    )  # by node, filled in by the matcher
 
     @property
     def digest(self) -> bytes:
@@ -118,7 +134,8 @@ class Conversation:
         return calls
 
     def fits_before(self, depth: int) -> dict[str, PathFit | None]:
-        """The fits of the deepest nodes that end within the first `depth` messages; the path to a deeper node goes through one of them."""
+        """The fits of the deepest nodes that end within the first `depth` messages; the path to a deeper node goes
+        through one of them."""
         known = {name: fit for name, fit in self.fits.items() if fit is not None and fit.depth <= depth}
         deepest = max((fit.depth for fit in known.values()), default=0)
         return {name: fit for name, fit in known.items() if fit.depth == deepest}
@@ -133,8 +150,8 @@ class ConversationReader:
         self._tools: tuple[list[Any] | None, bytes] = (None, digest(None))
 
     def read(self, messages: Messages, tools: Tools | None, *, are_final: bool = False) -> Conversation:
-        """Copies, checks and keys a request; malformed messages are refused by field. Message objects that the caller never changes are
-        final; others are compared with what was read of them."""
+        """Copies, checks and keys a request; malformed messages are refused by field. Message objects that the caller
+        never changes are final; others are compared with what was read of them."""
         check_list(messages, "messages")
         if not messages:
             raise MessageError("at least one message is needed", field="messages")

@@ -1,10 +1,10 @@
 """Loose keys of messages: what no known lossy projection can change, hashed; chained over a conversation.
 
-A key only finds candidates. For an assistant message it leaves out everything that a harness may drop or re-spell (reasoning,
-call ids, spacing of arguments, outer whitespace); for every other role it holds the text, whatever parts it is spelled in. Every other
-field (`name`, say) is left out: whether it matters, the template decides.
-Worked example: `{"role": "assistant", "content": "4"}` and `{"role": "assistant", "content": [{"type": "text", "text": " 4"}]}`
-have one key; `{"role": "user", "content": "4"}` and `{"role": "user", "content": " 4"}` have two.
+A key only finds candidates. For an assistant message it leaves out everything that a harness may drop or re-spell
+(reasoning, call ids, spacing of arguments, outer whitespace); for every other role it holds the text, whatever parts it
+is spelled in. Every other field (`name`, say) is left out: whether it matters, the template decides.
+Worked example: `{"role": "assistant", "content": "4"}` and `{"role": "assistant", "content": [{"type": "text", "text":
+" 4"}]}` have one key; `{"role": "user", "content": "4"}` and `{"role": "user", "content": " 4"}` have two.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _part_text(part: Any, field: str) -> str:
 
 
 def reasoning_of(message: Message) -> str:
-    """The reasoning in a field or in a part of its own; reasoning that is inlined into the text is found by `projections`."""
+    """The reasoning in a field or in a part of its own; reasoning that is inlined into the text is found by
+    `projections`."""
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)
         if isinstance(value, str) and value:
@@ -81,7 +82,9 @@ def check_calls(message: Message, field: str) -> None:
     if not isinstance(calls, (list, tuple)):
         raise MessageError(f"must be a list, got {type(calls).__name__}", field=f"{field}.tool_calls")
     for index, call in enumerate(cast("Sequence[Any]", calls)):
-        if not isinstance(call, Mapping) or not isinstance(cast("Mapping[str, Any]", call).get("function") or {}, Mapping):
+        if not isinstance(call, Mapping) or not isinstance(
+            cast("Mapping[str, Any]", call).get("function") or {}, Mapping
+        ):
             raise MessageError("must be an object with a function object", field=f"{field}.tool_calls[{index}]")
 
 
@@ -117,10 +120,12 @@ _Respell: TypeAlias = Callable[[str], Any]
 
 
 def repeats_arguments(served: Any, replayed: Any) -> bool:
-    """Are `replayed` the served arguments, up to key order, spacing, escapes, spelling of numbers, and empty against `{}`?
+    """Are `replayed` the served arguments, up to key order, spacing, escapes, spelling of numbers, and empty against
+    `{}`?
 
-    Harnesses decode arguments and encode them again. A number beyond all doubles (`1e400`) comes back as `Infinity` from Python and as
-    `null` from JavaScript, a lone surrogate as U+FFFD from Go. Only of what was served: `null` that comes back as a number is an edit.
+    Harnesses decode arguments and encode them again. A number beyond all doubles (`1e400`) comes back as `Infinity`
+    from Python and as `null` from JavaScript, a lone surrogate as U+FFFD from Go. Only of what was served: `null` that
+    comes back as a number is an edit.
     """
     now = _loosen_arguments(replayed, _keep)
     return any(_loosen_arguments(served, respell) == now for respell in (_keep, _as_python, _as_javascript, _as_go))
@@ -203,7 +208,8 @@ def read_role(message: Message, field: str = "messages[]") -> str:
 
 
 def message_key(message: Message) -> bytes:
-    """The loose key of one message, with the speaker's name: tells sub-agents apart by the message that they begin with."""
+    """The loose key of one message, with the speaker's name: tells sub-agents apart by the message that they begin
+    with."""
     return candidate_key(message) + _hash([str(message.get("name") or "")])
 
 
@@ -213,7 +219,8 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
     check_calls(message, field)
     if role != "assistant":
         return _hash([role, text])
-    # Reasoning may stand before a closing tag in a replay, and served text may hold such a tag itself: what follows the last is in both.
+    # Reasoning may stand before a closing tag in a replay, and served text may hold such a tag itself: what follows the
+    # last is in both.
     fields = [role, _CLOSING_TAG.split(text)[-1].strip()]
     for call in calls_of(message):
         name, arguments = name_and_arguments(call)
@@ -222,13 +229,17 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
 
 
 def chain_key(previous: bytes, key: bytes, reference: CallRef | str | None) -> bytes:
-    """The key of a conversation after one more message. `reference` is where a tool result points (the raw id where it points nowhere)."""
+    """The key of a conversation after one more message. `reference` is where a tool result points (the raw id where it
+    points nowhere)."""
     return blake2b(previous + key + (b"" if reference is None else repr(reference).encode()), digest_size=16).digest()
 
 
 def tools_key(tools: Tools | None) -> bytes:
     """The same for tool sets that differ only in order or spelling of JSON: these may still render alike."""
-    described = [json.dumps({k: v for k, v in tool.items() if k != "cache_control"}, sort_keys=True, default=str) for tool in tools or ()]
+    described = [
+        json.dumps({k: v for k, v in tool.items() if k != "cache_control"}, sort_keys=True, default=str)
+        for tool in tools or ()
+    ]
     return _hash(sorted(described))
 
 

@@ -4,10 +4,12 @@ The whole list of messages is matched against the tree as it is now, in four ste
 1. chained loose keys find the nodes whose conversation may be a prefix of the request (deepest first);
 2. every served turn on a candidate's path must be replayed exactly or with a known loss (`projections`);
 3. every given message and the tools must be equal as JSON, or else render to the same ids;
-4. among those that fit, the one is chosen that was served whole, has the fewest given messages spelled otherwise, then the fewest
-   changes, is named by the request, was not asked again since, was not continued by this very request before, and is the newest, in this
-   order; where several have equally few of both and none is named, the match is marked ambiguous.
-Nothing is remembered from one request to the next but pure facts about its messages and the paths they replay (`conversations`).
+4. among those that fit, the one is chosen that was served whole, has the fewest given messages spelled otherwise, then
+   the fewest changes, is named by the request, was not asked again since, was not continued by this very request
+   before, and is the newest, in this order; where several have equally few of both and none is named, the match is
+   marked ambiguous.
+Nothing is remembered from one request to the next but pure facts about its messages and the paths they replay
+(`conversations`).
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from tokentrue.types import Message, Messages, Tools
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continue:
-    """Continue after `node`; `tail` is what is new, its call ids being those that were served. `why` is None where nothing had continued
-    `node` before."""
+    """Continue after `node`; `tail` is what is new, its call ids being those that were served. `why` is None where
+    nothing had continued `node` before."""
 
     node: Node
     tail: tuple[Message, ...]
@@ -43,7 +45,8 @@ class Continue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """Nothing recorded can be continued token by token. `origin` is the node whose conversation it continues with other tokens, if any."""
+    """Nothing recorded can be continued token by token. `origin` is the node whose conversation it continues with other
+    tokens, if any."""
 
     messages: tuple[Message, ...]
     given: tuple[Given, ...]
@@ -77,9 +80,12 @@ class Matcher:
         return self._reader.read(messages, tools, are_final=are_final)
 
     @traced("resolve")
-    async def resolve(self, conversation: Conversation, in_flight: Mapping[TurnKey, int], *, named: str | None = None) -> Resolution:
-        """`in_flight` counts the turns that are being generated; `named` is the node that the request says it continues. Waits only where
-        long histories must be rendered to be compared; turns that are committed meanwhile are not candidates."""
+    async def resolve(
+        self, conversation: Conversation, in_flight: Mapping[TurnKey, int], *, named: str | None = None
+    ) -> Resolution:
+        """`in_flight` counts the turns that are being generated; `named` is the node that the request says it
+        continues. Waits only where long histories must be rendered to be compared; turns that are committed meanwhile
+        are not candidates."""
         found = await _Search(self._tree, self._index, self._renderer, conversation, in_flight, named).find_deepest()
         if found is None:
             return self._start_root(conversation, in_flight)
@@ -93,7 +99,9 @@ class Matcher:
         how = format_changes(tuple(sorted(fit.changes)), ambiguous=ambiguous)
         return Continue(node=node, tail=tail, projection=how, turn_key=key, why=why, detail=detail)
 
-    def _classify_edge(self, key: TurnKey, tail: Sequence[Message], in_flight: Mapping[TurnKey, int]) -> tuple[str | None, str]:
+    def _classify_edge(
+        self, key: TurnKey, tail: Sequence[Message], in_flight: Mapping[TurnKey, int]
+    ) -> tuple[str | None, str]:
         node = key[0]
         if in_flight.get(key):
             return "parallel", "another request for this turn was in flight"
@@ -109,7 +117,9 @@ class Matcher:
 
     def _start_root(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Root:
         messages = tuple(conversation.messages)
-        root = Root(messages=messages, given=messages, turn_key=turn_key(None, messages, conversation.tools), why="first")
+        root = Root(
+            messages=messages, given=messages, turn_key=turn_key(None, messages, conversation.tools), why="first"
+        )
         if not len(self._tree) and not in_flight:
             return root
         if repeated := _classify_repeat(self._tree, root, in_flight):
@@ -129,7 +139,10 @@ class Matcher:
             return "edited", f"messages[{shared}] ({role}) is not what led to node {before.id}"
         if shared == len(conversation.keys) and digest(before.tools) != conversation.tools_digest:
             return "tools_changed", f"the same messages led to node {before.id} under other tools"
-        return "history_replaced", f"shares only its first {shared} message(s) with this session: a summary, or another task"
+        return (
+            "history_replaced",
+            f"shares only its first {shared} message(s) with this session: a summary, or another task",
+        )
 
 
 class _Search:
@@ -152,22 +165,31 @@ class _Search:
         for at in range(len(self._conversation.facts) - 1, -1, -1):
             if self._conversation.facts[at].role != "assistant":
                 continue
-            fits = [(node, fit) for node in self._index.ends.get(self._conversation.keys[at], ()) if (fit := self._fit(node)) is not None]
+            fits = [
+                (node, fit)
+                for node in self._index.ends.get(self._conversation.keys[at], ())
+                if (fit := self._fit(node)) is not None
+            ]
             fits = [(node, fit) for node, fit in fits if not fit.num_respelled or await self._renders_alike(node)]
-            fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits  # a whole answer before one that broke off
+            fits = [
+                (node, fit) for node, fit in fits if node.outcome == "served"
+            ] or fits  # a whole answer before one that broke off
             same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
             if fits:
                 return (*self._choose(same or fits), bool(same))
         return None
 
     def _choose(self, fits: Sequence[tuple[Node, PathFit]]) -> tuple[Node, PathFit, bool]:
-        # Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served the same text.
+        # Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served
+        # the same text.
         fewest = min(fit.num_respelled for _, fit in fits)
         fits = [(node, fit) for node, fit in fits if fit.num_respelled == fewest]
         best = min(fit.num_changes for _, fit in fits)
         equal = [(node, fit) for node, fit in fits if fit.num_changes == best]
         equal = [(node, fit) for node, fit in equal if node.id == self._named] or equal
-        node, fit = equal[0] if len(equal) == 1 else min(equal, key=self._rank)  # ranking restores and hashes the new messages
+        node, fit = (
+            equal[0] if len(equal) == 1 else min(equal, key=self._rank)
+        )  # ranking restores and hashes the new messages
         return node, fit, len(equal) > 1
 
     def _rank(self, item: tuple[Node, PathFit]) -> tuple[bool, bool, int]:
@@ -177,7 +199,8 @@ class _Search:
         return replaced, key in self._tree.answers or bool(self._in_flight.get(key)), -node.seq
 
     def _fit(self, node: Node) -> PathFit | None:
-        """None where a turn on the path was edited. Siblings share the walk to their parent, as does the next request."""
+        """None where a turn on the path was edited. Siblings share the walk to their parent, as does the next
+        request."""
         fits, parent = self._conversation.fits, self._tree.parent(node)
         if node.id not in fits:
             if parent is not None and parent.id not in fits:
@@ -193,7 +216,9 @@ class _Search:
         for step in steps:
             for item in (*step.given, step.served):
                 if item is step.served or isinstance(item, ServedRef):
-                    found = find_changes(nodes[item.node].served if isinstance(item, ServedRef) else item, facts[at].message)
+                    found = find_changes(
+                        nodes[item.node].served if isinstance(item, ServedRef) else item, facts[at].message
+                    )
                     if found is None:
                         return None
                     num_changes += len(found)
@@ -212,17 +237,22 @@ class _Search:
         return await self._render_equal(node, recorded, node.tools, recorded, self._conversation.tools)
 
     async def _renders_alike(self, node: Node) -> bool:
-        """Are the given messages on the path to `node`, as they are spelled now, rendered to the same ids as the recorded ones?"""
+        """Are the given messages on the path to `node`, as they are spelled now, rendered to the same ids as the
+        recorded ones?"""
         recorded: list[Message] = []
         now: list[Message] = []
         for step in self._tree.path(node):
-            for item, message in zip((*step.given, ServedRef(step.id)), (*self._tree.given_messages(step), step.served), strict=True):
+            for item, message in zip(
+                (*step.given, ServedRef(step.id)), (*self._tree.given_messages(step), step.served), strict=True
+            ):
                 sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
                 now.append({**sent, "tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else sent)
                 recorded.append(message)
         return await self._render_equal(node, recorded[:-1], node.tools, now[:-1], node.tools)
 
-    async def _render_equal(self, node: Node, one: Messages, tools: Tools | None, other: Messages, other_tools: Tools | None) -> bool:
+    async def _render_equal(
+        self, node: Node, one: Messages, tools: Tools | None, other: Messages, other_tools: Tools | None
+    ) -> bool:
         kwargs = dict(node.template_kwargs) or None
 
         def compare() -> bool:
@@ -237,8 +267,8 @@ class _Search:
 
 
 def restore_tail(tree: Tree, index: CandidateIndex, node: Node, conversation: Conversation) -> tuple[Message, ...]:
-    """What is new after `node`. Tool results get the call ids that were served: templates may print them, and the sampled tokens may
-    hold them."""
+    """What is new after `node`. Tool results get the call ids that were served: templates may print them, and the
+    sampled tokens may hold them."""
     depth = index.place(node).depth
     new = enumerate(conversation.facts[depth:], depth)
     return tuple(_restore(tree, node, depth, facts, conversation.references[at]) for at, facts in new)
@@ -253,9 +283,17 @@ def _restore(tree: Tree, node: Node, depth: int, facts: MessageFacts, reference:
 
 
 def root_after(
-    tree: Tree, node: Node, tail: Sequence[Message], tools: Tools | None, in_flight: Mapping[TurnKey, int], *, why: str, detail: str
+    tree: Tree,
+    node: Node,
+    tail: Sequence[Message],
+    tools: Tools | None,
+    in_flight: Mapping[TurnKey, int],
+    *,
+    why: str,
+    detail: str,
 ) -> Root:
-    """The conversation to `node` and `tail`, rendered anew because of `why`. Served messages are given as references to their nodes."""
+    """The conversation to `node` and `tail`, rendered anew because of `why`. Served messages are given as references to
+    their nodes."""
     given: list[Given] = []
     for step in tree.path(node):
         given += [*step.given, ServedRef(step.id)]

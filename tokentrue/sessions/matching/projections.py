@@ -1,10 +1,12 @@
-"""Is a replayed assistant message a known lossy projection of what was served? Pure; the answer names every loss or says no.
+"""Is a replayed assistant message a known lossy projection of what was served? Pure; the answer names every loss or
+says no.
 
-The changes that harnesses are known to cause: `reasoning_dropped`, `reasoning_inlined`, `call_ids`, `arguments`, `parts`,
-`empty_content`, `whitespace`, `extra_fields`. Anything else is an edit. A wrong match is worse than a fork, so a replay that
+The changes that harnesses are known to cause: `reasoning_dropped`, `reasoning_inlined`, `call_ids`, `arguments`,
+`parts`, `empty_content`, `whitespace`, `extra_fields`. Anything else is an edit. A wrong match is worse than a fork, so
+a replay that
 *adds* to what was served (reasoning that was not there, one more call) is an edit too.
-The served text is never taken apart: a think tag in it is text that the model wrote. Only the replay is searched for the served
-reasoning, inlined before the served text.
+The served text is never taken apart: a think tag in it is text that the model wrote. Only the replay is searched for
+the served reasoning, inlined before the served text.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tokentrue.sessions.matching.match_keys import calls_of, name_and_arguments, reasoning_of, repeats_arguments, text_of
+from tokentrue.sessions.matching.match_keys import (
+    calls_of,
+    name_and_arguments,
+    reasoning_of,
+    repeats_arguments,
+    text_of,
+)
 from tokentrue.types import Message
 
 _KNOWN = ("role", "content", "reasoning_content", "reasoning", "tool_calls")
@@ -53,7 +61,8 @@ def _text_changes(served: Message, replayed: Message) -> set[str] | None:
 
 
 def _find_inlined(replayed: str, *, thought: str, text: str) -> str | None:
-    """The reasoning that stands before `text` in a replay: `thought`, or nothing in an empty block; None where neither does."""
+    """The reasoning that stands before `text` in a replay: `thought`, or nothing in an empty block; None where neither
+    does."""
     for block, rest in _inlined_blocks(replayed.strip()):
         if rest.strip() == text and block.strip() in ("", thought):
             return block.strip()

@@ -1,1 +1,2 @@
-"""What `tokentrue.turn` calls in order: requests (before a turn is admitted), prompts, generation (and parsing), commits. `turn` writes."""
+"""What `tokentrue.turn` calls in order: requests (before a turn is admitted), prompts, generation (and parsing),
+commits. `turn` writes."""

@@ -1,4 +1,5 @@
-"""A finished generation becomes a node with its place in the order of commits, and a node becomes a reply. `turn` writes them."""
+"""A finished generation becomes a node with its place in the order of commits, and a node becomes a reply. `turn`
+writes them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ from tokentrue.sessions.offload import INLINE_IDS, run_inline_or_thread
 from tokentrue.sessions.stages.generation import Draft
 from tokentrue.sessions.stages.prompts import Prompt
 from tokentrue.sessions.tree import Node, Tree
-from tokentrue.types import Attempt, Completion, Message, Parsed, Reply, RoutedExperts, Sampling, Status, Tools, TurnRequest
+from tokentrue.types import (
+    Attempt,
+    Completion,
+    Message,
+    Parsed,
+    Reply,
+    RoutedExperts,
+    Sampling,
+    Status,
+    Tools,
+    TurnRequest,
+)
 
 _OF_THE_ENGINE = ("versions", "stopped_by", "replay", "top_logprobs", "fingerprint", "attempts", "served")
 
@@ -37,7 +49,8 @@ class PreparedTurn:
 
 
 def reserve_nodes(drafts: Sequence[Draft], prepared: PreparedTurn, tree: Tree) -> list[Node]:
-    """Builds the nodes, checks them (the prompt that was sent is the recorded one, the certificate fits) and reserves their places."""
+    """Builds the nodes, checks them (the prompt that was sent is the recorded one, the certificate fits) and reserves
+    their places."""
     nodes = [_node_from_draft(draft, prepared, tree, seq=tree.next_seq + index) for index, draft in enumerate(drafts)]
     tree.reserve(nodes)
     return nodes
@@ -47,7 +60,11 @@ def _node_from_draft(draft: Draft, prepared: PreparedTurn, tree: Tree, *, seq: i
     prompt, done = prepared.prompt, draft.completion
     logprobs = array("d", done.logprobs)
     link = next_link(
-        tree.link_before(prompt.parent), given_ids=prompt.given_ids, sampled_ids=done.token_ids, logprobs=logprobs, versions=done.versions
+        tree.link_before(prompt.parent),
+        given_ids=prompt.given_ids,
+        sampled_ids=done.token_ids,
+        logprobs=logprobs,
+        versions=done.versions,
     )
     why, detail = prompt.why, prompt.detail
     if draft.choice and why in (None, "first"):
@@ -95,7 +112,9 @@ def _node_from_draft(draft: Draft, prepared: PreparedTurn, tree: Tree, *, seq: i
 def _own_routing(done: Completion, prompt: Prompt) -> RoutedExperts | None:
     parent_length = 0 if prompt.parent is None else prompt.parent.length
     try:
-        return own_routing(done.routed_experts, parent_length=parent_length, length=len(prompt.ids) + len(done.token_ids))
+        return own_routing(
+            done.routed_experts, parent_length=parent_length, length=len(prompt.ids) + len(done.token_ids)
+        )
     except TokenContractError as error:
         raise EngineContractError(str(error)) from error
 
@@ -109,21 +128,26 @@ def _storable(attempt: Attempt) -> Attempt:
 
 
 def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
-    """SHA-256 of what the provider sent to the engine, which must be what the record holds: compared by content, at every commit."""
+    """SHA-256 of what the provider sent to the engine, which must be what the record holds: compared by content, at
+    every commit."""
     recorded = tree.prompt_digest(prompt.parent, prompt.given_ids)
     sent = prompt.ids.sha256() if completion.prompt_digest is None else completion.prompt_digest
     if sent != recorded:
         kept = tree.full_ids(prompt.parent) + prompt.given_ids
         at = next((i for i, (a, b) in enumerate(zip(kept, prompt.ids, strict=False)) if a != b), None)
         after = "a new root" if prompt.parent is None else f"node {prompt.parent.id}"
-        place = "the provider sent other ids than it was given" if at is None else f"the prompt leaves the recorded ids at token {at}"
+        place = (
+            "the provider sent other ids than it was given"
+            if at is None
+            else f"the prompt leaves the recorded ids at token {at}"
+        )
         raise TokenContractError(f"after {after}: {place}")
     return recorded
 
 
 def rows_from_nodes(nodes: Sequence[Node], parent: Node | None) -> list[Row]:
-    """What the journal cannot hold exactly is refused here: ids and log-probabilities are stored as they are, and the JSON of everything
-    else must give back what was written."""
+    """What the journal cannot hold exactly is refused here: ids and log-probabilities are stored as they are, and the
+    JSON of everything else must give back what was written."""
     return [_row_from_node(node, parent) for node in nodes]
 
 

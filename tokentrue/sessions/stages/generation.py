@@ -1,7 +1,8 @@
-"""The n choices of a turn: the engine is asked, whole or streamed, and its tokens are checked and parsed. Nothing is written here.
+"""The n choices of a turn: the engine is asked, whole or streamed, and its tokens are checked and parsed. Nothing is
+written here.
 
-A choice keeps what the engine has reported so far, so that a turn that ends early (the client left, the engine failed, the session was
-deleted) can still be recorded.
+A choice keeps what the engine has reported so far, so that a turn that ends early (the client left, the engine failed,
+the session was deleted) can still be recorded.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ class Choice:
     ) -> None:
         self.index, self.node = index, node
         self._prompt, self._tools, self._renderer, self._emit = prompt, tools, renderer, emit
-        self.sampling = sampling if sampling.seed is None or index == 0 else replace(sampling, seed=choice_seed(sampling.seed, index))
+        self.sampling = (
+            sampling
+            if sampling.seed is None or index == 0
+            else replace(sampling, seed=choice_seed(sampling.seed, index))
+        )
         self._received = _Received()
         self._completion: Completion | None = None
         self._streamed: tuple[Parsed, Message] | None = None
@@ -116,7 +121,9 @@ class Choice:
 
     def _event(self, delta: Delta | None, chunk: Chunk | None = None) -> TurnEvent:
         chunk = chunk or Chunk()
-        return TurnEvent(index=self.index, node=self.node, delta=delta, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
+        return TurnEvent(
+            index=self.index, node=self.node, delta=delta, token_ids=chunk.token_ids, logprobs=chunk.logprobs
+        )
 
     @traced("parse")
     async def parse(self) -> Draft:
@@ -181,7 +188,9 @@ def _parse(parse: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 def check_completion(completion: Completion, prompt: Prompt) -> None:
     """The engine's own account must agree with what it was sent, and the record must be able to hold it."""
     if completion.prompt_tokens is not None and completion.prompt_tokens != len(prompt.ids):
-        raise EngineContractError(f"the engine counted {completion.prompt_tokens} prompt tokens of the {len(prompt.ids)} that were sent")
+        raise EngineContractError(
+            f"the engine counted {completion.prompt_tokens} prompt tokens of the {len(prompt.ids)} that were sent"
+        )
     if not completion.token_ids:
         raise EngineContractError("the engine sampled no token; raise max_tokens or shorten the prompt")
     for span in completion.versions:
@@ -190,7 +199,9 @@ def check_completion(completion: Completion, prompt: Prompt) -> None:
 
 def _check_version(version: int) -> None:
     if not -_LARGEST_VERSION <= version <= _LARGEST_VERSION:
-        raise EngineContractError(f"policy version {version} is not a 64-bit integer; have the engine report a smaller one")
+        raise EngineContractError(
+            f"policy version {version} is not a 64-bit integer; have the engine report a smaller one"
+        )
 
 
 class _Received:
@@ -204,7 +215,9 @@ class _Received:
 
     def add(self, chunk: Chunk) -> None:
         if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
-            raise EngineContractError(f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}")
+            raise EngineContractError(
+                f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}"
+            )
         _check_version(chunk.policy_version)
         self.token_ids.extend(chunk.token_ids)
         self._logprobs.extend(chunk.logprobs)
@@ -228,7 +241,8 @@ class _Received:
 
 @traced("generate")
 async def generate_all(choices: Sequence[Choice], provider: Provider, session_id: str) -> None:
-    """Returns when every choice has its answer, or raises the first failure after the others were cancelled and have ended."""
+    """Returns when every choice has its answer, or raises the first failure after the others were cancelled and have
+    ended."""
     await _run_all([choice.generate(provider, session_id) for choice in choices])
 
 

@@ -1,12 +1,13 @@
 """Pinned prompts: the first system prompt of a conversation stays, whatever the agent sends in its place later.
 
-Some agents put a clock or a list of files into their system prompt: every turn then begins with other tokens and is a conversation of
-its own. With `pin=("system",)` a later turn of the conversation is read as if it began with the first system prompt. That is what the
-model is given and what is recorded and trained on; what the client sent instead stands in the node (`replaced`).
+Some agents put a clock or a list of files into their system prompt: every turn then begins with other tokens and is a
+conversation of its own. With `pin=("system",)` a later turn of the conversation is read as if it began with the first
+system prompt. That is what the model is given and what is recorded and trained on; what the client sent instead stands
+in the node (`replaced`).
 
-A conversation is known by its tools and its first message after the system prompt, so sub-agents and side requests keep their own. A
-committed turn pins its prompt for good, one in flight while it is: one that was refused or failed leaves nothing behind, and a reopened
-session knows the same prompts.
+A conversation is known by its tools and its first message after the system prompt, so sub-agents and side requests keep
+their own. A committed turn pins its prompt for good, one in flight while it is: one that was refused or failed leaves
+nothing behind, and a reopened session knows the same prompts.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ SYSTEM_ROLES = ("system", "developer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedRequest:
-    """`messages` is what the model is given, `prompt` the system prompt that it begins with; `replaced` is the one that the client sent,
-    where it is another. `conversation` is empty where nothing can be pinned."""
+    """`messages` is what the model is given, `prompt` the system prompt that it begins with; `replaced` is the one that
+    the client sent, where it is another. `conversation` is empty where nothing can be pinned."""
 
     messages: Messages
     conversation: bytes = b""
@@ -71,7 +72,9 @@ class PinnedPrompts:
         started = (other.prompt for other in in_flight if other.conversation == conversation)
         prompt = self._first.get(conversation) or next(started, sent)
         replaced = () if sent == prompt else sent
-        return PinnedRequest(messages=[*prompt, *messages[length:]], conversation=conversation, prompt=prompt, replaced=replaced)
+        return PinnedRequest(
+            messages=[*prompt, *messages[length:]], conversation=conversation, prompt=prompt, replaced=replaced
+        )
 
 
 def conversation_key(first: Message, tools: Tools | None) -> bytes:

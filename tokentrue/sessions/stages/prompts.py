@@ -1,4 +1,5 @@
-"""A resolution becomes a prompt: the recorded ids, untouched, and what the renderer adds; or a new root where it refuses."""
+"""A resolution becomes a prompt: the recorded ids, untouched, and what the renderer adds; or a new root where it
+refuses."""
 
 from __future__ import annotations
 
@@ -58,17 +59,29 @@ async def build_prompt(
 
 
 async def _extend(
-    resolution: Continue, chars: int, renderer: Renderer, tree: Tree, tools: Tools | None, template_kwargs: TemplateKwargs
+    resolution: Continue,
+    chars: int,
+    renderer: Renderer,
+    tree: Tree,
+    tools: Tools | None,
+    template_kwargs: TemplateKwargs,
 ) -> Prompt | Refusal:
     node, tail, kwargs = resolution.node, resolution.tail, dict(template_kwargs)
     if kwargs != dict(node.template_kwargs) and not await _has_same_context(renderer, tree, node, tools, kwargs):
-        return Refusal(why="template_kwargs_changed", detail=f"template settings that shape the prompt differ from those of node {node.id}")
+        return Refusal(
+            why="template_kwargs_changed",
+            detail=f"template settings that shape the prompt differ from those of node {node.id}",
+        )
     prefix, history = tree.full_ids(node), tree.messages(node)
-    extension = await run_by_size(renderer.extend, chars, prefix, history, tail, node.tools, template_kwargs=kwargs or None)
+    extension = await run_by_size(
+        renderer.extend, chars, prefix, history, tail, node.tools, template_kwargs=kwargs or None
+    )
     if isinstance(extension, Refusal):
         return extension
     if len(extension.prefix_ids) != len(prefix):
-        raise TokenContractError(f"the renderer changed the prefix of node {node.id}: {len(prefix)} ids became {len(extension.prefix_ids)}")
+        raise TokenContractError(
+            f"the renderer changed the prefix of node {node.id}: {len(prefix)} ids became {len(extension.prefix_ids)}"
+        )
     given_ids = extension.added_ids
     return Prompt(
         ids=prefix + given_ids,
@@ -82,7 +95,9 @@ async def _extend(
     )
 
 
-async def _render(resolution: Root, chars: int, renderer: Renderer, tools: Tools | None, template_kwargs: TemplateKwargs) -> Prompt:
+async def _render(
+    resolution: Root, chars: int, renderer: Renderer, tools: Tools | None, template_kwargs: TemplateKwargs
+) -> Prompt:
     def render() -> Rendered:
         rendered = renderer.render(resolution.messages, tools, template_kwargs=dict(template_kwargs) or None)
         rendered.token_ids.sha256()  # the provider will ask for it
@@ -102,14 +117,21 @@ async def _render(resolution: Root, chars: int, renderer: Renderer, tools: Tools
     )
 
 
-async def _has_same_context(renderer: Renderer, tree: Tree, node: Node, tools: Tools | None, kwargs: Mapping[str, Any]) -> bool:
+async def _has_same_context(
+    renderer: Renderer, tree: Tree, node: Node, tools: Tools | None, kwargs: Mapping[str, Any]
+) -> bool:
     """Do these template settings change only how the generation prompt ends? Compared on the root's own messages."""
     root = tree.path(node)[0]
     messages = tree.given_messages(root)
 
     def compare() -> bool:
-        renders = [renderer.render(messages, tools, template_kwargs=dict(s) or None).token_ids for s in (root.template_kwargs, kwargs)]
+        renders = [
+            renderer.render(messages, tools, template_kwargs=dict(s) or None).token_ids
+            for s in (root.template_kwargs, kwargs)
+        ]
         short, long = sorted(renders, key=len)
-        return long[: len(short) - 1] == short[:-1]  # one goes on where the other ends, or they part at the very last token
+        return (
+            long[: len(short) - 1] == short[:-1]
+        )  # one goes on where the other ends, or they part at the very last token
 
     return await run_by_size(compare, count_chars(messages))

@@ -1,4 +1,5 @@
-"""What a request asks for: pinned sampling values, what a training session may sample with, and the exact identity of a request."""
+"""What a request asks for: pinned sampling values, what a training session may sample with, and the exact identity of a
+request."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _CURE = "switch it off, or use a session with training=False"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedSampling:
-    """Sampling values that hold whatever the client asks for. A whole `Sampling` pins every field, a mapping those it names."""
+    """Sampling values that hold whatever the client asks for. A whole `Sampling` pins every field, a mapping those it
+    names."""
 
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -41,7 +43,8 @@ class PinnedSampling:
 
 
 def resolve_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: Renderer, training: bool) -> Sampling:
-    """Pinned values over the client's, the renderer's stop tokens added. Penalties are refused where a trainer is to score the tokens."""
+    """Pinned values over the client's, the renderer's stop tokens added. Penalties are refused where a trainer is to
+    score the tokens."""
     sampling = pinned.apply(requested)
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     sampling = replace(sampling, stop_token_ids=stops, extra=freeze(sampling.extra, "sampling.extra"))
@@ -51,8 +54,8 @@ def resolve_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: R
 
 
 async def check_truthful(sampling: Sampling, provider: Provider) -> None:
-    """Refuses filters under which the engine does not report the log-probabilities that it sampled from. An engine that has not yet said
-    what it can do is asked."""
+    """Refuses filters under which the engine does not report the log-probabilities that it sampled from. An engine that
+    has not yet said what it can do is asked."""
     if not sampling.filters:
         return
     if provider.truthful_filters is None:
@@ -63,7 +66,8 @@ async def check_truthful(sampling: Sampling, provider: Provider) -> None:
 
 
 def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
-    """Equal for equal requests only: messages, tools, sampling, template settings, n, dialect and the named node, exactly."""
+    """Equal for equal requests only: messages, tools, sampling, template settings, n, dialect and the named node,
+    exactly."""
     try:
         settings = dumps([sampling_to_json(sampling), request.template_kwargs])
     except (TypeError, ValueError) as error:

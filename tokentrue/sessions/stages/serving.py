@@ -1,8 +1,9 @@
 """What the client is served: the parsed turn with its call ids, cut at a stop string. Pure.
 
-Call ids come from the node, so that they are the same in a stream and in the committed turn, and name the turn when they come back:
-two answers to one prompt never share an id. An id that the model wrote itself stays (it is in its tokens), unless it has the form of those
-that parsers make up; so does the short form that some templates insist on.
+Call ids come from the node, so that they are the same in a stream and in the committed turn, and name the turn when
+they come back:
+two answers to one prompt never share an id. An id that the model wrote itself stays (it is in its tokens), unless it
+has the form of those that parsers make up; so does the short form that some templates insist on.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ def _with_id(call: Mapping[str, Any], node_id: str, index: int) -> dict[str, Any
 
 
 def chat_finish_reason(reply: Reply) -> str:
-    """`finish_reason` of a chat completion. An aborted turn is left open, too; the protocol has no other word for it than "length"."""
+    """`finish_reason` of a chat completion. An aborted turn is left open, too; the protocol has no other word for it
+    than "length"."""
     if reply.completion.finish is not Finish.STOP:
         return "length"
     return "tool_calls" if reply.message.get("tool_calls") else "stop"
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop string begins that is complete first (of two complete at once, the longer): the one at which an engine stops."""
+    """Where the stop string begins that is complete first (of two complete at once, the longer): the one at which an
+    engine stops."""
     found = [(at + len(stop), at) for stop in stops if stop and (at := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
@@ -102,8 +105,9 @@ class StreamedMessage:
     def finish(self, served: Message) -> tuple[list[Delta], Message]:
         """The deltas that are still missing from `served`, and the message that the client then has.
 
-        The two are equal to what the whole turn serves, unless the stream has shown something that the whole parse takes back (a call
-        that broke off): then the record keeps what was shown, because that is what the client has and will replay.
+        The two are equal to what the whole turn serves, unless the stream has shown something that the whole parse
+        takes back (a call that broke off): then the record keeps what was shown, because that is what the client has
+        and will replay.
         """
         deltas: list[Delta] = []
         message = dict(served)
@@ -112,7 +116,11 @@ class StreamedMessage:
             if not want.startswith(have):
                 message[field] = have
             elif len(want) > len(have):
-                deltas.append(Delta(reasoning=want[len(have) :]) if field == "reasoning_content" else Delta(content=want[len(have) :]))
+                deltas.append(
+                    Delta(reasoning=want[len(have) :])
+                    if field == "reasoning_content"
+                    else Delta(content=want[len(have) :])
+                )
         calls = [dict(call) for call in calls_of(served)]
         for index in range(max(len(calls), len(self._calls))):
             self._finish_call(index, calls, deltas)
@@ -125,8 +133,16 @@ class StreamedMessage:
         wanted = calls[index] if index < len(calls) else None
         function: Mapping[str, Any] = {} if wanted is None else wanted["function"]
         arguments = str(function.get("arguments") or "")
-        if wanted is None or (shown["name"] and shown["name"] != function["name"]) or not arguments.startswith(shown["arguments"]):
-            call = {"id": shown["id"], "type": "function", "function": {"name": shown["name"], "arguments": shown["arguments"]}}
+        if (
+            wanted is None
+            or (shown["name"] and shown["name"] != function["name"])
+            or not arguments.startswith(shown["arguments"])
+        ):
+            call = {
+                "id": shown["id"],
+                "type": "function",
+                "function": {"name": shown["name"], "arguments": shown["arguments"]},
+            }
             calls[index : index + 1] = [call]
             return
         if not shown["name"]:

@@ -1,8 +1,10 @@
-"""Is the policy that samples better after an update? The engines score the step's rows with the new weights, and a bad update is undone.
+"""Is the policy that samples better after an update? The engines score the step's rows with the new weights, and a bad
+update is undone.
 
-The trainer's own log-probabilities cannot tell: where engine and trainer differ, an update may improve the one and harm the other (MIPU,
-arXiv 2606.29526). The criterion is `tokentrue.mismatch.check_update`. Nothing is sampled between the publication of an update and its
-acceptance, so that refused weights leave no token behind: the weights before are published again under the same version.
+The trainer's own log-probabilities cannot tell: where engine and trainer differ, an update may improve the one and harm
+the other (MIPU, arXiv 2606.29526). The criterion is `tokentrue.mismatch.check_update`. Nothing is sampled between the
+publication of an update and its acceptance, so that refused weights leave no token behind: the weights before are
+published again under the same version.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokentrue.errors import ConfigError, EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable, TrainingError
+from tokentrue.errors import (
+    ConfigError,
+    EngineContractError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+    TrainingError,
+)
 from tokentrue.mismatch import UpdateCheck, check_update
 from tokentrue.protocols import Provider, Scoring
 from tokentrue.train.config import AcceptanceConfig
@@ -78,7 +87,8 @@ class UpdateJudge:
     async def _score(self, rows: Sequence[Row]) -> list[Tensor]:
         """Rows are dealt to the engines in turn; those of an engine that cannot be reached go to the next one.
 
-        An engine samples one more token to score a row, and refuses one that fills its context: that is scored without its last token.
+        An engine samples one more token to score a row, and refuses one that fills its context: that is scored without
+        its last token.
         """
         engines = deque(require_scoring(engine) for engine in self._engines())
         gate = asyncio.Semaphore(IN_FLIGHT * len(engines))
@@ -95,7 +105,9 @@ class UpdateJudge:
                     del ids[-1]
                     values = await score_with_first(order, ids)
             if len(values) != len(ids) - 1:
-                raise EngineContractError(f"an engine gave {len(values)} log-probabilities of {len(ids)} tokens, not {len(ids) - 1}")
+                raise EngineContractError(
+                    f"an engine gave {len(values)} log-probabilities of {len(ids)} tokens, not {len(ids) - 1}"
+                )
             return torch.tensor([0.0, *values], dtype=torch.float64).float()
 
         return list(await asyncio.gather(*(score(row) for row in rows)))
@@ -111,12 +123,15 @@ async def score_with_first(engines: Sequence[Scoring], token_ids: Sequence[int])
 
 def require_scoring(engine: Provider) -> Scoring:
     if not isinstance(engine, Scoring):
-        raise ConfigError(f"train.acceptance: engine {engine.name!r} does not score given tokens; use exact or vllm, or turn it off")
+        raise ConfigError(
+            f"train.acceptance: engine {engine.name!r} does not score given tokens; use exact or vllm, or turn it off"
+        )
     return engine
 
 
 def require_plain_sampling(row: Row) -> None:
-    """Engines score given tokens at temperature 1 without filters: the ratio to anything else would not be the update's."""
+    """Engines score given tokens at temperature 1 without filters: the ratio to anything else would not be the
+    update's."""
     if row.kept is not None or bool((row.temperatures[row.mask] != 1.0).any()):
         raise ConfigError(
             f"train.acceptance: sample {row.sample.sample_id} was sampled at another temperature than 1, or under filters; engines score "

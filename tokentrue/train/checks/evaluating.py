@@ -12,9 +12,12 @@ Rewards = Sequence[Sequence[float]]  # by task, one for each attempt
 
 
 class Evaluator:
-    """Called after every step. `run` runs this rank's tasks, on a rank without engines none; all ranks get the result of all."""
+    """Called after every step. `run` runs this rank's tasks, on a rank without engines none; all ranks get the result
+    of all."""
 
-    def __init__(self, config: EvaluationConfig, run: Callable[[], Awaitable[Rewards]], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, config: EvaluationConfig, run: Callable[[], Awaitable[Rewards]], ranks: Ranks | None = None
+    ) -> None:
         self.config = config
         self._run = run
         self._ranks = ranks or Ranks()
@@ -36,7 +39,9 @@ class Evaluator:
         found = {"eval/reward": mean, "eval/best": self.best}
         for k in powers_of_two(self.config.attempts):
             solved = [sum(reward >= self.config.solved for reward in attempts) for attempts in rewards]
-            found[f"eval/pass@{k}"] = sum(pass_at_k(len(a), s, k) for a, s in zip(rewards, solved, strict=True)) / len(rewards)
+            found[f"eval/pass@{k}"] = sum(pass_at_k(len(a), s, k) for a, s in zip(rewards, solved, strict=True)) / len(
+                rewards
+            )
         return found
 
     def state(self) -> dict[str, float | int]:
@@ -56,7 +61,8 @@ class Evaluator:
 
 
 def pass_at_k(attempts: int, solved: int, k: int) -> float:
-    """The probability that k of the attempts, drawn without replacement, hold a solved one: 1 - C(n - c, k) / C(n, k)."""
+    """The probability that k of the attempts, drawn without replacement, hold a solved one: 1 - C(n - c, k) / C(n,
+    k)."""
     return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
 
 

@@ -25,11 +25,15 @@ class Agreement:
 
     def merge(self, other: Agreement) -> Agreement:
         return Agreement(
-            compared=self.compared + other.compared, differing=self.differing + other.differing, largest=max(self.largest, other.largest)
+            compared=self.compared + other.compared,
+            differing=self.differing + other.differing,
+            largest=max(self.largest, other.largest),
         )
 
 
-def agreement(rows: Sequence[Row], trainer: Sequence[Tensor], *, version: int, places: list[tuple[int, int]] | None = None) -> Agreement:
+def agreement(
+    rows: Sequence[Row], trainer: Sequence[Tensor], *, version: int, places: list[tuple[int, int]] | None = None
+) -> Agreement:
     """Compares bits. `places` collects (row, token) of the first difference of each row."""
     compared = differing = 0
     largest = 0.0

@@ -1,9 +1,11 @@
-"""Do the engines have the trainer's weights? After every publication each of them samples a few tokens, and the trainer scores them.
+"""Do the engines have the trainer's weights? After every publication each of them samples a few tokens, and the trainer
+scores them.
 
-The prompt is always the same and longer than a block of an engine's prefix cache: stale weights and a stale cache both show. At the start
-the path is proven: deliberately changed weights are published, and each engine must be nearer to them than to the trainer's own. Then the
-own ones are published, and what an engine's arithmetic adds is measured; a later mean |δ| far above that means that the engine samples
-from other weights, and the run stops.
+The prompt is always the same and longer than a block of an engine's prefix cache: stale weights and a stale cache both
+show. At the start
+the path is proven: deliberately changed weights are published, and each engine must be nearer to them than to the
+trainer's own. Then the own ones are published, and what an engine's arithmetic adds is measured; a later mean |δ| far
+above that means that the engine samples from other weights, and the run stops.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Probe:
         return ProbeResult(delta=worst, engines=len(found))
 
     async def prove(self, trainer: Trainer, publish: Callable[[Trainer], Awaitable[None]]) -> None:
-        """Raises TrainingError unless every engine follows changed weights. The trainer's own are put back, bit for bit."""
+        """Raises TrainingError unless every engine follows changed weights. The trainer's own are put back, bit for
+        bit."""
         own = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         with torch.no_grad():
             for parameter in trainer.model.parameters():
@@ -89,7 +92,8 @@ class Probe:
         return found
 
     async def _sample(self, trainer: Trainer) -> list[Completion]:
-        """An engine that dies here is not probed: it gets the weights again before it is used, as one that missed the publication."""
+        """An engine that dies here is not probed: it gets the weights again before it is used, as one that missed the
+        publication."""
         asked = Sampling(temperature=trainer.config.temperature, max_tokens=SAMPLED_TOKENS, seed=trainer.version)
         found: list[Completion] = []
         for engine in self._engines():

@@ -1,4 +1,5 @@
-"""From rewards to advantages: one reward per session, shaped where the configuration says so, and one advantage for all of its rows.
+"""From rewards to advantages: one reward per session, shaped where the configuration says so, and one advantage for all
+of its rows.
 
 Invariant: every row of a session carries the session's own advantage, and a group's baseline counts each session once.
 """
@@ -37,7 +38,9 @@ class SessionRewards:
             sampled[number] += int(row.sampled.sum())
             trained[number] += int(row.mask.sum())
         rewards = torch.tensor(found.rewards, dtype=torch.float64)
-        return SessionRewards(rewards=rewards, groups=found.groups, sampled=sampled, trained=trained, of_row=found.of_sample)
+        return SessionRewards(
+            rewards=rewards, groups=found.groups, sampled=sampled, trained=trained, of_row=found.of_sample
+        )
 
     def less(self, cost: Tensor) -> SessionRewards:
         return replace(self, rewards=self.rewards - cost)
@@ -57,17 +60,25 @@ def overlong_cost(sampled: Sequence[int], config: OverlongConfig) -> Tensor:
 
 
 def is_truncated(row: Row) -> bool:
-    """Whether a turn of the row ended at its limit of tokens. Files from before `finish` was recorded name the last turn's end alone."""
-    return row.sample.finish_reason == Finish.LENGTH or any(turn.row.finish == Finish.LENGTH for turn in read_turns(row.sample))
+    """Whether a turn of the row ended at its limit of tokens. Files from before `finish` was recorded name the last
+    turn's end alone."""
+    return row.sample.finish_reason == Finish.LENGTH or any(
+        turn.row.finish == Finish.LENGTH for turn in read_turns(row.sample)
+    )
 
 
 def mask_truncated(rows: Sequence[Row]) -> list[Row]:
     """The same rows without loss in sessions that hold a turn which ended at its limit of tokens."""
     cut = {(row.group, row.sample.session_id) for row in rows if is_truncated(row)}
-    return [replace(row, mask=torch.zeros_like(row.mask)) if (row.group, row.sample.session_id) in cut else row for row in rows]
+    return [
+        replace(row, mask=torch.zeros_like(row.mask)) if (row.group, row.sample.session_id) in cut else row
+        for row in rows
+    ]
 
 
-def session_advantages(sessions: SessionRewards, baseline: Baseline, config: AdvantageConfig | None = None) -> list[float]:
+def session_advantages(
+    sessions: SessionRewards, baseline: Baseline, config: AdvantageConfig | None = None
+) -> list[float]:
     """One advantage per row."""
     config = config or AdvantageConfig()
     values, groups, eps, lone = sessions.rewards, sessions.groups, config.epsilon, config.lone_group

@@ -24,7 +24,8 @@ UNSAMPLED = -1
 class Row:
     """One sample, ready to train on. `mask` is True where loss falls; `rollout` is 0 where nothing was sampled.
 
-    `versions` holds the policy version of each sampled token and -1 elsewhere; `temperatures` the one that each token is scored at:
+    `versions` holds the policy version of each sampled token and -1 elsewhere; `temperatures` the one that each token
+    is scored at:
     for a sampled token the one it was sampled at.
     """
 
@@ -86,7 +87,9 @@ def temperatures_of(sample: Sample, default: float) -> Tensor:
     found = torch.tensor(scoring_temperatures(sample, default), dtype=torch.float32)
     for number, turn in enumerate(read_turns(sample)):
         if turn.row.temperature == 0 and any(sample.loss_mask[turn.start : turn.end]):
-            raise TokenContractError(f"sample {sample.sample_id}, turn {number}: sampled at temperature 0, which has no policy gradient")
+            raise TokenContractError(
+                f"sample {sample.sample_id}, turn {number}: sampled at temperature 0, which has no policy gradient"
+            )
     return found
 
 

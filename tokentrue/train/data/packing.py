@@ -12,7 +12,8 @@ from collections.abc import Sequence
 def pack(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
     """Bins of row numbers that cost at most `budget` tokens: longest first, into the first bin with room.
 
-    A bin costs the sum of its rows or, `padded`, their number times the longest. A row longer than the budget gets a bin of its own:
+    A bin costs the sum of its rows or, `padded`, their number times the longest. A row longer than the budget gets a
+    bin of its own:
     it cannot be cut.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

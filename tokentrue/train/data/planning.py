@@ -1,7 +1,8 @@
-"""Who trains what, where: minibatches, ranks and forward passes of one step, from sessions, row lengths and advantages alone.
+"""Who trains what, where: minibatches, ranks and forward passes of one step, from sessions, row lengths and advantages
+alone.
 
-Invariants: the rows of a session are in one minibatch; every row of a minibatch belongs to exactly one rank; every rank makes the same
-number of forward passes; which rows share a pass changes no result but rounding.
+Invariants: the rows of a session are in one minibatch; every row of a minibatch belongs to exactly one rank; every rank
+makes the same number of forward passes; which rows share a pass changes no result but rounding.
 """
 
 from __future__ import annotations
@@ -51,10 +52,15 @@ class Packing:
 
 
 def plan_minibatches(
-    rows: Sequence[Row], is_trained: Sequence[bool], packing: Packing, *, parts: int, shuffle_seed: tuple[object, ...] | None = None
+    rows: Sequence[Row],
+    is_trained: Sequence[bool],
+    packing: Packing,
+    *,
+    parts: int,
+    shuffle_seed: tuple[object, ...] | None = None,
 ) -> list[Minibatch]:
-    """Sessions are dealt whole, in their order or in one drawn with the seed: how many updates there are, and what a session weighs in its
-    update, does not depend on how many rows it has."""
+    """Sessions are dealt whole, in their order or in one drawn with the seed: how many updates there are, and what a
+    session weighs in its update, does not depend on how many rows it has."""
     sessions = sessions_of(rows)
     order = range(len(sessions)) if shuffle_seed is None else shuffle(len(sessions), *shuffle_seed)
     made: list[Minibatch] = []

@@ -1,7 +1,8 @@
-"""What a row replays in the trainer's forward passes: the ids that the sampler's filters kept, and the experts that the rollout took.
+"""What a row replays in the trainer's forward passes: the ids that the sampler's filters kept, and the experts that the
+rollout took.
 
-Rows of one pass are laid end to end (packed) or padded on the right to the longest; a position without a record keeps all ids and lets the
-router choose.
+Rows of one pass are laid end to end (packed) or padded on the right to the longest; a position without a record keeps
+all ids and lets the router choose.
 """
 
 from __future__ import annotations
@@ -61,17 +62,23 @@ def join_kept(rows: Sequence[KeptRows | None], lengths: Sequence[int], *, pad_to
 
 @contextmanager
 def replay_experts(model: nn.Module, rows: Sequence[Routed], *, padded: bool, mode: RoutingReplay) -> Iterator[None]:
-    """Inside the block the forward passes over these rows, and what their backward passes recompute, take the recorded experts."""
+    """Inside the block the forward passes over these rows, and what their backward passes recompute, take the recorded
+    experts."""
     known = [row.experts for row in rows if row.experts is not None]
     if mode == "off" or not known:
         yield
         return
     longest, shape = max(row.length for row in rows), known[0].shape[1:]
     lengths = [longest if padded else row.length for row in rows]
-    experts = torch.cat([_filled(row.experts, length, shape, FREE, torch.int16) for row, length in zip(rows, lengths, strict=True)])
+    experts = torch.cat(
+        [_filled(row.experts, length, shape, FREE, torch.int16) for row, length in zip(rows, lengths, strict=True)]
+    )
     weights = None
     if mode == "weights" and all(row.expert_weights is not None for row in rows if row.experts is not None):
-        found = [_filled(row.expert_weights, length, shape, 0, torch.float32) for row, length in zip(rows, lengths, strict=True)]
+        found = [
+            _filled(row.expert_weights, length, shape, 0, torch.float32)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
         weights = torch.cat(found)
     with replay_routing(model, experts, weights):
         yield

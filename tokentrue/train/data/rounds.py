@@ -1,4 +1,5 @@
-"""Where batches come from. Round j is the batch of step j: sampled live by the current weights, or read from a source of samples."""
+"""Where batches come from. Round j is the batch of step j: sampled live by the current weights, or read from a source
+of samples."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Groups = list[list[Sample]]
 class Rounds(Protocol):
     """`play(j)` returns the groups of round j, in a fixed order. With a lag, several rounds are in progress at once.
 
-    With several ranks each has rounds of its own: `play` returns this rank's part, and the parts in rank order are the round.
+    With several ranks each has rounds of its own: `play` returns this rank's part, and the parts in rank order are the
+    round.
     """
 
     async def play(self, number: int) -> Groups: ...
@@ -39,7 +41,8 @@ class CountingRounds(Protocol):
 
 
 class SourceRounds:
-    """Recorded groups in the source's order, `groups_per_step` of them per step. When they run out the next step starts again.
+    """Recorded groups in the source's order, `groups_per_step` of them per step. When they run out the next step starts
+    again.
 
     A step never holds a group twice: the last step of a pass, or every step of a small source, has fewer groups.
     Rounds asked for in order are read in one pass; any other is found from the beginning.

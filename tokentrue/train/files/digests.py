@@ -1,4 +1,5 @@
-"""Digests of a directory's files: made when a checkpoint is written, checked when it is loaded; ranks share the work."""
+"""Digests of a directory's files: made when a checkpoint is written, checked when it is loaded; ranks share the
+work."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ def digest_of(path: Path) -> str:
 
 
 def digests_under(directory: Path, ranks: Ranks) -> dict[str, str]:
-    """By name relative to the directory. Every rank calls it once all files are written, and hashes its share of them."""
-    names = ranks.from_first(sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()))
+    """By name relative to the directory. Every rank calls it once all files are written, and hashes its share of
+    them."""
+    names = ranks.from_first(
+        sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    )
     mine = {name: digest_of(directory / name) for name in names[ranks.rank :: ranks.world]}
     return {name: digest for found in ranks.everyone(mine) for name, digest in found.items()}
 

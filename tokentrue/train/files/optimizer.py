@@ -1,7 +1,7 @@
 """The optimiser's state in a checkpoint: moments, step counts and master weights by parameter name.
 
-Below a size rank 0 writes one file of whole tensors. Above it each rank writes its own shards through torch.distributed.checkpoint, which
-also gives them back to another number of ranks.
+Below a size rank 0 writes one file of whole tensors. Above it each rank writes its own shards through
+torch.distributed.checkpoint, which also gives them back to another number of ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def write_shards(trainer: Trainer, directory: Path) -> None:
 
 def read_optimizer(trainer: Trainer, directory: Path) -> None:
     """Puts state and master weights in place, bit for bit; every rank calls it."""
-    restore_optimizer(trainer, read_shards(trainer, directory) if (directory / SHARDS).is_dir() else load_file(directory / FILE))
+    restore_optimizer(
+        trainer, read_shards(trainer, directory) if (directory / SHARDS).is_dir() else load_file(directory / FILE)
+    )
 
 
 def restore_optimizer(trainer: Trainer, found: Mapping[str, Tensor]) -> None:
@@ -86,7 +88,9 @@ def read_shards(trainer: Trainer, directory: Path) -> Mapping[str, Tensor]:
         name = key.rpartition("|")[0]
         if name in masters and isinstance(facts, TensorStorageMetadata):
             scalar = len(facts.size) == 0
-            wanted[key] = torch.zeros((), dtype=facts.properties.dtype) if scalar else torch.zeros_like(masters[name].detach())
+            wanted[key] = (
+                torch.zeros((), dtype=facts.properties.dtype) if scalar else torch.zeros_like(masters[name].detach())
+            )
     with alone_is_meant(trainer):
         load(wanted, checkpoint_id=directory / SHARDS, no_dist=trainer.ranks.world == 1)
     return wanted

@@ -1,4 +1,5 @@
-"""A model's weights as Hugging Face files: one, or several with an index above a size. Never more than one file's worth is held at once."""
+"""A model's weights as Hugging Face files: one, or several with an index above a size. Never more than one file's worth
+is held at once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from tokentrue.train.ranks import Ranks, named_weights, whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def weights_bytes(model: nn.Module) -> int:
@@ -52,7 +59,10 @@ def write_weights(model: nn.Module, directory: Path, ranks: Ranks, *, limit_byte
         if ranks.first:
             save_file(tensors, directory / file, metadata={"format": "pt"})
     if ranks.first and len(files) > 1:
-        table = {"metadata": {"total_size": weights_bytes(model)}, "weight_map": {n: f for f, names in files.items() for n in names}}
+        table = {
+            "metadata": {"total_size": weights_bytes(model)},
+            "weight_map": {n: f for f, names in files.items() for n in names},
+        }
         (directory / INDEX).write_text(json.dumps(table, indent=1))
 
 
@@ -63,7 +73,7 @@ def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
         files = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
     for file in files:
         with safe_open(directory / file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+            for name in opened.keys():
                 yield name, opened.get_tensor(name)
 
 

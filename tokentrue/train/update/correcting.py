@@ -1,8 +1,10 @@
 """The correction of a whole minibatch, for any cut of it.
 
-Some rules look at the minibatch as a whole (a mean that weights are normalised by, M2PO's second moment, the counts that a loss divides
-by). So every rank gathers the log-probabilities of all rows, corrects the whole minibatch in one call, and takes its own rows from it:
-nothing depends on which rows share a rank or a forward pass. Log-probabilities are four bytes a token; correcting is 0.2% of a step.
+Some rules look at the minibatch as a whole (a mean that weights are normalised by, M2PO's second moment, the counts
+that a loss divides by). So every rank gathers the log-probabilities of all rows, corrects the whole minibatch in one
+call, and takes its own rows from it:
+nothing depends on which rows share a rank or a forward pass. Log-probabilities are four bytes a token; correcting is
+0.2% of a step.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ def correct_minibatch(
             version=version,
         )
     masks = [rows[i].mask for i in part.rows]
-    counts = [int(mask.sum()) for mask in (masks if made is None or loss.correction.loss_counts == "original" else made.mask)]
+    counts = [
+        int(mask.sum()) for mask in (masks if made is None or loss.correction.loss_counts == "original" else made.mask)
+    ]
     sessions = sessions_of([rows[i] for i in part.rows])
     totals = [sum(counts[k] for k in numbers) for numbers in sessions]
     return MinibatchCorrection(
@@ -87,7 +91,9 @@ def correct_minibatch(
         metrics=Metrics({}) if made is None else made.metrics,
         num_tokens=float(sum(counts)),
         num_sessions=float(sum(tokens > 0 for tokens in totals)),
-        session_tokens={part.rows[k]: float(total) for numbers, total in zip(sessions, totals, strict=True) for k in numbers},
+        session_tokens={
+            part.rows[k]: float(total) for numbers, total in zip(sessions, totals, strict=True) for k in numbers
+        },
     )
 
 

@@ -1,4 +1,5 @@
-"""The divergence from the reference model: what it costs a session's reward, and a coefficient that follows a target."""
+"""The divergence from the reference model: what it costs a session's reward, and a coefficient that follows a
+target."""
 
 from __future__ import annotations
 
@@ -28,9 +29,13 @@ class KlCoefficient:
     def of(config: KlConfig, loss: LossConfig) -> KlCoefficient:
         penalty = 0.0 if loss.penalty is None else loss.penalty.coefficient
         if config.target and config.reward_coefficient and penalty:
-            raise ConfigError("train.kl.target: adapts one coefficient; use train.kl.reward_coefficient or loss.penalty, not both")
+            raise ConfigError(
+                "train.kl.target: adapts one coefficient; use train.kl.reward_coefficient or loss.penalty, not both"
+            )
         if config.target and not (config.reward_coefficient or penalty):
-            raise ConfigError("train.kl.target: there is no coefficient to adapt; set train.kl.reward_coefficient or loss.penalty")
+            raise ConfigError(
+                "train.kl.target: there is no coefficient to adapt; set train.kl.reward_coefficient or loss.penalty"
+            )
         return KlCoefficient(config=config, value=config.reward_coefficient or penalty)
 
     def adapt(self, kl: float, sessions: int) -> None:

@@ -1,7 +1,8 @@
 """Master weights: the optimiser works in float32 whatever the model computes in.
 
-A bfloat16 weight of 0.05 moves in steps of 2.4e-4; an update of 1e-6 is lost in it. So a model in bfloat16 or float16 gets a float32 copy
-of every parameter, which collects the gradients and takes the updates; after each update the model's own parameters are the copy rounded.
+A bfloat16 weight of 0.05 moves in steps of 2.4e-4; an update of 1e-6 is lost in it. So a model in bfloat16 or float16
+gets a float32 copy of every parameter, which collects the gradients and takes the updates; after each update the
+model's own parameters are the copy rounded.
 These rounded parameters are what is scored with and what is published: bit for bit what the engine has.
 """
 
@@ -45,7 +46,10 @@ class MasterWeights:
 
     def __init__(self, model: nn.Module) -> None:
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._pairs = [(name, own, own if own.dtype == torch.float32 else nn.Parameter(own.detach().float())) for name, own in named]
+        self._pairs = [
+            (name, own, own if own.dtype == torch.float32 else nn.Parameter(own.detach().float()))
+            for name, own in named
+        ]
 
     @property
     def parameters(self) -> list[nn.Parameter]:

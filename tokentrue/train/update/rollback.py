@@ -1,4 +1,5 @@
-"""What an update changed, so that it can be undone: master weights and the optimiser's moments, copied to host memory before a step."""
+"""What an update changed, so that it can be undone: master weights and the optimiser's moments, copied to host memory
+before a step."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class Snapshot:
     def __init__(self, masters: MasterWeights, optimizer: torch.optim.Optimizer, counters: Mapping[str, Any]) -> None:
         self.counters = counters
         self._weights = [copy_to_host(parameter) for parameter in masters.parameters]
-        self._moments = [{name: copy_to_host(value) for name, value in optimizer.state[p].items()} for p in masters.parameters]
+        self._moments = [
+            {name: copy_to_host(value) for name, value in optimizer.state[p].items()} for p in masters.parameters
+        ]
 
     @torch.no_grad()
     def restore(self, masters: MasterWeights, optimizer: torch.optim.Optimizer) -> None:

@@ -1,6 +1,8 @@
-"""Log-probabilities of whole rows under a model: packed through the exact operators, or padded through the model's own forward.
+"""Log-probabilities of whole rows under a model: packed through the exact operators, or padded through the model's own
+forward.
 
-Both return, for each row, one float32 value per token: entry i is log p(token i | tokens before i), and entry 0 is 0 by convention.
+Both return, for each row, one float32 value per token: entry i is log p(token i | tokens before i), and entry 0 is 0 by
+convention.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ class Scores:
 
 
 class Scorer(Protocol):
-    """`ids` and `temperatures` are rows of equal lengths; the answer is in the same order. `active()` wraps a training step.
+    """`ids` and `temperatures` are rows of equal lengths; the answer is in the same order. `active()` wraps a training
+    step.
 
-    `kept` has, for each row, the ids that the sampler's filters kept for each of its tokens: the scores are of what is left.
-    `is_padded`: a forward pass costs rows × longest row instead of the sum of the rows.
+    `kept` has, for each row, the ids that the sampler's filters kept for each of its tokens: the scores are of what is
+    left. `is_padded`: a forward pass costs rows × longest row instead of the sum of the rows.
     """
 
     name: str
@@ -104,7 +107,12 @@ class PlainScorer:
         ids_BT = nn.utils.rnn.pad_sequence(list(ids), batch_first=True).to(device)
         logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
         if one_temperature(temperatures) != 1.0:
-            logits = logits / nn.utils.rnn.pad_sequence(list(temperatures), batch_first=True, padding_value=1.0).to(device)[:, 1:, None]
+            logits = (
+                logits
+                / nn.utils.rnn.pad_sequence(list(temperatures), batch_first=True, padding_value=1.0).to(device)[
+                    :, 1:, None
+                ]
+            )
         lengths = [int(row.shape[0]) for row in ids]
         joined = join_kept(kept or [None] * len(ids), lengths, pad_to=ids_BT.shape[1])
         if joined is not None:
@@ -113,7 +121,9 @@ class PlainScorer:
         logp_BTV = torch.log_softmax(logits, dim=-1)
         values_BT = logp_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
         spread_BT = -(logp_BTV.exp() * logp_BTV.masked_fill(logp_BTV == -torch.inf, 0.0)).sum(-1) if entropy else None
-        return Scores(logprobs=unpad(values_BT, lengths), entropy=None if spread_BT is None else unpad(spread_BT, lengths))
+        return Scores(
+            logprobs=unpad(values_BT, lengths), entropy=None if spread_BT is None else unpad(spread_BT, lengths)
+        )
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]:
         return nullcontext()
@@ -130,7 +140,8 @@ def unpad(values_BT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def split_rows(flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Rows of a packed score of N-1 entries; the one that would predict a row's first token is already 0, but for the first row's."""
+    """Rows of a packed score of N-1 entries; the one that would predict a row's first token is already 0, but for the
+    first row's."""
     return list(nn.functional.pad(flat, (1, 0)).split(list(lengths)))
 
 

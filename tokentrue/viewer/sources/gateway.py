@@ -71,13 +71,18 @@ class GatewaySource:
     def load_session(self, session_id: str) -> SessionView:
         name = urllib.parse.quote(session_id)
         view = _view_from_json(self._get(f"/sessions/{name}"))
-        samples = [sample_from_json(item, f"session {session_id}") for item in self._get(f"/sessions/{name}/samples")["samples"]]
+        samples = [
+            sample_from_json(item, f"session {session_id}")
+            for item in self._get(f"/sessions/{name}/samples")["samples"]
+        ]
         return replace(view, branches=view_from_samples(samples).branches) if samples else view
 
     def load_group(self, group: str) -> list[SessionView]:
         found: list[SessionView] = []
         offset = 0
-        while page := self._get(f"/sessions?offset={offset}&limit={PAGE}&group={urllib.parse.quote(group)}")["sessions"]:
+        while page := self._get(f"/sessions?offset={offset}&limit={PAGE}&group={urllib.parse.quote(group)}")[
+            "sessions"
+        ]:
             offset += len(page)
             found += [self.load_session(item["session_id"]) for item in page if item["group"] == group]
         return found

@@ -113,7 +113,9 @@ def view_from_samples(samples: Sequence[Sample]) -> SessionView:
         rewards=[sample.reward for sample in samples],
     )
     metadata = {key: value for key, value in first.metadata.items() if key != "tokentrue"}
-    return SessionView(summary=summary, nodes=nodes, branches=tuple(_branch_of(sample) for sample in samples), metadata=metadata)
+    return SessionView(
+        summary=summary, nodes=nodes, branches=tuple(_branch_of(sample) for sample in samples), metadata=metadata
+    )
 
 
 def _branch_of(sample: Sample) -> Branch:
@@ -159,7 +161,12 @@ def _node_rows(sample: Sample) -> list[dict[str, Any]]:
         ]
     turns: dict[int, dict[str, Any]] = {}
     for span in sample.spans:
-        fresh: dict[str, Any] = {"id": f"{sample.sample_id}:{span.turn}", "given_tokens": 0, "sampled_tokens": 0, "policy_versions": []}
+        fresh: dict[str, Any] = {
+            "id": f"{sample.sample_id}:{span.turn}",
+            "given_tokens": 0,
+            "sampled_tokens": 0,
+            "policy_versions": [],
+        }
         node = turns.setdefault(span.turn, {**fresh, "why": None, "projection": None})
         node[f"{span.kind}_tokens"] += span.end - span.start
         if span.policy_version is not None and span.policy_version not in node["policy_versions"]:

@@ -1,7 +1,8 @@
 """Sessions from the durable store: with their messages, abandoned branches and what the engine said beside each token.
 
-Summaries of a session are computed once and kept until the session changes; open sessions are looked at again, within a time budget
-per request, so that a store with thousands of sessions answers quickly and catches up over the next requests.
+Summaries of a session are computed once and kept until the session changes; open sessions are looked at again, within a
+time budget per request, so that a store with thousands of sessions answers quickly and catches up over the next
+requests.
 """
 
 from __future__ import annotations
@@ -33,19 +34,25 @@ class StoreSource:
     def __init__(self, journal: Journal, *, name: str, kind: SourceKind = "store") -> None:
         self._journal, self.name = journal, name
         self.kind: SourceKind = kind
-        self._summaries: dict[str, tuple[float, SessionRecord, SessionSummary]] = {}  # when it was computed, and from what
+        self._summaries: dict[
+            str, tuple[float, SessionRecord, SessionSummary]
+        ] = {}  # when it was computed, and from what
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
         total = self._journal.count()
         records = self._journal.sessions(offset=offset, limit=limit)
         self._catch_up(records)
-        return [self._summaries[record.id][2] if record.id in self._summaries else _summary(record) for record in records], total
+        return [
+            self._summaries[record.id][2] if record.id in self._summaries else _summary(record) for record in records
+        ], total
 
     def _catch_up(self, records: Sequence[SessionRecord]) -> None:
         """Summarises what is new or may have changed, the longest waiting first, until the budget is spent."""
         deadline = time.monotonic() + BUDGET_S[self.kind]
         stale = [record for record in records if not self._is_settled(record)]
-        for record in sorted(stale, key=lambda record: self._summaries[record.id][0] if record.id in self._summaries else 0.0):
+        for record in sorted(
+            stale, key=lambda record: self._summaries[record.id][0] if record.id in self._summaries else 0.0
+        ):
             with suppress(SessionNotFound):  # it was purged since it was listed
                 self._summaries[record.id] = (time.monotonic(), record, self._view(record.id).summary)
             if time.monotonic() > deadline:
@@ -74,7 +81,10 @@ class StoreSource:
 
 
 def _summary(
-    record: SessionRecord, nodes: Sequence[Mapping[str, Any]] = (), coverage: Coverage = NOTHING, rewards: Sequence[float | None] = ()
+    record: SessionRecord,
+    nodes: Sequence[Mapping[str, Any]] = (),
+    coverage: Coverage = NOTHING,
+    rewards: Sequence[float | None] = (),
 ) -> SessionSummary:
     """Of the record alone where its tree is not read yet."""
     return summarise(
@@ -98,7 +108,9 @@ def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
         for sample in assemble(tree, record, include_abandoned=True).samples:
             leaf = _leaf(sample)
             if leaf not in trained_leaves:
-                branches.append(_branch(tree, _mark_untrained(sample, tree, reasons), reasons.get(leaf, "trained_elsewhere")))
+                branches.append(
+                    _branch(tree, _mark_untrained(sample, tree, reasons), reasons.get(leaf, "trained_elsewhere"))
+                )
     nodes = tuple(view_node(describe_node(node), reasons) for node in tree.in_order())
     metadata = {**record.metadata, **record.rewards.metadata}
     summary = _summary(record, nodes, made.coverage, [sample.reward for sample in made.samples])
@@ -113,7 +125,9 @@ def _mark_untrained(sample: Sample, tree: Tree, reasons: Mapping[str, str]) -> S
     """An abandoned branch as it is: nothing of it is trained, and its sampled spans say why."""
     path = tree.path(tree.get(_leaf(sample)))
     spans = tuple(
-        replace(span, trainable=False, why=reasons.get(path[span.turn].id, "trained_elsewhere")) if span.kind == "sampled" else span
+        replace(span, trainable=False, why=reasons.get(path[span.turn].id, "trained_elsewhere"))
+        if span.kind == "sampled"
+        else span
         for span in sample.spans
     )
     return replace(sample, spans=spans, loss_mask=[0] * len(sample.token_ids))
@@ -144,7 +158,8 @@ def _branch(tree: Tree, sample: Sample, abandoned: str | None) -> Branch:
 
 
 def _entropies(node: Node) -> Sequence[float | None]:
-    """Of the alternatives that the engine reported for each token, in nats: a lower bound of the whole distribution's."""
+    """Of the alternatives that the engine reported for each token, in nats: a lower bound of the whole
+    distribution's."""
     tops = node.top_logprobs
     if not tops:
         return [None] * len(node.sampled_ids)

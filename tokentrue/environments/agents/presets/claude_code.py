@@ -12,7 +12,9 @@ def launch(address: SessionAddress, task: str) -> AgentLaunch:
         "DISABLE_TELEMETRY": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
-    return AgentLaunch(arguments=("-p", task, "--allowedTools", "Bash", "Read", "Write", "Edit", "Glob", "Grep"), env=env)
+    return AgentLaunch(
+        arguments=("-p", task, "--allowedTools", "Bash", "Read", "Write", "Edit", "Glob", "Grep"), env=env
+    )
 
 
 PRESET = AgentPreset(

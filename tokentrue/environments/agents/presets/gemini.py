@@ -8,7 +8,11 @@ SETTINGS = {"security": {"auth": {"selectedType": "gemini-api-key"}}, "privacy":
 
 
 def launch(address: SessionAddress, task: str) -> AgentLaunch:
-    env = {"GEMINI_API_KEY": address.api_key, "GOOGLE_GEMINI_BASE_URL": address.root, "GEMINI_CLI_TRUST_WORKSPACE": "true"}
+    env = {
+        "GEMINI_API_KEY": address.api_key,
+        "GOOGLE_GEMINI_BASE_URL": address.root,
+        "GEMINI_CLI_TRUST_WORKSPACE": "true",
+    }
     files = {".gemini/settings.json": json.dumps(SETTINGS)}
     return AgentLaunch(arguments=("-m", MODEL, "--yolo", "-p", task), env=env, home_files=files)
 

@@ -11,7 +11,20 @@ def launch(address: SessionAddress, task: str) -> AgentLaunch:
         "MSWEA_CONFIGURED": "true",
     }
     where = f"model.model_kwargs.api_base={address.openai}"
-    arguments = ("-m", f"openai/{MODEL}", "-t", task, "-y", "--exit-immediately", "-l", "0", "-c", "mini.yaml", "-c", where)
+    arguments = (
+        "-m",
+        f"openai/{MODEL}",
+        "-t",
+        task,
+        "-y",
+        "--exit-immediately",
+        "-l",
+        "0",
+        "-c",
+        "mini.yaml",
+        "-c",
+        where,
+    )
     return AgentLaunch(arguments=arguments, env=env)
 
 

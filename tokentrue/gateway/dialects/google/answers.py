@@ -1,7 +1,7 @@
 """Google GenerateContent: answers and chunks. The parts of both are built here and nowhere else.
 
-Reasoning is shown as parts with `thought` where the request asked for it (`thinkingConfig.includeThoughts`). The part that follows it
-carries it sealed, as `thoughtSignature`: clients drop thoughts from their history and keep signatures.
+Reasoning is shown as parts with `thought` where the request asked for it (`thinkingConfig.includeThoughts`). The part
+that follows it carries it sealed, as `thoughtSignature`: clients drop thoughts from their history and keep signatures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def build_response(head: RequestHead, replies: Sequence[Reply], text_of: TextOf,
     candidates: list[Json] = []
     for index, reply in enumerate(replies):
         end = candidate_end(head, reply, text_of)
-        candidates.append(build_candidate(index, build_parts(reply.message, signer, thoughts=head.options.thoughts), end))
+        candidates.append(
+            build_candidate(index, build_parts(reply.message, signer, thoughts=head.options.thoughts), end)
+        )
     return {"candidates": candidates, "usageMetadata": usage_of(replies), **response_base(head, replies[0].node)}
 
 
@@ -87,7 +89,9 @@ def logprobs_of(reply: Reply, text_of: TextOf) -> Json:
     result: Json = {"chosenCandidates": chosen}
     if done.top_logprobs is not None:
         ranked = [sorted(top.items(), key=lambda pair: -pair[1]) for top in done.top_logprobs]
-        result["topCandidates"] = [{"candidates": [token_entry(token, value, text_of) for token, value in top]} for top in ranked]
+        result["topCandidates"] = [
+            {"candidates": [token_entry(token, value, text_of) for token, value in top]} for top in ranked
+        ]
     mean = {"avgLogprobs": sum(done.logprobs) / len(done.logprobs)} if done.logprobs else {}
     return {"logprobsResult": result, **mean}
 
@@ -105,13 +109,19 @@ def usage_of(replies: Sequence[Reply]) -> Json:
 def build_error(problem: Problem) -> Json:
     """`code` is the HTTP status in this protocol; the gateway's own code and the field are in `details`."""
     metadata = {"field": problem.field} if problem.field else {}
-    info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": problem.code, "domain": "tokentrue", "metadata": metadata}
+    info = {
+        "@type": "type.googleapis.com/google.rpc.ErrorInfo",
+        "reason": problem.code,
+        "domain": "tokentrue",
+        "metadata": metadata,
+    }
     status = STATUSES.get(problem.status, "INTERNAL" if problem.status >= 500 else "INVALID_ARGUMENT")
     return {"error": {"code": problem.status, "message": problem.message, "status": status, "details": [info]}}
 
 
 class OpenCandidate:
-    """What of one candidate is not sent yet: reasoning that is not sealed, and a call whose arguments are not complete."""
+    """What of one candidate is not sent yet: reasoning that is not sealed, and a call whose arguments are not
+    complete."""
 
     def __init__(self) -> None:
         self.reasoning = ""
@@ -120,10 +130,11 @@ class OpenCandidate:
 
 
 class GoogleEncoder:
-    """Chunks, each a whole response of its own; the finish reason and the usage come with the last chunk of a candidate.
+    """Chunks, each a whole response of its own; the finish reason and the usage come with the last chunk of a
+    candidate.
 
-    A call goes out when it is complete: the protocol has no partial arguments. A keep-alive is an empty line, because Google's SDKs take
-    a comment for JSON; an error is bare JSON, as Google's own server sends it.
+    A call goes out when it is complete: the protocol has no partial arguments. A keep-alive is an empty line, because
+    Google's SDKs take a comment for JSON; an error is bare JSON, as Google's own server sends it.
     """
 
     ping = b"\n"

@@ -1,7 +1,9 @@
-"""Google contents as messages in the OpenAI shape. The protocol's JSON may spell each field in camelCase or in snake_case.
+"""Google contents as messages in the OpenAI shape. The protocol's JSON may spell each field in camelCase or in
+snake_case.
 
-Calls and results may come without ids. The k-th call of a function in one content is then `name#k`, and so is the k-th result: the
-matcher restores the ids that were served. Reasoning travels sealed in `thoughtSignature`; a thought that comes back changed is refused.
+Calls and results may come without ids. The k-th call of a function in one content is then `name#k`, and so is the k-th
+result: the matcher restores the ids that were served. Reasoning travels sealed in `thoughtSignature`; a thought that
+comes back changed is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def camel_keys(fields: Mapping[str, Any], path: str) -> Json:
     for name, value in fields.items():
         camel = _SNAKE.sub(lambda match: match[1].upper(), name)
         if camel in out:
-            raise MessageError(f"is given twice, as {camel} and in snake_case", field=f"{path}.{name}" if path else name)
+            raise MessageError(
+                f"is given twice, as {camel} and in snake_case", field=f"{path}.{name}" if path else name
+            )
         out[camel] = value
     return out
 
@@ -125,7 +129,10 @@ def join_model_turn(parts: Sequence[Message]) -> Message:
     shown = "".join(part.get("reasoning_content", "") for part in parts)
     sealed = "".join(part.get(SEALED, "") for part in parts)
     if shown and sealed and shown != sealed:
-        raise MessageError("thoughtSignature: does not fit the thoughts of its turn; send the parts back as they came", field="contents")
+        raise MessageError(
+            "thoughtSignature: does not fit the thoughts of its turn; send the parts back as they came",
+            field="contents",
+        )
     if shown or sealed:
         message["reasoning_content"] = shown or sealed
     calls = renumber([call for part in parts for call in part.get("tool_calls", ())])
@@ -152,7 +159,11 @@ def call_from_part(part: Json, where: str, counts: Counter[str]) -> Json:
     fields = known_fields(part["functionCall"], CALL_FIELDS, where)
     name = text_field(fields, "name", where)
     arguments = arguments_text(object_of(fields.get("args") or {}, f"{where}.args"))
-    return {"id": call_id(fields, name, counts, where), "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": call_id(fields, name, counts, where),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def call_id(fields: Json, name: str, counts: Counter[str], where: str) -> str:
@@ -203,7 +214,11 @@ def result_message(value: Any, where: str, counts: Counter[str]) -> Message:
     fields = known_fields(value, RESULT_FIELDS, where)
     name = text_field(fields, "name", where)
     response = object_of(fields.get("response") or {}, f"{where}.response")
-    message: Json = {"role": "tool", "tool_call_id": call_id(fields, name, counts, where), "content": result_text(response)}
+    message: Json = {
+        "role": "tool",
+        "tool_call_id": call_id(fields, name, counts, where),
+        "content": result_text(response),
+    }
     if response.keys() == {"error"}:
         message["is_error"] = True
     return message

@@ -1,4 +1,5 @@
-"""Google GenerateContent: requests. Contents are in `contents.py`, tools in `tools.py`, answers and events in `answers.py`.
+"""Google GenerateContent: requests. Contents are in `contents.py`, tools in `tools.py`, answers and events in
+`answers.py`.
 
 The path names the model and whether the answer is streamed: `TurnHandler` puts both into the head.
 """
@@ -11,7 +12,17 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from tokentrue.errors import MessageError, SamplingError
-from tokentrue.gateway.dialects.base import DecodedBody, Json, Problem, RequestHead, TextOf, complaint, object_of, parse_json, raw_items
+from tokentrue.gateway.dialects.base import (
+    DecodedBody,
+    Json,
+    Problem,
+    RequestHead,
+    TextOf,
+    complaint,
+    object_of,
+    parse_json,
+    raw_items,
+)
 from tokentrue.gateway.dialects.google.answers import GoogleEncoder, GoogleOptions, build_error, build_response
 from tokentrue.gateway.dialects.google.contents import camel_keys, join_model_turn, messages_from_content, system_text
 from tokentrue.gateway.dialects.google.tools import choice_from_google, schema_of, tools_from_google
@@ -80,7 +91,8 @@ class Google:
         return DecodedBody(head=head_from_google(head), items=items)
 
     def decode_count(self, body: bytes) -> DecodedBody:
-        """The body of `countTokens`: contents, or a whole request under `generateContentRequest`. Nothing will be sampled."""
+        """The body of `countTokens`: contents, or a whole request under `generateContentRequest`. Nothing will be
+        sampled."""
         fields = camel_keys(decode_fields(body), "")
         if "generateContentRequest" in fields:
             body = bytes(fields["generateContentRequest"])
@@ -107,7 +119,9 @@ class Google:
     def check_messages(self, messages: Sequence[Message]) -> None:
         """The protocol's models continue a last content of their own, which would put words into the sampled turn."""
         if messages and messages[-1]["role"] == "assistant":
-            raise MessageError("the last content is the model's: prefilled answers are not supported; end with the user's", field=ITEMS)
+            raise MessageError(
+                "the last content is the model's: prefilled answers are not supported; end with the user's", field=ITEMS
+            )
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
         return build_response(head, replies, text_of, self._signer)
@@ -153,7 +167,9 @@ def leading_from(head: GenerateHead) -> tuple[Message, ...]:
 def head_from_google(head: GenerateHead) -> RequestHead:
     where = "generationConfig"
     config = convert(camel_keys(head.generation_config or {}, where), GenerationConfig, where)
-    thinking = convert(camel_keys(config.thinking_config or {}, f"{where}.thinkingConfig"), ThinkingConfig, f"{where}.thinkingConfig")
+    thinking = convert(
+        camel_keys(config.thinking_config or {}, f"{where}.thinkingConfig"), ThinkingConfig, f"{where}.thinkingConfig"
+    )
     tools = tools_from_google(head.tools)
     extra, tools = constraints_from(choice_from_google(head.tool_config, tools), format_from_config(config), tools)
     return RequestHead(
@@ -200,4 +216,7 @@ def format_from_config(config: GenerationConfig) -> Json | None:
         return None
     if schema is None:
         return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"name": "response", "schema": object_of(schema, "generationConfig.responseSchema")}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "response", "schema": object_of(schema, "generationConfig.responseSchema")},
+    }

@@ -1,4 +1,5 @@
-"""Sealed reasoning as a `thoughtSignature`, which the protocol types as bytes: base64, in either alphabet on the way back."""
+"""Sealed reasoning as a `thoughtSignature`, which the protocol types as bytes: base64, in either alphabet on the way
+back."""
 
 from __future__ import annotations
 

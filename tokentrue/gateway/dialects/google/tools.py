@@ -10,8 +10,23 @@ from tokentrue.gateway.dialects.base import Json, echo, object_of
 from tokentrue.gateway.dialects.google.contents import camel_keys, known_fields
 from tokentrue.gateway.dialects.tools import check_function
 
-DECLARATION_FIELDS = ("name", "description", "parameters", "parametersJsonSchema", "response", "responseJsonSchema", "behavior")
-NUMBERS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")  # int64, which JSON may spell as strings
+DECLARATION_FIELDS = (
+    "name",
+    "description",
+    "parameters",
+    "parametersJsonSchema",
+    "response",
+    "responseJsonSchema",
+    "behavior",
+)
+NUMBERS = (
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "minProperties",
+    "maxProperties",
+)  # int64, which JSON may spell as strings
 SCHEMAS = ("items",)
 SCHEMA_LISTS = ("anyOf", "prefixItems")
 SCHEMA_MAPS = ("properties", "defs", "$defs")
@@ -37,7 +52,11 @@ def tools_from_google(tools: Sequence[Json] | None) -> tuple[Json, ...] | None:
 def tool_from_declaration(value: Any, where: str) -> Json:
     fields = known_fields(value, DECLARATION_FIELDS, where)
     schema = schema_of(fields, "parameters", "parametersJsonSchema", where)
-    function = {"name": fields.get("name"), "description": fields.get("description") or "", "parameters": schema or EMPTY_SCHEMA}
+    function = {
+        "name": fields.get("name"),
+        "description": fields.get("description") or "",
+        "parameters": schema or EMPTY_SCHEMA,
+    }
     check_function(function, where)
     return {"type": "function", "function": function}
 
@@ -71,7 +90,9 @@ def json_schema_from_openapi(value: Any, where: str, depth: int) -> Json:
         elif name in SCHEMA_LISTS and isinstance(item, list):
             out[name] = [json_schema_from_openapi(one, at, depth + 1) for one in cast("list[Any]", item)]
         elif name in SCHEMA_MAPS:
-            out[name] = {key: json_schema_from_openapi(one, f"{at}.{key}", depth + 1) for key, one in object_of(item, at).items()}
+            out[name] = {
+                key: json_schema_from_openapi(one, f"{at}.{key}", depth + 1) for key, one in object_of(item, at).items()
+            }
         elif name in NUMBERS and isinstance(item, str) and item.isdigit():
             out[name] = int(item)
         elif name not in IGNORED:

@@ -1,4 +1,5 @@
-"""Elementwise activations, computed in float32 and rounded once to the model's dtype, by one device function that every kernel shares."""
+"""Elementwise activations, computed in float32 and rounded once to the model's dtype, by one device function that every
+kernel shares."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
@@ -96,7 +97,11 @@ def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.
 def activation_grad(x: torch.Tensor, kind: str, dy: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(act(x), act'(x)) in x's dtype, for backward passes; with `dy` the second is dy · act'(x), and the first is x."""
     x = align_rows(x.contiguous())
-    dy, acted, dx = x if dy is None else align_rows(dy.contiguous()), x if dy is not None else torch.empty_like(x), torch.empty_like(x)
+    dy, acted, dx = (
+        x if dy is None else align_rows(dy.contiguous()),
+        x if dy is not None else torch.empty_like(x),
+        torch.empty_like(x),
+    )
     if x.numel():
         launch(
             _act_grad_kernel, (cdiv(x.numel(), 1024),), x, dy, acted, dx, x.numel(), ACT=branch_of(kind), GRADIENT=acted is x,

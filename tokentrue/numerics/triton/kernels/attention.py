@@ -1,11 +1,12 @@
 """Causal attention whose rows do not depend on what else is computed: one kernel for prefill, decode and training.
 
-A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its sequence. Each block is
-summed under its own maximum and then folded in, so that blocks may be computed apart (decode of few long sequences) and folded later with
-the same bits. A tile packs the query heads of one key head; with at least 16 rows a warp the sums of a row stay inside one warp, which
-makes the tile's height free. Whole blocks in a row's future are exact no-ops. A sink is folded in after the last block, as a block of one
-key without a value.
-Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM rows of a query tile, BN keys of a block.
+A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its
+sequence. Each block is summed under its own maximum and then folded in, so that blocks may be computed apart (decode of
+few long sequences) and folded later with the same bits. A tile packs the query heads of one key head; with at least 16
+rows a warp the sums of a row stay inside one warp, which makes the tile's height free. Whole blocks in a row's future
+are exact no-ops. A sink is folded in after the last block, as a block of one key without a value.
+Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM rows of a query tile, BN keys of a
+block.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -41,7 +42,8 @@ def key_block(dtype: torch.dtype) -> int:
 
 
 def tile_of(dtype: torch.dtype, *, streams: bool = False) -> QueryTile:
-    """The one shape for training, prefill and decode. A decode that `streams` a sequence's blocks from memory fetches two ahead."""
+    """The one shape for training, prefill and decode. A decode that `streams` a sequence's blocks from memory fetches
+    two ahead."""
     if dtype == torch.float32:  # plain multiply-adds spread a row over threads by the tile's shape
         return QueryTile(rows=16, warps=4, stages=2)
     return QueryTile(rows=64, warps=4, stages=3 if streams else 2)
@@ -49,7 +51,8 @@ def tile_of(dtype: torch.dtype, *, streams: bool = False) -> QueryTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Which queries each program computes: from `query[i]` on in sequence `sequence[i]` (int32). None: one decode query a sequence."""
+    """Which queries each program computes: from `query[i]` on in sequence `sequence[i]` (int32). None: one decode query
+    a sequence."""
 
     sequence: torch.Tensor
     query: torch.Tensor
@@ -107,7 +110,8 @@ def divide_rows(out, total, kind: tl.constexpr):
 @triton.jit
 def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, lowest, num_blocks, max_blocks, H: tl.constexpr, J: tl.constexpr,
                 D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, SINK: tl.constexpr):  # fmt: skip
-    """The blocks of one decode query, folded in ascending order. Read past the first cache, where another program's writes may not show."""
+    """The blocks of one decode query, folded in ascending order. Read past the first cache, where another program's
+    writes may not show."""
     G: tl.constexpr = H // J
     g = tl.arange(0, GP)
     d = tl.arange(0, BD)
@@ -118,24 +122,38 @@ def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, lowest,
         slot = ((s * J + j) * max_blocks + block) * GP
         m = tl.load(part_m_ptr + slot + g, mask=g < G, other=float("-inf"), cache_modifier=".cg")
         partial = tl.load(part_l_ptr + slot + g, mask=g < G, other=0.0, cache_modifier=".cg")
-        o = tl.load(part_ptr + (slot + g)[:, None] * BD + d[None, :], mask=(g < G)[:, None], other=0.0, cache_modifier=".cg")
+        o = tl.load(
+            part_ptr + (slot + g)[:, None] * BD + d[None, :], mask=(g < G)[:, None], other=0.0, cache_modifier=".cg"
+        )
         top, total, out = _fold(top, total, out, m, partial, o)
     if SINK:
         top, total, out = _fold_sink(top, total, out, sink_ptr, j * G + g, g < G)
     at_out = s * H + j * G + g
     tl.store(
-        o_ptr + at_out[:, None] * D + d[None, :], divide_rows(out, total, o_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :]
+        o_ptr + at_out[:, None] * D + d[None, :],
+        divide_rows(out, total, o_ptr.dtype.element_ty),
+        mask=(g < G)[:, None] & (d < D)[None, :],
     )
 
 
-@triton.jit(do_not_specialize=["starts_ptr", "context_ptr", "tile_seq_ptr", "tile_query_ptr", "table_ptr", "stride_table", "max_blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "starts_ptr",
+        "context_ptr",
+        "tile_seq_ptr",
+        "tile_query_ptr",
+        "table_ptr",
+        "stride_table",
+        "max_blocks",
+    ]
+)
 def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
                     stride_qt, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
                     SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (tiles, J, splits). With SPLIT (one query a sequence) as many programs as have a block leave theirs in `part_*`, and the
-    last one to arrive folds them all, in the same order as a program that has them alone."""
+    """Grid (tiles, J, splits). With SPLIT (one query a sequence) as many programs as have a block leave theirs in
+    `part_*`, and the last one to arrive folds them all, in the same order as a program that has them alone."""
     wait_for_inputs()
     let_next_start()
     tile = tl.program_id(0)
@@ -151,7 +169,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
         query0 = tl.load(tile_query_ptr + tile)
         start = tl.load(starts_ptr + s).to(tl.int64)
         count = tl.load(starts_ptr + s + 1) - start.to(tl.int32)
-    if PAGE > 0:  # noqa: SIM108
+    if PAGE > 0:
         length = tl.load(context_ptr + s)
     else:
         length = count
@@ -164,7 +182,9 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
     d = tl.arange(0, BD)
     token = start + query
     q = tl.load(
-        q_ptr + token[:, None] * stride_qt + ((j * G + g) * D)[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0
+        q_ptr + token[:, None] * stride_qt + ((j * G + g) * D)[:, None] + d[None, :],
+        mask=row_ok[:, None] & (d < D)[None, :],
+        other=0.0,
     )
     last = first + tl.minimum(query0 + BM // GP, count)
     num_blocks = tl.cdiv(last, BN)
@@ -210,7 +230,24 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
         arrived = tl.atomic_add(arrived_ptr + s * J + j, 1, sem="acq_rel", scope="gpu")
         if arrived == sharing - 1:
             first_block = lowest - tl.program_id(2)
-            _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, first_block, num_blocks, max_blocks, H, J, D, BD, GP, SINK)
+            _fold_parts(
+                part_ptr,
+                part_m_ptr,
+                part_l_ptr,
+                sink_ptr,
+                o_ptr,
+                s,
+                j,
+                first_block,
+                num_blocks,
+                max_blocks,
+                H,
+                J,
+                D,
+                BD,
+                GP,
+                SINK,
+            )
             tl.store(arrived_ptr + s * J + j, 0)
     else:
         if SINK:
@@ -225,7 +262,9 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
             tl.store(lse_ptr + at_out, top + tl.log2(total), mask=row_ok)
 
 
-def tiles_of(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def tiles_of(
+    counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device
+) -> Tiles:
     """Tiles over sequences with `counts` queries each, without the first `skip` sequences; one copy to the device."""
     return copy_tiles(tile_starts(counts, skip=skip, heads=heads, key_heads=key_heads, dtype=dtype), device)
 
@@ -238,7 +277,9 @@ def copy_tiles(pairs: list[tuple[int, int]], device: torch.device) -> Tiles:
     return Tiles(sequence=flat[0], query=flat[1])
 
 
-def tile_starts(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+def tile_starts(
+    counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype
+) -> list[tuple[int, int]]:
     """(sequence, first query) of every tile."""
     group, rows = power_of_two(heads // key_heads), tile_of(dtype).rows
     if group > rows:
@@ -249,7 +290,8 @@ def tile_starts(counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Room for unfolded blocks of decode steps: sequences × max_blocks of them. `splits` programs share one sequence and key head."""
+    """Room for unfolded blocks of decode steps: sequences × max_blocks of them. `splits` programs share one sequence
+    and key head."""
 
     out: torch.Tensor
     top: torch.Tensor
@@ -273,7 +315,8 @@ def parts_for(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Where keys and values are: dense [T, J, D] beside the queries, or contiguous pages [blocks, J, page, D] found through `table`."""
+    """Where keys and values are: dense [T, J, D] beside the queries, or contiguous pages [blocks, J, page, D] found
+    through `table`."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -315,7 +358,8 @@ def attend(
     parts: Parts | None = None,
     tile: QueryTile | None = None,
 ) -> None:
-    """Attention of q [T, H, D] into out [T, H, D]: the queries of `tiles`, or (None) one decode query of each of the first `sequences`.
+    """Attention of q [T, H, D] into out [T, H, D]: the queries of `tiles`, or (None) one decode query of each of the
+    first `sequences`.
 
     A `tile` with fewer than 16 rows a warp gives other bits: it is for engines with exactness off.
     """

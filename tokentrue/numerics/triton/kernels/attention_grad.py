@@ -1,6 +1,7 @@
 """Training attention: `attend` over dense sequences, with a backward pass that has no atomics.
 
-dQ and dK/dV are two kernels, each a fixed fold; so gradients are the same bits in every run. Legend as in `attention.py`.
+dQ and dK/dV are two kernels, each a fixed fold; so gradients are the same bits in every run. Legend as in
+`attention.py`.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -14,7 +15,16 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import AttentionSpec, Packed
-from tokentrue.numerics.triton.kernels.attention import LOG2E, Tiles, attend, copy_tiles, dense_heads, dense_keys, scores, tiles_of
+from tokentrue.numerics.triton.kernels.attention import (
+    LOG2E,
+    Tiles,
+    attend,
+    copy_tiles,
+    dense_heads,
+    dense_keys,
+    scores,
+    tiles_of,
+)
 from tokentrue.numerics.triton.kernels.matmul import precision_of
 from tokentrue.numerics.triton.launch import align_rows, launch, let_next_start, power_of_two, wait_for_inputs
 
@@ -129,7 +139,8 @@ def side_of(dtype: torch.dtype) -> int:
 
 
 def gradient_tiles(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Tiles of the backward pass over whole sequences. Made once for all layers: a copy to the device per layer would wait for it."""
+    """Tiles of the backward pass over whole sequences. Made once for all layers: a copy to the device per layer would
+    wait for it."""
     pairs = [(s, at) for s, n in enumerate(lengths) for at in range(0, n, side_of(dtype))]
     return copy_tiles(pairs, device)
 
@@ -163,7 +174,16 @@ class _Attention(torch.autograd.Function):
         shape = {"H": heads, "J": key_heads, "D": size, "BD": power_of_two(size), "BM": side, "BN": side, "WINDOW": spec.window or 0,
                  "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype),
                  "num_warps": 4, "num_stages": 2}  # fmt: skip
-        args = (packed.cu_seqlens, tiles.sequence, tiles.query, scale, spec.scale, q.stride(0), k.stride(0), k.stride(1))
+        args = (
+            packed.cu_seqlens,
+            tiles.sequence,
+            tiles.query,
+            scale,
+            spec.scale,
+            q.stride(0),
+            k.stride(0),
+            k.stride(1),
+        )
         if count := len(tiles.query):
             launch(_delta_kernel, (delta.numel(),), do, out, delta, D=size, BD=power_of_two(size), num_warps=1)
             launch(_dq_kernel, (count, heads), q, k, v, do, lse, delta, dq, *args, **shape)

@@ -1,7 +1,9 @@
-"""The recurrence of the gated delta rule: one program runs one sequence's tokens in order, for one head and a block of its values.
+"""The recurrence of the gated delta rule: one program runs one sequence's tokens in order, for one head and a block of
+its values.
 
-The state [K, BLOCK] stays in registers; sums over K have the order of one program's layout, which depends on K alone. So it does not matter
-how many tokens a call holds, or which sequences share it. Legend: S sequences, T tokens, H heads, K key size, V value size.
+The state [K, BLOCK] stays in registers; sums over K have the order of one program's layout, which depends on K alone.
+So it does not matter how many tokens a call holds, or which sequences share it. Legend: S sequences, T tokens, H heads,
+K key size, V value size.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false

@@ -1,7 +1,8 @@
-"""Mixture-of-experts layers: (token, slot) pairs grouped by expert in a stable order, one product a group, slots added in their order.
+"""Mixture-of-experts layers: (token, slot) pairs grouped by expert in a stable order, one product a group, slots added
+in their order.
 
-A pair's row is an ordinary exact product with its expert's weights, so its bits do not depend on the other pairs of the group.
-Planning stays on the device and has a fixed size, so that a decode step can be captured in a graph.
+A pair's row is an ordinary exact product with its expert's weights, so its bits do not depend on the other pairs of the
+group. Planning stays on the device and has a fixed size, so that a decode step can be captured in a graph.
 Legend: T tokens, k slots a token, P = T·k pairs, E experts, I expert width, K model width.
 """
 
@@ -33,8 +34,19 @@ class Groups:
 
 
 @triton.jit(do_not_specialize=["P", "tiles"])
-def _plan_kernel(index_ptr, pair_ptr, expert_ptr, P, tiles, E: tl.constexpr, EP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (E,). Program e writes the tiles of expert e; its pairs keep their order. Integers alone, so nothing depends on timing."""
+def _plan_kernel(
+    index_ptr,
+    pair_ptr,
+    expert_ptr,
+    P,
+    tiles,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (E,). Program e writes the tiles of expert e; its pairs keep their order. Integers alone, so nothing depends
+    on timing."""
     wait_for_inputs()
     let_next_start()
     e = tl.program_id(0)
@@ -124,12 +136,17 @@ def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, 
     let_next_start()
     y = acc.to(kind)
     if BIAS:
-        y = (y.to(tl.float32) + tl.load(b_ptr + e * height + first, mask=cols < N, other=0.0).to(tl.float32)[None, :]).to(kind)
+        y = (
+            y.to(tl.float32) + tl.load(b_ptr + e * height + first, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        ).to(kind)
     if GATED:
         u = up.to(kind)
         if BIAS:
-            u = (u.to(tl.float32) + tl.load(b_ptr + e * height + second, mask=cols < N, other=0.0).to(tl.float32)[None, :]).to(kind)
-        if ACT == 4:  # noqa: SIM108
+            u = (
+                u.to(tl.float32)
+                + tl.load(b_ptr + e * height + second, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+            ).to(kind)
+        if ACT == 4:
             y = clamped_swiglu(y, u, ALPHA, LIMIT, kind)
         else:
             y = (activate(y, ACT).to(tl.float32) * u.to(tl.float32)).to(kind)
@@ -158,7 +175,7 @@ def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: t
         w = tl.load(weight_ptr + t * SLOTS + s).to(tl.float32)
         x = tl.load(x_ptr + (t * SLOTS + s) * K + at, mask=at < K, other=0.0).to(tl.float32)
         part = (x * w).to(kind)
-        if s == 0:  # noqa: SIM108
+        if s == 0:
             total = part
         else:
             total = (total.to(tl.float32) + part.to(tl.float32)).to(kind)
@@ -176,9 +193,13 @@ def tile_for(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
     return Tile(m=rows, n=64, k=128, warps=4, stages=4 if gated else 3)
 
 
-def _grouped(x: torch.Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, slots: int, *, gated: bool) -> torch.Tensor:
+def _grouped(
+    x: torch.Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, slots: int, *, gated: bool
+) -> torch.Tensor:
     weight, bias = (experts.gate_up, experts.gate_up_bias) if gated else (experts.down, experts.down_bias)
-    number, inputs, height = weight.shape if experts.interleaved else (weight.shape[0], weight.shape[2], weight.shape[1])
+    number, inputs, height = (
+        weight.shape if experts.interleaved else (weight.shape[0], weight.shape[2], weight.shape[1])
+    )
     outputs = height // 2 if gated else height
     clamped = experts.act if isinstance(experts.act, ClampedSwiglu) else ClampedSwiglu(alpha=0.0, limit=0.0)
     y = torch.empty((num_pairs, outputs), dtype=x.dtype, device=x.device)
@@ -230,7 +251,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Expert by expert over the sorted pairs; pairs are put back by a permutation, so nothing is added in an unknown order."""
+        """Expert by expert over the sorted pairs; pairs are put back by a permutation, so nothing is added in an
+        unknown order."""
         x, index, weight, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
         act, interleaved = ctx.form
         experts = ExpertWeights(
@@ -264,7 +286,8 @@ class ExpertGradients:
         self.totals = tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in tensors)
 
     def add(self, e: int, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of the rows x [P, K] and slot weights w [P] of expert `e`, whose output rows have the gradients dy."""
+        """Gradients of the rows x [P, K] and slot weights w [P] of expert `e`, whose output rows have the gradients
+        dy."""
         experts, (gate_up, down, gate_up_bias, down_bias) = self.experts, self.totals
         both = x @ experts.gate_up_of(e).t()
         both = both if experts.gate_up_bias is None else both + experts.gate_up_bias[e]

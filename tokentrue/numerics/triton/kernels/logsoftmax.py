@@ -1,7 +1,8 @@
 """Log-softmax over a vocabulary, and the log-probability of one token a row, from the same two numbers a row.
 
-A row is cut into chunks of fixed size; each gives its maximum and its sum of exponentials, and one program folds them. All after that is
-elementwise, so the whole row (`log_softmax`) and one gathered element (`token_logprobs`) have equal bits. Arithmetic is float32, always.
+A row is cut into chunks of fixed size; each gives its maximum and its sum of exponentials, and one program folds them.
+All after that is elementwise, so the whole row (`log_softmax`) and one gathered element (`token_logprobs`) have equal
+bits. Arithmetic is float32, always.
 Legend: R rows, V vocabulary.
 """
 
@@ -91,14 +92,28 @@ def _gradient_kernel(z_ptr, stats_ptr, token_ptr, g_ptr, out_ptr, V, stride, str
 def logits_gradient(logits: torch.Tensor, tokens: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
     """Of Σ_r grads[r] · log_softmax(logits)[r, token]: [R, V] in the logits' dtype.
 
-    The sums of a row are taken from float32, as in the forward pass: 16-bit rows would be laid out, and so summed, in another order.
+    The sums of a row are taken from float32, as in the forward pass: 16-bit rows would be laid out, and so summed, in
+    another order.
     """
     z = rows_of(logits)
     out = torch.empty_like(z)
     if z.shape[0]:
         grid = (z.shape[0], cdiv(z.shape[1], CHUNK))
         stats = row_stats(z.float())
-        launch(_gradient_kernel, grid, z, stats, tokens, grads, out, z.shape[1], z.stride(0), grads.stride(0), CHUNK=CHUNK, num_warps=4)
+        launch(
+            _gradient_kernel,
+            grid,
+            z,
+            stats,
+            tokens,
+            grads,
+            out,
+            z.shape[1],
+            z.stride(0),
+            grads.stride(0),
+            CHUNK=CHUNK,
+            num_warps=4,
+        )
     return out
 
 
@@ -155,5 +170,6 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """log_softmax(logits)[..., token] without writing the rest; logits [..., V], tokens [...]; float32, differentiable."""
+    """log_softmax(logits)[..., token] without writing the rest; logits [..., V], tokens [...]; float32,
+    differentiable."""
     return _TokenLogprobs.apply(rows_of(logits.float()), tokens.reshape(-1)).reshape(tokens.shape)  # type: ignore[union-attr]

@@ -1,9 +1,10 @@
 """y = x @ w.T + b with bits that do not depend on the number of rows.
 
-Every output element is one float32 sum over k in ascending order: no split of K, whatever the tile. The tile is chosen by the number of
-rows for speed alone, and most products on a Hopper go through `hopper.py`; `selftest.py` checks on the machine at hand that all agree.
-Backward products are cuBLAS's (deterministic).
-Legend: M rows, N outputs, K inputs. `gated` computes act(gate) * up of two stacked weights, rounding where the plain modules round.
+Every output element is one float32 sum over k in ascending order: no split of K, whatever the tile. The tile is chosen
+by the number of rows for speed alone, and most products on a Hopper go through `hopper.py`; `selftest.py` checks on the
+machine at hand that all agree. Backward products are cuBLAS's (deterministic).
+Legend: M rows, N outputs, K inputs. `gated` computes act(gate) * up of two stacked weights, rounding where the plain
+modules round.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -32,7 +33,7 @@ def _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM: tl.constexpr, BN:
         in_x = (rows < M)[:, None]
         if EVEN_K:
             x = tl.load(x_tile, mask=in_x, other=0.0)
-            if EVEN_N:  # noqa: SIM108
+            if EVEN_N:
                 w = tl.load(w_tile)
             else:
                 w = tl.load(w_tile, mask=(cols < N)[None, :], other=0.0)
@@ -97,7 +98,12 @@ def precision_of(dtype: torch.dtype) -> str:
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: Tile | None = None, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [M, K] @ weight[N, K].T + bias, without autograd."""
     x, weight = align_rows(x), align_rows(weight)
@@ -118,8 +124,11 @@ def product(
     return y
 
 
-def gated_product(x: torch.Tensor, weight: torch.Tensor, *, act: str = "silu", tile: Tile | None = None) -> torch.Tensor:
-    """act(x @ gate.T) * (x @ up.T) for weight = [gate; up]; the bits of the two products and the two elementwise operators apart."""
+def gated_product(
+    x: torch.Tensor, weight: torch.Tensor, *, act: str = "silu", tile: Tile | None = None
+) -> torch.Tensor:
+    """act(x @ gate.T) * (x @ up.T) for weight = [gate; up]; the bits of the two products and the two elementwise
+    operators apart."""
     x, weight = align_rows(x), align_rows(weight)
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -140,7 +149,9 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor, *, act: str = "silu", t
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
         return product(x, weight, bias, tile=tile)
@@ -155,9 +166,14 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: Tile | None = None) -> torch.Tensor:
-    """F.linear with bits independent of the number of rows; differentiable. `tile` pins one tile for every number of rows."""
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, tile: Tile | None = None
+) -> torch.Tensor:
+    """F.linear with bits independent of the number of rows; differentiable. `tile` pins one tile for every number of
+    rows."""
     flat = x.reshape(-1, x.shape[-1])
-    needs = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+    needs = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
     y: Any = _Linear.apply(flat, weight, bias, tile) if needs else product(flat, weight, bias, tile=tile)
     return y.reshape(*x.shape[:-1], weight.shape[0])

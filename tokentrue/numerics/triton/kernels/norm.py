@@ -1,7 +1,8 @@
-"""RMS norm with one fixed order of its sum, alone, with the residual added first, and as the head norm inside `rope.py`.
+"""RMS norm with one fixed order of its sum, alone, with the residual added first, and as the head norm inside
+`rope.py`.
 
-One row is one program; its block and warps depend on the row's width alone, so that the order of the sum does too. Rounding is that of the
-Hugging Face modules, as `NormForm` names it.
+One row is one program; its block and warps depend on the row's width alone, so that the order of the sum does too.
+Rounding is that of the Hugging Face modules, as `NormForm` names it.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -14,7 +15,15 @@ import triton
 import triton.language as tl
 
 from tokentrue.numerics.ops import NormForm
-from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, rows_of, wait_for_inputs
+from tokentrue.numerics.triton.launch import (
+    align_rows,
+    cdiv,
+    launch,
+    let_next_start,
+    power_of_two,
+    rows_of,
+    wait_for_inputs,
+)
 
 
 @triton.jit
@@ -48,7 +57,7 @@ def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.con
         x = tl.load(x_ptr + row * D + at, mask=at < D, other=0.0)
         w = tl.load(w_ptr + at, mask=at < D, other=0.0)
     if RESIDUAL:
-        if BLOCK == D:  # noqa: SIM108
+        if BLOCK == D:
             r = tl.load(res_ptr + row * D + at)
         else:
             r = tl.load(res_ptr + row * D + at, mask=at < D, other=0.0)
@@ -106,7 +115,8 @@ def _norm_grad_kernel(x_ptr, w_ptr, rstd_ptr, dy_ptr, dx_ptr, dw_ptr, rows, per,
 
 
 PROGRAMS = 2112
-"""Programs of a backward pass: sixteen a multiprocessor of an H200. Fixed, so that the order of dw's sum depends on the rows alone."""
+"""Programs of a backward pass: sixteen a multiprocessor of an H200. Fixed, so that the order of dw's sum depends on the
+rows alone."""
 
 
 def _gradients(

@@ -1,7 +1,9 @@
-"""One token's residual sum, norm and product in one launch: decoding a single sequence is a chain of launches, and this makes it shorter.
+"""One token's residual sum, norm and product in one launch: decoding a single sequence is a chain of launches, and this
+makes it shorter.
 
-Every program norms the row for itself with the sum of `norm.py` (same block, same warps, so same order) and rounds as the modules apart do;
-the product is that of `matmul.py`. One row only; shapes that the tile does not divide go through the modules apart.
+Every program norms the row for itself with the sum of `norm.py` (same block, same warps, so same order) and rounds as
+the modules apart do; the product is that of `matmul.py`. One row only; shapes that the tile does not divide go through
+the modules apart.
 Legend: N outputs, K inputs.
 """
 
@@ -74,7 +76,8 @@ def norm_product(
     h: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None,
     *, form: NormForm = NormForm.PLAIN, act: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(product of the normed residual + h, residual + h) for one row; with `act` the product is gated, weight = [gate; up]."""
+    """(product of the normed residual + h, residual + h) for one row; with `act` the product is gated, weight = [gate;
+    up]."""
     h, residual, weight, norm = align_rows(h), align_rows(residual), align_rows(weight), align_rows(norm)
     inputs = weight.shape[1]
     outputs = weight.shape[0] // (1 if act is None else 2)

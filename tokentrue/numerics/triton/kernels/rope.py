@@ -22,8 +22,8 @@ from tokentrue.numerics.triton.launch import align_rows, launch, let_next_start,
 def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, H: tl.constexpr,
                     J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
                     FORM: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
-    """Grid (tokens, heads / HEADS). The heads of a program are all queries, all keys or all values, a warp each: so that a head's sum
-    has the order of `norm.py`, whatever HEADS is."""
+    """Grid (tokens, heads / HEADS). The heads of a program are all queries, all keys or all values, a warp each: so
+    that a head's sum has the order of `norm.py`, whatever HEADS is."""
     wait_for_inputs()
     let_next_start()
     t = tl.program_id(0).to(tl.int64)
@@ -99,7 +99,9 @@ def _store_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, stride_kt, s
     tl.store(v_cache_ptr + to, tl.load(v_ptr + t * stride_vt + j * stride_vj + at, mask=at < D), mask=at < D)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
     tokens, heads, size = k.shape
     if tokens:
         launch(

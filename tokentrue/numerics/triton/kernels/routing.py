@@ -1,6 +1,7 @@
 """Choice of experts: softmax over the router's logits, the k largest probabilities, divided by their sum; one launch.
 
-One program computes one token, so that its sums have one order whatever the batch. Equal probabilities are taken by ascending expert.
+One program computes one token, so that its sums have one order whatever the batch. Equal probabilities are taken by
+ascending expert.
 Legend: T tokens, E experts, k slots.
 """
 
@@ -46,10 +47,14 @@ def _route_kernel(z_ptr, weight_ptr, index_ptr, E: tl.constexpr, EP: tl.constexp
     tl.store(weight_ptr + t * K + slots, chosen.to(weight_ptr.dtype.element_ty), mask=slots < K)
 
 
-def _forward(logits: torch.Tensor, top_k: int, normalise: bool, given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    logits: torch.Tensor, top_k: int, normalise: bool, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, experts = logits.shape
     weight = torch.empty((tokens, top_k), dtype=logits.dtype, device=logits.device)
-    index = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device) if given is None else given.contiguous()
+    index = (
+        torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device) if given is None else given.contiguous()
+    )
     if tokens:
         launch(
             _route_kernel, (tokens,), logits, weight, index, E=experts, EP=power_of_two(experts), K=top_k, NORMALISE=normalise,
@@ -84,7 +89,9 @@ def fits(logits: torch.Tensor, top_k: int) -> bool:
     return top_k <= 16 and logits.shape[-1] <= 1024
 
 
-def route(logits: torch.Tensor, top_k: int, normalise: bool, given: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, top_k: int, normalise: bool, given: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and experts [T, k] of logits [T, E]; weights are differentiable."""
     flat = rows_of(logits)
     if torch.is_grad_enabled() and logits.requires_grad:

@@ -1,8 +1,10 @@
-"""One decode step's end on the device: Gumbel-max choice, its log-probability, and the inputs of the next step; no host in between.
+"""One decode step's end on the device: Gumbel-max choice, its log-probability, and the inputs of the next step; no host
+in between.
 
-The noise is a hash of (seed, position, token) in float64, that of `engine/sample.py`; `engine/graphs.py` passes the seed half of the
-hash as `keys`. Scores in float32 name the chunks of the vocabulary that can hold the winner; among those it is found in float64, so the
-choice is that of float64 scores throughout. Log-probabilities are those of `logsoftmax.py`. Legend: R rows, V vocabulary.
+The noise is a hash of (seed, position, token) in float64, that of `engine/sample.py`; `engine/graphs.py` passes the
+seed half of the hash as `keys`. Scores in float32 name the chunks of the vocabulary that can hold the winner; among
+those it is found in float64, so the choice is that of float64 scores throughout. Log-probabilities are those of
+`logsoftmax.py`. Legend: R rows, V vocabulary.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -20,7 +22,8 @@ from tokentrue.numerics.triton.launch import cdiv, launch, let_next_start, power
 
 CHUNK = 1024
 SLACK, SLACK_OF_SCORE = 1e-3, 1e-6
-"""How far below the best quick score a chunk may hold the true winner: a quick score is within 3e-5 + 2e-7·|score| of the true one."""
+"""How far below the best quick score a chunk may hold the true winner: a quick score is within 3e-5 + 2e-7·|score| of
+the true one."""
 
 
 @triton.jit
@@ -52,7 +55,8 @@ def _gumbel(bits):
 
 @triton.jit
 def _quick_gumbel(bits):
-    """The same in float32 within 3e-5: from 1 - u where u is near 1, because there the first logarithm is all rounding."""
+    """The same in float32 within 3e-5: from 1 - u where u is near 1, because there the first logarithm is all
+    rounding."""
     u = _uniform(bits)
     v = (1.0 - u).to(tl.float32)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
@@ -60,7 +64,9 @@ def _quick_gumbel(bits):
 
 
 @triton.jit
-def _quick_kernel(logit_ptr, temperature_ptr, key_ptr, noisy_ptr, context_ptr, z_ptr, top_ptr, V, chunks, CHUNK: tl.constexpr):
+def _quick_kernel(
+    logit_ptr, temperature_ptr, key_ptr, noisy_ptr, context_ptr, z_ptr, top_ptr, V, chunks, CHUNK: tl.constexpr
+):
     """float32 logits over temperature of one chunk, and the best quick score in it."""
     wait_for_inputs()
     let_next_start()
@@ -83,7 +89,8 @@ def _quick_kernel(logit_ptr, temperature_ptr, key_ptr, noisy_ptr, context_ptr, z
 def _advance_kernel(z_ptr, stats_ptr, top_ptr, key_ptr, noisy_ptr, ids_ptr, position_ptr, slot_ptr, context_ptr, table_ptr, start_ptr,
                     out_id_ptr, out_logprob_ptr, V, chunks, R, stride_table, slack, slack_of_score, PAGE: tl.constexpr,
                     BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Scores in float64 the chunks that may hold the winner, writes it at its step of the burst, moves the row to its next position."""
+    """Scores in float64 the chunks that may hold the winner, writes it at its step of the burst, moves the row to its
+    next position."""
     wait_for_inputs()
     let_next_start()
     row = tl.program_id(0).to(tl.int64)

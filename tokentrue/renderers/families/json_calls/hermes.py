@@ -9,4 +9,6 @@ from tokentrue.renderers.families.shapes import CHATML, HERMES, HERMES_FORM, res
 def recognise(clues: Clues) -> Family | None:
     if not clues.has("<|im_start|>", "<tool_call>", "You are a function calling AI model"):
         return None
-    return Family(name="hermes", response_template=response(HERMES, anchors=CHATML, reasoning=None), call_form=HERMES_FORM)
+    return Family(
+        name="hermes", response_template=response(HERMES, anchors=CHATML, reasoning=None), call_form=HERMES_FORM
+    )

@@ -1,4 +1,5 @@
-"""Inkling: every part of a turn is a block of its own kind (thinking, text, a call in JSON) that ends with `<|end_message|>`."""
+"""Inkling: every part of a turn is a block of its own kind (thinking, text, a call in JSON) that ends with
+`<|end_message|>`."""
 
 from __future__ import annotations
 

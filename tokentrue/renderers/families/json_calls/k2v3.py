@@ -14,4 +14,6 @@ _REASONING = {
 def recognise(clues: Clues) -> Family | None:
     if not clues.has("<|im_start|>", "<tool_call>", "think_fast", "think_faster"):
         return None
-    return Family(name="k2v3", response_template=response(HERMES, anchors=CHATML, reasoning=_REASONING), call_form=HERMES_FORM)
+    return Family(
+        name="k2v3", response_template=response(HERMES, anchors=CHATML, reasoning=_REASONING), call_form=HERMES_FORM
+    )

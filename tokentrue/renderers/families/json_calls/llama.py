@@ -1,4 +1,5 @@
-"""Llama-3.x: a call is the whole turn, a bare JSON object with `name` and `parameters`, perhaps after `<|python_tag|>`."""
+"""Llama-3.x: a call is the whole turn, a bare JSON object with `name` and `parameters`, perhaps after
+`<|python_tag|>`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ _TEMPLATE = {
             "open_pattern": r'(?:\A\s*|<\|python_tag\|>\s*)(?=\{\s*"(?:name|type)"\s*:)',
             "content": "json",
             "repeats": True,
-            "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+            },
         },
     },
 }

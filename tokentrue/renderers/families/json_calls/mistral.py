@@ -1,4 +1,5 @@
-"""Mistral: `[TOOL_CALLS]` and a JSON list of calls (Nemo, Large), or `[TOOL_CALLS]NAME[ARGS]{…}` per call (Small 3.2, Devstral)."""
+"""Mistral: `[TOOL_CALLS]` and a JSON list of calls (Nemo, Large), or `[TOOL_CALLS]NAME[ARGS]{…}` per call (Small 3.2,
+Devstral)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""DeepSeek: R1 and V3 (calls as fenced JSON), V3.1 (plain JSON), V3.2 and V4 (`｜DSML｜` tags that say which values are strings)."""
+"""DeepSeek: R1 and V3 (calls as fenced JSON), V3.1 (plain JSON), V3.2 and V4 (`｜DSML｜` tags that say which values are
+strings)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kimi-K2, K2.5, K2.6: calls between section tokens, each with the id `functions.NAME:INDEX` that its result must repeat."""
+"""Kimi-K2, K2.5, K2.6: calls between section tokens, each with the id `functions.NAME:INDEX` that its result must
+repeat."""
 
 from __future__ import annotations
 

@@ -9,5 +9,11 @@ from tokentrue.renderers.families.shapes import ARG_PAIRS, response
 def recognise(clues: Clues) -> Family | None:
     if not clues.has("<tool_call>", "<arg_key>", "<arg_value>"):
         return None
-    anchors = ("<|assistant|>",) if clues.has("<|assistant|>") else ("<assistant>", "<|im_start|>assistant\n", "<role>ASSISTANT</role>")
-    return Family(name="glm", response_template=response(ARG_PAIRS, anchors=anchors), template_kwargs=keep_reasoning(clues))
+    anchors = (
+        ("<|assistant|>",)
+        if clues.has("<|assistant|>")
+        else ("<assistant>", "<|im_start|>assistant\n", "<role>ASSISTANT</role>")
+    )
+    return Family(
+        name="glm", response_template=response(ARG_PAIRS, anchors=anchors), template_kwargs=keep_reasoning(clues)
+    )

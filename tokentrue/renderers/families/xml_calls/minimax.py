@@ -1,4 +1,5 @@
-"""MiniMax-M2, M2.5, M2.7: `]~b]ai`, thinking that the prompt opens, calls as `<invoke name=…>` inside `<minimax:tool_call>`."""
+"""MiniMax-M2, M2.5, M2.7: `]~b]ai`, thinking that the prompt opens, calls as `<invoke name=…>` inside
+`<minimax:tool_call>`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Qwen3-Coder, Qwen3.5, Qwen3.6, Nemotron-3 and their kin: ChatML, `<think>`, calls as `<function=NAME>` with untyped parameters."""
+"""Qwen3-Coder, Qwen3.5, Qwen3.6, Nemotron-3 and their kin: ChatML, `<think>`, calls as `<function=NAME>` with untyped
+parameters."""
 
 from __future__ import annotations
 
