@@ -23,7 +23,7 @@ from typer import Typer
 from typer.main import get_command
 
 import tokentrue.engine  # before any time limit: an import that is broken off half-way cannot be made again
-import tokentrue.train
+import tokentrue.train  # noqa: F401
 from tokentrue.cli.main import COMMANDS, load_command, main
 from tokentrue.environments import SMALL_MODEL
 

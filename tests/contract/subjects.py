@@ -23,8 +23,8 @@ from tokentrue.renderers.families.token_calls.harmony import correct_template
 from tokentrue.renderers.load import renderer_of
 
 CHATML = "<|im_end|>"
-_short = lambda name, turn, place: f"c{turn:04d}{place:04d}"
-_kimi = lambda name, turn, place: f"functions.{name}:{place}"
+_short = lambda name, turn, place: f"c{turn:04d}{place:04d}"  # noqa: E731
+_kimi = lambda name, turn, place: f"functions.{name}:{place}"  # noqa: E731
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

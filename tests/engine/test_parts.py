@@ -111,7 +111,7 @@ def test_noise_is_the_hash_and_nothing_else() -> None:
 
 def test_filters_by_hand() -> None:
     row = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
-    kept = lambda **k: torch.isfinite(filter_logits(row, **k)).tolist()
+    kept = lambda **k: torch.isfinite(filter_logits(row, **k)).tolist()  # noqa: E731
     assert kept() == [True] * 5
     assert kept(top_k=2) == [True, True, False, False, False]
     assert kept(top_p=0.5) == [True, False, False, False, False]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.providers.conformance import Conformance, Truth
-from tests.providers.conftest import prompt, tiny_model, truth
+from tests.providers.conftest import prompt, tiny_model, truth  # noqa: F401
 from tokentrue.errors import EngineRejected
 from tokentrue.providers import load
 from tokentrue.providers.exact import ExactProvider
@@ -18,13 +18,13 @@ class TestExact(Conformance):
     tolerance = 2e-5
 
     @pytest.fixture
-    def provider(self, tiny_model: Any) -> Iterator[ExactProvider]:
+    def provider(self, tiny_model: Any) -> Iterator[ExactProvider]:  # noqa: F811
         provider = load("exact", model=copy.deepcopy(tiny_model), decode=lambda ids: " ".join(map(str, ids)))
         assert isinstance(provider, ExactProvider)
         yield provider
         provider.engine.close()
 
-    async def test_stop_string(self, provider: ExactProvider, prompt: list[int]) -> None:
+    async def test_stop_string(self, provider: ExactProvider, prompt: list[int]) -> None:  # noqa: F811
         free = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=6))
         stop = f"{free.token_ids[1]} {free.token_ids[2]}"
         stopped = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=6, stop=(stop,)))
@@ -42,8 +42,8 @@ class TestExact(Conformance):
     async def test_penalties_change_the_distribution_and_both_are_told(
         self,
         provider: ExactProvider,
-        truth: Truth,
-        prompt: list[int],
+        truth: Truth,  # noqa: F811
+        prompt: list[int],  # noqa: F811
         setting: dict[str, float],
     ) -> None:
         completion = await provider.generate(prompt, Sampling(max_tokens=20, seed=4, **setting))  # type: ignore[arg-type]

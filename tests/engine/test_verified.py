@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.world import build
 from tests.providers.conformance import Conformance
-from tests.providers.conftest import prompt, tiny_model, truth
+from tests.providers.conftest import prompt, tiny_model, truth  # noqa: F401
 from tokentrue.engine import ExactEngine
 from tokentrue.errors import SamplingError
 from tokentrue.providers.exact import ExactProvider
@@ -25,7 +25,7 @@ class TestVerified(Conformance):
     tolerance = 2e-5
 
     @pytest.fixture
-    def provider(self, tiny_model: Any) -> VerifiedProvider:
+    def provider(self, tiny_model: Any) -> VerifiedProvider:  # noqa: F811
         return VerifiedProvider(HFProvider(tiny_model), copy.deepcopy(tiny_model), chunk=4)
 
 

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 torch = pytest.importorskip("torch")
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # noqa: E402
 
-from tokentrue.app.background import BackgroundGateway
-from tokentrue.cli.main import run
-from tokentrue.environments import SMALL_MODEL
+from tokentrue.app.background import BackgroundGateway  # noqa: E402
+from tokentrue.cli.main import run  # noqa: E402
+from tokentrue.environments import SMALL_MODEL  # noqa: E402
 
 ASK = [{"role": "user", "content": "What is 2+2?"}]
 

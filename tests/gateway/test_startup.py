@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-import transformers  # `serve` in this process must find it loaded, or it would hide torch from all other tests
+import transformers  # `serve` in this process must find it loaded, or it would hide torch from all other tests  # noqa: F401
 
 from tests.gateway.world import ROOT, TOOLS, model_dir, scripted_server, write_script
 from tokentrue.app.embedded import embedded_gateway

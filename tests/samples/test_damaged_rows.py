@@ -76,7 +76,7 @@ def load_row(name: str, path: Path) -> Row:
     if name == "safetensors":
         with safe_open(path, framework="numpy") as file:
             header = file.metadata()
-            tensors = {key: file.get_tensor(key).tolist() for key in file.keys()}
+            tensors = {key: file.get_tensor(key).tolist() for key in file.keys()}  # noqa: SIM118
         return {"format": header["format"], "samples": json.loads(header["samples"]), "tensors": tensors}
     if EXPORTERS[name].suffix == ".parquet":
         (row,) = pq.read_table(path).to_pylist()

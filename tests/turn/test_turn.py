@@ -68,7 +68,7 @@ async def test_a_stream_tells_the_same_as_the_whole_turn() -> None:
     assert "".join(delta.content for delta in deltas) == last.message["content"]
     (opened,) = [delta for delta in deltas if delta.name]
     assert opened.call_id == last.message["tool_calls"][0]["id"]
-    strip = lambda message: {**message, "tool_calls": [{**c, "id": ""} for c in message["tool_calls"]]}
+    strip = lambda message: {**message, "tool_calls": [{**c, "id": ""} for c in message["tool_calls"]]}  # noqa: E731
     assert strip(last.message) == strip(reply.message)
     assert len(events) > 20, "not one big chunk"
 

@@ -242,7 +242,7 @@ class Ops(ABC):
     ) -> Tensor:
         """q [T,H,D] -> [T,H,D], keys and values from the pages; prefill chunks and decodes mixed."""
 
-    def pack(self, weights: Iterable[Tensor]) -> None:
+    def pack(self, weights: Iterable[Tensor]) -> None:  # noqa: B027
         """These weights (as `linear` will be given them) are constant until the next call: prepare a quicker form, of
         the same bits."""
 

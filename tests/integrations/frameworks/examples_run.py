@@ -16,7 +16,7 @@ import typing_extensions
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc,assignment]  # SkyRL 0.3.0 needs it on Python 3.11
 sys.path.insert(0, str(Path(__file__).parent.parent.parent.parent / "examples" / "trainers"))
 
-from common import tell
+from common import tell  # noqa: E402
 
 QUESTION, EXPECTED = "What is 12 + 7?", "19"
 MESSAGES = [{"role": "user", "content": QUESTION}]

@@ -12,11 +12,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer  # looks for vllm while it is imported
+from transformers import AutoTokenizer  # looks for vllm while it is imported  # noqa: F401
 
 
 class Placeholder(ModuleType):
-    __path__: list[str] = []
+    __path__: list[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace
@@ -25,10 +25,10 @@ class Placeholder(ModuleType):
 for absent in ("vllm", "vllm.inputs", "vllm.utils"):
     sys.modules[absent] = Placeholder(absent)
 
-from common import GATEWAY, TASKS, logprobs_of, record, sampled, solve_twice, tell
-from openrlhf.trainer.ppo_utils import samples_generator
+from common import GATEWAY, TASKS, logprobs_of, record, sampled, solve_twice, tell  # noqa: E402
+from openrlhf.trainer.ppo_utils import samples_generator  # noqa: E402
 
-from tokentrue.integrations.openrlhf import agent_executor
+from tokentrue.integrations.openrlhf import agent_executor  # noqa: E402
 
 
 async def agent(client: Any, task: Any) -> float:

@@ -11,13 +11,13 @@ import typing_extensions
 
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc,assignment]  # SkyRL 0.3.0 needs it on Python 3.11
 
-from common import GATEWAY, MODEL, TASKS, logprobs_of, record, sampled, solve_twice, tell
-from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
-from skyrl.train.generators.base import TrajectoryID
-from skyrl.train.utils.trainer_utils import validate_generator_output
-from transformers import AutoTokenizer
+from common import GATEWAY, MODEL, TASKS, logprobs_of, record, sampled, solve_twice, tell  # noqa: E402
+from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors  # noqa: E402
+from skyrl.train.generators.base import TrajectoryID  # noqa: E402
+from skyrl.train.utils.trainer_utils import validate_generator_output  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
-from tokentrue.integrations.skyrl import generator
+from tokentrue.integrations.skyrl import generator  # noqa: E402
 
 
 async def agent(client: Any, task: Any) -> float:

@@ -137,7 +137,7 @@ def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Map
     found: dict[str, Any] = {}
     for file in files:
         with safe_open(file, framework="pt") as handle:
-            found.update((name, handle.get_tensor(name)) for name in handle.keys())
+            found.update((name, handle.get_tensor(name)) for name in handle.keys())  # noqa: SIM118
     if set(found) <= set(targets):
         return found
     other = read_model(path, next(model.parameters()).dtype)

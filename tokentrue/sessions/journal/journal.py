@@ -323,7 +323,7 @@ class Journal:
         last = (0.0, "")
         clause = "" if group is None else "AND grp=?"
         sql = f"SELECT {RECORD} FROM sessions WHERE (created, id) > (?, ?) {clause} ORDER BY created, id LIMIT 100"
-        while page := self.read(lambda db: db.execute(sql, last if group is None else (*last, group)).fetchall()):
+        while page := self.read(lambda db: db.execute(sql, last if group is None else (*last, group)).fetchall()):  # noqa: B023
             records = list(map(record_from_values, page))
             yield from records
             last = (records[-1].created, records[-1].id)

@@ -73,7 +73,7 @@ def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
         files = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
     for file in files:
         with safe_open(directory / file, framework="pt") as opened:
-            for name in opened.keys():
+            for name in opened.keys():  # noqa: SIM118
                 yield name, opened.get_tensor(name)
 
 

@@ -169,7 +169,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
         query0 = tl.load(tile_query_ptr + tile)
         start = tl.load(starts_ptr + s).to(tl.int64)
         count = tl.load(starts_ptr + s + 1) - start.to(tl.int32)
-    if PAGE > 0:
+    if PAGE > 0:  # noqa: SIM108
         length = tl.load(context_ptr + s)
     else:
         length = count

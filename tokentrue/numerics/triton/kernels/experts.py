@@ -175,7 +175,7 @@ def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: t
         w = tl.load(weight_ptr + t * SLOTS + s).to(tl.float32)
         x = tl.load(x_ptr + (t * SLOTS + s) * K + at, mask=at < K, other=0.0).to(tl.float32)
         part = (x * w).to(kind)
-        if s == 0:
+        if s == 0:  # noqa: SIM108
             total = part
         else:
             total = (total.to(tl.float32) + part.to(tl.float32)).to(kind)

@@ -33,7 +33,7 @@ def _products(x_ptr, w_ptr, rows, cols, M, N, K, stride_x, BM: tl.constexpr, BN:
         in_x = (rows < M)[:, None]
         if EVEN_K:
             x = tl.load(x_tile, mask=in_x, other=0.0)
-            if EVEN_N:
+            if EVEN_N:  # noqa: SIM108
                 w = tl.load(w_tile)
             else:
                 w = tl.load(w_tile, mask=(cols < N)[None, :], other=0.0)

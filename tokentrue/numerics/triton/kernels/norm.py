@@ -57,7 +57,7 @@ def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.con
         x = tl.load(x_ptr + row * D + at, mask=at < D, other=0.0)
         w = tl.load(w_ptr + at, mask=at < D, other=0.0)
     if RESIDUAL:
-        if BLOCK == D:
+        if BLOCK == D:  # noqa: SIM108
             r = tl.load(res_ptr + row * D + at)
         else:
             r = tl.load(res_ptr + row * D + at, mask=at < D, other=0.0)
