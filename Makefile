@@ -4,10 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Many tests wait for a process or a socket: one more than the cores keeps them busy.
 JOBS   ?= 3
+# Of `make experiments`: cpu or cuda.
+DEVICE ?= cpu
 
 BROWSER := $(VENV)/.browser
 
-.PHONY: demo test docs check bench clean test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz test-harness test-vllm test-frameworks test-gpu
+.PHONY: demo test docs check bench experiments clean test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz test-harness test-vllm test-frameworks test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -102,10 +104,13 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m tests.bench_render
-	$(BIN)/tokentrue bench gateway
-	$(BIN)/tokentrue bench mismatch
-	$(BIN)/tokentrue bench engine
+	$(BIN)/python -m benchmarks.render
+	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.mismatch
+	$(BIN)/python -m benchmarks.engine
+
+experiments: $(VENV)/.dev
+	$(BIN)/python -m experiments.run_all --device $(DEVICE) --out out/lab --jobs $(JOBS)
 
 clean:
 	rm -rf $(VENV) $(LOWEST) .cache build dist

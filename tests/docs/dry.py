@@ -71,7 +71,8 @@ def _check(command: str, *, cwd: Path, env: Mapping[str, str]) -> None:
         case ["python", "-m", "pytest", *rest]:
             check_pytest(rest)
         case ["python", "-m", module, *rest]:
-            check_program(source_of(module), rest)
+            common = [ROOT / "benchmarks" / "__init__.py"] if module.startswith("benchmarks.") else []
+            check_program(source_of(module), rest, *common)
         case ["python", file, *rest]:
             check_program(cwd / file, rest)
         case [program, *rest] if program in AGENTS or program == "export":
@@ -87,9 +88,11 @@ def check_tokentrue(words: Sequence[str]) -> None:
     typer.main.get_command(app).make_context(name, list(rest))
 
 
-def check_program(path: Path, words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog=path.name, exit_on_error=False)
-    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+def check_program(path: Path, words: Sequence[str], *common: Path) -> None:
+    """`common` are other files whose `add_argument` calls count, unless the program has the same option."""
+    parser = argparse.ArgumentParser(prog=path.name, exit_on_error=False, conflict_handler="resolve")
+    trees = [ast.parse(each.read_text(encoding="utf-8")) for each in (*common, path)]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     added = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
     for call in added:
         named = {word.arg: word.value for word in call.keywords if word.arg is not None}

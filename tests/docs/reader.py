@@ -150,7 +150,7 @@ def furnish(folder: Path, record: Record) -> None:
     for name in MODELS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(SMALL_MODEL)
-    for name in ("examples", "scripts", "compose.yaml"):
+    for name in ("benchmarks", "examples", "experiments", "scripts", "compose.yaml"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "out" / "demo").mkdir(parents=True)

@@ -88,11 +88,11 @@ def test_other_command_lines_are_read_by_their_programs(page: Path, folder: Path
 
 
 WRONG = [
-    "tokentrue lab show --nope",
+    "python -m experiments show --nope",
     "tokentrue rollout --config",
     "torchrun --nproc-per-node=2 -m tokentrue train --stepss 2",
-    "python scripts/lab_all.py --device cuda --outt x",
-    "python -m tokentrue.lab tim-grpo --steps many",
+    "python -m experiments.run_all --device cuda --outt x",
+    "python -m experiments run tim-grpo --steps many",
     "python -m tests.gpu.job --fast",
     "python -m vllm.entrypoints.openai.api_server --logprob-mode raw",
     "pip install 'tokentrue[gatewy]'",

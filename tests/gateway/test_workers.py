@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gateway import standin_settings
 from tests.gateway.inside import gateway
 from tests.gateway.world import ROOT, Made, Server, model_dir, wait_until
-from tokentrue.bench.gateway import standin_settings
 from tokentrue.gateway import owner_of
 from tokentrue.gateway.workers.admin_state import AdminState
 from tokentrue.gateway.workers.forwarding import WorkerLinks
@@ -30,7 +30,7 @@ class Engine:
     def __init__(self, folder: Path, **settings: Any) -> None:
         path = folder / f"standin-{len(list(folder.iterdir()))}.json"
         path.write_text(json.dumps(standin_settings(str(model_dir()), **settings)))
-        command = [sys.executable, "-m", "tokentrue.bench.standin", str(path)]
+        command = [sys.executable, "-m", "benchmarks.standin", str(path)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = f"http://{settings.get('host', '127.0.0.1')}:{int(self.process.stdout.readline())}"

@@ -27,7 +27,7 @@ def model_of(family: str) -> Any:
 
 
 def test_random_schedule_has_the_trainers_bits() -> None:
-    from tokentrue.bench.engine_gpu import storm
+    from benchmarks.engine_gpu import storm
 
     for family in ("Qwen3", "Llama", "Qwen2", "Qwen3Moe"):
         found = storm(model_of(family), 40, seed=3)
@@ -38,7 +38,7 @@ def test_random_schedule_has_the_trainers_bits() -> None:
 
 def test_replayed_prefills_have_the_trainers_bits() -> None:
     """Prompts around every captured size, alone and a few together; their first tokens come from a replayed step."""
-    from tokentrue.bench import engine_gpu
+    from benchmarks import engine_gpu
     from tokentrue.engine.scheduling.prefills import SIZES
 
     groups = [
@@ -78,7 +78,7 @@ def test_replayed_prefills_have_the_trainers_bits() -> None:
 
 def test_without_exact_operators_bits_differ() -> None:
     """The negative control of the test above."""
-    from tokentrue.bench import engine_gpu
+    from benchmarks import engine_gpu
 
     model = model_of("Qwen3")
     prompts = engine_gpu.prompts_of(24, 200, seed=1)
@@ -90,7 +90,7 @@ def test_without_exact_operators_bits_differ() -> None:
 
 def test_new_weights_between_bursts() -> None:
     """Tokens after a load are those of the new weights over the whole context, and carry its version."""
-    from tokentrue.bench import engine_gpu
+    from benchmarks import engine_gpu
     from tokentrue.numerics import exact, score
 
     model, other = model_of("Qwen3"), model_of("Qwen3")

@@ -48,7 +48,7 @@ def model_of(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def check(family: str) -> None:
-    from tokentrue.bench.engine_gpu import storm
+    from benchmarks.engine_gpu import storm
 
     found = storm(model_of(family), 40, seed=3)
     assert found.tokens > 1000 and found.preemptions > 0
@@ -85,7 +85,7 @@ def test_granite_under_a_random_schedule() -> None:
 
 
 def test_float16_has_the_trainers_bits() -> None:
-    from tokentrue.bench import engine_gpu
+    from benchmarks import engine_gpu
     from tokentrue.engine import ExactEngine
 
     model, prompts = model_of("qwen3", torch.float16), engine_gpu.prompts_of(12, 150, seed=1)
@@ -95,7 +95,7 @@ def test_float16_has_the_trainers_bits() -> None:
 
 
 def test_adapters_have_the_bits_of_the_adapted_model() -> None:
-    from tokentrue.bench import engine_gpu
+    from benchmarks import engine_gpu
     from tokentrue.engine.model.adapters import attach_adapter
     from tokentrue.numerics import exact, score
     from tokentrue.numerics.patching.patch import STATE

@@ -241,7 +241,7 @@ def test_devices_are_not_mixed() -> None:
 def test_bench_on_the_device() -> None:
     """64 rows of up to 8,192 tokens: prints what one call takes and its peak; verl's helper beside it where it can be
     had."""
-    from tokentrue.bench.mismatch import on_device
+    from benchmarks.mismatch import on_device
 
     report = on_device(DEVICE, quick=False)
     print("  ".join(map(str, report.columns)))

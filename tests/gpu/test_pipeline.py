@@ -8,7 +8,7 @@ from tests.gpu.test_engine import model_of
 
 
 def test_two_stages_have_the_trainers_bits() -> None:
-    from tokentrue.bench import engine_gpu
+    from benchmarks import engine_gpu
     from tokentrue.engine import ExactEngine
 
     for family in ("Qwen3", "Qwen3Moe"):

@@ -1,7 +1,7 @@
 """`python -m tests.load.many_gateways --sessions 2000`: concurrent sessions on one gateway with SQLite, then on two
 with PostgreSQL.
 
-The engine is the stand-in of `tokentrue bench gateway`, which answers at once; agents, gateways, engine and database
+The engine is the stand-in of `python -m benchmarks.gateway`, which answers at once; agents, gateways, engine and database
 share the machine. Every agent sends its next turn as soon as it has the answer; with `--anywhere` to a gateway at
 random, so that half of the requests are forwarded to the gateway that owns the session. Exit code 1 where a turn was
 retried, or where one of a hundred sessions does not train exactly what its agent heard.

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from experiments.report import curves, mean_over_runs, write_experiment_report
 from tokentrue.app.training.settings import TrainRun
-from tokentrue.cli.run.lab_report import curves, mean_of, write_lab_report
 from tokentrue.cli.run.train_report import write_training_report
 
 
@@ -51,7 +51,7 @@ def test_a_training_run_is_drawn_from_its_metrics(tmp_path: Path) -> None:
 
 
 def test_arms_are_averaged_over_seeds_and_gaps_stay_gaps() -> None:
-    assert mean_of([[1.0, 2.0, None], [3.0, float("nan")]]) == [2.0, 2.0, None]
+    assert mean_over_runs([[1.0, 2.0, None], [3.0, float("nan")]]) == [2.0, 2.0, None]
     results = [
         {"arm": "a", "seed": 0, "rows": [{"reward": 0.0}, {"reward": 1.0}]},
         {"arm": "a", "seed": 1, "rows": [{"reward": 1.0}]},
@@ -63,7 +63,7 @@ def test_arms_are_averaged_over_seeds_and_gaps_stay_gaps() -> None:
 
 
 def test_an_experiment_has_its_claim_table_and_curves(tmp_path: Path) -> None:
-    from tokentrue.lab.registry import EXPERIMENTS, module_of
+    from experiments.registry import EXPERIMENTS, module_of
 
     name = next(each for each in EXPERIMENTS if getattr(module_of(each), "CURVES", None))
     key = next(iter(module_of(name).CURVES))
@@ -75,7 +75,7 @@ def test_an_experiment_has_its_claim_table_and_curves(tmp_path: Path) -> None:
         json.dumps({"experiment": name, "machine": "here", "arms": [], "results": results})
     )
     table = SimpleNamespace(title="a table", columns=("arm", "reward"), rows=[("exact", "1.0")])
-    report = answers_of(write_lab_report(tmp_path, name, table))['["report"]']
+    report = answers_of(write_experiment_report(tmp_path, name, table))['["report"]']
     assert report["verdict"] == EXPERIMENTS[name].claim and not report["ok"]
     assert report["charts"][0]["series"] == {"exact": [1.0, 2.0]} and report["tables"][0]["rows"] == [["exact", "1.0"]]
     assert ["stopped: off, seed 0", "diverged"] in report["facts"]

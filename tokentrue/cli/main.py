@@ -22,11 +22,9 @@ COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`
     "diagnose": "mismatch between rollout and trainer: δ, K1/K3, ratio tails, flips, contribution skew; table and HTML report",
     "view": "the viewer in a browser: sessions, tokens, what would have broken, mismatch plots; --export writes one file",
     "doctor": "probe an engine against the trainer's model and name what is wrong with it: cause, remedy, confidence",
-    "bench": "measure ratios in one run on this machine: render, samples, gateway, engine, mismatch",
     "demo": "the whole loop on one machine: agent over HTTP, exact engine, GRPO, report; under three minutes on two cores",
     "rollout": "an environment's tasks through a gateway, in groups, scored, written as samples",
     "train": "the reference trainer, one process or under torchrun (FSDP2)",
-    "lab": "experiments that show where mismatch hurts, and which correction helps: list, run NAME, show NAME",
     "completion": "print a completion script for bash, zsh or fish",
 }
 INSPECT = {

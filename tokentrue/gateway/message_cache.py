@@ -4,7 +4,7 @@ of the session began with, byte for byte, are not parsed, validated and normalis
 A dialect parses the same item of the same session to the same messages, once it is settled. An assistant turn that
 spans several items is reused only if all of them are the same. The cached message objects themselves are returned, so
 nobody may change them (`TurnRequest.messages_are_final`); `sessions/matching/conversations` knows them by their
-identity. `limits.message_cache_bytes = 0` switches it off. On and off in one run of `bench gateway`: turn 128 2.8 and
+identity. `limits.message_cache_bytes = 0` switches it off. On and off in one run of `benchmarks.gateway`: turn 128 2.8 and
 7.2 times the bare proxy's time, 64 agents 249 and 188 turns per second.
 """
 

@@ -1,1 +1,1 @@
-"""Commands that run something: a gateway, rollouts, training, the demo, the lab, benchmarks."""
+"""Commands that run something: a gateway, rollouts, training and the demo."""

@@ -166,7 +166,7 @@ def show(result: DemoResult) -> None:
     print(
         "  tokentrue serve                                 point your own agent at it: any OpenAI or Anthropic client"
     )
-    print("  tokentrue lab list                              where mismatch hurts, and which correction helps")
+    print("  tokentrue diagnose SAMPLES --trainer MODEL      how far the rollout is from a trainer, and what helps")
 
 
 def _say_nothing(text: str) -> None:

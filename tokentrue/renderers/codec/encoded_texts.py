@@ -1,7 +1,7 @@
 """A cache of encoded texts, keyed by tokenizer and text, which alone decide the ids.
 
 The agents of a group begin with the same system prompt and tools, and read the same files. On and off in one run of
-`bench gateway`: turn 8 3.9 and 5.0 times the bare proxy's time, 64 agents 269 and 123 turns per second. Texts that
+`benchmarks.gateway`: turn 8 3.9 and 5.0 times the bare proxy's time, 64 agents 269 and 123 turns per second. Texts that
 nobody has sent before gain nothing. Bounded in bytes, least recently used first out; `model.encode_cache_bytes = 0`
 switches it off.
 """

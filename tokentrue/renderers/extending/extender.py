@@ -37,7 +37,7 @@ MAX_PLANS = 4096
 class Extender:
     """`fill_in`: tool messages get the name of the call they answer; an engine's own template gets them as the client
     sent them. `max_plans`: how many plans are cached; 0 plans every request on the real history (tests compare the
-    two). On and off in one run of `bench gateway`: turn 8 3.9 and 7.6, turn 128 2.6 and 31 times the bare proxy's
+    two). On and off in one run of `benchmarks.gateway`: turn 8 3.9 and 7.6, turn 128 2.6 and 31 times the bare proxy's
     time."""
 
     def __init__(

@@ -6,7 +6,7 @@ request starts with the same message objects, unchanged (`gateway/message_cache`
 them), what is known of them is used again, and only the rest is read. Everything kept is a pure function of the
 messages and of immutable nodes, so no result changes (tests/turn/test_conversations.py compares it on and off for
 random requests). Bounded in bytes; `session_limits.conversation_bytes = 0` switches it off. On and off in one run of
-`bench gateway`: turn 128 2.6 and 5.3 times the bare proxy's time, 64 agents 278 and 211 turns per second.
+`benchmarks.gateway`: turn 128 2.6 and 5.3 times the bare proxy's time, 64 agents 278 and 211 turns per second.
 """
 
 from __future__ import annotations

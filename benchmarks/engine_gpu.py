@@ -1,0 +1,385 @@
+"""The exact engine on a CUDA device: speed and bits in one job, never one without the other.
+
+Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an
+integer, with a plain trainer forward over its sequence. With `--shapes`, one table of these shapes beside other
+engines: vLLM where TOKENTRUE_VLLM names a folder that holds it, VeXact where TOKENTRUE_VEXACT names a checkout.
+Without, the 0.6B shape beside the same engine with exactness off, prefix sharing, random schedules, and a pipeline of
+two processes.
+
+    python -m benchmarks.engine_gpu [--quick | --shapes 0.6B 8B 30B-A3B [--peers vllm vllm-invariant vexact]]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import copy
+import gc
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks import Report
+from benchmarks.gpu.peers import PEERS, PeerResult, is_available, measure_peers
+from benchmarks.gpu.random_models import PROMPT, SHAPES, Prompts, model_of, prompts_of
+from tokentrue.engine import ExactEngine
+from tokentrue.engine.core import Chaos
+from tokentrue.engine.scheduling.schedule import ScheduleLimits
+from tokentrue.numerics import exact, score
+from tokentrue.numerics.triton import InexactOps
+from tokentrue.types import Completion, Sampling
+
+OUTPUT = 256
+COUNTS = (1, 32, 256)
+TRAINER_BATCH = 8
+STORM = 640
+"""Requests of the random schedule, about 150 tokens each."""
+
+
+def plain(tokens: int, seed: int, temperature: float = 1.0) -> Sampling:
+    return Sampling(max_tokens=tokens, seed=seed, temperature=temperature, extra={"ignore_eos": True})
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    prompts: Prompts
+    completions: list[Completion]
+    seconds: float
+    temperatures: list[float]
+
+    @property
+    def rate(self) -> float:
+        return sum(len(c.token_ids) for c in self.completions) / self.seconds
+
+    def first(self, count: int) -> Run:
+        return Run(self.prompts[:count], self.completions[:count], self.seconds, self.temperatures[:count])
+
+
+def generate(engine: ExactEngine, prompts: Prompts, samplings: Sequence[Sampling]) -> Run:
+    """All at once through the public call."""
+
+    async def ask() -> list[Completion]:
+        return list(await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, samplings, strict=True))))
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    completions = asyncio.run(ask())
+    return Run(prompts, completions, time.perf_counter() - start, [s.temperature or 1.0 for s in samplings])
+
+
+def count_differing(model: Any, run: Run) -> tuple[int, int]:
+    """(tokens whose log-probability differs in any bit from a plain trainer forward, tokens)."""
+    order = sorted(
+        range(len(run.prompts)),
+        key=lambda i: (run.temperatures[i], len(run.prompts[i]) + len(run.completions[i].token_ids)),
+    )
+    wrong = total = 0
+    with exact(model), torch.no_grad():
+        for temperature, group in itertools.groupby(order, key=lambda i: run.temperatures[i]):
+            for part in batches(list(group)):
+                rows = [[*run.prompts[i], *run.completions[i].token_ids] for i in part]
+                width = max(map(len, rows))
+                trainer = score(
+                    model,
+                    torch.tensor([row + [0] * (width - len(row)) for row in rows], device="cuda"),
+                    temperature=temperature,
+                )
+                for i, row, found in zip(part, rows, trainer, strict=True):
+                    rollout = torch.tensor(run.completions[i].logprobs, dtype=torch.float32, device="cuda")
+                    kept = found[len(run.prompts[i]) - 1 : len(row) - 1]
+                    wrong += int((kept.view(torch.int32) != rollout.view(torch.int32)).sum())
+                    total += len(rollout)
+    return wrong, total
+
+
+def batches(indices: list[int]) -> list[list[int]]:
+    return [indices[at : at + TRAINER_BATCH] for at in range(0, len(indices), TRAINER_BATCH)]
+
+
+def measure_median(engine: ExactEngine, count: int, repeats: int, output: int = OUTPUT) -> Run:
+    """The median of `repeats` runs after one that warms up."""
+    runs = []
+    for i in range(repeats + 1):
+        prompts = prompts_of(count, PROMPT, seed=100 * count + i)
+        runs.append(generate(engine, prompts, [plain(output if i else 20, seed=s) for s in range(count)]))
+    return sorted(runs[1:], key=lambda r: r.rate)[repeats // 2]
+
+
+@contextlib.contextmanager
+def engine_of(model: Any, *, inexact: bool = False, **options: Any) -> Iterator[ExactEngine]:
+    with contextlib.ExitStack() as undo:
+        if inexact:  # the proof at load would refuse it, rightly
+            options = {"ops": InexactOps(), "chaos": Chaos(unproven=True), **options}
+        settings = {"max_len": 4096, "kv_tokens": 256 * 1280, **options}
+        yield undo.enter_context(ExactEngine(model, "cuda", "bfloat16", **settings))
+
+
+def bandwidth_limit(model: Any) -> float:
+    """Tokens per second of one sequence if every weight is read once a token at the bandwidth of a device-to-device
+    copy."""
+    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return 2 * source.numel() / statistics.median(times) / weights
+
+
+def measure_speed(quick: bool) -> list[Report]:
+    counts = (1, 8) if quick else COUNTS
+    repeats = 1 if quick else 3
+    model = model_of("0.6B")
+    limit = bandwidth_limit(model)
+    with engine_of(model) as engine:
+        ours = {count: measure_median(engine, count, repeats) for count in counts}
+        shared = measure_sharing(engine, quick)
+    bits = {count: count_differing(model, run) for count, run in ours.items()}
+    with engine_of(model, inexact=True) as engine:
+        off = {count: measure_median(engine, count, repeats) for count in counts}
+    off_bits = {count: count_differing(model, run.first(32)) for count, run in off.items()}
+    rows = []
+    for count in counts:
+        rate, wrong, total = ours[count].rate, *bits[count]
+        price = f"{100 * (off[count].rate / rate - 1):+.1f}%"
+        moved = f"{off_bits[count][0]} of {off_bits[count][1]}"
+        rows.append((count, f"{rate:.0f}", f"{wrong} of {total}", f"{off[count].rate:.0f}", price, moved))
+    notes = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random Qwen3-0.6B, bf16, prompt {PROMPT}, output {OUTPUT}",
+        f"memory bandwidth limits one sequence to {limit:.0f} tok/s"
+        + (f"; reached: {100 * ours[1].rate / limit:.0f}%" if 1 in ours else ""),
+        "bits: tokens whose recorded log-probability differs from one plain trainer forward, compared as integers",
+    ]
+    columns = ("sequences", "tok/s", "bits differ", "exactness off tok/s", "price", "bits differ when off")
+    report = Report(title="Exact engine, speed and bits", columns=columns, rows=rows, notes=notes)
+    return [report, replace_bits(shared, model)]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    groups: Run
+    distinct: Run
+    hits: float
+
+
+def measure_sharing(engine: ExactEngine, quick: bool) -> Shared:
+    """32 prompts × 8 samples of 1,024 prompt tokens, against as many distinct prompts."""
+    prompts, samples, output = (4, 4, 16) if quick else (32, 8, 128)
+    count = prompts * samples
+    generate(engine, prompts_of(4, 1024, seed=6), [plain(4, seed=0)] * 4)  # warms up
+    base = prompts_of(prompts, 1024, seed=7)
+    before = engine.core.scheduler.prefix_hits
+    groups = generate(engine, [p for p in base for _ in range(samples)], [plain(output, seed=i) for i in range(count)])
+    hits = engine.core.scheduler.prefix_hits - before
+    distinct = generate(engine, prompts_of(count, 1024, seed=8), [plain(output, seed=i) for i in range(count)])
+    return Shared(groups, distinct, hits / (count * 1024))
+
+
+def replace_bits(shared: Shared, model: Any) -> Report:
+    rows = []
+    for name, run in (("32 prompts × 8 samples", shared.groups), ("256 distinct prompts", shared.distinct)):
+        wrong, total = count_differing(model, run)
+        rows.append((name, f"{run.rate:.0f}", f"{run.seconds:.2f}", f"{wrong} of {total}"))
+    gain = shared.groups.rate / shared.distinct.rate
+    notes = [
+        f"prompt 1,024 tokens; sharing gains {gain:.2f}x; {100 * shared.hits:.0f}% of prompt tokens came from the cache"
+    ]
+    return Report(title="Prefix sharing", columns=("load", "tok/s", "seconds", "bits differ"), rows=rows, notes=notes)
+
+
+def measure_pipeline(quick: bool) -> list[Report]:
+    """One process against two on the same GPU, hidden states through host memory."""
+    counts, output, repeats = ((1,), 16, 1) if quick else ((1, 32), 128, 3)
+    model = model_of(
+        "0.6B"
+    ).bfloat16()  # as the engines' copies will be: rotary frequencies are then made anew, on the host, on every side
+    rows = []
+    for stages in (1, 2):
+        gc.collect()
+        torch.cuda.empty_cache()
+        with engine_of(copy.deepcopy(model), pipeline=stages, kv_tokens=24_000) as engine:
+            runs = [measure_median(engine, count, repeats, output) for count in counts]
+        for run in runs:
+            wrong, total = count_differing(model, run)
+            rows.append((stages, len(run.prompts), f"{run.rate:.0f}", f"{wrong} of {total}"))
+    columns = ("processes", "sequences", "tok/s", "bits differ")
+    notes = [
+        f"random Qwen3-0.6B, bf16, prompt {PROMPT}, output {output}; two processes share the GPU and replay no graphs"
+    ]
+    return [Report(title="Pipeline on one GPU", columns=columns, rows=rows, notes=notes)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRun:
+    """What came of a random schedule: log-probabilities that differ, of `tokens`; requests that differ alone, of
+    `asked`."""
+
+    wrong: int
+    tokens: int
+    moved: int
+    asked: int
+    preemptions: int
+    prefix_hits: int
+    first: str = ""
+
+
+def storm(model: Any, count: int, seed: int) -> ScheduleRun:
+    """Random lengths, temperatures, chunks, pages and preemptions."""
+    chance = random.Random(seed)
+    chaos = Chaos(pages=random.Random(seed + 1), chunk=lambda request, most: chance.randint(1, most))
+    prefix = prompts_of(1, 300, seed)[0]
+    prompts = [
+        [*prefix[: chance.choice((0, 64, 200, 300))], *prompts_of(1, chance.randint(1, 700), seed + i)[0]]
+        for i in range(count)
+    ]
+    samplings = [
+        plain(chance.randint(1, 300), seed=i, temperature=chance.choice((0.6, 1.0, 1.0, 1.3))) for i in range(count)
+    ]
+    small = ScheduleLimits(max_requests=128, step_tokens=2048, chunk_tokens=1024)
+    with engine_of(model, limits=small, kv_tokens=max(12_000, 75 * count), chaos=chaos) as engine:
+        run = generate(engine, prompts, samplings)
+        scheduler = engine.core.scheduler
+        preemptions, hits = scheduler.preemptions, scheduler.prefix_hits
+        wrong, total = count_differing(model, run)
+        first = where_they_part(engine, model, run) if wrong else ""
+        alone = range(0, count, max(1, count // 8))
+        moved = 0
+        for i in alone:
+            again = generate(engine, [prompts[i]], [replace(samplings[i])]).completions[0]
+            moved += again.token_ids != run.completions[i].token_ids or again.logprobs != run.completions[i].logprobs
+    return ScheduleRun(
+        wrong=wrong, tokens=total, moved=moved, asked=len(alone), preemptions=preemptions, prefix_hits=hits, first=first
+    )
+
+
+def where_they_part(engine: ExactEngine, model: Any, run: Run) -> str:
+    """The first token, layer and operator that differ in the first completion that has a differing log-probability."""
+    for prompt, completion, temperature in zip(run.prompts, run.completions, run.temperatures, strict=True):
+        if count_differing(model, Run([prompt], [completion], run.seconds, [temperature]))[0]:
+            return str(
+                engine.core.compare([*prompt, *completion.token_ids])
+                or "the operators agree in a plain step: look at the decode graphs"
+            )
+    return ""
+
+
+def bits(quick: bool) -> list[Report]:
+    rows = []
+    for shape in ("0.6B",) if quick else ("0.6B", "1.7B", "MoE"):
+        model = model_of(shape, seed=3)
+        found = storm(model, 24 if quick else STORM, seed=11)
+        rows.append((
+            shape, f"{found.wrong} of {found.tokens}", f"{found.moved} of {found.asked}", found.preemptions, found.prefix_hits
+        ))  # fmt: skip
+        print(
+            f"{shape}: {found.wrong} of {found.tokens} log-probabilities differ. {found.first}",
+            file=sys.stderr,
+            flush=True,
+        )
+        del model
+        torch.cuda.empty_cache()
+    columns = ("shape", "log-probabilities differ", "requests that differ alone", "preemptions", "prompt tokens shared")
+    notes = [
+        "random lengths, temperatures, chunk sizes, page order, shared prefixes and preemptions in one run per shape"
+    ]
+    return [Report(title="Bits under a random schedule, bf16", columns=columns, rows=rows, notes=notes)]
+
+
+TABLE = {"0.6B": ((1, 32, 256), 256), "8B": ((1, 32, 128), 128), "30B-A3B": ((1, 32, 128), 128)}
+"""Shape -> numbers of sequences, and tokens sampled for each."""
+
+
+def compare_engines(shapes: Sequence[str], peers: Sequence[str]) -> Report:
+    """One row for each shape and number of sequences, with three columns for each peer; results are printed as they
+    come."""
+    peers = [name for name in peers if is_available(name)]
+    rows = []
+    for shape in shapes:
+        counts, output = TABLE[shape]
+        others = measure_peers(
+            [name for name in peers if name != "vexact" or "num_experts" not in SHAPES[shape]], shape, counts, output
+        )
+        for count, rate, differing in measure_exact(shape, counts, output):
+            print(
+                f"exact {shape}: {count} sequences, {rate:.0f} tok/s, {differing} differ", file=sys.stderr, flush=True
+            )
+            cells = [cell for name in peers for cell in cells_of(others.get(name, {}).get(count), rate)]
+            rows.append((shape, count, f"{rate:.0f}", differing, *cells))
+    columns = ["shape", "sequences", "exact tok/s", "bits differ"]
+    columns += [cell for name in peers for cell in (f"{name} tok/s", f"exact ÷ {name}", f"bits differ, {name}")]
+    notes = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random weights, bf16, prompt {PROMPT}, temperature 1 (vexact: greedy)",
+        "bits of vLLM: of the first 16 sequences, against a forward of transformers with sdpa over the same tokens",
+    ]
+    return Report(title="The exact engine beside others", columns=tuple(columns), rows=rows, notes=notes)
+
+
+def measure_exact(shape: str, counts: Sequence[int], output: int) -> Iterator[tuple[int, float, str]]:
+    """(sequences, tokens per second, log-probabilities that differ); afterwards the GPU is empty."""
+    model = model_of(shape)
+    with engine_of(model, kv_tokens=max(counts) * (PROMPT + output + 256)) as engine:
+        for count in counts:
+            run = measure_median(engine, count, 3, output)
+            wrong, total = count_differing(model, run)
+            yield count, run.rate, f"{wrong} of {total}"
+    del model, engine
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def cells_of(found: PeerResult | None, exact_rate: float) -> tuple[str, str, str]:
+    if found is None:
+        return "", "", ""
+    return (
+        f"{found.rate:.0f}",
+        f"{exact_rate / found.rate:.2f}",
+        f"{found.wrong} of {found.total}" if found.total else "not compared",
+    )
+
+
+PARTS = (measure_speed, bits, measure_pipeline)
+
+
+def run(*, quick: bool) -> list[Report]:
+    if not torch.cuda.is_available():
+        raise RuntimeError("this benchmark needs a CUDA device")
+    return [report for part in PARTS for report in part(quick)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The exact engine on a CUDA device: speed and bits in one job.")
+    parser.add_argument("--quick", action="store_true", help="a smoke test")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(TABLE), default=(), help="one table of these shapes beside other engines"
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=list(PEERS),
+        default=list(PEERS),
+        help="the other engines, where their place is given",
+    )
+    options = parser.parse_args()
+    if options.shapes:
+        print(compare_engines(options.shapes, options.peers).as_text(), flush=True)
+        return
+    for measure in PARTS:
+        for report in measure(options.quick):
+            print(report.as_text(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The experiments, one file each; `tokentrue.lab.catalog` lists them with their claims."""
