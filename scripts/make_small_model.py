@@ -5,9 +5,9 @@
     python scripts/make_small_model.py --device cuda        # 36 s on one H200: so the shipped one was made
     python scripts/make_small_model.py --out DIR --steps 50 # a quick look
     python scripts/make_small_model.py --out DIR --hidden 512 --layers 10 --lr 5e-4 --device cuda   # 32M parameters,
-    for the lab
+    for experiments
 
-The lab's `regimes` wants relatives of that model beside it: DIR-moe (--experts 8), DIR-long (--longest 5), DIR-vocab
+The experiment `regimes` wants relatives of that model beside it: DIR-moe (--experts 8), DIR-long (--longest 5), DIR-vocab
 (--pad-vocab 32768).
 
 Fluent in the format, mediocre at the task on purpose: the last part of the training uses wrong solutions where

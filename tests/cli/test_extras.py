@@ -29,7 +29,6 @@ def run_without(modules: set[str], *arguments: str) -> subprocess.CompletedProce
         (("demo",), "engine"),
         (("train", "--config", "x.toml"), "gateway"),
         (("diagnose", "x.jsonl", "--trainer", "y"), "engine"),
-        (("bench", "engine"), "engine"),
     ],
 )
 def test_the_missing_extra_is_named(command: tuple[str, ...], extra: str) -> None:

@@ -82,10 +82,8 @@ GUARDS = {  # at least one of these stops a call that would otherwise work for l
         for each in ("rollout.tasks=0", "rollout.environment=boom:Env", "rollout.temperature=nan", "a..b=1")
     ],
     "demo": [["--threads", "0"], ["--out", "/dev/null/x"]],
-    "lab": [["--device", "tpu"], ["--device", "cuda:99"]],
     "view": [["--port", "-1"], ["--port", "99999"]],
     "doctor": [["--dtype", "int3"], ["--engine", "none"]],
-    "bench": [["--set", "a=1", "--nothing"], ["x", "y"]],
 }
 
 

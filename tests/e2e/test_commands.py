@@ -1,4 +1,4 @@
-"""rollout, train and lab from the command line: resumable, reproducible, one-line errors."""
+"""rollout and train from the command line: resumable, reproducible, one-line errors."""
 
 from __future__ import annotations
 
@@ -88,8 +88,6 @@ def test_an_unknown_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "optim.speed" in capsys.readouterr().err
     assert command("train", ["--out", str(tmp_path), "--set", "loss.correction=magic"]) == 2
     assert "no preset 'magic'" in capsys.readouterr().err
-    assert command("lab", ["run", "alchemy"]) == 2
-    assert "retokenize" in capsys.readouterr().err
 
 
 SETS = ("rollout.tasks=3", "rollout.group_size=4", "train.checkpoint_every=1", "log=[]")

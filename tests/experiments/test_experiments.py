@@ -256,3 +256,25 @@ def test_pretrained_arms_run_in_16_bit_and_a_forgotten_mask_shows(tmp_path: Path
         abs(replayed["mismatch/ratio_mean"] - 1) < 0.01
         and dropped["mismatch/ratio_mean"] < replayed["mismatch/ratio_mean"] - 0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "nothing"], "no experiment 'nothing'; choose one of retokenize"),
+        (["run"], "run which experiment? one of retokenize"),
+        (["run", "thresholds", "--device", "cuda:99"], "device: 'cuda:99' is not available"),
+        (["show", "retokenize", "--out", "nowhere"], "no runs of retokenize in nowhere"),
+    ],
+)
+def test_a_wrong_command_is_one_line(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from experiments.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["experiments", *arguments])
+    try:
+        code = main()
+    except SystemExit as left:
+        code = left.code
+    assert code == 2 and said in capsys.readouterr().err
