@@ -6,7 +6,7 @@ It runs where the output head is: in the engine's own process, or in the last st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokentrue.engine.model.adapters import Adapter
 from tokentrue.engine.model.forward import Forward
 from tokentrue.engine.model.step import StepInputs
 from tokentrue.engine.sample import SamplingRow, sample, sampling_row
@@ -92,15 +91,14 @@ def execute(
     forward: Forward,
     inputs: StepInputs,
     wants: StepWants,
-    adapters: Mapping[str, Adapter],
     prefills: PrefillReplay | None = None,
 ) -> StepResult:
     """A whole step in one process."""
     if not wants.routing:
         replayed = prefills.step(inputs, wants.rows) if prefills is not None else None
-        return answer(forward, forward.step(inputs, wants.rows, adapters) if replayed is None else replayed, wants)
+        return answer(forward, forward.step(inputs, wants.rows) if replayed is None else replayed, wants)
     with forward.routes() as chosen:
-        result = answer(forward, forward.step(inputs, wants.rows, adapters), wants)
+        result = answer(forward, forward.step(inputs, wants.rows), wants)
         return replace(result, routes=[routes_from(*read_experts(chosen, part)) for part in wants.routing])
 
 

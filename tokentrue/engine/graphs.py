@@ -20,7 +20,7 @@ from torch import Tensor
 from tokentrue.engine.model.forward import Forward, table_of
 from tokentrue.engine.sample import GOLDEN, MASK, mix, to_signed
 from tokentrue.engine.scheduling.request import Request
-from tokentrue.numerics import PagedBatch
+from tokentrue.numerics import PagedBatch, RowSlots
 
 if TYPE_CHECKING:
     from tokentrue.numerics.triton.kernels.sampling import Rows
@@ -72,13 +72,13 @@ class DecodeGraphs:
         self._advance = advance
         self._rows: type[Rows] = Rows
         self._pool: tuple[int, int] | None = None
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
+        self._captured: dict[tuple[int, int | None], tuple[torch.cuda.CUDAGraph, Rows]] = {}
 
     @torch.inference_mode()
     def start(self, requests: Sequence[Request], steps: int) -> Pending:
         """Launch the next `steps` steps of requests that are decoding, plain, and own the blocks of the tokens that
         they will keep."""
-        graph, rows = self.captured(len(requests))
+        graph, rows = self.captured(requests)
         self.fill(rows, requests)
         return self.launch(graph, rows, steps)
 
@@ -86,7 +86,7 @@ class DecodeGraphs:
     def go_on(self, requests: Sequence[Request], steps: int) -> Pending:
         """The same for the rows of the last launch, whose tokens the host need not have seen; only their blocks may
         have grown."""
-        graph, rows = self.captured(len(requests))
+        graph, rows = self.captured(requests)
         rows.tables.copy_(self.table_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
         rows.starts.copy_(rows.positions)
         page = self.forward.ops.block_size  # the last step chose its successor's slot before these blocks were known
@@ -108,11 +108,15 @@ class DecodeGraphs:
     def table_of(self, requests: Sequence[Request], size: int) -> Tensor:
         return torch.from_numpy(table_of([request.blocks for request in requests], size, self.width))
 
-    def captured(self, count: int) -> tuple[torch.cuda.CUDAGraph, Rows]:
-        size = next(b for b in BUCKETS if b >= count)
-        if size not in self._captured:
-            self._captured[size] = self.capture(size)
-        return self._captured[size]
+    def captured(self, requests: Sequence[Request]) -> tuple[torch.cuda.CUDAGraph, Rows]:
+        """The step of this many rows; with adapters it is another one, void when their memory has moved."""
+        size = next(b for b in BUCKETS if b >= len(requests))
+        generation = self.forward.bank.generation if any(request.adapter for request in requests) else None
+        if (size, generation) not in self._captured:
+            current = (None, self.forward.bank.generation)
+            self._captured = {key: value for key, value in self._captured.items() if key[1] in current}
+            self._captured[size, generation] = self.capture(size, adapted=generation is not None)
+        return self._captured[size, generation]
 
     def forget(self) -> None:
         """Give back the memory of what was captured."""
@@ -123,7 +127,8 @@ class DecodeGraphs:
     def fill(self, rows: Rows, requests: Sequence[Request]) -> None:
         """One copy of everything the rows need; padding rows decode token 0 at position 0 into the null block."""
         size, page = rows.ids.shape[0], self.forward.ops.block_size
-        state = np.zeros((4, size), dtype=np.int64)
+        state = np.zeros((5, size), dtype=np.int64)
+        bank = self.forward.bank
         numbers = np.zeros((2, size), dtype=np.float32)
         numbers[0] = 1.0
         count, last = len(requests), [len(r.tokens) - 1 for r in requests]
@@ -131,6 +136,8 @@ class DecodeGraphs:
         state[1, :count] = last
         state[2, :count] = [r.blocks[at // page] * page + at % page for r, at in zip(requests, last, strict=True)]
         state[3, :count] = [to_signed(mix((r.seed * GOLDEN + 1) & MASK)) for r in requests]
+        state[4] = bank.count
+        state[4, :count] = bank.slots_of([r.adapter for r in requests])
         numbers[0, :count] = [r.sampling.temperature or 1.0 for r in requests]
         numbers[1, :count] = [r.sampling.temperature > 0 for r in requests]
         state_d, numbers_d = (
@@ -142,6 +149,7 @@ class DecodeGraphs:
             (rows.positions, state_d[1]),
             (rows.starts, state_d[1]),
             (rows.slots, state_d[2]),
+            (rows.adapters, state_d[4]),
         ):
             target.copy_(source)
         rows.keys.copy_(state_d[3])
@@ -150,9 +158,9 @@ class DecodeGraphs:
         rows.noisy.copy_(numbers_d[1])
 
     # ---- capture ------------------------------------------------------------------------------------------------------------------
-    def capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Rows]:
+    def capture(self, size: int, *, adapted: bool) -> tuple[torch.cuda.CUDAGraph, Rows]:
         rows = self.new_rows(size)
-        graph, _ = capture_graph(lambda: self.step(rows), pool=self._pool)
+        graph, _ = capture_graph(lambda: self.step(rows, adapted=adapted), pool=self._pool)
         self._pool = graph.pool()
         return graph, rows
 
@@ -164,17 +172,19 @@ class DecodeGraphs:
 
         return self._rows(
             order=torch.arange(size + 1, dtype=torch.int32, device=device), ids=zeros(size), positions=zeros(size), slots=zeros(size),
+            adapters=zeros(size) + self.forward.bank.count,
             contexts=zeros(size, dtype=torch.int32) + 1,
             tables=zeros(size, self.width, dtype=torch.int32), starts=zeros(size), keys=zeros(size), noisy=zeros(size, dtype=torch.int32),
             temperatures=zeros(size, dtype=torch.float32) + 1.0, out_ids=zeros(MOST_STEPS, size),
             out_logprobs=zeros(MOST_STEPS, size, dtype=torch.float32),
         )  # fmt: skip
 
-    def step(self, rows: Rows) -> None:
+    def step(self, rows: Rows, *, adapted: bool) -> None:
         """One decode step from and to device state."""
         size = rows.ids.shape[0]
         batch = PagedBatch(
             positions=rows.positions, slots=rows.slots, cu_q=rows.order, context_lens=rows.contexts,
             block_tables=rows.tables, q_lens=(1,) * size, contexts=(1,) * size, num_decodes=size,
         )  # fmt: skip
-        self._advance(self.forward.logits_of_all(rows.ids, batch), rows, self.forward.ops.block_size)
+        by_row = RowSlots(slots=rows.adapters, count=self.forward.bank.count, by_slot={}) if adapted else None
+        self._advance(self.forward.logits_of_all(rows.ids, batch, by_row), rows, self.forward.ops.block_size)

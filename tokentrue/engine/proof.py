@@ -21,12 +21,13 @@ PIECES = (77, 61, 1, 1, 1)
 
 
 def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> None:
-    """Raise ExactnessError with the first position that differs. `steps` are pieces of one sequence."""
+    """Raise ExactnessError with the first position that differs. `steps` are pieces of one sequence, with the loaded
+    `adapter` where one is given."""
     ids = [token for step in steps for token in step.ids]
     with torch.inference_mode():
         with nullcontext() if adapter is None else attach_adapter(model, forward.ops, adapter):
             wanted = logits_of(model, torch.tensor([ids], device=forward.device))[0]
-        found = paged_logits(forward, steps, adapter)
+        found = paged_logits(forward, steps)
     if same_bits(found, wanted):
         return
     if adapter is not None:
@@ -42,7 +43,6 @@ def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> 
     return first_difference(engine, model_trace(model, [token for step in steps for token in step.ids]))
 
 
-def paged_logits(forward: Forward, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> Tensor:
+def paged_logits(forward: Forward, steps: Sequence[StepInputs]) -> Tensor:
     """Logits of every position, step by step through the pages."""
-    adapters = {} if adapter is None else {adapter.name: adapter}
-    return torch.cat([forward.step(step, range(step.rows), adapters) for step in steps])
+    return torch.cat([forward.step(step, range(step.rows)) for step in steps])

@@ -69,12 +69,11 @@ class LocalRunner:
             vocabulary=decoder.vocabulary, max_positions=decoder.max_positions, block_size=ops.block_size, num_blocks=num_blocks,
             num_states=num_states,
         )  # fmt: skip
-        self.adapters: dict[str, Adapter] = {}
         self.prefills = prefills_of(self.forward, self.sizes)
         self._results: deque[StepResult] = deque()
 
     def start(self, inputs: StepInputs, wants: StepWants) -> None:
-        self._results.append(execute(self.forward, inputs, wants, self.adapters, self.prefills))
+        self._results.append(execute(self.forward, inputs, wants, self.prefills))
 
     def finish(self) -> StepResult:
         return self._results.popleft()
@@ -89,11 +88,20 @@ class LocalRunner:
     def set_adapter(self, adapter: Adapter, proof_steps: Sequence[StepInputs]) -> None:
         """Raises unless the adapter fits the model and its products are exact here."""
         check_adapter(adapter, self.model, self.forward)
-        prove(self.forward, self.model, proof_steps, adapter)
-        self.adapters[adapter.name] = adapter
+        bank = self.forward.bank
+        before = bank.adapters.get(adapter.name)
+        bank.set(adapter)
+        try:
+            prove(self.forward, self.model, proof_steps, adapter)
+        except BaseException:
+            if before is None:
+                bank.remove(adapter.name)
+            else:
+                bank.set(before)
+            raise
 
     def unload_adapter(self, name: str) -> None:
-        del self.adapters[name]
+        self.forward.bank.remove(name)
 
     def clean(self) -> None:
         self.forward.clean()

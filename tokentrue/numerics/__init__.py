@@ -11,10 +11,12 @@ from tokentrue.numerics.ops import (
     ExpertWeights,
     HeadNorm,
     LowRank,
+    LowRankStack,
     NormForm,
     Ops,
     Packed,
     PagedBatch,
+    RowSlots,
 )
 from tokentrue.numerics.patching.patch import SWITCHES, exact
 from tokentrue.numerics.score import logits_of, score, score_with_entropy
@@ -28,10 +30,12 @@ __all__ = [
     "HeadNorm",
     "KeptRows",
     "LowRank",
+    "LowRankStack",
     "NormForm",
     "Ops",
     "Packed",
     "PagedBatch",
+    "RowSlots",
     "deterministic_grad",
     "exact",
     "filter_logits",

@@ -105,6 +105,27 @@ class LowRank:
     scale: float
 
 
+class LowRankStack:
+    """The adapted parts of one merged product, of every loaded adapter. `ends` are the columns where its projections
+    end. `packed` is what a device keeps of all parts together, None where it keeps nothing."""
+
+    def __init__(self, ends: tuple[int, ...]) -> None:
+        self.ends = ends
+        self.parts: dict[int, tuple[LowRank | None, ...]] = {}  # slot -> one for each projection
+        self.packed: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RowSlots:
+    """Which adapter changes each token row of a step. `slots` [T] int64, on the device; a row without an adapter has
+    `count`. `by_slot` holds the rows of each slot, for the plain way; a captured step has none."""
+
+    slots: Tensor
+    count: int
+    by_slot: Mapping[int, Tensor]
+    groups: Any = None  # what a device derives from `slots`, once a step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwiglu:
     """gpt-oss: gate at most `limit`, up within ±`limit`, then (up + 1) * (gate * sigmoid(gate * alpha)), rounded after
@@ -279,6 +300,20 @@ class Ops(ABC):
         rounded to y's dtype."""
         delta = self.linear(self.linear(x.to(low.a.dtype), low.a), low.b) * low.scale
         return (y + delta).to(y.dtype)
+
+    def pack_low_ranks(self, stack: LowRankStack, count: int) -> None:
+        """The parts of `stack`, which has `count` slots, have changed: prepare a quicker form, of the same bits."""
+
+    def add_low_ranks(self, y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
+        """`add_low_rank` of each row's adapter for each projection of the merged product y [T,N] of x [T,K], in place.
+        For inference."""
+        for slot, at in rows.by_slot.items():
+            start = 0
+            for low, end in zip(stack.parts.get(slot, ()), stack.ends, strict=False):
+                if low is not None:
+                    part = y[:, start:end].index_select(0, at)
+                    y[at, start:end] = self.add_low_rank(part, x.index_select(0, at), low)
+                start = end
 
     def route(self, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(grad) Weights [T,k] in logits' dtype, and experts: softmax of logits [T,E] in float32, its `top_k` largest

@@ -22,11 +22,19 @@ from torch import Tensor, nn
 from tokentrue.engine.model.adapter_config import AdapterConfig, check_config, scale_of
 from tokentrue.engine.model.decoder import Attention, Decoder, Dense
 from tokentrue.errors import ConfigError, EngineError, ExactnessError, FileFormatError
-from tokentrue.numerics import LowRank, Ops
+from tokentrue.numerics import LowRank, LowRankStack, Ops, RowSlots
 from tokentrue.numerics.functions import unguard
 
 TARGETS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp",
            "down_proj": "mlp"}  # fmt: skip
+PRODUCTS = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "out": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+"""The merged products of a layer, and the projections side by side in each."""
+PRODUCT_OF = {name: product for product, names in PRODUCTS.items() for name in names}
 NAME = re.compile(r"(?:(?:.+\.)?base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
 PLACE = re.compile(
     r"(?:(?:model|language_model|_orig_mod|_fsdp_wrapped_module|module)\.)*layers\.(\d+)\.(self_attn|mlp)\.(\w+)$"
@@ -236,17 +244,75 @@ def attach_adapter(model: Any, ops: Ops, adapter: Adapter) -> Iterator[None]:
                 object.__setattr__(modules[at], "forward", forward)
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedRows:
-    """Token rows of a step that one adapter changes."""
+class AdapterBank:
+    """The loaded adapters of one decoder, each in a slot; `stacks` holds, for each merged product that any of them
+    changes, the parts of all. `generation` grows when captured steps that read the stacks are void: another adapter
+    of the same shape in a slot is written in place."""
 
-    adapter: Adapter
-    rows: Tensor
+    def __init__(self, decoder: Decoder, ops: Ops) -> None:
+        self._decoder, self._ops = decoder, ops
+        self.adapters: dict[str, Adapter] = {}
+        self.slots: dict[str, int] = {}
+        self.stacks: dict[tuple[int, str], LowRankStack] = {}
+        self.count = 0  # slots, a power of two
+        self.generation = 0
 
-    def apply(self, ops: Ops, layer: int, x: Tensor, y: Tensor, columns: Sequence[tuple[str, int, int]]) -> None:
-        """Add the adapter's part to y, in place; `columns` are (projection, first, end) of the merged product."""
-        for projection, start, end in columns:
-            low = self.adapter.weights.get((layer, projection))
-            if low is not None:
-                part = y[:, start:end].index_select(0, self.rows)
-                y[self.rows, start:end] = ops.add_low_rank(part, x.index_select(0, self.rows), low)
+    def set(self, adapter: Adapter) -> None:
+        """Loads it, or replaces the one of that name."""
+        self.adapters[adapter.name] = adapter
+        if adapter.name not in self.slots:
+            self.slots[adapter.name] = min(set(range(len(self.slots) + 1)) - set(self.slots.values()))
+        self._fill()
+
+    def remove(self, name: str) -> None:
+        if self.adapters.pop(name, None) is not None:
+            del self.slots[name]
+            self._fill()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a step with adapters can be captured: it reads no row numbers on the host."""
+        return all(stack.packed is not None for stack in self.stacks.values())
+
+    def rows_of(self, names: Sequence[str | None], counts: Sequence[int], device: torch.device) -> RowSlots | None:
+        """Of a step whose requests have `counts` rows each; None where no request names an adapter."""
+        if not any(names):
+            return None
+        slots = self.slots_of(names).repeat_interleave(torch.tensor(counts))
+        used = sorted({self.slots[name] for name in names if name is not None})
+        by_slot = {slot: (slots == slot).nonzero()[:, 0].to(device) for slot in used}
+        return RowSlots(slots=slots.to(device), count=self.count, by_slot=by_slot)
+
+    def slots_of(self, names: Sequence[str | None]) -> Tensor:
+        return torch.tensor([self.count if name is None else self.slots[name] for name in names], dtype=torch.int64)
+
+    def _fill(self) -> None:
+        count = 1 << max(0, max(self.slots.values(), default=0)).bit_length()
+        changed = {(layer, PRODUCT_OF[name]) for one in self.adapters.values() for layer, name in one.weights}
+        before = {at: stack.packed for at, stack in self.stacks.items()}
+        self.stacks = {at: self.stacks.get(at) or LowRankStack(self._ends(*at)) for at in sorted(changed)}
+        for (layer, product), stack in self.stacks.items():
+            stack.parts = {
+                self.slots[one.name]: tuple(one.weights.get((layer, name)) for name in PRODUCTS[product])
+                for one in self.adapters.values()
+            }
+            self._ops.pack_low_ranks(stack, count)
+        after = {at: stack.packed for at, stack in self.stacks.items()}
+        if count != self.count or before.keys() != after.keys() or any(before[at] is not after[at] for at in after):
+            self.generation += 1
+        self.count = count
+
+    def _ends(self, layer: int, product: str) -> tuple[int, ...]:
+        """The columns of a merged product where its projections end."""
+        heads, key_heads, size = self._decoder.heads
+        at = self._decoder.layers[layer]
+        if product == "qkv":
+            assert isinstance(at.mixer, Attention)
+            wide, narrow = heads * size * (2 if at.mixer.gated else 1), key_heads * size
+            return wide, wide + narrow, wide + 2 * narrow
+        if product == "out":
+            assert isinstance(at.mixer, Attention)
+            return (at.mixer.out.shape[0],)
+        assert isinstance(at.mlp, Dense)
+        width = at.mlp.gate_up.shape[0] // 2
+        return (width, 2 * width) if product == "gate_up" else (at.mlp.down.shape[0],)

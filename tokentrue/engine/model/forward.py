@@ -3,7 +3,6 @@ arithmetic."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokentrue.engine.model.adapters import AdaptedRows, Adapter
+from tokentrue.engine.model.adapters import AdapterBank
 from tokentrue.engine.model.decoder import Attention, Decoder, Dense, Layer
 from tokentrue.engine.model.latent import LatentAttention, Norm
 from tokentrue.engine.model.step import StepInputs
-from tokentrue.numerics import HeadNorm, Ops, PagedBatch
+from tokentrue.numerics import HeadNorm, Ops, PagedBatch, RowSlots
 from tokentrue.numerics.delta import GatedDelta
 
 Ropes = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
@@ -46,6 +45,7 @@ class Forward:
             for layer in decoder.layers
         ]
         self.recurrent = [new_state(layer.mixer, num_states, dtype, device) for layer in decoder.layers]
+        self.bank = AdapterBank(decoder, ops)
         self.trace: Trace | None = None
         self.plain = decoder.residual_scale is None and all(is_plain(layer) for layer in decoder.layers)
         self.refresh()
@@ -55,20 +55,20 @@ class Forward:
         self.ops.pack(weight for weight in linear_weights(self.decoder))
 
     @torch.inference_mode()
-    def step(self, inputs: StepInputs, rows: Sequence[int], adapters: Mapping[str, Adapter] | None = None) -> Tensor:
-        """Logits [len(rows), V] of those token rows of the step; `adapters` holds those that requests name."""
-        return self.logits_of_rows(self.compute(inputs, self.embed(inputs), adapters), rows)
+    def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor:
+        """Logits [len(rows), V] of those token rows of the step."""
+        return self.logits_of_rows(self.compute(inputs, self.embed(inputs)), rows)
 
     @torch.inference_mode()
     def embed(self, inputs: StepInputs) -> Tensor:
         return self.decoder.embed(torch.from_numpy(np.array(inputs.ids)).to(self.device))
 
     @torch.inference_mode()
-    def compute(self, inputs: StepInputs, x: Tensor, adapters: Mapping[str, Adapter] | None = None) -> Tensor:
+    def compute(self, inputs: StepInputs, x: Tensor) -> Tensor:
         """[T,K] after this decoder's layers, of what comes into the first of them."""
         paged = paged_batch(inputs, self.ops.block_size, self.device)
         slots = self.prepare_states(inputs)
-        return self.layers(x, paged, adapted_rows(inputs, adapters or {}, self.device), slots)
+        return self.layers(x, paged, self.bank.rows_of(inputs.adapters, inputs.counts, self.device), slots)
 
     @torch.inference_mode()
     def logits_of_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
@@ -106,53 +106,59 @@ class Forward:
         return torch.tensor(inputs.state_slots, device=self.device)
 
     def layers(
-        self, x: Tensor, batch: PagedBatch, adapted: Sequence[AdaptedRows] = (), slots: Tensor | None = None
+        self, x: Tensor, batch: PagedBatch, adapted: RowSlots | None = None, slots: Tensor | None = None
     ) -> Tensor:
         """[T,K] after the last layer, before the final norm."""
-        if self.plain and self.trace is None and not adapted:
-            h, x = self.plain_layers(x, batch)
+        if self.plain and self.trace is None:
+            h, x = self.plain_layers(x, batch, adapted)
             return x + h
         ropes = self.ropes(batch)
         for index, layer in enumerate(self.decoder.layers):
             x = self.layer(index, layer, x, ropes, batch, adapted, slots)
         return x
 
-    def logits_of_all(self, ids: Tensor, batch: PagedBatch) -> Tensor:
+    def logits_of_all(self, ids: Tensor, batch: PagedBatch, adapted: RowSlots | None = None) -> Tensor:
         """Logits [T,V] of every token of the step."""
         d = self.decoder
         if not self.plain or d.logit_softcap is not None or d.logit_divisor is not None:
-            return self.logits(self.layers(d.embed(ids), batch))
+            return self.logits(self.layers(d.embed(ids), batch, adapted))
         assert d.norm is not None and d.head is not None
-        return self.ops.norm_linear(*self.plain_layers(d.embed(ids), batch), d.norm, d.head, d.head_bias)[0]
+        return self.ops.norm_linear(*self.plain_layers(d.embed(ids), batch, adapted), d.norm, d.head, d.head_bias)[0]
 
     def ropes(self, batch: PagedBatch) -> Ropes:
         """cos and sin of the step's positions; none for layers without a rotary embedding."""
         at = batch.positions
         return {None: (None, None), **{key: (cos[at], sin[at]) for key, (cos, sin) in self.decoder.ropes.items()}}
 
-    def plain_layers(self, x: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+    def plain_layers(self, x: Tensor, batch: PagedBatch, adapted: RowSlots | None) -> tuple[Tensor, Tensor]:
         """(h, x): the last layer's result and the residual behind it. Every residual sum is left to the norm that reads
-        it."""
+        it; a product that adapters change reads a norm of its own."""
         ops, d, ropes = self.ops, self.decoder, self.ropes(batch)
-        alone, copies = x.shape[0] < ops.least_rows, ops.least_rows
+        stacks = {} if adapted is None else self.bank.stacks
+        alone, copies = x.shape[0] < ops.least_rows and adapted is None, ops.least_rows
         x, h = x.repeat(copies, 1) if alone else x, None
-        for cache, layer in zip(self.caches, d.layers, strict=True):
+        for index, (cache, layer) in enumerate(zip(self.caches, d.layers, strict=True)):
             n, m, mixer, mlp = layer.before_attention, layer.before_mlp, layer.mixer, layer.mlp
             assert n is not None and m is not None and cache is not None and isinstance(mixer, Attention)
-            if h is None:
-                qkv = ops.linear(ops.rms_norm(x, n.weight, n.eps, form=n.form), mixer.qkv, mixer.qkv_bias)
-            else:
+            if h is not None and (index, "qkv") not in stacks:
                 qkv, x = ops.norm_linear(h, x, n, mixer.qkv, mixer.qkv_bias)
+            else:
+                if h is None:
+                    normed = ops.rms_norm(x, n.weight, n.eps, form=n.form)
+                else:
+                    normed, x = ops.add_rms_norm(h, x, n.weight, n.eps, form=n.form)
+                qkv = self.adapt(adapted, index, "qkv", normed, ops.linear(normed, mixer.qkv, mixer.qkv_bias))
             qkv = qkv[:1] if alone else qkv
             q = ops.prepare_qkv(qkv, d.heads, mixer.head_norm, *ropes[mixer.rope], *cache, batch)
             attended = ops.paged_attention(q, *cache, batch, mixer.spec).flatten(1)
             h = ops.linear(attended.repeat(copies, 1) if alone else attended, mixer.out, mixer.out_bias)
-            if isinstance(mlp, Dense) and mlp.gate_up_bias is None:
+            h = self.adapt(adapted, index, "out", attended, h)
+            if isinstance(mlp, Dense) and mlp.gate_up_bias is None and (index, "gate_up") not in stacks:
                 inner, x = ops.norm_linear(h, x, m, mlp.gate_up, kind=mlp.kind)
-                h = ops.linear(inner, mlp.down, mlp.down_bias)
+                h = self.adapt(adapted, index, "down", inner, ops.linear(inner, mlp.down, mlp.down_bias))
             else:
                 h, x = ops.add_rms_norm(h, x, m.weight, m.eps, form=m.form)
-                h = self.mlp("", mlp, h)
+                h = self.mlp("", mlp, h, adapted, index)
         assert h is not None
         return (h[:1], x[:1]) if alone else (h, x)
 
@@ -163,7 +169,7 @@ class Forward:
         x: Tensor,
         ropes: Ropes,
         batch: PagedBatch,
-        adapted: Sequence[AdaptedRows],
+        adapted: RowSlots | None,
         slots: Tensor | None,
     ) -> Tensor:
         ops, name, scale = self.ops, f"layers.{index}", self.decoder.residual_scale
@@ -187,18 +193,16 @@ class Forward:
         return x + (h if scale is None else h * scale)
 
     def attend(
-        self, index: int, mixer: Attention, h: Tensor, ropes: Ropes, batch: PagedBatch, adapted: Sequence[AdaptedRows]
+        self, index: int, mixer: Attention, h: Tensor, ropes: Ropes, batch: PagedBatch, adapted: RowSlots | None
     ) -> Tensor:
         ops, name, cache = self.ops, f"layers.{index}", self.caches[index]
-        heads, key_heads, size = self.decoder.heads
+        heads, _, size = self.decoder.heads
         assert cache is not None
-        qkv, wide = ops.linear(h, mixer.qkv, mixer.qkv_bias), heads * size * (2 if mixer.gated else 1)
-        self.adapt(
-            adapted, index, h, qkv, (("q_proj", wide), ("k_proj", key_heads * size), ("v_proj", key_heads * size))
-        )
+        qkv = self.adapt(adapted, index, "qkv", h, ops.linear(h, mixer.qkv, mixer.qkv_bias))
         self.record(f"{name}.qkv", qkv)
         gate = None
         if mixer.gated:  # q and gate of a head lie side by side
+            wide = 2 * heads * size
             q, gate = qkv[:, :wide].view(-1, heads, 2, size).unbind(2)
             qkv = torch.cat((q.flatten(1), qkv[:, wide:]), -1)
         if mixer.wide_norm is not None:
@@ -210,8 +214,7 @@ class Forward:
             attended = attended * ops.activation(gate.flatten(1), "sigmoid")
         self.record(f"{name}.attention", attended)
         out = ops.linear(attended, mixer.out, mixer.out_bias)
-        self.adapt(adapted, index, attended, out, (("o_proj", out.shape[1]),))
-        return self.record(f"{name}.out", out)
+        return self.record(f"{name}.out", self.adapt(adapted, index, "out", attended, out))
 
     def attend_latent(self, index: int, mixer: LatentAttention, h: Tensor, ropes: Ropes, batch: PagedBatch) -> Tensor:
         cache, (cos, sin) = self.caches[index], ropes[mixer.rope]
@@ -232,34 +235,24 @@ class Forward:
         name: str,
         mlp: Dense | Callable[[Tensor], Any],
         h: Tensor,
-        adapted: Sequence[AdaptedRows] = (),
-        index: int = 0,
+        adapted: RowSlots | None,
+        index: int,
     ) -> Tensor:
         if not isinstance(mlp, Dense):
             found = mlp(h[None])
             return self.record(f"{name}.mlp", (found[0] if isinstance(found, tuple) else found)[0])
-        both = self.ops.linear(h, mlp.gate_up, mlp.gate_up_bias)
-        self.adapt(adapted, index, h, both, (("gate_proj", both.shape[1] // 2), ("up_proj", both.shape[1] // 2)))
+        both = self.adapt(adapted, index, "gate_up", h, self.ops.linear(h, mlp.gate_up, mlp.gate_up_bias))
         gate, up = both.chunk(2, -1)
         inner = self.record(f"{name}.activation", self.ops.act_mul(gate, up, mlp.kind))
-        out = self.ops.linear(inner, mlp.down, mlp.down_bias)
-        self.adapt(adapted, index, inner, out, (("down_proj", out.shape[1]),))
+        out = self.adapt(adapted, index, "down", inner, self.ops.linear(inner, mlp.down, mlp.down_bias))
         return self.record(f"{name}.mlp", out)
 
-    def adapt(
-        self, adapted: Sequence[AdaptedRows], index: int, x: Tensor, y: Tensor, parts: Sequence[tuple[str, int]]
-    ) -> None:
-        """Add every adapter's part to the rows of y that it changes; `parts` are the projections of the merged product
-        and their widths."""
-        for rows in adapted:
-            ends = list(itertools.accumulate(width for _, width in parts))
-            rows.apply(
-                self.ops,
-                index,
-                x,
-                y,
-                [(name, end - width, end) for (name, width), end in zip(parts, ends, strict=True)],
-            )
+    def adapt(self, adapted: RowSlots | None, index: int, product: str, x: Tensor, y: Tensor) -> Tensor:
+        """Adds each row's adapter to y, the merged product of x, in place; returns y."""
+        stack = self.bank.stacks.get((index, product)) if adapted is not None else None
+        if adapted is not None and stack is not None:
+            self.ops.add_low_ranks(y, x, stack, adapted)
+        return y
 
     def norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
         if norm is None:
@@ -326,17 +319,6 @@ def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
             yield from (layer.mlp.gate_up, layer.mlp.down)
     if decoder.head is not None:
         yield decoder.head
-
-
-def adapted_rows(inputs: StepInputs, adapters: Mapping[str, Adapter], device: torch.device) -> list[AdaptedRows]:
-    """Token rows of the step by adapter."""
-    rows: dict[str, list[int]] = {}
-    start = 0
-    for name, count in zip(inputs.adapters, inputs.counts, strict=True):
-        if name is not None:
-            rows.setdefault(name, []).extend(range(start, start + count))
-        start += count
-    return [AdaptedRows(adapters[name], torch.tensor(own, device=device)) for name, own in rows.items()]
 
 
 def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBatch:

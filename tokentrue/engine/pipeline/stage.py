@@ -62,7 +62,6 @@ class Stage:
             torch.cuda.set_device(self.device)
         self.model = stage_model(spec)
         self.wire = self.device if spec.backend == "nccl" else torch.device("cpu")
-        self.adapters: dict[str, Adapter] = {}
         self.forward: Forward | None = None
         self.targets: dict[str, torch.Tensor] | None = None
         self.sends: deque[tuple[Any, torch.Tensor]] = deque()
@@ -100,7 +99,7 @@ class Stage:
             case say.CheckAdapter():
                 self.pipe.send(say.Outcome(self.take_adapter(message.adapter)))
             case say.UnloadAdapter():
-                self.adapters.pop(message.name, None)
+                self.ready.bank.remove(message.name)
             case _:
                 raise EngineError(f"a stage cannot do {type(message).__name__}")
 
@@ -184,7 +183,7 @@ class Stage:
         return x.to(self.device)
 
     def compute_from(self, inputs: StepInputs, x: torch.Tensor) -> torch.Tensor:
-        y = self.ready.compute(inputs, x, self.adapters)
+        y = self.ready.compute(inputs, x)
         if not self.spec.is_last:
             while len(self.sends) >= MOST_SENDS:
                 self.sends.popleft()[0].wait()
@@ -195,7 +194,7 @@ class Stage:
     # ---- proof ----------------------------------------------------------------------------------------------------------------------
     def prove(self, message: say.Prove) -> Exception | None:
         """This stage's layers over pages, against the model's own code over the same inputs."""
-        adapter = self.adapters[message.adapter] if message.adapter is not None else None
+        adapter = self.ready.bank.adapters[message.adapter] if message.adapter is not None else None
         found, inside = list[torch.Tensor](), list[torch.Tensor]()
         for step in message.steps:
             inside.append(self.entering(step))
@@ -230,5 +229,5 @@ class Stage:
             check_adapter(local, self.model, self.ready, first)
         except TokenTrueError as error:
             return error
-        self.adapters[adapter.name] = local
+        self.ready.bank.set(local)
         return None

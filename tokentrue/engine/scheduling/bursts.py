@@ -54,6 +54,8 @@ class Bursts:
             work.count > 1 or not work.samples or not is_plain(work.request) for work in batch
         ):
             return False
+        if any(request.adapter for request in requests) and not self.graphs.forward.bank.is_packed:
+            return False
         lengths = [len(r.tokens) for r in requests]
         steps = self.steps_that_fit(requests, lengths)
         if steps < 1:
@@ -129,6 +131,6 @@ class Bursts:
 def is_plain(request: Request) -> bool:
     """Temperature and seed alone shape what the request samples, and it wants nothing besides tokens and their
     log-probabilities."""
-    if request.shaped or request.sampling.top_logprobs or request.wants_routes or request.adapter is not None:
+    if request.shaped or request.sampling.top_logprobs or request.wants_routes:
         return False
     return not (request.wants_prompt and not request.num_sampled)

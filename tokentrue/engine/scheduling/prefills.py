@@ -16,7 +16,7 @@ from torch import Tensor
 from tokentrue.engine.graphs import capture_graph
 from tokentrue.engine.model.forward import Forward, paged_batch
 from tokentrue.engine.model.step import StepInputs
-from tokentrue.numerics import PagedBatch
+from tokentrue.numerics import PagedBatch, RowSlots
 from tokentrue.numerics.triton.kernels.attention import Tiles, tile_starts
 
 SIZES = (64, 128, 256, 512, 1024)
@@ -31,6 +31,7 @@ class Prefill:
     ids: Tensor  # int64 [T]
     batch: PagedBatch  # of MOST_SEQUENCES, and one more without queries
     rows: Tensor  # int64 [MOST_SEQUENCES]: tokens whose logits are wanted
+    adapters: Tensor  # int64 [T]: slot of each token's adapter
     logits: Tensor
     graph: torch.cuda.CUDAGraph
 
@@ -41,22 +42,22 @@ class PrefillGraphs:
     def __init__(self, forward: Forward, *, width: int) -> None:
         self.forward = forward
         self.width = width
-        self._captured: dict[int, Prefill] = {}
+        self._captured: dict[tuple[int, int | None], Prefill] = {}
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor | None:
         """Logits of those token rows, or None for a step that has no captured form: too long, or with decodes in it."""
         total = inputs.rows
         few = len(inputs.counts) <= MOST_SEQUENCES and len(rows) <= MOST_SEQUENCES
-        plain = all(
-            count > 1 and adapter is None for count, adapter in zip(inputs.counts, inputs.adapters, strict=True)
-        )
+        bank, adapted = self.forward.bank, any(inputs.adapters)
+        plain = all(count > 1 for count in inputs.counts) and (not adapted or bank.is_packed)
         if not few or not plain or total > SIZES[-1] or self.forward.trace is not None:
             return None
-        size = next(s for s in SIZES if s >= total)
-        if size not in self._captured:
-            self._captured[size] = self.capture(size)
-        prefill = self._captured[size]
+        key = next(s for s in SIZES if s >= total), bank.generation if adapted else None
+        if key not in self._captured:
+            self._captured = {at: one for at, one in self._captured.items() if at[1] in (None, bank.generation)}
+            self._captured[key] = self.capture(key[0], adapted=adapted)
+        prefill = self._captured[key]
         self.fill(prefill, inputs, rows)
         prefill.graph.replay()
         return prefill.logits[: len(rows)]
@@ -64,7 +65,7 @@ class PrefillGraphs:
     @property
     def sizes(self) -> list[int]:
         """Those captured so far."""
-        return list(self._captured)
+        return [size for size, _ in self._captured]
 
     def forget(self) -> None:
         """Give back the memory of what was captured."""
@@ -75,6 +76,8 @@ class PrefillGraphs:
         host, to = paged_batch(inputs, self.forward.ops.block_size, HOST), prefill.batch
         starts = torch.tensor(self.tile_starts(host.q_lens), dtype=torch.int32).t()
         copy_rows(prefill.ids, torch.tensor(ids))
+        slots = self.forward.bank.slots_of(inputs.adapters).repeat_interleave(torch.tensor(inputs.counts))
+        copy_rows(prefill.adapters, slots, rest=self.forward.bank.count)
         copy_rows(prefill.rows, torch.tensor(rows, dtype=torch.int64))
         copy_rows(to.positions, host.positions)
         copy_rows(to.slots, host.slots)
@@ -88,7 +91,7 @@ class PrefillGraphs:
         heads, key_heads, _ = self.forward.decoder.heads
         return tile_starts(counts, heads=heads, key_heads=key_heads, dtype=self.forward.decoder.dtype)
 
-    def capture(self, size: int) -> Prefill:
+    def capture(self, size: int, *, adapted: bool) -> Prefill:
         device, sequences = self.forward.device, MOST_SEQUENCES + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -101,12 +104,15 @@ class PrefillGraphs:
             context_lens=zeros(sequences, dtype=torch.int32), block_tables=zeros(sequences, self.width, dtype=torch.int32),
             q_lens=(0,) * sequences, contexts=(0,) * sequences, num_decodes=0, plan=plan,
         )  # fmt: skip
-        ids, rows = zeros(size), zeros(MOST_SEQUENCES)
         forward = self.forward
-        graph, logits = capture_graph(
-            lambda: forward.logits(forward.layers(forward.decoder.embed(ids), batch).index_select(0, rows))
-        )
-        return Prefill(ids=ids, batch=batch, rows=rows, logits=logits, graph=graph)
+        ids, rows, adapters = zeros(size), zeros(MOST_SEQUENCES), zeros(size) + forward.bank.count
+
+        def step() -> Tensor:
+            by_row = RowSlots(slots=adapters, count=forward.bank.count, by_slot={}) if adapted else None
+            return forward.logits(forward.layers(forward.decoder.embed(ids), batch, by_row).index_select(0, rows))
+
+        graph, logits = capture_graph(step)
+        return Prefill(ids=ids, batch=batch, rows=rows, adapters=adapters, logits=logits, graph=graph)
 
 
 def copy_rows(target: Tensor, source: Tensor, *, rest: int = 0) -> None:

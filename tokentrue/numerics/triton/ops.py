@@ -21,13 +21,25 @@ import tokentrue.numerics.triton.kernels.attention_grad as attention_grad
 import tokentrue.numerics.triton.kernels.delta as delta
 import tokentrue.numerics.triton.kernels.experts as expert_kernels
 import tokentrue.numerics.triton.kernels.logsoftmax as logsoftmax
+import tokentrue.numerics.triton.kernels.low_rank as low_rank
 import tokentrue.numerics.triton.kernels.matmul as matmul
 import tokentrue.numerics.triton.kernels.norm as norm
 import tokentrue.numerics.triton.kernels.norm_matmul as norm_matmul
 import tokentrue.numerics.triton.kernels.rope as rope
 import tokentrue.numerics.triton.kernels.routing as routing
 import tokentrue.numerics.triton.selftest as selftest
-from tokentrue.numerics.ops import AttentionSpec, ExpertWeights, HeadNorm, Norm, NormForm, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import (
+    AttentionSpec,
+    ExpertWeights,
+    HeadNorm,
+    LowRankStack,
+    Norm,
+    NormForm,
+    Ops,
+    Packed,
+    PagedBatch,
+    RowSlots,
+)
 from tokentrue.numerics.scan import differentiable_scan
 
 MOST_SHARED = 64
@@ -199,6 +211,15 @@ class TritonOps(selftest.Fallbacks):
         if self.fused and not self.pinned and norm_matmul.fits(h, weight, gated=kind is not None):
             return norm_matmul.norm_product(h, residual, norm.weight, norm.eps, weight, bias, form=norm.form, act=kind)
         return super().norm_linear(h, residual, norm, weight, bias, kind)
+
+    def pack_low_ranks(self, stack: LowRankStack, count: int) -> None:
+        low_rank.pack(stack, count)
+
+    def add_low_ranks(self, y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
+        if stack.packed is None:
+            super().add_low_ranks(y, x, stack, rows)
+        else:
+            low_rank.add_low_ranks(y, x, stack, rows)
 
     def prepare_qkv(
         self,

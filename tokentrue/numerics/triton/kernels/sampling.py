@@ -135,6 +135,7 @@ class Rows:
     ids: torch.Tensor  # int64 [R]: newest token
     positions: torch.Tensor  # int64 [R]: its position
     slots: torch.Tensor  # int64 [R]: its place in the pages
+    adapters: torch.Tensor  # int64 [R]: the slot of its adapter; the number of slots where it has none
     contexts: torch.Tensor  # int32 [R]: position + 1
     tables: torch.Tensor  # int32 [R, W]
     starts: torch.Tensor  # int64 [R]: position at the start of the burst
