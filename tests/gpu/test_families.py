@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -94,43 +95,65 @@ def test_float16_has_the_trainers_bits() -> None:
     assert engine_gpu.count_differing(model, run) == (0, 720)
 
 
+def adapter_state(
+    targets: dict[str, tuple[int, int]], rank: int, dtype: torch.dtype, seed: int
+) -> dict[str, torch.Tensor]:
+    """A and B for `targets` (name -> inputs, outputs) of every layer of the small Qwen3."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"base_model.model.model.layers.{i}.{where}.lora_{part}.weight": (
+            torch.randn(shape, generator=generator) * 0.1
+        ).to(dtype)
+        for i in range(4)
+        for where, (inputs, outputs) in targets.items()
+        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank)))
+    }
+
+
 def test_adapters_have_the_bits_of_the_adapted_model() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check_adapters(dtype)
+
+
+def check_adapters(dtype: torch.dtype) -> None:
+    """Rows of two adapters and of none in one captured step; one of them is then replaced in place."""
     from benchmarks import engine_gpu
     from tokentrue.engine.model.adapters import attach_adapter
     from tokentrue.numerics import exact, score
     from tokentrue.numerics.patching.patch import STATE
 
     model = model_of("qwen3")
-    generator = torch.Generator().manual_seed(3)
-    state = {
-        f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{part}.weight": torch.randn(shape, generator=generator) * 0.1
-        for i in range(4) for part, shape in (("A", (8, 256)), ("B", (512, 8)))
-    }  # fmt: skip
-    prompts = engine_gpu.prompts_of(6, 100, seed=2)
+    config = model.config
+    wide, hidden, inner = config.num_attention_heads * config.head_dim, config.hidden_size, config.intermediate_size
+    few = {"self_attn.q_proj": (hidden, wide), "mlp.down_proj": (inner, hidden)}
+    many = {**few, "self_attn.o_proj": (wide, hidden), "mlp.up_proj": (hidden, inner)}
+    prompts = engine_gpu.prompts_of(9, 100, seed=2)
     with engine_gpu.engine_of(model, kv_tokens=24_000) as engine:
-        engine.load_adapter("a", state, config={"lora_alpha": 16})
-        names = [None, "a"] * 3
-        requests = [
-            engine.request(p, engine_gpu.plain(40, seed=i), adapter=n)
-            for i, (p, n) in enumerate(zip(prompts, names, strict=True))
-        ]
-        for request in requests:
-            engine.core.add(request)
-        while engine.core.busy:
-            engine.core.step()
-        adapter = engine.core.adapters["a"]
-    with exact(model), torch.no_grad():
-        for request in requests:
-            ids = torch.tensor([request.tokens], device="cuda")
-            if request.adapter is None:
-                wanted = score(model, ids)[0]
-            else:
-                with attach_adapter(model, model.__dict__[STATE].ops, adapter):
-                    wanted = score(model, ids)[0]
-            found = torch.tensor(request.logprobs, device="cuda")
-            assert torch.equal(wanted[len(request.prompt_ids) - 1 :].view(torch.int32), found.view(torch.int32)), (
-                request.adapter
-            )
+        engine.load_adapter("a", adapter_state(many, 8, dtype, seed=3), config={"lora_alpha": 16})
+        engine.load_adapter("b", adapter_state(few, 24, dtype, seed=4), config={"lora_alpha": 5})
+        generation = engine.core.forward.bank.generation
+        for seed in (3, 5):  # the second time with other weights in the place of "a"
+            engine.load_adapter("a", adapter_state(many, 8, dtype, seed=seed))
+            requests = [
+                engine.request(p, engine_gpu.plain(40, seed=i), adapter=(None, "a", "b")[i % 3])
+                for i, p in enumerate(prompts)
+            ]
+            for request in requests:
+                engine.core.add(request)
+            while engine.core.busy:
+                engine.core.step()
+            adapters = dict(engine.core.adapters)
+            with exact(model), torch.no_grad():
+                for request in requests:
+                    ids = torch.tensor([request.tokens], device="cuda")
+                    ops = model.__dict__[STATE].ops
+                    name = request.adapter
+                    with contextlib.nullcontext() if name is None else attach_adapter(model, ops, adapters[name]):
+                        wanted = score(model, ids)[0][len(request.prompt_ids) - 1 :]
+                    found = torch.tensor(request.logprobs, device="cuda")
+                    assert torch.equal(wanted.view(torch.int32), found.view(torch.int32)), (name, seed)
+        assert engine.core.bursts is not None and (16, generation) in engine.core.bursts.graphs._captured
+        assert engine.core.forward.bank.generation == generation, "weights of the same shape are written in place"
 
 
 def test_scan_does_not_depend_on_cuts() -> None:

@@ -301,7 +301,7 @@ class Ops(ABC):
         delta = self.linear(self.linear(x.to(low.a.dtype), low.a), low.b) * low.scale
         return (y + delta).to(y.dtype)
 
-    def pack_low_ranks(self, stack: LowRankStack, count: int) -> None:
+    def pack_low_ranks(self, stack: LowRankStack, count: int) -> None:  # noqa: B027
         """The parts of `stack`, which has `count` slots, have changed: prepare a quicker form, of the same bits."""
 
     def add_low_ranks(self, y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
