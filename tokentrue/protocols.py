@@ -123,6 +123,17 @@ class Scoring(Protocol):
 
 
 @runtime_checkable
+class Versioned(Protocol):
+    """A remote engine that can say which weights it has: one that was restarted has those of its start again."""
+
+    url: str
+
+    async def weight_version(self) -> int:
+        """Asks the engine; a server that nothing was published to is at version 0."""
+        ...
+
+
+@runtime_checkable
 class Rejoining(Protocol):
     """A remote engine that can load the weights which were published while it was away."""
 

@@ -3,8 +3,10 @@ a run."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -12,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.providers.test_vllm_real import serve
 from tokentrue.cli.main import run as command
@@ -99,6 +103,111 @@ def test_a_server_that_never_loads_weights_stops_the_run_at_its_start(
     monkeypatch.setattr(VLLMProvider, "load_from_disk", only_the_version)
     assert command("train", settings(tmp_path, [servers[0][1]], 3)) == 2
     assert "does not take published weights" in capsys.readouterr().err
+
+
+# ---- an engine that came back with the weights of its start ------------------------------------------------------------------------------
+class Router:
+    """A reverse proxy in front of two real servers. It forwards to the first one, and to the second, which has the
+    weights of its start, from the moment that `moment` names: as seen from here, the server was restarted.
+
+    `hides` answers /weight_info from the first server all the same. Without `tokens` the servers seem to have no token
+    route.
+    """
+
+    def __init__(self, urls: list[str], *, moment: str, hides: bool, tokens: bool) -> None:
+        self.urls, self.moment, self.hides, self.tokens = urls, moment, hides, tokens
+        self.version, self.sampled, self.is_back = -1, 0, False
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+        assert self._ready.wait(30)
+
+    def note(self, path: str, body: Any) -> None:
+        """Version 2 is published; one generation is its probe; the round's come after it, or the scores before them."""
+        if path == "/update_weight_version":
+            self.version, self.sampled = int(body["new_version"]), 0
+            return
+        is_score = path == "/v1/completions" and "prompt_logprobs" in body
+        is_sample = not is_score and path in ("/v1/completions", "/inference/v1/generate") and bool(body)
+        if self.version == 2 and self.sampled >= {"scoring": 1, "round": 1, "mid-round": 12}[self.moment]:
+            self.is_back = True
+        self.sampled += is_sample
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        self.note(request.path, json.loads(data or b"{}"))
+        if not self.tokens and request.path.startswith("/inference/"):
+            return web.json_response({"detail": "not found"}, status=404)
+        old = self.is_back and not (self.hides and request.path == "/weight_info")
+        target = self.urls[int(old)] + request.path_qs
+        headers = {"content-type": "application/json"}
+        async with self._client.request(request.method, target, data=data, headers=headers) as answer:
+            reply = web.StreamResponse(status=answer.status, headers={"content-type": answer.content_type})
+            await reply.prepare(request)
+            async for piece in answer.content.iter_any():
+                await reply.write(piece)
+            await reply.write_eof()
+            return reply
+
+    def _serve(self) -> None:
+        self._loop.run_until_complete(self._start())
+        self._ready.set()
+        self._loop.run_forever()
+
+    async def _start(self) -> None:
+        self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self.forward)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+RESTARTS = [
+    ("scoring", False, True, "weight version 0 before it scored the update, and version 2 was published"),
+    ("scoring", True, True, r"an engine scored it as version 2, and its log-probabilities are .* away"),
+    ("round", False, True, "weight version 0 after round 2, and version 2 was published"),
+    ("round", True, True, "round 2: sample .* has tokens of policy version 0, and version 2 was published"),
+    ("round", False, False, "weight version 0 after round 2, and version 2 was published"),
+    ("round", True, False, r"an engine sampled it as version 2, and its log-probabilities are .* away"),
+    ("mid-round", False, True, "weight version 0 after round 2, and version 2 was published"),
+    ("mid-round", False, False, "weight version 0 after round 2, and version 2 was published"),
+    ("mid-round", True, False, r"an engine sampled it as version 2, and its log-probabilities are .* away"),
+]
+
+
+@pytest.mark.parametrize("moment, hides, tokens, error", RESTARTS)
+def test_nothing_is_trained_on_an_engine_that_came_back_with_old_weights(
+    servers: list[Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    moment: str,
+    hides: bool,
+    tokens: bool,
+    error: str,
+) -> None:
+    """Before the update is scored, before a round and during one; told by the version, or by δ behind a router."""
+    router = Router([url for _, url in servers], moment=moment, hides=hides, tokens=tokens)
+    judged = {"train.acceptance.enabled": "true"} if moment == "scoring" else {}
+    try:
+        assert command("train", settings(tmp_path, [router.url], 4, **judged)) == 2
+    finally:
+        router.close()
+    said = capsys.readouterr().err
+    assert router.is_back and re.search(error, said), said
+    trained = 1 if moment == "scoring" else 2
+    assert [row["step"] for row in rows_on_file(tmp_path)] == list(range(trained))
+    assert all(row["mismatch/delta_abs_mean"] < 1e-4 for row in rows_on_file(tmp_path))
+    with capsys.disabled():
+        print("\n", moment, hides, tokens, said.strip().splitlines()[-1])
+    if "sampled it" not in error and "has tokens" not in error:
+        assert (tmp_path / "checkpoints" / "latest").resolve().name == f"step-{trained:06d}", "finished steps are kept"
 
 
 def test_grpo_goes_on_when_a_replica_is_killed_in_mid_run(

@@ -113,7 +113,7 @@ async def test_a_server_without_anything_to_repair_with_stays_paused(tmp_path: P
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("clears", "prefix cache"), ("stamps", "reports weight version 'default' after loading version 1")],
+    [("clears", "prefix cache"), ("stamps", "reports weight version 0 after loading version 1")],
     ids=["the cache is not cleared", "the version is not named"],
 )
 async def test_a_publication_that_is_not_confirmed_is_a_refusal(tmp_path: Path, fault: str, message: str) -> None:

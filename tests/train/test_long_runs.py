@@ -19,13 +19,21 @@ from tests.train.rows import groups_for, small_model
 from tests.train.test_loop import Engine, from_json, to_json
 from tokentrue.app.rollout.rollouts import RolloutRounds
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
-from tokentrue.errors import EngineError, FileFormatError, TokenContractError, TrainingError
+from tokentrue.errors import (
+    EngineContractError,
+    EngineError,
+    EngineUnreachable,
+    FileFormatError,
+    TokenContractError,
+    TrainingError,
+)
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints, load, save
+from tokentrue.train.checks.acceptance import UpdateJudge
 from tokentrue.train.checks.evaluating import Evaluator, pass_at_k
 from tokentrue.train.checks.probing import Probe
-from tokentrue.train.config import EvaluationConfig
+from tokentrue.train.config import AcceptanceConfig, EvaluationConfig
 from tokentrue.types import Completion, Finish
 
 
@@ -103,6 +111,46 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_step(tmp_path: Path) -> No
     assert json.loads((kept / "state.json").read_text())["version"] == trainer.version >= 2
 
 
+class FailingEngine(Engine):
+    """Fails when version 2 is published, once."""
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        if version == 2 and self.trainer.config.lag == 0:
+            raise EngineUnreachable("killed")
+        await super().publish(weights, version=version)
+
+
+@pytest.mark.parametrize(("lag", "error"), [(0, EngineUnreachable), (1, asyncio.CancelledError)])
+def test_every_finished_step_has_its_row_of_metrics(tmp_path: Path, lag: int, error: type[BaseException]) -> None:
+    """The run ends between step 1 and its publication: by an engine, or by Ctrl-C while another round is sampled."""
+    rows: list[int] = []
+
+    async def run(engine_class: type[Engine], *, stops: bool) -> None:
+        trainer = trainer_of(lag=lag, checkpoint_minutes=0.0, checkpoint_every=9)
+        engine = engine_class(trainer)
+        running = asyncio.create_task(
+            train(
+                trainer,
+                engine,
+                Publisher(engine),
+                store=store_of(tmp_path),
+                on_step=lambda report, _: rows.append(report.step),
+            )
+        )
+        while stops and lag and trainer.version < 2:
+            await asyncio.sleep(0.001)
+        if stops and lag:
+            running.cancel()
+        await running
+
+    with pytest.raises(error):
+        asyncio.run(run(FailingEngine, stops=True))
+    (kept,) = find_checkpoints(tmp_path)
+    assert kept.name == "step-000002" and rows == [0, 1]
+    asyncio.run(run(Engine, stops=False))
+    assert rows == [0, 1, 2, 3]
+
+
 def test_metrics_are_never_erased(tmp_path: Path) -> None:
     for value in (0.25, 0.75):
         writer = MetricsWriter(tmp_path, provenance={}, log=())
@@ -177,6 +225,86 @@ def test_a_probe_follows_every_publication() -> None:
 def test_an_engine_that_keeps_old_weights_stops_the_run(deaf_from: int, said: str) -> None:
     with pytest.raises(TrainingError, match=said):
         probed(deaf_from=deaf_from)
+
+
+class RestartedEngine(ScoringEngine):
+    """Restarted at a moment of version 2 with the weights of its start. It says so where it is asked for its version;
+    behind a router (`hides`) it still says 2. What it samples is stamped with version 2."""
+
+    url, moment, hides, is_back = "http://engine", "", False, False
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.start = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    def restart(self, moment: str) -> None:
+        if moment == self.moment and self.version == 2 and not self.is_back:
+            self.is_back = True
+            self.model.load_state_dict(self.start)
+
+    async def weight_version(self) -> int:
+        return 0 if self.is_back and not self.hides else self.version
+
+    async def play(self, number: int) -> Any:
+        self.restart("round")
+        groups = await super().play(number)
+        self.restart("mid-round")
+        if self.is_back and self.moment == "mid-round":  # the second group came after the restart
+            groups[1:] = groups_for(self.model, groups=2, size=3, seed=number, version=self.version)[1:]
+        return groups
+
+    async def score(self, token_ids: Any) -> Any:
+        from tokentrue.numerics import score
+
+        self.restart("scoring")
+        with torch.no_grad():
+            return score(self.model, torch.tensor([list(token_ids)]))[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("moment", "hides", "error"),
+    [
+        (
+            "scoring",
+            False,
+            "http://engine has weight version 0 after it scored the update, and version 2 was published",
+        ),
+        ("scoring", True, "an engine scored it as version 2, and its log-probabilities are"),
+        ("round", False, "weight version 0 after round 2, and version 2 was published"),
+        ("round", True, "an engine sampled it as version 2, and its log-probabilities are"),
+        ("mid-round", False, "weight version 0 after round 2, and version 2 was published"),
+        ("mid-round", True, "an engine sampled it as version 2, and its log-probabilities are"),
+    ],
+)
+def test_nothing_is_trained_on_an_engine_that_came_back_with_old_weights(
+    tmp_path: Path, moment: str, hides: bool, error: str
+) -> None:
+    acceptance = AcceptanceConfig(enabled=moment == "scoring", min_gain=-9.0)
+    trainer = trainer_of(steps=4, exact=False, acceptance=acceptance)
+    engine = RestartedEngine(trainer)
+    engine.moment, engine.hides = moment, hides
+    engines: Any = lambda: [engine]  # noqa: E731
+    judge = UpdateJudge(acceptance, engines) if acceptance.enabled else None
+    publisher = Publisher(engine, probe=Probe(engines, vocabulary=300), judge=judge)
+    rows: list[int] = []
+    with pytest.raises(EngineContractError, match=error):
+        asyncio.run(
+            train(
+                trainer, engine, publisher, store=store_of(tmp_path), on_step=lambda report, _: rows.append(report.step)
+            )
+        )
+    trained = 1 if moment == "scoring" else 2
+    assert engine.is_back and trainer.version == trained and rows == list(range(trained))
+    assert [path.name for path in find_checkpoints(tmp_path)] == [f"step-{trained:06d}"], "finished steps are kept"
+    resumed = trainer_of(steps=4, exact=False, acceptance=acceptance)
+    engine = RestartedEngine(resumed)
+    publisher = Publisher(engine, probe=Probe(lambda: [engine], vocabulary=300))  # type: ignore[list-item]
+    asyncio.run(train(resumed, engine, publisher, store=store_of(tmp_path)))
+    unbroken = trainer_of(steps=4, exact=False, acceptance=acceptance)
+    engine = RestartedEngine(unbroken)
+    asyncio.run(train(unbroken, engine, Publisher(engine)))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(resumed.weights(), unbroken.weights(), strict=True))
+    assert resumed.counters() == unbroken.counters()
 
 
 class ForgettingEngine(Engine):

@@ -62,6 +62,7 @@ class SGLangProvider:
         routed_experts: tuple[int, int] | None = None,
     ) -> None:
         self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
+        self.url = self._http.url
         self._running = RunningRequests()
         self._publisher = DiskPublisher(self, weights_dir, place=self._http.place)
         self._sampling_mask = sampling_mask
@@ -106,6 +107,9 @@ class SGLangProvider:
         version = version_from(info.weight_version)
         return {"engine": self.name, "url": self._http.url, "model": info.model_path, "version": version}
 
+    async def weight_version(self) -> int:
+        return version_from((await self._info()).weight_version)
+
     async def _info(self) -> SGLangInfo:
         """/model_info (older servers: /get_model_info)."""
         try:
@@ -137,7 +141,7 @@ class SGLangProvider:
         answer = decode_answer(data, SGLangUpdate, where=f"{self._http.url}/update_weights_from_disk")
         if not answer.success:
             raise EngineRejected(f"sglang did not take the weights: {answer.message}")
-        require_version(self.name, (await self._info()).weight_version, written.version)
+        require_version(self.name, await self.weight_version(), written.version)
 
     async def resume_with_weights(self) -> None:
         await self._http.read("POST", "/continue_generation", {}, retry=False)

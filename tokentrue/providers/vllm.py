@@ -80,6 +80,7 @@ class VLLMProvider:
         version: int = UNVERSIONED,
     ) -> None:
         self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
+        self.url = self._http.url
         self._running = RunningRequests()
         self._publisher = DiskPublisher(self, weights_dir, place=self._http.place)
         self._loaded = version  # of the weights that the server loaded last
@@ -171,10 +172,12 @@ class VLLMProvider:
         if not answer.get("success", False):
             raise EngineRejected("vllm did not clear its prefix cache, which holds keys and values of the old weights")
         await self._post("/update_weight_version", {"new_version": str(written.version)})
-        where = f"{self._http.url}/weight_info"
-        found = decode_answer(await self._http.read("GET", "/weight_info"), VLLMWeights, where=where)
-        require_version(self.name, found.weight_version, written.version)
+        require_version(self.name, await self.weight_version(), written.version)
         self._loaded = written.version
+
+    async def weight_version(self) -> int:
+        data = await self._http.read("GET", "/weight_info")
+        return version_from(decode_answer(data, VLLMWeights, where=f"{self.url}/weight_info").weight_version)
 
     async def resume_with_weights(self) -> None:
         await self._post("/resume")

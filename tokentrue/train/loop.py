@@ -72,6 +72,15 @@ async def train(
     return run.reports
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedStep:
+    """A step whose weights are made and whose metrics are not written yet. `began` is of the monotonic clock."""
+
+    report: StepReport
+    began: float
+    waited: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """The state of one call of `train`."""
@@ -88,6 +97,7 @@ class Run:
     finished: dict[int, Groups] = field(default_factory=dict[int, Groups])  # whole rounds
     counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, "Mapping[str, float]"])
     reports: list[StepReport] = field(default_factory=list[StepReport])
+    unreported: FinishedStep | None = None
     idle: int = 0
     kept: int = 0  # the version of the newest checkpoint
     kept_at: float = field(default_factory=time.monotonic)
@@ -123,8 +133,10 @@ class Run:
         groups = self.finished.pop(number)
         waited = time.perf_counter() - began
         before = None if self.publish.judge is None else await asyncio.to_thread(trainer.snapshot)
+        self.publish.metrics, self.publish.seconds = {}, 0.0  # those of the step before
+        stepping = asyncio.ensure_future(asyncio.to_thread(trainer.step, groups))
         try:
-            report = await finish(asyncio.ensure_future(asyncio.to_thread(trainer.step, groups)))
+            report = await finish(stepping)
             for task in list(self.running.values()):  # rounds that older weights must sample
                 await asyncio.wait([task])
             await trainer.ranks.meet()
@@ -135,32 +147,48 @@ class Run:
             ):  # no checkpoint has an update that nobody accepted: the round waits to be trained on again
                 trainer.rewind(before)
                 self.finished[number] = groups
+            elif stepping.done() and stepping.exception() is None:
+                self.unreported = FinishedStep(report=stepping.result(), began=began, waited=waited)
             raise
-        counts = self.counts.pop(number, {})
-        judged = await self.evaluator(trainer.version) if self.evaluator is not None else {}
-        seconds = {
-            **report.seconds,
-            "wait": waited,
-            "publish": self.publish.seconds,
-            "step": time.perf_counter() - began,
-        }
-        metrics = {**report.metrics, **counts, **self.publish.metrics, **judged}
-        report = replace(report, metrics=metrics, speeds={**report.speeds, **step_speeds(report, seconds)})
-        self.reports.append(report)
-        if self.on_step is not None:
-            self.on_step(report, seconds)
+        self.unreported = FinishedStep(report=report, began=began, waited=waited)
+        report = self.report_step(await self.evaluator(trainer.version) if self.evaluator is not None else {})
         self.idle = require_progress(report, self.idle, trainer.config)
         if self.store is not None and self.is_due():
             for waiting in sorted(self.running):
                 await self.gather_round(waiting)
             self.keep()
 
+    def report_step(self, judged: Mapping[str, float]) -> StepReport:
+        """Reports the step that was finished last, once: its row of metrics comes before a checkpoint that has it."""
+        done, self.unreported = self.unreported, None
+        assert done is not None
+        seconds = {
+            **done.report.seconds,
+            "wait": done.waited,
+            "publish": self.publish.seconds,
+            "step": time.perf_counter() - done.began,
+        }
+        metrics = {**done.report.metrics, **self.counts.pop(done.report.step, {}), **self.publish.metrics, **judged}
+        speeds = {**done.report.speeds, **step_speeds(done.report, seconds)}
+        report = replace(done.report, metrics=metrics, speeds=speeds)
+        self.reports.append(report)
+        if self.on_step is not None:
+            self.on_step(report, seconds)
+        return report
+
     def start_rounds(self, *, first: int) -> None:
         """Starts this rank's part of every round that the current weights may play and nobody has."""
         config = self.trainer.config
         for number in range(first, min(first + config.lag + 1, config.steps)):
             if number not in self.running and number not in self.finished:
-                self.running[number] = asyncio.create_task(self.rounds.play(number))
+                self.running[number] = asyncio.create_task(self.play(number))
+
+    async def play(self, number: int) -> Groups:
+        """This rank's part of a round. The engines must still have the weights that were published before it: nothing
+        is published until the round has ended."""
+        groups = await self.rounds.play(number)
+        await self.publish.require_versions(f"after round {number}")
+        return groups
 
     async def gather_round(self, number: int) -> None:
         """Waits for this rank's part of a round, then for the others', and puts them together on every rank, in rank
@@ -212,6 +240,8 @@ class Run:
     def keep_if_possible(self) -> None:
         """After an interruption: with several ranks nobody can say who is still there to gather the weights."""
         if self.store is not None and self.trainer.version > self.kept and self.trainer.ranks.world == 1:
+            if self.unreported is not None:
+                self.report_step({})
             self.keep()
 
     async def cancel_rounds(self) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from tokentrue.protocols import WeightSink
 from tokentrue.train.checks.acceptance import UpdateJudge
@@ -30,12 +32,14 @@ class Publisher:
         self.sinks = sinks
         self.probe = probe
         self.judge = judge
+        self.version: int | None = None  # of the last publication
         self.seconds = 0.0
         self.metrics: dict[str, float] = {}
 
     async def __call__(self, trainer: Trainer) -> None:
         began = time.perf_counter()
         await self.hand_over(trainer)
+        self.version = trainer.version
         await self.check(trainer)
         self.seconds = time.perf_counter() - began
 
@@ -46,7 +50,14 @@ class Publisher:
         await self(trainer)
         if self.judge is None or before is None:
             return
-        found = await self.judge(trainer.rows(groups), report.advantages, trainer.ranks)
+        rows = trainer.rows(groups)
+
+        async def require(scores: Sequence[Tensor]) -> None:
+            await self.require_versions_on_all(trainer, "after it scored the update")
+            await asyncio.to_thread(trainer.require_scores, rows, report.advantages, scores)
+
+        await self.require_versions_on_all(trainer, "before it scored the update")
+        found = await self.judge(rows, report.advantages, trainer.ranks, require=require)
         if not found.accepted:
             trainer.restore(before)
             await self(trainer)
@@ -96,6 +107,21 @@ class Publisher:
         if self.probe is not None:
             found = await self.probe(trainer)
             self.metrics = {"probe/delta": found.delta, "probe/engines": found.engines}
+            trainer.delta_limit = self.probe.limit
+
+    async def require_versions(self, when: str) -> None:
+        """Raises where an engine of this rank has other weights than those that were published last."""
+        if self.probe is not None and self.sinks and self.version is not None:
+            await self.probe.require_versions(self.version, when)
+
+    async def require_versions_on_all(self, trainer: Trainer, when: str) -> None:
+        trouble: Exception | None = None
+        try:
+            await self.require_versions(when)
+        except Exception as error:  # told to all ranks
+            trouble = error
+        await trainer.ranks.meet()
+        trainer.ranks.raise_together(trouble, "ask the engines for their version")
 
 
 class Passing(Iterable[tuple[str, Any]]):

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokentrue.errors import ConfigError, ExactnessError, TrainingError
+from tokentrue.errors import ConfigError, EngineContractError, ExactnessError, TrainingError
 from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.numerics import on_device
-from tokentrue.train.checks.exactness import Agreement, agreement, require_exact, require_own_versions
+from tokentrue.train.checks.exactness import Agreement, agreement, require_exact, require_near, require_own_versions
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
 from tokentrue.train.data.advantages import SessionRewards, mask_truncated, overlong_cost, session_advantages
 from tokentrue.train.data.batch import Row, rows_of
@@ -98,6 +98,7 @@ class Trainer:
         self.version = 0
         self.updates = 0
         self.skipped = 0  # updates in a row
+        self.delta_limit: float | None = None  # of a row's mean |δ|, where engines are probed
         self.response_lengths: list[float] = []  # mean sampled tokens per row, step by step
         self.flops = flops_of(model)
         self.masters = MasterWeights(model)
@@ -122,11 +123,11 @@ class Trainer:
         if not rows:
             raise ConfigError("a training step got no rows: every rollout of the batch failed, or none was asked for")
         require_own_versions(rows, self.version, is_offline=self.config.offline)
-        self.response_lengths.append(sum(int(row.sampled.sum()) for row in rows) / len(rows))
         with self.scorer.active(self.model):
             with clock("recompute"):
                 values, epochs = self.recompute(rows)
             found = self.compare(rows, values.recomputed)
+            self.response_lengths.append(sum(int(row.sampled.sum()) for row in rows) / len(rows))
             with clock("measure"):
                 measured = self.measured(rows, values)
             with clock("update"):
@@ -231,12 +232,10 @@ class Trainer:
             sessions = sessions.less(overlong_cost(sessions.sampled, self.config.overlong))
         advantages = self.advantages(sessions)
         epochs = self.planned(rows, advantages)
-        mine: dict[int, Tensor] = {}
-        reference: dict[int, Tensor] = {}
+        mine, reference = dict[int, Tensor](), dict[int, Tensor]()
         with evaluation_mode(self.model):
-            for bin_ in (bin_ for part in epochs[0] for bin_ in (*part.active, *part.idle)):
-                with self.replaying(rows, bin_):
-                    mine |= zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)
+            for bin_ in (bin_ for part in epochs[0] for bin_ in part.bins):
+                mine |= self.score_bin(rows, bin_)
                 if self.reference is not None:
                     reference |= zip(bin_, self.scored(self.reference, rows, bin_).logprobs, strict=False)
         kl = 0.0
@@ -258,6 +257,38 @@ class Trainer:
         heats = [rows[i].temperatures for i in numbers] or [torch.ones(2)]
         return self.scorer(model, ids, heats, entropy=entropy, kept=[rows[i].kept for i in numbers] or None)
 
+    def score_bin(self, rows: Sequence[Row], bin_: Sequence[int]) -> dict[int, Tensor]:
+        with self.replaying(rows, bin_):
+            return dict(zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False))
+
+    @torch.no_grad()
+    def score_parts(self, rows: Sequence[Row], parts: Sequence[Minibatch]) -> dict[int, Tensor]:
+        """Log-probabilities of this rank's rows under the current weights, by row number."""
+        with evaluation_mode(self.model):
+            return {
+                i: values for part in parts for bin_ in part.bins for i, values in self.score_bin(rows, bin_).items()
+            }
+
+    def require_scores(self, rows: Sequence[Row], advantages: Sequence[float], scores: Sequence[Tensor]) -> None:
+        """Raises on every rank where an engine scored a row with other weights than the current ones."""
+        if self.delta_limit is None:
+            return
+        with on_device(next(self.model.parameters()).device), self.scorer.active(self.model):
+            mine = self.score_parts(rows, self.planned(rows, advantages)[0])
+        compared = [
+            (rows[i], values[: len(scores[i])], scores[i], rows[i].mask[: len(scores[i])]) for i, values in mine.items()
+        ]
+        self.require_near_on_all(compared, "scored")
+
+    def require_near_on_all(self, compared: Sequence[tuple[Row, Tensor, Tensor, Tensor]], doing: str) -> None:
+        trouble: EngineContractError | None = None
+        try:
+            if self.delta_limit is not None:
+                require_near(compared, self.delta_limit, version=self.version, doing=doing)
+        except EngineContractError as error:
+            trouble = error
+        self.ranks.raise_together(trouble, "compare its rows with the engines'")
+
     def replaying(self, rows: Sequence[Row], numbers: Sequence[int]) -> AbstractContextManager[None]:
         """Forward and backward passes over these rows inside the block take the experts of the rollout."""
         chosen = [rows[i] for i in numbers]
@@ -278,6 +309,13 @@ class Trainer:
         for _, said in everyone:
             if said:
                 raise ExactnessError(said)
+        self.require_near_on_all(
+            [
+                (row, recomputed[i], row.rollout, row.sampled & (row.versions == self.version))
+                for i, row in zip(numbers, mine[0], strict=True)
+            ],
+            "sampled",
+        )
         return reduce(Agreement.merge, (part for part, _ in everyone))
 
     def measured(self, rows: Sequence[Row], values: RowValues) -> dict[str, float]:
@@ -357,11 +395,7 @@ class Trainer:
         """The minibatch's correction; from a forward pass of its own where it looks at weights that have moved."""
         current = values.recomputed
         if not is_first and self.loss.correction.needs_current:
-            with torch.no_grad(), evaluation_mode(self.model):
-                current = {}
-                for bin_ in (*part.active, *part.idle):
-                    with self.replaying(rows, bin_):
-                        current |= zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False)
+            current = self.score_parts(rows, [part])
         return correct_minibatch(
             rows, part, self.loss, recomputed=values.recomputed, current=current, advantages=values.advantages,
             version=self.version, ranks=self.ranks,

@@ -178,7 +178,7 @@ def version_from(text: str | int | None) -> int:
     return version
 
 
-def require_version(engine: str, reported: str | int | None, version: int) -> None:
+def require_version(engine: str, reported: int, version: int) -> None:
     """Raises where an engine does not say that it has the weights which were just loaded."""
-    if version_from(reported) != version:
-        raise EngineRejected(f"{engine} reports weight version {reported!r} after loading version {version}")
+    if reported != version:
+        raise EngineRejected(f"{engine} reports weight version {reported} after loading version {version}")

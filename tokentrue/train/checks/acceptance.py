@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,9 +43,18 @@ class UpdateJudge:
         self._engines = engines
         self.refused = 0  # updates in a row
 
-    async def __call__(self, rows: Sequence[Row], advantages: Sequence[float], ranks: Ranks) -> UpdateCheck:
-        """Judges the weights that the engines have now."""
+    async def __call__(
+        self,
+        rows: Sequence[Row],
+        advantages: Sequence[float],
+        ranks: Ranks,
+        *,
+        require: Callable[[Sequence[Tensor]], Awaitable[None]] | None = None,
+    ) -> UpdateCheck:
+        """Judges the weights that the engines have now. `require` raises where the scores are of other weights."""
         updated = await self._score_on_first(rows, ranks)
+        if require is not None:
+            await require(updated)
         cpu = torch.device("cpu")
         scored = [slice(len(values)) for values in updated]
         found = check_update(

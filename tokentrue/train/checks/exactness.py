@@ -1,18 +1,21 @@
 """The check that gives the project its name: tokens sampled by these very weights must have these very bits.
 
 Only tokens whose policy version is the trainer's current one are compared; older ones differ because the policy moved.
+Engines with their own arithmetic are held to a bound on each row's mean |δ| instead (`require_near`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tokentrue.errors import ExactnessError, TokenContractError
+from tokentrue.errors import EngineContractError, ExactnessError, TokenContractError
 from tokentrue.train.data.batch import Row
+
+PROBED_TOKENS = 24  # that an engine samples for the probe, whose mean |δ| is the limit of a row's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,25 @@ def require_exact(rows: Sequence[Row], trainer: Sequence[Tensor], *, version: in
         f"{found.differing} of {found.compared} tokens of policy version {version} differ, by at most {found.largest:.3g}. "
         "Score with the engine's operators (train.exact), the same temperature and dtype, or set exact = false"
     )
+
+
+def require_near(
+    compared: Iterable[tuple[Row, Tensor, Tensor, Tensor]], limit: float, *, version: int, doing: str
+) -> None:
+    """Raises EngineContractError at the first row that an engine computed with other weights than the trainer's.
+
+    `compared` has each row with the trainer's and the engine's log-probabilities and where they count. The mean |δ| of
+    a row is taken over at least as many tokens as the probe's, so that one unlikely token is no finding.
+    """
+    for row, mine, theirs, counts in compared:
+        distances = (mine.detach().double().cpu() - theirs.double())[counts].abs()
+        mean = float(distances.sum()) / max(PROBED_TOKENS, distances.numel())
+        if mean > limit:
+            raise EngineContractError(
+                f"sample {row.sample.sample_id}: an engine {doing} it as version {version}, and its log-probabilities are {mean:.3g} "
+                f"away from those of that version in the mean (limit {limit:.3g}): it has other weights, behind a router perhaps. "
+                "Nothing of it is trained on; restart the engine and run again to resume"
+            )
 
 
 def require_own_versions(rows: Sequence[Row], version: int, *, is_offline: bool) -> None:

@@ -2,10 +2,12 @@
 scores them.
 
 The prompt is always the same and longer than a block of an engine's prefix cache: stale weights and a stale cache both
-show. At the start
-the path is proven: deliberately changed weights are published, and each engine must be nearer to them than to the
-trainer's own. Then the own ones are published, and what an engine's arithmetic adds is measured; a later mean |δ| far
-above that means that the engine samples from other weights, and the run stops.
+show. At the start the path is proven: deliberately changed weights are published, and each engine must be nearer to
+them than to the trainer's own. Then the own ones are published, and what an engine's arithmetic adds is measured; a
+later mean |δ| far above that means that the engine samples from other weights, and the run stops.
+
+Between two publications an engine may be restarted with the weights of its start. `require_versions` asks every engine
+which weights it has; behind a router that hides a restart the |δ| of each row decides (`exactness.require_near`).
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tokentrue.errors import EngineError, EngineTimeout, EngineUnreachable, TrainingError
-from tokentrue.protocols import Provider
+from tokentrue.errors import EngineContractError, EngineError, EngineTimeout, EngineUnreachable, TrainingError
+from tokentrue.protocols import Provider, Versioned
+from tokentrue.train.checks.exactness import PROBED_TOKENS
 from tokentrue.train.trainer import Trainer
 from tokentrue.types import Completion, Sampling
 
 PROMPT_TOKENS = 320
-SAMPLED_TOKENS = 24
 FLOOR = 1e-3  # mean |δ| that is never called stale: float32 engines have 2e-5
 FACTOR = 5.0  # times the start's mean |δ|
 CHANGE = 1.05  # factor on every matrix that proves the path
@@ -58,6 +60,22 @@ class Probe:
                 f"(limit {self.limit:.3g}): it samples from other weights than those that were published. Restart it and resume the run"
             )
         return ProbeResult(delta=worst, engines=len(found))
+
+    async def require_versions(self, version: int, when: str) -> None:
+        """Raises EngineContractError where an engine in use says that it has the weights of another version.
+
+        An engine that is gone gets the weights again before it is used.
+        """
+        for engine in self._engines():
+            if isinstance(engine, Versioned):
+                found = version
+                with contextlib.suppress(EngineUnreachable, EngineTimeout):
+                    found = await engine.weight_version()
+                if found != version:
+                    raise EngineContractError(
+                        f"{engine.name} at {engine.url} has weight version {found} {when}, and version {version} was published: it was "
+                        "restarted, or given other weights. Nothing of it is trained on; run again to resume"
+                    )
 
     async def prove(self, trainer: Trainer, publish: Callable[[Trainer], Awaitable[None]]) -> None:
         """Raises TrainingError unless every engine follows changed weights. The trainer's own are put back, bit for
@@ -94,7 +112,7 @@ class Probe:
     async def _sample(self, trainer: Trainer) -> list[Completion]:
         """An engine that dies here is not probed: it gets the weights again before it is used, as one that missed the
         publication."""
-        asked = Sampling(temperature=trainer.config.temperature, max_tokens=SAMPLED_TOKENS, seed=trainer.version)
+        asked = Sampling(temperature=trainer.config.temperature, max_tokens=PROBED_TOKENS, seed=trainer.version)
         found: list[Completion] = []
         for engine in self._engines():
             with contextlib.suppress(EngineUnreachable, EngineTimeout):

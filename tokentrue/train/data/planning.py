@@ -27,8 +27,12 @@ class Minibatch:
     idle: tuple[tuple[int, ...], ...]
 
     @property
+    def bins(self) -> tuple[tuple[int, ...], ...]:
+        return (*self.active, *self.idle)
+
+    @property
     def mine(self) -> list[int]:
-        return [row for bin_ in (*self.active, *self.idle) for row in bin_]
+        return [row for bin_ in self.bins for row in bin_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
