@@ -37,6 +37,7 @@ def command(
 ) -> int:
     """A tool-calling agent over HTTP against the exact engine: rollouts, samples, GRPO, report. Under three minutes on
     two cores."""
+    out.mkdir(parents=True, exist_ok=True)  # before anything is loaded: a bad path is said at once
     from tokentrue.app.libraries import quiet_libraries
 
     quiet_libraries(threads)

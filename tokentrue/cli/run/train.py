@@ -61,6 +61,7 @@ def command(
     settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype, "ray.nodes": nodes})
     if nodes is not None and ray is None:
         raise ConfigError("--nodes belongs to --ray")
+    settings.out.mkdir(parents=True, exist_ok=True)  # before anything is loaded: a bad path is said at once
     from tokentrue.app.devices import require_device
     from tokentrue.app.libraries import quiet_libraries
     from tokentrue.cli.progress import rollout_log
