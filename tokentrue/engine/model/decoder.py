@@ -208,7 +208,16 @@ def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
             down_bias=data_of(mlp.down_proj.bias),
             kind=kind,
         )
+    if getattr(experts := getattr(mlp, "experts", None), "is_transposed", False):
+        for name in ("gate_up_proj", "down_proj"):
+            lay_out_by_output(getattr(experts, name))
     return mlp
+
+
+def lay_out_by_output(weight: nn.Parameter) -> None:
+    """Keeps the shape [E,K,N], with the inputs of one output side by side in memory: products read whole lines."""
+    with torch.no_grad():
+        weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def merge(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:

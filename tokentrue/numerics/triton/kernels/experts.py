@@ -91,12 +91,12 @@ def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
 
 
 @triton.jit(do_not_specialize=["P"])
-def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, stride_e, stride_n, stride_k, SLOTS: tl.constexpr,
+                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                   INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs.
 
-    INTERLEAVED: w [E, K, 2N] with the columns of gate and up in turn, or [E, K, N].
+    INTERLEAVED: the rows of gate and up in turn. The strides of w are of an expert, of an output and of an input.
     """
     wait_for_inputs()
     e = tl.load(expert_ptr + tl.program_id(0))
@@ -110,18 +110,16 @@ def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, 
     kind = y_ptr.dtype.element_ty
     x_tile = x_ptr + source[:, None] * K + ks[None, :]
     height = 2 * N if GATED else N
-    if INTERLEAVED:
-        first = 2 * cols if GATED else cols
+    if INTERLEAVED and GATED:
+        first = 2 * cols
         second = first + 1
-        w_tile = w_ptr + e * height * K + ks[:, None].to(tl.int64) * height + first[None, :]
-        up_tile = w_tile + 1
-        step = BK * height
     else:
         first = cols
         second = cols + N
-        w_tile = w_ptr + (e * height + cols)[None, :] * K + ks[:, None]
-        up_tile = w_tile + N.to(tl.int64) * K
-        step = BK
+    w_expert = w_ptr + e * stride_e + ks[:, None].to(tl.int64) * stride_k
+    w_tile = w_expert + first[None, :].to(tl.int64) * stride_n
+    up_tile = w_expert + second[None, :].to(tl.int64) * stride_n
+    step = BK * stride_k
     acc = tl.zeros((BM, BN), tl.float32)
     up = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
@@ -197,9 +195,8 @@ def _grouped(
     x: torch.Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, slots: int, *, gated: bool
 ) -> torch.Tensor:
     weight, bias = (experts.gate_up, experts.gate_up_bias) if gated else (experts.down, experts.down_bias)
-    number, inputs, height = (
-        weight.shape if experts.interleaved else (weight.shape[0], weight.shape[2], weight.shape[1])
-    )
+    by_output = weight.transpose(1, 2) if experts.interleaved else weight  # [E, outputs, K], whatever its memory
+    number, height, inputs = by_output.shape
     outputs = height // 2 if gated else height
     clamped = experts.act if isinstance(experts.act, ClampedSwiglu) else ClampedSwiglu(alpha=0.0, limit=0.0)
     y = torch.empty((num_pairs, outputs), dtype=x.dtype, device=x.device)
@@ -211,7 +208,7 @@ def _grouped(
     launch(
         _group_kernel, (groups.experts.shape[0], cdiv(outputs, t.n)),
         x, weight, bias if bias is not None else x, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, number,
-        SLOTS=slots, BM=groups.rows, BN=t.n, BK=t.k, GATED=gated, ACT=4 if clamped is experts.act else branch_of(str(experts.act)),
+        *by_output.stride(), SLOTS=slots, BM=groups.rows, BN=t.n, BK=t.k, GATED=gated, ACT=4 if clamped is experts.act else branch_of(str(experts.act)),
         ALPHA=float(clamped.alpha), LIMIT=float(clamped.limit), INTERLEAVED=experts.interleaved, BIAS=bias is not None,
         PRECISION=precision_of(x.dtype), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
