@@ -7,9 +7,16 @@ import pytest
 
 from tests.contract.subjects import OWN, REAL, Subject
 from tests.contract.suite import NoTruth, Walk, assistant, cases
+from tests.marks import slow_except
+
+FAST = {"own-qwen3", "own-glm", "own-kimi", "own-deepseek", "own-minimax", "own-harmony", "qwen3"}
 
 
-@pytest.mark.parametrize("subject", [*OWN, *REAL], ids=lambda subject: subject.name)
+def name_of(subject: Subject) -> str:
+    return subject.name
+
+
+@pytest.mark.parametrize("subject", slow_except(FAST, [*OWN, *REAL], name=name_of), ids=name_of)
 def test_contract(subject: Subject) -> None:
     failed: list[str] = []
     count = 0
@@ -23,7 +30,9 @@ def test_contract(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(
-    "subject", [one for one in (*OWN, *REAL) if one.dialect.calls is not None], ids=lambda subject: subject.name
+    "subject",
+    slow_except(FAST, [one for one in (*OWN, *REAL) if one.dialect.calls is not None], name=name_of),
+    ids=name_of,
 )
 def test_a_late_result_is_rendered_from_the_real_history(subject: Subject) -> None:
     """A result that answers an older call, after the model has gone on: what a dummy context cannot know, the history

@@ -43,7 +43,7 @@ def checked(run: Run, stages: int) -> None:
     [
         ("qwen3", 2, "bfloat16", {"num_hidden_layers": 3}),
         ("qwen3_5", 2, "float32", HYBRID),
-        ("llama", 4, "float32", FIVE),
+        pytest.param("llama", 4, "float32", FIVE, marks=pytest.mark.slow),
     ],
 )
 def test_random_schedule_over_stages(kind: str, stages: int, dtype: str, sizes: dict[str, Any]) -> None:
