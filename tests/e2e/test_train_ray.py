@@ -58,12 +58,31 @@ class SlowGateway:
 
 
 def test_a_gateway_that_is_being_started_again_gets_the_weights(cluster: Any) -> None:
-    newest = cluster.remote(num_cpus=0)(training.NewestWeights).remote()
+    newest = training.start_newest(cluster, "newest")
     gateway = cluster.remote(num_cpus=0, max_restarts=-1, max_concurrency=64)(SlowGateway).remote(newest)
     os.kill(ray.get(gateway.pid.remote()), signal.SIGKILL)
     fleet: Any = SimpleNamespace(gateways=[gateway])
     asyncio.run(training.FleetSink(fleet, newest).publish([("w", torch.ones(2))], version=3))
     assert ray.get(gateway.version.remote()) == 3
+
+
+def test_the_actor_that_knows_the_newest_weights_may_die(cluster: Any) -> None:
+    """Then a gateway dies, too: it still gets them before it serves."""
+    newest = training.start_newest(cluster, "newest-of-this-test")
+    gateway = cluster.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(SlowGateway).remote(newest)
+    fleet: Any = SimpleNamespace(gateways=[gateway])
+
+    async def run() -> int:
+        sink = training.FleetSink(fleet, newest)
+        async with sink.keep_newest():
+            await sink.publish([("w", torch.ones(2))], version=3)
+            for actor in (newest, gateway):
+                os.kill(await actor.pid.remote(), signal.SIGKILL)
+            return await asyncio.wait_for(gateway.version.remote(), 60)
+
+    assert asyncio.run(run()) == 3
+    cluster.kill(newest)
+    cluster.kill(gateway)
 
 
 def settings(out: Path) -> list[str]:

@@ -119,7 +119,8 @@ class Router:
         self.version, self.sampled, self.is_back = -1, 0, False
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
         assert self._ready.wait(30)
 
     def note(self, path: str, body: Any) -> None:
@@ -153,20 +154,25 @@ class Router:
         self._loop.run_until_complete(self._start())
         self._ready.set()
         self._loop.run_forever()
+        self._loop.run_until_complete(self._stop())
+        self._loop.close()
 
     async def _start(self) -> None:
-        self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
+        self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self.forward)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _stop(self) -> None:
+        await self._client.close()
+        await self._runner.cleanup()
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60)
 
 
 RESTARTS = [

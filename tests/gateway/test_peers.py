@@ -54,6 +54,7 @@ def test_any_gateway_takes_any_request_and_a_dead_ones_sessions_go_on(pair: tupl
     a.kill()
     status, answer = b.ask("GET", f"/sessions/{session.session_id}")
     assert (status, answer["error"]["code"]) == (503, "owner_unreachable"), answer
+    assert f"owner_unreachable: {a.url}" in b.log.read_text()
     wait_until(lambda: b.ask("GET", f"/sessions/{session.session_id}")[0] == 200)
     assert b.samples(session.session_id) == before
     message = turn(b, session, messages)

@@ -51,7 +51,8 @@ def run(name: str, gateway: BackgroundGateway, folder: Path, python: str | None 
 def test_verl_from_agent_loop_to_gradient(gateway: BackgroundGateway, tmp_path: Path) -> None:
     told = run("verl", gateway, tmp_path)
     assert told["rows"] == told["equal"] == 8
-    assert told["left_out"] == [16] * 8, "the second conversation of each rollout is counted"
+    assert told["left_out"] == told["besides"] and all(told["left_out"]), "the other conversation is counted"
+    assert told["routing"], "the experts of a rollout are in the rows of both of verl's trainers"
     assert told["norm"] > 0
     assert told["worst"] < 1e-4, "verl's forward in float32 is close to what the engine reported"
     values = {name: torch.tensor(value) for name, value in json.loads((tmp_path / "verl.json").read_text()).items()}
@@ -74,6 +75,7 @@ def test_rows_are_the_record(name: str, rows: int, gateway: BackgroundGateway, t
     if name in ("slime", "miles", "tinker"):
         assert told["rollouts"] == 8
     if name == "slime":
+        assert told["routing"], "the experts of a rollout are in slime's training data"
         assert told["one_reward"] and told["mask_sums_are_of_rollouts"]
         assert told["group_sums"] == pytest.approx([0, 0], abs=1e-6)
     if name == "miles":

@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tokentrue.app.background import BackgroundGateway
+from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
-from tokentrue.integrations.trl import reward_from_rollout
+from tokentrue.integrations.trl import reward_from_rollout, rollout_func
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -30,6 +34,26 @@ def train(steps: int, out: Path) -> list[dict[str, float]]:
         "TRL's forward in float32 is close to the engine's; weights that were not published are not"
     )
     return told["log"]
+
+
+def test_processes_have_seeds_of_their_own_and_repeat() -> None:
+    """TRL deals the rollouts of one prompt to all processes: with one seed, no two of them may be equal."""
+
+    async def agent(client: Any, prompt: str) -> float:
+        await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": prompt}], max_tokens=12
+        )
+        return 1.0
+
+    def run(process: int, url: str, key: str) -> list[list[int]]:
+        args, state = SimpleNamespace(temperature=1.0), SimpleNamespace(global_step=3)
+        trainer = SimpleNamespace(args=args, state=state, accelerator=SimpleNamespace(process_index=process))
+        return rollout_func(agent, url=url, admin_key=key, seed=7)(["What is 2 + 2?"] * 2, trainer)["completion_ids"]
+
+    with BackgroundGateway(str(SMALL_MODEL)) as gateway:
+        found = [run(process, gateway.url, gateway.admin_key) for process in (0, 1, 0)]
+    assert found[0] == found[2], "the same process has the same rollouts again"
+    assert len({tuple(ids) for ids in (*found[0], *found[1])}) == 4, found
 
 
 @pytest.mark.timeout(600)

@@ -3,9 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from tests.providers.conformance import Conformance
-from tokentrue.errors import ConfigError, SamplingError
+from tokentrue.errors import ConfigError, ExactnessError, SamplingError
+from tokentrue.providers.exact import ExactProvider
 from tokentrue.providers.hf import HFProvider
 from tokentrue.types import Finish, Sampling
 
@@ -43,3 +45,13 @@ class TestHF(Conformance):
 def test_missing_model_is_one_line() -> None:
     with pytest.raises(ConfigError, match="no/such/model"):
         HFProvider("no/such/model")
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "words"),
+    [(HFProvider, ConfigError, "needs a key-value cache"), (ExactProvider, ExactnessError, "has no positions")],
+)
+def test_a_model_of_recurrent_layers_is_refused_by_name(engine: Any, error: type[Exception], words: str) -> None:
+    shape = {"num_heads": 4, "head_dim": 16, "hidden_size": 32, "state_size": 16, "n_groups": 1, "num_hidden_layers": 1}
+    with pytest.raises(error, match=f"Mamba2ForCausalLM.*{words}|{words}.*Mamba2ForCausalLM"):
+        engine(Mamba2ForCausalLM(Mamba2Config(**shape, vocab_size=64)))

@@ -27,6 +27,11 @@ def test_a_row_keeps_what_was_recorded() -> None:
     assert row.versions.tolist() == [-1, 3, -1, 3]
 
 
+def test_a_row_without_tokens_is_refused() -> None:
+    with pytest.raises(TokenContractError, match="sample a/0 has no tokens; leave it out"):
+        row_of(sample_of([], [], [], name="a", group="g", reward=1.0, version=0), "g")
+
+
 def test_grpo_by_hand() -> None:
     rows = [row_of(one(name, reward), "g") for name, reward in (("a", 1.0), ("b", 0.0), ("c", 0.0), ("d", 1.0))]
     found = session_advantages(SessionRewards.of(rows), "grpo")

@@ -2,8 +2,9 @@
 process.
 
 A version of the weights goes once into Ray's object store, and every gateway loads it from there and confirms it before
-anything is sampled. A `NewestWeights` actor remembers the newest: a gateway that Ray starts again has them before it
-says where it listens. Lag and rounds are those of `tokentrue.train.loop`: a round is sampled by one version, whatever
+anything is sampled. A `NewestWeights` actor on the trainer's node remembers the newest: a gateway that Ray starts again
+has them before it says where it listens. Where that actor dies, Ray starts it again and the trainer, which owns the
+weights, tells it again. Lag and rounds are those of `tokentrue.train.loop`: a round is sampled by one version, whatever
 node plays it.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
@@ -30,18 +32,42 @@ REPEATED = {
 }  # calls that are repeated when their actor has died: without it Ray fails them while it starts again
 
 
+KEEP_S = 1.0  # between two looks at whether `NewestWeights` still knows them
+
+
 class NewestWeights:
     """An actor: where the newest weights lie in the object store, and their version."""
 
     def __init__(self) -> None:
         self._held: tuple[list[Any], int] | None = None
+        self._is_known = asyncio.Event()
+        if not import_ray().get_runtime_context().was_current_actor_reconstructed:
+            self._is_known.set()
 
-    def put(self, references: list[Any], version: int) -> None:
+    async def put(self, references: list[Any], version: int) -> None:
         """`references` is a list of one, so that Ray hands on the reference and not the weights."""
         self._held = (references, version)
+        self._is_known.set()
 
-    def get(self) -> tuple[list[Any], int] | None:
+    async def get(self) -> tuple[list[Any], int] | None:
+        """None before the first publication. An actor that was started again waits until it is told."""
+        await self._is_known.wait()
         return self._held
+
+    async def is_known(self) -> bool:
+        return self._is_known.is_set()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def start_newest(ray: Any, name: str) -> Any:
+    """On the node of the trainer, without which the run ends anyway."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    alive = {"max_restarts": -1, **REPEATED, "scheduling_strategy": here}
+    return ray.remote(num_cpus=0, max_concurrency=64, name=name, **alive)(NewestWeights).remote()
 
 
 class FleetPlayer:
@@ -68,13 +94,31 @@ class FleetSink:
 
     def __init__(self, fleet: Fleet, newest: Any) -> None:
         self._fleet, self._newest = fleet, newest
+        self._held: tuple[list[Any], int] | None = None
         self._ray = import_ray()
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         held = await asyncio.to_thread(lambda: {name: tensor.detach().cpu().contiguous() for name, tensor in weights})
         reference = await asyncio.to_thread(self._ray.put, held)
-        await answer_of(self._newest.put.remote([reference], version), "keep the weights")
+        self._held = ([reference], version)
+        await answer_of(self._newest.put.remote(*self._held), "keep the weights")
         await asyncio.gather(*(self._publish(gateway, reference, version) for gateway in self._fleet.gateways))
+
+    @contextlib.asynccontextmanager
+    async def keep_newest(self) -> AsyncGenerator[None, None]:
+        """Inside the block `NewestWeights` is told again whenever Ray had to start it again."""
+        keeping = asyncio.create_task(self._keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_S)
+            with contextlib.suppress(EngineError):  # publishing says so, too
+                if self._held is not None and not await answer_of(self._newest.is_known.remote(), "keep the weights"):
+                    await answer_of(self._newest.put.remote(*self._held), "keep the weights")
 
     async def _publish(self, gateway: Any, reference: Any, version: int) -> None:
         """A gateway that dies meanwhile is waited for: Ray starts it again with the newest weights, and repeats the
@@ -104,10 +148,12 @@ async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> Asyn
     run = rollouts_of(settings)
     with attach(address) as ray:
         name = f"newest-weights-{secrets.token_hex(8)}"
-        newest = ray.remote(num_cpus=0, max_concurrency=16, name=name)(NewestWeights).remote()
+        newest = start_newest(ray, name)
         fleet = Fleet(run, gateways=run.gateways, workers=run.workers, nodes=settings.ray.nodes, newest=name)
+        sink = FleetSink(fleet, newest)
         try:
-            yield RolloutRounds(settings.rollout, FleetPlayer(fleet)), Publisher(FleetSink(fleet, newest)), None
+            async with sink.keep_newest():
+                yield RolloutRounds(settings.rollout, FleetPlayer(fleet)), Publisher(sink), None
         finally:
             fleet.stop()
 

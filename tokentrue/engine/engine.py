@@ -29,7 +29,15 @@ from tokentrue.engine.runner import LocalRunner, Runner
 from tokentrue.engine.sample import child_seed
 from tokentrue.engine.scheduling.request import Request, mask_of
 from tokentrue.engine.scheduling.schedule import ScheduleLimits
-from tokentrue.errors import ConfigError, EngineError, EngineRejected, LimitExceeded, PromptTooLong, SamplingError
+from tokentrue.errors import (
+    ConfigError,
+    EngineError,
+    EngineRejected,
+    ExactnessError,
+    LimitExceeded,
+    PromptTooLong,
+    SamplingError,
+)
 from tokentrue.ids import TokenIds
 from tokentrue.numerics import Contract, Ops, exact, on_device
 from tokentrue.numerics.patching.patch import STATE
@@ -59,7 +67,12 @@ class ExactEngine:
         self._host = where if pipeline == 1 else torch.device("cpu")
         self.model = load_model(model_dir, device=self._host, dtype=DTYPES[dtype])
         self.eos_ids = eos_of(self.model)
-        positions = max_len or self.model.config.get_text_config().max_position_embeddings
+        positions = max_len or getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is None:
+            raise ExactnessError(
+                f"{type(self.model).__name__} has no positions (max_position_embeddings): recurrent layers have no exact form; serve it "
+                "with vllm or sglang, and train with train.exact = false"
+            )
         with on_device(self._host):
             if pipeline == 1:
                 runner: Runner = self._local_runner(ops, positions, kv_tokens)

@@ -33,11 +33,14 @@ class GatewayRollouts:
     concurrency: int = 16
     timeout_s: float = 600.0
 
-    def run(self, tasks: Sequence[Any], groups: Sequence[str]) -> list[list[Sample]]:
-        """The samples of each task's rollout, in the order of `tasks`; from synchronous code."""
-        return asyncio.run(self.run_async(tasks, groups))
+    def run(self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0) -> list[list[Sample]]:
+        """The samples of each task's rollout, in the order of `tasks`; from synchronous code.
 
-    async def run_async(self, tasks: Sequence[Any], groups: Sequence[str]) -> list[list[Sample]]:
+        `first` is the place of the first task among those of all processes: seeds are made of it.
+        """
+        return asyncio.run(self.run_async(tasks, groups, first=first))
+
+    async def run_async(self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0) -> list[list[Sample]]:
         slots = asyncio.Semaphore(self.concurrency)
         async with AsyncClient(self.url, self.admin_key, timeout_s=self.timeout_s) as client:
 
@@ -45,7 +48,7 @@ class GatewayRollouts:
                 async with slots:
                     return await self._run_one(client, task, group, self._pinned(group, index))
 
-            return list(await asyncio.gather(*map(run_one, range(len(tasks)), tasks, groups)))
+            return list(await asyncio.gather(*map(run_one, range(first, first + len(tasks)), tasks, groups)))
 
     async def run_rollout(
         self, task: Any, *, group: str, index: int | None = None, sampling: Mapping[str, Any] | None = None

@@ -21,6 +21,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, scored_settings
 from tokentrue.samples.exporters.slime import row
@@ -55,6 +57,8 @@ def _filled(sample: Any, recorded: Mapping[str, Any]) -> Any:
     made = copy.copy(sample)
     for name in FIELDS:
         setattr(made, name, recorded[name])
+    if "rollout_routed_experts" in recorded:
+        made.rollout_routed_experts = np.array(recorded["rollout_routed_experts"], np.int16)
     made.status = sample.Status(recorded["status"])
     made.metadata = {**(sample.metadata or {}), **recorded["metadata"], "session_id": recorded["session_id"]}
     made.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id

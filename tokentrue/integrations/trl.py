@@ -44,7 +44,8 @@ def rollout_func(
         settings: dict[str, Any] = {"concurrency": concurrency, "timeout_s": timeout_s}
         rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, sampling=pinned, seed=seed, **settings)
         groups = [f"step-{trainer.state.global_step}/{group_name(prompt)}" for prompt in prompts]
-        found = rollouts.run(prompts, groups)
+        # TRL deals the rollouts of one prompt to all processes, each with as many prompts as the others.
+        found = rollouts.run(prompts, groups, first=trainer.accelerator.process_index * len(prompts))
         chosen = [largest(samples) for samples in found]
         rows = [row(sample) for sample in chosen]
         left_out = [tokens_left_out(samples, one) for samples, one in zip(found, chosen, strict=True)]

@@ -19,6 +19,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import (
     Agent,
@@ -72,9 +74,10 @@ def output_of(sample: Sample, **extra: Any) -> Any:
         "max_global_steps": max(versions, default=None),
         "sample_id": sample.sample_id,
     }
-    return verl.AgentLoopOutput(
-        **{name: row[name] for name in FIELDS}, metrics=verl.AgentLoopMetrics(), extra_fields=extra_fields
-    )
+    fields = {name: row[name] for name in FIELDS}
+    if row["routed_experts"] is not None:  # verl pads an array, and takes no list
+        fields["routed_experts"] = np.array(row["routed_experts"], np.int16)
+    return verl.AgentLoopOutput(**fields, metrics=verl.AgentLoopMetrics(), extra_fields=extra_fields)
 
 
 def require_fit(output: Any, config: Any) -> None:

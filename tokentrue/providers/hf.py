@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 
-from tokentrue.errors import SamplingError
+from tokentrue.errors import ConfigError, SamplingError
 from tokentrue.hub import load_causal_model
 from tokentrue.ids import TokenIds
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
@@ -38,6 +39,10 @@ class HFProvider:
         self._model: Any = (
             model if isinstance(model, torch.nn.Module) else load_causal_model(model, dtype=dtype).to(device)
         )
+        if "past_key_values" not in signature(self._model.forward).parameters:
+            raise ConfigError(
+                f"engine 'hf' needs a key-value cache, and {type(self._model).__name__} has none; use vllm or sglang"
+            )
         self._model.eval()
         self._decode = decode
         self._lock = asyncio.Lock()

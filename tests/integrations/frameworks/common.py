@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokentrue.client import Client
 from tokentrue.environments import load_environment
-from tokentrue.types import Sample
+from tokentrue.types import RoutedExperts, Sample
 
 GATEWAY: dict[str, Any] = {"url": os.environ["TOKENTRUE_URL"], "admin_key": os.environ["TOKENTRUE_ADMIN_KEY"]}
 MODEL = os.environ["TOKENTRUE_MODEL"]
@@ -36,6 +38,13 @@ def record() -> dict[str, Sample]:
     with Client(**GATEWAY) as client:
         known = [state["session_id"] for state in client.sessions(limit=1000)]
         return {sample.sample_id: sample for name in known for sample in client.session_samples(name).samples}
+
+
+def routed(sample: Sample) -> Sample:
+    """The sample with experts of two layers, two for each input, as the engine of a MoE model would report them."""
+    inputs = len(sample.token_ids) - 1
+    experts = array("h", (i % 7 + 1 for i in range(4 * inputs)))
+    return replace(sample, routed_experts=RoutedExperts(shape=(inputs, 2, 2), data=experts.tobytes()))
 
 
 def sampled(values: Sequence[Any], mask: Sequence[Any]) -> list[Any]:

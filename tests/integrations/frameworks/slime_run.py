@@ -10,17 +10,20 @@ import ast
 import asyncio
 import sys
 from argparse import Namespace
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import GATEWAY, MODEL, TASKS, count_equal, solve_twice, tell
+from common import GATEWAY, MODEL, TASKS, count_equal, record, routed, solve_twice, tell
+from slime.observability.rollout_data_utils import validate_rollout_routed_experts_for_replay
 from slime.rollout import sglang_rollout
 from slime.utils.data import get_source
 from slime.utils.types import Sample
 
-from tokentrue.integrations.slime import generate_function, group_rewards
+from tokentrue.integrations.slime import _filled, generate_function, group_rewards
+from tokentrue.samples.exporters.slime import row
 
 
 async def agent(client: Any, sample: Any) -> float:
@@ -56,6 +59,19 @@ def convert(samples: list[Any]) -> dict[str, Any]:
     return space["_convert_samples_to_train_data"](manager_like, samples)
 
 
+def routing_arrives() -> bool:
+    """The experts of recorded samples in slime's training data, which checks their shape for replay."""
+    samples = [routed(sample) for sample in list(record().values())[:2]]
+    filled = [_filled(Sample(group_index=0, index=i, prompt="p"), row(sample)) for i, sample in enumerate(samples)]
+    found = convert(filled)["rollout_routed_experts"]
+    replayed = Namespace(num_layers=2, moe_router_topk=2, moe_layer_freq=None)
+    validate_rollout_routed_experts_for_replay(found, replayed)
+    return all(
+        experts.flatten().tolist() == list(array("h", sample.routed_experts.data))
+        for experts, sample in zip(found, samples, strict=True)
+    )
+
+
 async def main() -> None:
     groups = []
     for place, prompt in enumerate(list(TASKS)[:2]):
@@ -74,6 +90,7 @@ async def main() -> None:
     one_reward = all(len(rewards) == 1 for rewards in by_rollout.values())
     is_per_rollout = len(sums) == len(by_rollout)
     tell(
+        routing=routing_arrives(),
         rows=len(rows),
         equal=equal,
         rollouts=len(by_rollout),

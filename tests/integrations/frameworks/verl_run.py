@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import GATEWAY, MODEL, TASKS, logprobs_of, record, sampled, solve, solve_twice, tell
+from common import GATEWAY, MODEL, TASKS, logprobs_of, record, routed, sampled, solve, solve_twice, tell
 from hydra import compose, initialize_config_module
 from transformers import AutoModelForCausalLM
 from verl import DataProto
@@ -26,7 +26,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.utils.torch_functional import logprobs_from_logits
 from verl.workers.config import FSDPActorConfig
 
-from tokentrue.integrations.verl import agent_loop
+from tokentrue.integrations.verl import agent_loop, output_of
 
 GROUP = 4
 
@@ -87,6 +87,29 @@ def equal_rows(batch: DataProto) -> int:
     return equal
 
 
+def trained_besides(batch: DataProto) -> list[int]:
+    """Trained tokens that the record has of each rollout outside its row."""
+    known = record()
+    chosen = [known[name] for name in batch.non_tensor_batch["sample_id"]]
+    return [
+        sum(sum(s.loss_mask) for s in known.values() if s.session_id == row.session_id) - sum(row.loss_mask)
+        for row in chosen
+    ]
+
+
+async def routing_arrives(worker: AgentLoopWorker) -> bool:
+    """The experts of a recorded sample, given two layers of them, in the rows of both of verl's trainers."""
+    sample = routed(next(iter(record().values())))
+    expected = torch.frombuffer(bytearray(sample.routed_experts.data), dtype=torch.int16).view(-1, 2, 2)
+    newer = output_of(sample).as_dict()["routed_experts"]
+    older = await worker._agent_loop_postprocess(output_of(sample), False, raw_prompt=[{"role": "user", "content": ""}])
+    start = older.prompt_ids.shape[1] - len(output_of(sample).prompt_ids)
+    return all(
+        torch.equal(found[: len(expected)], expected) and not found[len(expected) :].any()
+        for found in (newer, older.routed_experts[0, start:])
+    )
+
+
 def update(batch: DataProto) -> dict[str, Any]:
     """verl's advantages, correction and loss on one forward pass, and an optimiser step."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
@@ -136,6 +159,8 @@ async def main(folder: Path) -> None:
         equal=equal_rows(batch),
         rewards=batch.batch["rm_scores"].sum(-1).tolist(),
         left_out=left_out,
+        besides=trained_besides(both),
+        routing=await routing_arrives(worker),
         **told,
     )
 

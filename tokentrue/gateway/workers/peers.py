@@ -4,6 +4,8 @@ request again."""
 
 from __future__ import annotations
 
+import logging
+
 import aiohttp
 
 from tokentrue.errors import SessionElsewhere
@@ -12,6 +14,7 @@ from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.workers.forwarding import forward_request
 
 FORWARDED = "x-tokentrue-forwarded"
+LOG = logging.getLogger("tokentrue.gateway")
 
 
 class PeerLinks:
@@ -31,9 +34,16 @@ class PeerLinks:
             )
         message = "the gateway that owns this session does not answer; another takes over when its lease has expired: send this again"
         dead = HttpError(503, "owner_unreachable", message, retry_after_s=1.0)
-        await forward_request(
-            self._client, elsewhere.url, scope, receive, send, body, (FORWARDED, "1"), unreachable=dead
-        )
+        try:
+            await forward_request(
+                self._client, elsewhere.url, scope, receive, send, body, (FORWARDED, "1"), unreachable=dead
+            )
+        except HttpError as error:
+            if error is dead:
+                LOG.warning(
+                    "owner_unreachable: %s owns the session of %s and does not answer", elsewhere.url, scope["path"]
+                )
+            raise
 
     async def close(self) -> None:
         if self._client is not None:

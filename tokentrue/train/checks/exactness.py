@@ -94,7 +94,7 @@ def require_near(
 def require_own_versions(rows: Sequence[Row], version: int, *, is_offline: bool) -> None:
     """A live run trains on what its own versions sampled. Versions of a file count another run's steps."""
     for row in rows if not is_offline else ():
-        newest = int(row.versions.max()) if row.length else version
+        newest = int(row.versions.max())
         if newest > version:
             raise TokenContractError(
                 f"sample {row.sample.sample_id} was sampled by policy version {newest}, and this run is at {version}: "

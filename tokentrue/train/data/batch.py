@@ -52,6 +52,8 @@ def row_of(sample: Sample, group: str, temperature: float = 1.0) -> Row:
     if sample.reward is None:
         raise TokenContractError(f"sample {sample.sample_id} has no reward; score its session first")
     length = len(sample.token_ids)
+    if not length:
+        raise TokenContractError(f"sample {sample.sample_id} has no tokens; leave it out")
     versions = torch.full((length,), UNSAMPLED, dtype=torch.int64)
     for span in sample.spans:
         if span.kind == "sampled":
@@ -63,7 +65,7 @@ def row_of(sample: Sample, group: str, temperature: float = 1.0) -> Row:
     mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
     if bool((mask & ~sampled).any()):
         raise TokenContractError(f"sample {sample.sample_id}: the loss mask covers a token that was not sampled")
-    if length and bool(mask[0]):
+    if bool(mask[0]):
         raise TokenContractError(f"sample {sample.sample_id}: its first token has no context and cannot be trained")
     experts, weights = experts_and_weights(sample)
     return Row(
