@@ -19,6 +19,7 @@ from msgspec import Raw
 
 from tokentrue.gateway.dialects import Dialect
 from tokentrue.gateway.dialects.base import parse_json
+from tokentrue.gateway.dialects.tools import pair_results
 from tokentrue.types import Message
 
 ENTRY_BYTES = 1000  # of the parsed message's own objects, roughly, beside its text
@@ -125,12 +126,14 @@ def parse_after(base: ParsedItems, shared: int, dialect: Dialect, items: Sequenc
         value = parse_json(raw, path)
         parsed = dialect.parse_item(value, path)
         is_settled = is_settled and dialect.is_settled(value)
+        first = len(messages)
         for message in parsed:
             is_part = dialect.splits_turns and message["role"] == "assistant"
             if turn and not (is_part and dialect.continues_turn(turn, message)):
                 messages.append(dialect.join_turn(turn))
                 turn = []
             (turn if is_part else messages).append(message)
+        pair_results(messages, first)
         size += COPIES * len(raw) + ENTRY_BYTES
         kept.append(Raw(raw))  # a copy of its own: `item` holds the whole body
         ends.append(len(messages) if is_settled and not turn else None)

@@ -181,9 +181,10 @@ def _is_raw(value: Any) -> bool:
 
 
 def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> Any:
+    """Integers keep all their digits: orjson would round those beyond 64 bits."""
     try:
-        value = orjson.loads(raw)
-    except (orjson.JSONDecodeError, RecursionError) as error:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MessageError(f"is not JSON: {str(error)[:100]}", field=path) from None
     check_depth(value, path, most=most_levels)
     return value
@@ -304,7 +305,7 @@ def arguments_text(value: Json) -> str:
     """The inverse of `arguments_object`."""
     if is_raw_arguments(value):
         return value["_raw_arguments"]
-    return orjson.dumps(value).decode()
+    return encode(value).decode()
 
 
 def is_cut(finish: Finish) -> bool:

@@ -1,9 +1,9 @@
 """Google contents as messages in the OpenAI shape. The protocol's JSON may spell each field in camelCase or in
 snake_case.
 
-Calls and results may come without ids. The k-th call of a function in one content is then `name#k`, and so is the k-th
-result: the matcher restores the ids that were served. Reasoning travels sealed in `thoughtSignature`; a thought that
-comes back changed is refused.
+Calls and results may come without ids. The k-th call of a function in one turn is then `name#k`, and the matcher
+restores the id that was served; `pair_results` finds the call of a result. Reasoning travels sealed in
+`thoughtSignature`; a thought that comes back changed is refused.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import orjson
-
 from tokentrue.errors import MessageError
-from tokentrue.gateway.dialects.base import Json, arguments_text, echo, object_of, text_field
+from tokentrue.gateway.dialects.base import Json, arguments_text, echo, encode, object_of, text_field
 from tokentrue.gateway.dialects.google.signatures import read_signature
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Message
@@ -94,10 +92,9 @@ def model_message(parts: Sequence[tuple[str, str, Json]], signer: ReasoningSigne
     thoughts: list[str] = []
     sealed: list[str] = []
     calls: list[Json] = []
-    counts: Counter[str] = Counter()
     for where, kind, part in parts:
         if kind == "functionCall":
-            calls.append(call_from_part(part, where, counts))
+            calls.append(call_from_part(part, where))
         elif kind == "functionResponse":
             raise MessageError("belongs in a content of the user", field=f"{where}.functionResponse")
         elif part.get("text") is not None:
@@ -135,47 +132,34 @@ def join_model_turn(parts: Sequence[Message]) -> Message:
         )
     if shown or sealed:
         message["reasoning_content"] = shown or sealed
-    calls = renumber([call for part in parts for call in part.get("tool_calls", ())])
+    calls = number_calls([call for part in parts for call in part.get("tool_calls", ())])
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def renumber(calls: Sequence[Json]) -> list[Json]:
+def number_calls(calls: Sequence[Json]) -> list[Json]:
     """Calls without ids count over the whole turn, also where it came as several contents."""
     counts: Counter[str] = Counter()
     out: list[Json] = []
     for call in calls:
         name = call["function"]["name"]
-        if call["id"].startswith(f"{name}#"):
-            out.append({**call, "id": numbered_id(name, counts)})
-        else:
-            out.append(call)
+        out.append(call if call["id"] else {**call, "id": f"{name}#{counts[name]}"})
+        counts[name] += not call["id"]
     return out
 
 
-def call_from_part(part: Json, where: str, counts: Counter[str]) -> Json:
+def call_from_part(part: Json, where: str) -> Json:
     where = f"{where}.functionCall"
     fields = known_fields(part["functionCall"], CALL_FIELDS, where)
-    name = text_field(fields, "name", where)
     arguments = arguments_text(object_of(fields.get("args") or {}, f"{where}.args"))
-    return {
-        "id": call_id(fields, name, counts, where),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    function = {"name": text_field(fields, "name", where), "arguments": arguments}
+    return {"id": call_id(fields, where), "type": "function", "function": function}
 
 
-def call_id(fields: Json, name: str, counts: Counter[str], where: str) -> str:
-    value = fields.get("id")
-    if value is None or value == "":
-        return numbered_id(name, counts)
-    return text_field(fields, "id", where)
-
-
-def numbered_id(name: str, counts: Counter[str]) -> str:
-    counts[name] += 1
-    return f"{name}#{counts[name] - 1}"
+def call_id(fields: Json, where: str) -> str:
+    """Empty where there is none."""
+    return text_field(fields, "id", where) if fields.get("id") is not None else ""
 
 
 def known_fields(value: Any, known: Sequence[str], where: str) -> Json:
@@ -191,7 +175,6 @@ def user_messages(parts: Sequence[tuple[str, str, Json]]) -> list[Message]:
     """Results become tool messages, in order; the text between them becomes user messages."""
     out: list[Message] = []
     texts: list[str] = []
-    counts: Counter[str] = Counter()
 
     def flush() -> None:
         if texts:
@@ -203,22 +186,20 @@ def user_messages(parts: Sequence[tuple[str, str, Json]]) -> list[Message]:
             texts.append(text_field(part, "text", where))
         elif kind == "functionResponse":
             flush()
-            out.append(result_message(part["functionResponse"], f"{where}.functionResponse", counts))
+            out.append(result_message(part["functionResponse"], f"{where}.functionResponse"))
         else:
             raise MessageError("belongs in a content of the model", field=f"{where}.{kind}")
     flush()
     return out
 
 
-def result_message(value: Any, where: str, counts: Counter[str]) -> Message:
+def result_message(value: Any, where: str) -> Message:
+    """Without an id it has the name of its function: `pair_results` finds the call."""
     fields = known_fields(value, RESULT_FIELDS, where)
-    name = text_field(fields, "name", where)
+    name, answered = text_field(fields, "name", where), call_id(fields, where)
     response = object_of(fields.get("response") or {}, f"{where}.response")
-    message: Json = {
-        "role": "tool",
-        "tool_call_id": call_id(fields, name, counts, where),
-        "content": result_text(response),
-    }
+    message: Json = {"role": "tool", **({"tool_call_id": answered} if answered else {"name": name})}
+    message["content"] = result_text(response)
     if response.keys() == {"error"}:
         message["is_error"] = True
     return message
@@ -228,5 +209,5 @@ def result_text(response: Json) -> str:
     """A result under `output`, `result` or `error` alone is that text; every other object is its JSON."""
     if len(response) == 1 and next(iter(response)) in PLAIN_RESULTS:
         value = next(iter(response.values()))
-        return value if isinstance(value, str) else orjson.dumps(value).decode()
-    return orjson.dumps(response).decode()
+        return value if isinstance(value, str) else encode(value).decode()
+    return encode(response).decode()
